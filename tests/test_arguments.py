@@ -21,8 +21,11 @@ NAN, INF = float("nan"), float("inf")
 # What is given for parameters without a default, by the public name.
 REQUIRED: dict[str, dict[str, typing.Any]] = {
     "tfdp.DistributedOptimizer": {"optimizer": keras.optimizers.SGD},
-    "tfdp.Link": {"alpha_seconds": 1.0, "seconds_per_byte": 1.0},
-    "tfdp.Links": {"inside": tfdp.Link(1.0, 1.0), "across": tfdp.Link(1.0, 1.0)},
+    "tfdp.options.Link": {"alpha_seconds": 1.0, "seconds_per_byte": 1.0},
+    "tfdp.options.Links": {
+        "inside": tfdp.options.Link(1.0, 1.0),
+        "across": tfdp.options.Link(1.0, 1.0),
+    },
     "tfdp.callbacks.BackupAndRestore": {"directory": "backups"},
     "tfdp.callbacks.CommunicationMonitor": {"log_dir": "logs"},
     "tfdp.callbacks.CommunicationMonitor.recent": {

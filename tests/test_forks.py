@@ -15,9 +15,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.harness.commands import run_python
-from tfdp import forks, user_code
-from tfdp.coordination.clock import ProcessClock
-from tfdp.coordination.preemption import PreemptionNotice
+from tfdp.communication.coordination.clock import ProcessClock
+from tfdp.communication.coordination.preemption import PreemptionNotice
+from tfdp.ground import forks, user_code
 
 DEADLINE_SECONDS = 30.0
 
@@ -37,7 +37,7 @@ def in_fork(function: Callable[[], object]) -> int:
 def test_what_is_registered_for_the_end_of_a_script_is_not_called_in_a_fork():
     code = """
         import os, sys, tempfile
-        from tfdp import forks
+        from tfdp.ground import forks
 
         class Thing: pass
 
@@ -75,7 +75,7 @@ def test_a_server_of_tensorflow_refuses_connections_once_its_process_has_ended()
     # Nothing of Python's closes it: the descriptor is all that there is.
     code = """
         import os, socket, time
-        from tfdp import forks
+        from tfdp.ground import forks
 
         server = socket.create_server(("127.0.0.1", 0))
         port = server.getsockname()[1]

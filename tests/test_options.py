@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tfdp.options import CommunicationOptions
+from tfdp.ground.options import CommunicationOptions
 
 NAN, INF = float("nan"), float("inf")
 NO_SIZES = [0, 0.0, -1, -0.5, NAN, INF, -INF, True, False, "25", None, [1]]

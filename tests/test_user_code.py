@@ -12,8 +12,8 @@ import weakref
 
 import pytest
 
-from tfdp import user_code
-from tfdp.forks import Owner
+from tfdp.ground import user_code
+from tfdp.ground.forks import Owner
 
 LIBRARY = sysconfig.get_path("purelib") + "/some_library/module.py"
 

@@ -9,50 +9,56 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tfdp import user_code
-from tfdp.onednn import ask_for_onednn as _ask_for_onednn
-from tfdp.tracking.watch import watch_trackers as _watch_trackers
+from tfdp.features.tracking.watch import watch_trackers as _watch_trackers
+from tfdp.ground import user_code
+from tfdp.ground.onednn import ask_for_onednn as _ask_for_onednn
 
 if TYPE_CHECKING:
     # Type checkers and editors see the names that `__getattr__` loads.
-    from tfdp import callbacks, checkpoint, compression, data, optimizers, testing
-    from tfdp.links import Link, Links
-    from tfdp.losses.all_gather import all_gather
-    from tfdp.optimizer.distributed import DistributedOptimizer
-    from tfdp.options import CommunicationOptions
-    from tfdp.plans.schedules import scale_learning_rate
-    from tfdp.strategy.strategy import (
+    from tfdp import (
+        callbacks,
+        checkpoint,
+        compression,
+        data,
+        optimizers,
+        options,
+        testing,
+    )
+    from tfdp.features.tracking.first_worker import track_each_worker
+    from tfdp.ground.options import CommunicationOptions
+    from tfdp.ground.plans.schedules import scale_learning_rate
+    from tfdp.training.losses.all_gather import all_gather
+    from tfdp.training.optimizer.distributed import DistributedOptimizer
+    from tfdp.training.strategy.strategy import (
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         auto_strategy,
     )
-    from tfdp.tracking.first_worker import track_each_worker
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "all_gather": "tfdp.losses.all_gather",
-    "CommunicationOptions": "tfdp.options",
-    "DistributedOptimizer": "tfdp.optimizer.distributed",
-    "Link": "tfdp.links",
-    "Links": "tfdp.links",
-    "MirroredStrategy": "tfdp.strategy.strategy",
-    "MultiWorkerMirroredStrategy": "tfdp.strategy.strategy",
-    "auto_strategy": "tfdp.strategy.strategy",
+    "all_gather": "tfdp.training.losses.all_gather",
+    "CommunicationOptions": "tfdp.ground.options",
+    "DistributedOptimizer": "tfdp.training.optimizer.distributed",
+    "MirroredStrategy": "tfdp.training.strategy.strategy",
+    "MultiWorkerMirroredStrategy": "tfdp.training.strategy.strategy",
+    "auto_strategy": "tfdp.training.strategy.strategy",
     "callbacks": "tfdp.callbacks",
     "checkpoint": "tfdp.checkpoint",
     "compression": "tfdp.compression",
     "data": "tfdp.data",
     "optimizers": "tfdp.optimizers",
-    "scale_learning_rate": "tfdp.plans.schedules",
+    "options": "tfdp.options",
+    "scale_learning_rate": "tfdp.ground.plans.schedules",
     "testing": "tfdp.testing",
-    "track_each_worker": "tfdp.tracking.first_worker",
+    "track_each_worker": "tfdp.features.tracking.first_worker",
 }
+# Names of this version's last one, by where they are now.
+_MOVED = {"Link": "tfdp.options", "Links": "tfdp.options"}
 __all__ = [
     "CommunicationOptions",
     "DistributedOptimizer",
-    "Link",
-    "Links",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "all_gather",
@@ -62,6 +68,7 @@ __all__ = [
     "compression",
     "data",
     "optimizers",
+    "options",
     "scale_learning_rate",
     "testing",
     "track_each_worker",
@@ -75,10 +82,15 @@ _watch_trackers()
 if not TYPE_CHECKING:  # a type checker would take any name for one of this package
 
     def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
+        home = _HOMES.get(name) or _MOVED.get(name)
+        if home is None:
             raise AttributeError(f"module 'tfdp' has no attribute {name!r}")
-        module = importlib.import_module(_HOMES[name])
-        value = module if _HOMES[name] == f"tfdp.{name}" else getattr(module, name)
+        if name in _MOVED:
+            user_code.warn(
+                f"`tfdp.{name}` is `{home}.{name}` now; the old name will go."
+            )
+        module = importlib.import_module(home)
+        value = module if home == f"tfdp.{name}" else getattr(module, name)
         globals()[name] = value
         return value
 

@@ -14,7 +14,7 @@ def start() -> None:
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from tfdp.cli.main import main
+    from tfdp.launch.cli.main import main
 
     if is_default:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfdp.cluster.devices import set_logical_cpus
+from tfdp.communication.cluster.devices import set_logical_cpus
 
 
 def logical_cpus(count: int) -> list[str]:

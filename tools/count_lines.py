@@ -2,7 +2,8 @@
 
     python tools/count_lines.py [DIRECTORY]
 
-Prints the lines of each package of a directory, by default of tfdp, and of all.
+Prints the lines of each package of a directory and of those in it, by default of tfdp,
+and of all.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ def main(root: Path) -> None:
     """Print a table."""
     counts: collections.Counter[str] = collections.Counter()
     for path in root.rglob("*.py"):
-        package = path.relative_to(root).parts[0]
-        counts[package] += lines_of_code(path.read_text(encoding="utf-8"))
-    for package, lines in counts.most_common():
-        print(f"{lines:7,}  {package}")
-    print(f"{counts.total():7,}  {root}")
+        lines = lines_of_code(path.read_text(encoding="utf-8"))
+        *folders, _ = path.relative_to(root).parts[:3]
+        for end in range(len(folders) + 1):
+            counts["/".join([str(root), *folders[:end]])] += lines
+    for package in sorted(counts):
+        print(f"{counts[package]:7,}  {package}")
 
 
 if __name__ == "__main__":

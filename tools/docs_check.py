@@ -2,9 +2,10 @@
 
     python tools/docs_check.py
 
-Each package of tfdp/ has a line in README, and a docstring in its `__init__` that names
-its files; the walks of docs/step.md name what is there; links and Python blocks of all
-pages hold; public names have docstrings and stand on a page.
+Each floor of tfdp/ has a line in README, and a docstring in its `__init__` that names
+its rooms from top to bottom, as the docstring of each room names its files; the walks
+of docs/step.md name what is there; links and Python blocks of all pages hold; public
+names have docstrings and stand on a page.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ ROOT = Path(__file__).resolve().parents[1]
 MIN_WORDS = 4
 
 README = ROOT / "README.md"
-# A package's line in README: its name, linked to its `__init__`.
+# A floor's line in README: its name, linked to its `__init__`.
 PACKAGE_LINE = re.compile(
     r"^- \[`(?P<name>\w+)`\]\(tfdp/(?P=name)/__init__\.py\): \S", re.M
 )
+# A room's line in the docstring of its floor.
+ROOM_LINE = re.compile(r"^- `(?P<name>\w+)`: \S", re.M)
 # A line of the walks in docs/step.md: a file, and names that are defined in it.
 WALK = ROOT / "docs" / "step.md"
 WALK_LINE = re.compile(
@@ -51,31 +54,53 @@ def tracked_files(*folders: str) -> list[str]:
     return sorted({path for path in output.splitlines() if (ROOT / path).is_file()})
 
 
-def packages() -> list[str]:
-    """List the packages of tfdp/, in the order of the layers in setup.cfg."""
+def layers() -> dict[str, list[str]]:
+    """Read the layers of each contract of setup.cfg, from top to bottom."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    layers = config["importlinter:contract:rooms"]["layers"].split()
-    return [name for name in layers if (ROOT / "tfdp" / name / "__init__.py").is_file()]
+    return {
+        name.rpartition(":")[2]: re.findall(r"\w+", section["layers"])
+        for name, section in config.items()
+        if section.get("type") == "layers"
+    }
+
+
+def packages() -> list[str]:
+    """List the packages of tfdp/ and of its floors, from top to bottom."""
+    names = [
+        f"{'' if floor == 'floors' else floor + '/'}{name}"
+        for floor, rooms in layers().items()
+        for name in rooms
+    ]
+    return [name for name in names if (ROOT / "tfdp" / name / "__init__.py").is_file()]
 
 
 def check_packages() -> Iterator[str]:
     """Compare README's lines, and the docstrings, with the packages there are."""
-    readme = README.read_text("utf-8")
-    listed = [match["name"] for match in PACKAGE_LINE.finditer(readme)]
-    if listed != packages():
-        yield (
-            "README.md: the lines of the packages should be those of "
-            f"{', '.join(packages())}, in this order; they are {', '.join(listed)}"
-        )
+    floors = [name for name in packages() if "/" not in name]
+    listed = [
+        match["name"] for match in PACKAGE_LINE.finditer(README.read_text("utf-8"))
+    ]
+    yield from compare_lists("README.md", floors, listed)
     for name in packages():
         path = f"tfdp/{name}/__init__.py"
-        docstring = ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8")))
-        if len((docstring or "").split()) < MIN_WORDS:
+        docstring = ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8"))) or ""
+        if len(docstring.split()) < MIN_WORDS:
             yield f"{path}: no docstring that says what the package is for"
+        if name in layers():
+            listed = [match["name"] for match in ROOM_LINE.finditer(docstring)]
+            yield from compare_lists(path, layers()[name], listed)
         for module in modules_of(ROOT / "tfdp" / name):
-            if not re.search(rf"\b{module}\b", docstring or ""):
+            if not re.search(rf"\b{module}\b", docstring):
                 yield f"{path}: the docstring does not name {module}"
+
+
+def compare_lists(path: str, names: list[str], listed: list[str]) -> Iterator[str]:
+    if listed != names:
+        yield (
+            f"{path}: the lines of the packages should be those of "
+            f"{', '.join(names)}, in this order; they are {', '.join(listed)}"
+        )
 
 
 def modules_of(package: Path) -> list[str]:

@@ -2,8 +2,8 @@
 
 `mkdocs.yml` names this file as a hook of MkDocs and as an extension of Griffe,
 which reads the docstrings. Pages link to files of the repository as they do on
-GitHub (`../tfdp/step/path.py`); each such file becomes a page under `source/`, so that
-the site is whole by itself and a dead link ends the build. Of these pages only
+GitHub (`../tfdp/training/step/path.py`); each such file becomes a page under `source/`,
+so that the site is whole by itself and a dead link ends the build. Of these pages only
 CONTRIBUTING and the changelog are searched.
 """
 

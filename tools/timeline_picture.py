@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tfdp.bench.output import new_figure, save
+from tfdp.launch.bench.output import new_figure, save
 
 COLORS = {
     "input": "#bbbbbb",

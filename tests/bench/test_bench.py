@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from tests.harness.commands import run_python
-from tfdp.base.intervals import median_interval
-from tfdp.bench import compare, compare_report, compare_sides, output
-from tfdp.bench.channel import OnDemand
-from tfdp.bench.collectives import Settings, measure
-from tfdp.bench.models import FAMILIES, model_of_size
-from tfdp.bench.nccl_tests import (
+from tfdp.ground.base.intervals import median_interval
+from tfdp.launch.bench import compare, compare_report, compare_sides, output
+from tfdp.launch.bench.channel import OnDemand
+from tfdp.launch.bench.collectives import Settings, measure
+from tfdp.launch.bench.models import FAMILIES, model_of_size
+from tfdp.launch.bench.nccl_tests import (
     COLLECTIVES,
     MOST_REPLICAS_OF,
     algorithm_bandwidth,
@@ -31,10 +31,16 @@ from tfdp.bench.nccl_tests import (
     num_wrong,
     padded_bytes,
 )
-from tfdp.bench.sides import Side, alternate, started, steps_that_take, worker_commands
-from tfdp.bench.stats import Ratio, paired_ratio
-from tfdp.cli import main
-from tfdp.cli.parameter_types import ManyValues
+from tfdp.launch.bench.sides import (
+    Side,
+    alternate,
+    started,
+    steps_that_take,
+    worker_commands,
+)
+from tfdp.launch.bench.stats import Ratio, paired_ratio
+from tfdp.launch.cli import main
+from tfdp.launch.cli.parameter_types import ManyValues
 
 DEADLINE_SECONDS = 120
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -182,7 +188,7 @@ def test_what_is_made_on_demand_is_kept_while_its_group_takes_turns():
 
 
 def test_a_worker_times_fit_or_a_loop_as_its_arms_say():
-    from tfdp.bench.training import make_arms
+    from tfdp.launch.bench.training import make_arms
 
     settings = {"model": dataclasses.asdict(model_of_size("mlp", 0.05))}
     told = {
@@ -202,14 +208,14 @@ def test_a_worker_times_fit_or_a_loop_as_its_arms_say():
 
 
 def test_a_worker_that_ends_is_named_with_its_last_lines():
-    side = Side("ours", "tfdp.bench.nowhere", {})
+    side = Side("ours", "tfdp.launch.bench.nowhere", {})
     said = pytest.raises(RuntimeError, match=r"(?s)Worker 0 of ours ended.*nowhere")
     with said, started(side):
         pass
 
 
 def test_another_interpreter_needs_nothing_of_this_ones_packages():
-    for module in ("tfdp.bench.channel", "tfdp.bench.models"):
+    for module in ("tfdp.launch.bench.channel", "tfdp.launch.bench.models"):
         (command,) = worker_commands(module, {}, ["here:1"], python=sys.executable)
         bare = [command[0], "-S", *command[1:]]  # without site-packages
         done = subprocess.run(bare, capture_output=True, text=True, check=False)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.harness.commands import ROOT, run_python
-from tfdp.cli.main import run_command
+from tfdp.launch.cli.main import run_command
 from tools.bench.__main__ import bench as command
 from tools.bench.buckets import (
     Epoch,

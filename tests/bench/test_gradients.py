@@ -12,8 +12,8 @@ import pytest
 from tests.harness.commands import run_python
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
-from tfdp.cli.main import run_command
-from tfdp.plans.topology import Topology
+from tfdp.ground.plans.topology import Topology
+from tfdp.launch.cli.main import run_command
 from tools.bench.__main__ import bench
 from tools.bench.gradients import Settings, measure
 from tools.bench.gradients_report import buckets_text, least_seconds

@@ -8,8 +8,8 @@ import types
 import numpy as np
 import pytest
 
-from tfdp.bench.models import Model
-from tfdp.bench.sides import Side, started
+from tfdp.launch.bench.models import Model
+from tfdp.launch.bench.sides import Side, started
 from tools.bench import parameters, parameters_memory, parameters_worker
 from tools.bench.models import EMPTY, LARGE
 from tools.bench.resident import peak_of, resident_bytes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.bench.stats import Ratio
-from tfdp.cli.main import run_command
+from tfdp.launch.bench.stats import Ratio
+from tfdp.launch.cli.main import run_command
 from tools.bench.__main__ import bench
 from tools.bench.stats import batch_of, efficiency, ratio_to_best, speedup
 from tools.bench.train_report import Row, plot

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.harness.commands import run_python
-from tfdp.bench.sides import Side, started
+from tfdp.launch.bench.sides import Side, started
 from tools.bench import transport
 from tools.bench.metered import metered, of_all
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tfdp.checkpoint import api, index_file
-from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.sharding.state_tensors import LocalShard, StateTensor
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 VALUES = {
     "dense/kernel": np.arange(40, dtype="float32").reshape(8, 5),

@@ -273,8 +273,8 @@ class _Judges:
         return fit.resume(own)
 
     def _links(self, way: str, draw: random.Random, own: Path) -> str:
-        from tfdp.links import DEFAULT_LINKS, Links
-        from tfdp.reduction.link_cache import load_links, store_links
+        from tfdp.ground.links import DEFAULT_LINKS, Links
+        from tfdp.training.reduction.link_cache import load_links, store_links
 
         links = DEFAULT_LINKS["ring"]
         store_links("a", links, own)
@@ -290,7 +290,7 @@ class _Judges:
         return EQUAL if is_right else "wrong links"
 
     def _tf_config(self, way: str, draw: random.Random, own: Path) -> str:
-        from tfdp.cluster.spec import Cluster
+        from tfdp.communication.cluster.spec import Cluster
 
         text = _mutated_text(json.dumps(CLUSTER).encode(), way, draw)
         found = Cluster.from_tf_config(text.decode("utf-8", "surrogateescape"))

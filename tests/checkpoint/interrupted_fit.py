@@ -146,7 +146,7 @@ def asked_to_end_before_fit(layout: Layout, rank: int, *, folder: str) -> None:
 
 def asked_to_end_while_joining(layout: Layout, rank: int, *, at: int) -> None:
     """Is sent SIGTERM when TensorFlow's handler is there, on one worker."""
-    from tfdp.coordination import join
+    from tfdp.communication.coordination import join
 
     restore = join.restore_python_handler
 
@@ -277,7 +277,7 @@ def _py_dataset(keras: Any, batch_size: int) -> Any:
 
 def _strategy(layout: Layout, tfdp: Any, compression: str | None = None) -> Any:
     # So slow that everything that can be is compressed.
-    slow = tfdp.Links(tfdp.Link(0.0, 1.0), tfdp.Link(0.0, 1.0))
+    slow = tfdp.options.Links(tfdp.options.Link(0.0, 1.0), tfdp.options.Link(0.0, 1.0))
     options = tfdp.CommunicationOptions(
         compression=compression, links=slow if compression else None
     )

@@ -29,9 +29,9 @@ from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.index import Extent, Shard, TensorMetadata, check_complete
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index, to_text
 from tfdp.checkpoint.storage import Storage
-from tfdp.cli import main
-from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.sharding.state_tensors import LocalShard, StateTensor
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.launch.cli import main
+from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 COUNTS = (1, 2, 3, 4, 8)
 DTYPES = (
@@ -411,8 +411,8 @@ FULL_DISK = """
 import resource, signal, sys
 import numpy as np, tensorflow as tf
 from tfdp.checkpoint import api
-from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.sharding.state_tensors import LocalShard, StateTensor
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 directory = sys.argv[1]
 def state(value):
     elements = np.full(10**5, value, "float32")
@@ -660,7 +660,7 @@ CONVERT = """
 import sys, zipfile
 import keras, numpy as np
 from tfdp import checkpoint
-from tfdp.cli.main import main
+from tfdp.launch.cli.main import main
 directory, output, kind = sys.argv[1:]
 def run(*arguments):
     try:

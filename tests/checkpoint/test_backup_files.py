@@ -26,12 +26,16 @@ from tests.data.test_position import (
     build,
     fit,
 )
-from tfdp.base.temporary import temporary_name
 from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import index_file, replica_state, writer
 from tfdp.checkpoint.callback_state import from_json, to_json
 from tfdp.checkpoint.random_state import random_states, set_random_states
-from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
+from tfdp.communication.coordination.preemption import (
+    PREEMPTED,
+    PreemptionNotice,
+    PreemptionWatch,
+)
+from tfdp.ground.base.temporary import temporary_name
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import pytest
 from tests.checkpoint import bucket, interrupted_fit
 from tests.harness.interrupted import Layout, Result, run
 from tests.harness.tiers import full, standard
-from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
+from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO = Layout(1, 2), Layout(2, 1), Layout(2, 2)
 FOUR_DEVICES = Layout(1, 4)

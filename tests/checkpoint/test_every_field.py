@@ -21,15 +21,15 @@ from tests.harness.tiers import full, standard
 from tfdp import checkpoint
 from tfdp.checkpoint import index_file
 from tfdp.checkpoint.run_schema import check_run
-from tfdp.cli.convert import convert
-from tfdp.cli.json_screen import Entry
-from tfdp.cli.remote_line import banner, version_of
-from tfdp.cluster import sagemaker, vertex
-from tfdp.cluster.spec import Cluster
-from tfdp.links import DEFAULT_LINKS
-from tfdp.reduction.link_cache import load_links
-from tfdp.tuning.plan_cache import KeptPlan, load_plan
-from tfdp.tuning.plan_choice import PlanChoice
+from tfdp.communication.cluster import sagemaker, vertex
+from tfdp.communication.cluster.spec import Cluster
+from tfdp.features.tuning.plan_cache import KeptPlan, load_plan
+from tfdp.features.tuning.plan_choice import PlanChoice
+from tfdp.ground.links import DEFAULT_LINKS
+from tfdp.launch.cli.convert import convert
+from tfdp.launch.cli.json_screen import Entry
+from tfdp.launch.cli.remote_line import banner, version_of
+from tfdp.training.reduction.link_cache import load_links
 
 Read = Callable[[Any], Any]
 

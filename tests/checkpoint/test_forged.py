@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.forged import forge, is_whole, restore, save
-from tfdp.base.files import replaced, write_text
 from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import index_file
 from tfdp.checkpoint.backups import Backups
 from tfdp.checkpoint.run_schema import check_run
 from tfdp.checkpoint.schema import Malformed
-from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.reduction.link_cache import load_links, store_links
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground.base.files import replaced, write_text
+from tfdp.training.reduction.link_cache import load_links, store_links
 
 Content = dict[str, Any]
 
@@ -421,7 +421,7 @@ def test_a_links_file_is_a_regular_one(tmp_path):
 
 
 def test_junk_in_a_links_file_is_not_written_again(tmp_path):
-    from tfdp.links import DEFAULT_LINKS
+    from tfdp.ground.links import DEFAULT_LINKS
 
     path = tmp_path / "links.json"
     path.write_text('{"deep": ' + "[" * 400 + "]" * 400 + ', "b": 1}')

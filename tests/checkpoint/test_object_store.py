@@ -28,7 +28,7 @@ from tests.checkpoint.test_api import (
 from tests.harness.tiers import standard
 from tfdp.checkpoint import api, files, object_store
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index
-from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.communication.coordination.worker_group import WorkerGroup
 
 URL = "bucket://runs/latest"
 

@@ -19,10 +19,10 @@ from tests.checkpoint import bucket
 from tests.checkpoint.test_backup_files import PLAIN, cut_run
 from tests.data.test_position import Cut, arrays, assert_same, fit
 from tests.harness.tiers import full, standard
-from tfdp.base.temporary import temporary_name
 from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import object_store
 from tfdp.checkpoint.index_file import load_index
+from tfdp.ground.base.temporary import temporary_name
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import sys
 import threading
 
 from tests.cli.test_run import DEADLINE_SECONDS, Launcher
-from tfdp.cluster import free_ports
+from tfdp.communication.cluster import free_ports
 
 SECRET = "0123456789abcdef"
 

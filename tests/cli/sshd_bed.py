@@ -218,7 +218,7 @@ def kill_launcher(
     bed: SshdBed, pids: dict[int, int], launcher: subprocess.Popen
 ) -> None:
     """Kill the launcher of host 1 and the sessions of its `sshd`."""
-    remote = [p for p in bed.processes(1) if "tfdp.cli.remote" in p.cmdline()]
+    remote = [p for p in bed.processes(1) if "tfdp.launch.cli.remote" in p.cmdline()]
     for process in [*remote, *bed.sessions(1)]:
         with contextlib.suppress(psutil.Error):
             process.kill()

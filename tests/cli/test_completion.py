@@ -14,7 +14,7 @@ import pytest
 from click.shell_completion import BashComplete
 
 from tests.harness.commands import ROOT
-from tfdp.cli.main import cli
+from tfdp.launch.cli.main import cli
 
 DEADLINE_SECONDS = 100
 # What bash does when Tab is pressed behind the last word.
@@ -70,7 +70,7 @@ def test_bash_completes_and_nothing_of_tensorflow_is_loaded(
 ):
     assert complete(words) == completed
     loaded = (tmp_path / "imports").read_text("utf-8")
-    assert "tfdp.cli.main" in loaded
+    assert "tfdp.launch.cli.main" in loaded
     assert "tensorflow" not in loaded
     assert "keras" not in loaded
 

@@ -17,10 +17,14 @@ import pytest
 from rich.console import Console
 
 from tests.harness import forks
-from tfdp.cli import doctor
-from tfdp.cli.screen import without_escapes
-from tfdp.cli.topology_tree import describe_unevenness, draw_topology, port_states
-from tfdp.cluster import Cluster, topology_of
+from tfdp.communication.cluster import Cluster, topology_of
+from tfdp.launch.cli import doctor
+from tfdp.launch.cli.screen import without_escapes
+from tfdp.launch.cli.topology_tree import (
+    describe_unevenness,
+    draw_topology,
+    port_states,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 120
@@ -143,7 +147,7 @@ def test_doctor_counts_the_devices_of_one_of_several_workers():
 def test_errors_pass_the_filter_of_tensorflows_lines_even_before_a_crash():
     code = """
 import os, signal, sys
-from tfdp.cli.noise import quiet_stderr
+from tfdp.launch.cli.noise import quiet_stderr
 with quiet_stderr():
     os.write(2, b"I0000 00:00:1.5  7 cudart_stub.cc:31] Could not find cuda\\n")
     os.write(2, b"E0000 00:00:1.5  7 driver.cc:31] a real error\\n")

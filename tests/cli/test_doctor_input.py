@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from tests.harness.commands import Finished, run_command
 from tests.harness.tiers import standard
-from tfdp.cli.main import cli
+from tfdp.launch.cli.main import cli
 
 DEADLINE_SECONDS = 200
 MODEL = """

@@ -8,7 +8,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tfdp.cli.main import cli
+from tfdp.launch.cli.main import cli
 
 COMMANDS = ["run", "doctor", "plan", "convert"]
 

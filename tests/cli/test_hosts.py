@@ -195,7 +195,8 @@ def test_a_network_that_is_cut_ends_two_commands(bed: SshdBed):
 
 def test_a_hub_that_is_cut_off_ends_the_islands_of_both_hosts(bed: SshdBed):
     # A minute each, of the launcher and in an island.
-    silence = "from tfdp.islands import hub_connection as hub\nhub.SILENT_SECONDS = 4\n"
+    silence = "from tfdp.features.islands import hub_connection as hub\n"
+    silence += "hub.SILENT_SECONDS = 4\n"
     silence += "hub.BEAT_SECONDS = 0.5\n"
     (bed.folder / "island.py").write_text(f"{PRELUDE}{silence}{ISLAND}")
     address = f"{bed.bed.addresses[0]}:29410"
@@ -204,7 +205,9 @@ def test_a_hub_that_is_cut_off_ends_the_islands_of_both_hosts(bed: SshdBed):
     with shared_secret(bed):
         for host in range(2):
             arguments = [*line, "--first-island", str(host), "island.py"]
-            code = f"{silence}from tfdp.cli.main import main\nmain({arguments!r})"
+            code = (
+                f"{silence}from tfdp.launch.cli.main import main\nmain({arguments!r})"
+            )
             started.append(bed.start_python(host, code))
     for host, process in enumerate(started):
         read_until(process, f"[worker {host}] has met 2")

@@ -16,8 +16,8 @@ SILENT_SECONDS = 2.0
 SCRIPT = """
 import pathlib, time
 import numpy as np
-from tfdp.cluster.islands import Island
-from tfdp.islands import member as module
+from tfdp.communication.cluster.islands import Island
+from tfdp.features.islands import member as module
 
 module._CONNECT_SECONDS = 1.0
 island = Island.from_environment()
@@ -36,8 +36,8 @@ member.close(is_through=True)
 print("is through", flush=True)
 """
 IMPATIENT = f"""
-import tfdp.islands.hub as hub
-from tfdp.cli.main import main
+import tfdp.features.islands.hub as hub
+from tfdp.launch.cli.main import main
 
 hub.SILENT_SECONDS = {SILENT_SECONDS}
 """

@@ -10,9 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from tests.cli.test_run import Launcher
-from tfdp.cli.main import cli
-from tfdp.cluster import Cluster
-from tfdp.cluster.islands import Island
+from tfdp.communication.cluster import Cluster
+from tfdp.communication.cluster.islands import Island
+from tfdp.launch.cli.main import cli
 
 HUB = ["--hub", "a:29500"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from tfdp.cli.hosts import Host, parse_hosts, read_hostfile
-from tfdp.cli.main import cli
-from tfdp.cli.node_options import DEFAULT_PORT, RendezvousAddress, parse_address
+from tfdp.launch.cli.hosts import Host, parse_hosts, read_hostfile
+from tfdp.launch.cli.main import cli
+from tfdp.launch.cli.node_options import DEFAULT_PORT, RendezvousAddress, parse_address
 
 NODES = ["-n", "1", "--nodes", "2"]
 HOSTS = ["--hosts", "a:1,b:1"]

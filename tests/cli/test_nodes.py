@@ -20,9 +20,9 @@ from tests.cli.test_run import (
 )
 from tests.harness.tiers import full
 from tests.strategy.trained import check_answers
-from tfdp.cluster import free_ports
-from tfdp.coordination.preemption import PREEMPTED
-from tfdp.transport.addresses import is_own
+from tfdp.communication.cluster import free_ports
+from tfdp.communication.coordination.preemption import PREEMPTED
+from tfdp.communication.transport.addresses import is_own
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import TwoHosts
 
@@ -322,7 +322,7 @@ AN_HOUR_AHEAD = """
 import time
 now = time.time
 time.time = lambda: now() + 3600
-from tfdp.cli.main import main
+from tfdp.launch.cli.main import main
 """
 
 
@@ -340,7 +340,7 @@ def test_a_node_whose_clock_is_an_hour_ahead_joins_and_fails_like_any(nodes):
 
 
 OTHER_VERSION = (
-    "import tfdp; tfdp.__version__ = '9.9'; from tfdp.cli.main import main; "
+    "import tfdp; tfdp.__version__ = '9.9'; from tfdp.launch.cli.main import main; "
 )
 
 

@@ -11,15 +11,18 @@ import pytest
 
 from tests.harness.commands import Finished, run_python
 from tests.harness.forks import run_script
-from tfdp.cli import forecast, main, plan
-from tfdp.cli import parameter_types as types
-from tfdp.links import DEFAULT_LINKS, Link, Links
-from tfdp.options import CommunicationOptions
-from tfdp.plans.buckets import Bucket, BucketPlan, Entry
-from tfdp.plans.cost_model import predict_seconds
-from tfdp.plans.topology import Topology
-from tfdp.plans.traffic import Algorithm
-from tfdp.reduction.algorithm_selector import AlgorithmChoice, AlgorithmSelector
+from tfdp.ground.links import DEFAULT_LINKS, Link, Links
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.plans.buckets import Bucket, BucketPlan, Entry
+from tfdp.ground.plans.cost_model import predict_seconds
+from tfdp.ground.plans.topology import Topology
+from tfdp.ground.plans.traffic import Algorithm
+from tfdp.launch.cli import forecast, main, plan
+from tfdp.launch.cli import parameter_types as types
+from tfdp.training.reduction.algorithm_selector import (
+    AlgorithmChoice,
+    AlgorithmSelector,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +66,7 @@ def models(tmp_path_factory) -> pathlib.Path:
 
 
 def run_plan(*arguments: object) -> Finished:
-    code = "import sys; from tfdp.cli.main import main; main(sys.argv[1:])"
+    code = "import sys; from tfdp.launch.cli.main import main; main(sys.argv[1:])"
     return run_script(code, "plan", *arguments, deadline_seconds=DEADLINE_SECONDS)
 
 
@@ -241,8 +244,8 @@ def test_a_wrong_argument_gets_one_sentence_and_code_2(capsys, arguments, words)
 
 @pytest.mark.processes
 def test_a_wrong_argument_is_told_before_tensorflow_is_imported():
-    told = "import sys; from tfdp.cli import plan; print('tensorflow' in sys.modules)"
-    done = run_python("-c", told, deadline_seconds=DEADLINE_SECONDS)
+    code = "import sys, tfdp.launch.cli.plan; print('tensorflow' in sys.modules)"
+    done = run_python("-c", code, deadline_seconds=DEADLINE_SECONDS)
     assert (done.code, done.output.strip()) == (0, "False")
 
 

@@ -30,19 +30,19 @@ import psutil
 import pytest
 
 from tests.harness.commands import HEEDING
-from tfdp.cli import launch, main, outlet, worker
-from tfdp.cli.attempts import pause
-from tfdp.cli.job import JobContext
-from tfdp.cli.log_file import LogFile
-from tfdp.cli.noise import is_noise
-from tfdp.cli.outlet import Outlet
-from tfdp.cli.program import check_program
-from tfdp.cli.screen import LineReader, Screen
-from tfdp.cli.signals import SignalPipe
-from tfdp.cli.start import Starter
-from tfdp.cluster import Cluster, local_ports
-from tfdp.cluster.gpus import visible_gpus
-from tfdp.coordination.preemption import PREEMPTED, SAVE_SIGNAL
+from tfdp.communication.cluster import Cluster, local_ports
+from tfdp.communication.cluster.gpus import visible_gpus
+from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
+from tfdp.launch.cli import launch, main, outlet, worker
+from tfdp.launch.cli.attempts import pause
+from tfdp.launch.cli.job import JobContext
+from tfdp.launch.cli.log_file import LogFile
+from tfdp.launch.cli.noise import is_noise
+from tfdp.launch.cli.outlet import Outlet
+from tfdp.launch.cli.program import check_program
+from tfdp.launch.cli.screen import LineReader, Screen
+from tfdp.launch.cli.signals import SignalPipe
+from tfdp.launch.cli.start import Starter
 
 pytestmark = pytest.mark.processes
 
@@ -1310,7 +1310,7 @@ def test_a_default_log_folder_that_cannot_be_made_gets_one_sentence(launcher):
 
 
 def test_the_command_line_imports_no_tensorflow():
-    code = "import sys, tfdp.cli.main; sys.exit('tensorflow' in sys.modules)"
+    code = "import sys, tfdp.launch.cli.main; sys.exit('tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
@@ -1471,7 +1471,7 @@ def test_a_job_that_does_not_save_when_asked_is_never_stopped(launcher):
 
 
 def test_the_worker_that_others_name_as_lost_is_the_one_that_failed(launcher):
-    from tfdp.coordination.watch.errors import (
+    from tfdp.communication.coordination.watch.errors import (
         WorkerFailure,
         failure_message,
     )  # imports TensorFlow

@@ -26,10 +26,10 @@ from tests.cli.test_run import (
     Launcher,
     lines_of,
 )
-from tfdp.cli.hosts import Host
-from tfdp.cli.remote_line import BEAT, order
-from tfdp.cli.ssh import describe_failure, ssh_command
-from tfdp.cluster import free_ports
+from tfdp.communication.cluster import free_ports
+from tfdp.launch.cli.hosts import Host
+from tfdp.launch.cli.remote_line import BEAT, order
+from tfdp.launch.cli.ssh import describe_failure, ssh_command
 
 pytestmark = pytest.mark.processes
 
@@ -179,7 +179,7 @@ def test_nothing_is_left_when_the_terminals_launcher_is_killed(launcher):
 
 
 SILENT = """
-from tfdp.cli import remote
+from tfdp.launch.cli import remote
 remote.SILENT_SECONDS = 1.0
 remote.main()
 """
@@ -251,7 +251,7 @@ def launchers_of(pid: int) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.Error):
-            if "tfdp.cli.remote" in child.cmdline():
+            if "tfdp.launch.cli.remote" in child.cmdline():
                 found.append(child)
     return sorted(found, key=lambda child: child.pid)
 
@@ -313,7 +313,7 @@ def test_the_command_of_ssh_quotes_what_it_carries():
         "exec",
         "/my python",
         "-m",
-        "tfdp.cli.remote",
+        "tfdp.launch.cli.remote",
     ]
 
 

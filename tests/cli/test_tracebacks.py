@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.cli import tracebacks
-from tfdp.cli.tracebacks import Tracebacks
+from tfdp.launch.cli import tracebacks
+from tfdp.launch.cli.tracebacks import Tracebacks
 
 BEGIN = "Traceback (most recent call last):"
 FRAMES = ['  File "train.py", line 7, in <module>', "    model.fit(x)"]
@@ -103,7 +103,8 @@ def test_a_bar_before_a_traceback_is_a_line_of_its_own():
 
 
 def test_a_worker_that_lost_another_says_so_without_a_traceback():
-    lost = "tfdp.coordination.watch.errors.WorkerLost: Worker 1 (a:1) was lost"
+    lost = "tfdp.communication.coordination.watch.errors.WorkerLost: "
+    lost += "Worker 1 (a:1) was lost"
     found = Tracebacks()
     for rank in (0, 2):
         found.take(rank, [BEGIN, *FRAMES, lost])

@@ -6,11 +6,11 @@ import pathlib
 
 import pytest
 
-from tfdp.cli import outlet, run_where
-from tfdp.cluster import Cluster
-from tfdp.rendezvous.failure import Failure
-from tfdp.rendezvous.restarts import Restarts
-from tfdp.text import pluralize
+from tfdp.communication.cluster import Cluster
+from tfdp.ground.text import pluralize
+from tfdp.launch.cli import outlet, run_where
+from tfdp.launch.rendezvous.failure import Failure
+from tfdp.launch.rendezvous.restarts import Restarts
 
 
 class Heard:

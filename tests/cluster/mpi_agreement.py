@@ -34,7 +34,7 @@ def main() -> None:
 
         mpi4py.rc.thread_level = "funneled"
         from mpi4py import MPI  # noqa: F401
-    from tfdp.cluster import find_cluster
+    from tfdp.communication.cluster import find_cluster
 
     begin = time.monotonic()
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tfdp.cluster import Cluster, sagemaker
+from tfdp.communication.cluster import Cluster, sagemaker
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 HOSTS = ["algo-2", "algo-10", "algo-1"]

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from tfdp.cluster import (
+from tfdp.communication.cluster import (
     Cluster,
     accepts_connections,
     check_port_free,
@@ -24,7 +24,7 @@ from tfdp.cluster import (
     split_address,
     unreachable_workers,
 )
-from tfdp.cluster.slurm import expand_nodelist, expand_tasks_per_node
+from tfdp.communication.cluster.slurm import expand_nodelist, expand_tasks_per_node
 
 TWO_WORKERS = {"worker": ["a:1000", "b:1000"]}
 
@@ -52,13 +52,17 @@ def unused_port():
 
 @pytest.mark.parametrize("module", ["address", "ports", "slurm", "spec", "tf_config"])
 def test_examples_in_docstrings_are_true(module):
-    tested = doctest.testmod(importlib.import_module(f"tfdp.cluster.{module}"))
+    tested = doctest.testmod(
+        importlib.import_module(f"tfdp.communication.cluster.{module}")
+    )
     assert tested.attempted > 0
     assert tested.failed == 0
 
 
 def test_reading_a_cluster_imports_no_tensorflow():
-    code = "import sys, tfdp.cluster; sys.exit('tensorflow' in sys.modules)"
+    code = (
+        "import sys, tfdp.communication.cluster; sys.exit('tensorflow' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -9,9 +9,9 @@ import pytest
 
 import tfdp
 from tests.harness.commands import run_python
-from tfdp import _compat, user_code
-from tfdp.cluster import cpu_kernels
-from tfdp.onednn import VARIABLE
+from tfdp.communication.cluster import cpu_kernels
+from tfdp.ground import _compat, user_code
+from tfdp.ground.onednn import VARIABLE
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="kernels of another processor"

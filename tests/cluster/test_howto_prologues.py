@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.harness.commands import ROOT
-from tfdp.cluster import Cluster
+from tfdp.communication.cluster import Cluster
 
 HOWTO = ROOT / "docs" / "howto"
 DEADLINE_SECONDS = 60

@@ -11,7 +11,7 @@ import psutil
 
 JOIN = """
 import sys, time
-from tfdp.cluster import join_deadline
+from tfdp.communication.cluster import join_deadline
 
 with join_deadline(sys.argv[2:], float(sys.argv[1])):
     print("joining", flush=True)
@@ -23,7 +23,7 @@ sys.stdin.read()
 # A process that is forked meanwhile keeps what it inherits open.
 FORKED = """
 import os, signal, time
-from tfdp.cluster import join_deadline
+from tfdp.communication.cluster import join_deadline
 
 with join_deadline(["0=localhost:1"], 10.0):
     child = os.fork()

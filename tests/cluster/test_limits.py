@@ -8,7 +8,7 @@ import resource
 
 import pytest
 
-from tfdp.cluster.limits import (
+from tfdp.communication.cluster.limits import (
     check_limits,
     lack_of_files,
     limit_for,

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from tests.harness.commands import ROOT
-from tfdp.cluster import Cluster
-from tfdp.coordination.preemption import PREEMPTED
+from tfdp.communication.cluster import Cluster
+from tfdp.communication.coordination.preemption import PREEMPTED
 
 FOLDER = ROOT / "examples" / "cluster"
 

@@ -15,18 +15,23 @@ import pytest
 from tests.harness.commands import run_command
 from tests.harness.mpi import answers, is_open_mpi, needs_mpi, run_ranks, why_not
 from tests.harness.tiers import standard
-from tfdp.cluster import (
+from tfdp.communication.cluster import (
     Cluster,
     count_workers,
     find_cluster,
     mpi_cluster,
     mpi_start,
 )
-from tfdp.cluster.gpus import own_gpus
-from tfdp.cluster.local_ports import reserved_ports
-from tfdp.cluster.mpi_cluster import ProcessPlacement, choose_hosts
-from tfdp.cluster.mpi_launcher import MpiRank, mpi_rank
-from tfdp.cluster.own_addresses import answering, host_key, own_addresses, reached
+from tfdp.communication.cluster.gpus import own_gpus
+from tfdp.communication.cluster.local_ports import reserved_ports
+from tfdp.communication.cluster.mpi_cluster import ProcessPlacement, choose_hosts
+from tfdp.communication.cluster.mpi_launcher import MpiRank, mpi_rank
+from tfdp.communication.cluster.own_addresses import (
+    answering,
+    host_key,
+    own_addresses,
+    reached,
+)
 
 DEADLINE_SECONDS = 60.0
 TF_CONFIG = (

@@ -10,7 +10,7 @@ import pytest
 from tests.harness.commands import ROOT, run_command
 from tests.harness.mpi import answers, is_open_mpi, needs_mpi, options, why_not
 from tests.strategy.trained import HEAVY_BYTES, SCRIPT, check_answers
-from tfdp.cluster import split_address
+from tfdp.communication.cluster import split_address
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import TwoHosts
 from tools.bench.hosts_mpi import OVER_THE_LINK, entered

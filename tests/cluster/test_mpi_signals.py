@@ -20,7 +20,7 @@ import pytest
 from tests.harness.commands import HEEDING, ROOT
 from tests.harness.mpi import ENVIRONMENT, is_open_mpi, needs_mpi, options
 from tests.harness.tiers import full, standard
-from tfdp.coordination.preemption import PREEMPTED
+from tfdp.communication.coordination.preemption import PREEMPTED
 
 pytestmark = [needs_mpi, pytest.mark.processes]
 

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from tests.harness.commands import ROOT
-from tfdp.base.process_identity import ProcessIdentity
+from tfdp.ground.base.process_identity import ProcessIdentity
 
 CODE = """
 import dataclasses, json, sys
-from tfdp.base.process_identity import ProcessIdentity
+from tfdp.ground.base.process_identity import ProcessIdentity
 print(json.dumps(dataclasses.asdict(ProcessIdentity.current())), flush=True)
 sys.stdin.read()
 """

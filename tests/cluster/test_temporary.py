@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands import ROOT
-from tfdp.base import temporary
-from tfdp.base.files import replaced
-from tfdp.base.temporary import TemporaryFolder, remove_left_over, temporary_name
 from tfdp.checkpoint.object_store import open_storage
-from tfdp.keras_hooks import saving
+from tfdp.ground.base import temporary
+from tfdp.ground.base.files import replaced
+from tfdp.ground.base.temporary import TemporaryFolder, remove_left_over, temporary_name
+from tfdp.training.keras_hooks import saving
 
 # Makes one of each in a folder, says so, and waits to be killed.
 MAKE = """
 import pathlib, sys, time
-from tfdp.base import temporary
-from tfdp.base.files import replaced
-from tfdp.base.temporary import TemporaryFolder, temporary_name
+from tfdp.ground.base import temporary
+from tfdp.ground.base.files import replaced
+from tfdp.ground.base.temporary import TemporaryFolder, temporary_name
 with replaced("model.keras") as path, TemporaryFolder("store") as folder:
     for each in (path, folder + "/half", "." + temporary_name("probe")):
         pathlib.Path(each).write_text("half")

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tfdp.cluster import nodes, topology_of
-from tfdp.plans.topology import Topology
+from tfdp.communication.cluster import nodes, topology_of
+from tfdp.ground.plans.topology import Topology
 
 
 def table(addresses):

@@ -20,7 +20,7 @@ from tests.collectives.cases_algorithms import (
 from tests.collectives.cases_primitives import run
 from tests.harness.env import Env
 from tests.harness.registry import case
-from tfdp.collectives import adasum, adasum_across_nodes
+from tfdp.communication.collectives import adasum, adasum_across_nodes
 
 # One element, fewer than replicas, a prime number, and what lies in several halves.
 SIZES = (1, 3, 1009, 64, 2, 500)

@@ -22,7 +22,7 @@ from tests.collectives.cases_primitives import (
 )
 from tests.harness.env import Env
 from tests.harness.registry import ALL, BOTH, case
-from tfdp.collectives import (
+from tfdp.communication.collectives import (
     LaunchOrder,
     Level,
     ProcessGroup,

@@ -11,8 +11,8 @@ import tensorflow as tf
 from tests.collectives.cases_primitives import BETWEEN, each_replica, new_group
 from tests.harness.env import Env
 from tests.harness.registry import case
-from tfdp import _compat
-from tfdp.collectives import ProcessGroup, all_reduce
+from tfdp.communication.collectives import ProcessGroup, all_reduce
+from tfdp.ground import _compat
 
 # Where a replica's step fails: before it has launched anything, while all its
 # reductions may be under way, when one of them is done, when all are; or nowhere.

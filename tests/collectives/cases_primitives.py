@@ -1,4 +1,5 @@
-"""The primitives of `tfdp.collectives`, against sums and joins made by NumPy.
+"""The primitives of `tfdp.communication.collectives`, against sums and joins made by
+NumPy.
 
 Every replica's tensor is a function of its rank, so each process knows what all
 the others hold.
@@ -20,7 +21,7 @@ import tensorflow as tf
 
 from tests.harness.env import Env
 from tests.harness.registry import case
-from tfdp.collectives import (
+from tfdp.communication.collectives import (
     LaunchOrder,
     ProcessGroup,
     ProcessTransport,
@@ -34,7 +35,7 @@ from tfdp.collectives import (
     padded_length,
     reduce_scatter,
 )
-from tfdp.collectives.instance_keys import SIZES
+from tfdp.communication.collectives.instance_keys import SIZES
 
 SETUPS = ("mirrored", "three_devices", "two_workers")
 REDUCED = ("float16", "float32", "float64", "int32", "int64", "bfloat16")

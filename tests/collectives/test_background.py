@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.collectives.background import Background
-from tfdp.keras_hooks import install
+from tfdp.communication.collectives.background import Background
+from tfdp.training.keras_hooks import install
 
 DEVICE = "CPU:0"
 SPEC = [tf.TensorSpec([2], tf.float32)]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.harness import forks
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
-from tfdp.collectives import (
+from tfdp.communication.collectives import (
     LaunchOrder,
     ProcessGroup,
     ProcessTransport,

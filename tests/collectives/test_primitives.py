@@ -1,4 +1,4 @@
-"""The primitives of `tfdp.collectives` give what NumPy gives, wherever they run."""
+"""The primitives of collectives give what NumPy gives, wherever they run."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.reduction.cases_selection import SLOW, routed
-from tfdp.collectives import timing
+from tfdp.communication.collectives import timing
 from tfdp.compression import BlockQuantized, Compressor, PowerSGD, TopK
-from tfdp.step.loss_scale import LossScaling
+from tfdp.training.step.loss_scale import LossScaling
 
 case = registry.case
 UNITS = 40
@@ -274,7 +274,7 @@ def compressed_gradients_send_as_many_bytes_as_planned(env: Env) -> dict:
 def compressor_is_off_where_it_would_not_gain(env: Env) -> dict:
     if env.is_reference:
         return {}
-    fast = tfdp.Links(tfdp.Link(1.0, 0.0), tfdp.Link(1.0, 0.0))
+    fast = tfdp.options.Links(tfdp.options.Link(1.0, 0.0), tfdp.options.Link(1.0, 0.0))
     # With a ratio above 1 / replicas an all-gather moves more than an all-reduce.
     for compressor, links in (("int8", fast), (TopK(ratio=0.6), SLOW)):
         with routed(env, compression=compressor, links=links):

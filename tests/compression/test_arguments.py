@@ -18,10 +18,10 @@ from tfdp.compression import (
     PowerSGD,
     TopK,
 )
-from tfdp.compression.block_code import BlockCode
-from tfdp.plans.buckets import Bucket, Entry
-from tfdp.plans.topology import Topology
-from tfdp.reduction.algorithm_selector import AlgorithmSelector
+from tfdp.ground.plans.buckets import Bucket, Entry
+from tfdp.ground.plans.topology import Topology
+from tfdp.training.compression.block_code import BlockCode
+from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import time
 
 import pytest
 
-from tfdp.connection import acceptor
-from tfdp.connection.acceptor import Acceptor
-from tfdp.connection.handshake import (
+from tfdp.communication.connection import acceptor
+from tfdp.communication.connection.acceptor import Acceptor
+from tfdp.communication.connection.handshake import (
     Authenticated,
     ConnectionFailed,
     UnauthenticatedPeer,

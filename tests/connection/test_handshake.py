@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.connection.handshake import (
+from tfdp.communication.connection.handshake import (
     GREETING_BYTES,
     Authenticated,
     ConnectionFailed,

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
-from tfdp.data import distribute
+from tfdp.training.data import distribute
 
 ROWS = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
 NUM_BATCHES = 8

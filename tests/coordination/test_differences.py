@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tfdp.coordination.differences import describe_difference
+from tfdp.communication.coordination.differences import describe_difference
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tensorflow as tf
 
-from tfdp.coordination import worker_group as module
-from tfdp.coordination.progress import ProgressRecorder, WorkerProgress
-from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.communication.coordination import worker_group as module
+from tfdp.communication.coordination.progress import ProgressRecorder, WorkerProgress
+from tfdp.communication.coordination.worker_group import WorkerGroup
 
 
 class Store:

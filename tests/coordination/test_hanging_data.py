@@ -13,10 +13,10 @@ import pytest
 
 from tests.cli.test_run import Launcher
 from tests.harness.tiers import full, standard
-from tfdp.coordination import data_wait as module
-from tfdp.coordination.data_wait import DataWait, ReadCounts
-from tfdp.coordination.progress import ProgressRecorder
-from tfdp.coordination.watch.data_watch import DataWatch
+from tfdp.communication.coordination import data_wait as module
+from tfdp.communication.coordination.data_wait import DataWait, ReadCounts
+from tfdp.communication.coordination.progress import ProgressRecorder
+from tfdp.communication.coordination.watch.data_watch import DataWatch
 
 SCRIPT = str(pathlib.Path(__file__).with_name("hanging_data.py"))
 TIMEOUT_SECONDS = 6.0
@@ -108,7 +108,7 @@ class Time:
         monkeypatch.setattr(module.clock, "now", lambda: self.now)
         monkeypatch.setattr("time.process_time", lambda: self.used)
         monkeypatch.setattr(
-            "tfdp.coordination.watch.data_watch.used_processor_seconds",
+            "tfdp.communication.coordination.watch.data_watch.used_processor_seconds",
             lambda: self.used,
         )
 
@@ -140,7 +140,9 @@ def test_a_wait_is_for_one_batch_and_ends_with_it(monkeypatch):
 
 def test_a_source_lives_while_it_uses_a_processor(monkeypatch):
     clock, wait = Time(monkeypatch), DataWait()
-    monkeypatch.setattr("tfdp.coordination.watch.data_watch.data_wait", wait)
+    monkeypatch.setattr(
+        "tfdp.communication.coordination.watch.data_watch.data_wait", wait
+    )
     watch = DataWatch(10.0)
     with wait.reading():
         for second in range(1, 40):

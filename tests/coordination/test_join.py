@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import tensorflow as tf
 
-from tfdp.cluster import Cluster
-from tfdp.coordination import join
-from tfdp.coordination.join import Worker, joining
+from tfdp.communication.cluster import Cluster
+from tfdp.communication.coordination import join
+from tfdp.communication.coordination.join import Worker, joining
 
 
 @pytest.fixture(autouse=True)

@@ -14,23 +14,23 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tfdp import _compat
-from tfdp.base.process_identity import ProcessIdentity
-from tfdp.cluster import ProbeResult, free_ports, probe_port
-from tfdp.coordination import watch as watch_module
-from tfdp.coordination.clock import ProcessClock
-from tfdp.coordination.preemption import PREEMPTED
-from tfdp.coordination.progress import ProgressRecorder, WorkerProgress
-from tfdp.coordination.watch import failure_detector as module
-from tfdp.coordination.watch import watchdog as watchdog_module
-from tfdp.coordination.watch.errors import (
+from tfdp.communication.cluster import ProbeResult, free_ports, probe_port
+from tfdp.communication.coordination import watch as watch_module
+from tfdp.communication.coordination.clock import ProcessClock
+from tfdp.communication.coordination.preemption import PREEMPTED
+from tfdp.communication.coordination.progress import ProgressRecorder, WorkerProgress
+from tfdp.communication.coordination.watch import failure_detector as module
+from tfdp.communication.coordination.watch import watchdog as watchdog_module
+from tfdp.communication.coordination.watch.errors import (
     WorkerFailure,
     bucket_of_error,
     failure_message,
 )
-from tfdp.coordination.watch.failure_detector import FailureDetector
-from tfdp.coordination.watch.heartbeat import Heartbeat, IdleMeter
-from tfdp.coordination.watch.watchdog import Watchdog
+from tfdp.communication.coordination.watch.failure_detector import FailureDetector
+from tfdp.communication.coordination.watch.heartbeat import Heartbeat, IdleMeter
+from tfdp.communication.coordination.watch.watchdog import Watchdog
+from tfdp.ground import _compat
+from tfdp.ground.base.process_identity import ProcessIdentity
 
 
 class Clock:
@@ -398,7 +398,7 @@ def use(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         ("delete_key_value", lambda key: store.texts.pop(key, None)),
     ):
         monkeypatch.setattr(
-            f"tfdp.coordination.watch.heartbeat._compat.{name}", function
+            f"tfdp.communication.coordination.watch.heartbeat._compat.{name}", function
         )
 
 

@@ -19,8 +19,8 @@ from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tests.reduction.cases_plans import traced_step
-from tfdp.data.load_balancer import LoadBalancer
-from tfdp.program.step import DividedStep
+from tfdp.training.data.load_balancer import LoadBalancer
+from tfdp.training.program.step import DividedStep
 
 layers = keras.layers
 BATCH = 16

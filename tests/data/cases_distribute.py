@@ -12,10 +12,10 @@ import tensorflow as tf
 from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.registry import case
-from tfdp import _compat
-from tfdp.base import stand_in_seed
 from tfdp.checkpoint.random_state import random_states, set_random_states
-from tfdp.replicas import random_seed
+from tfdp.ground import _compat
+from tfdp.ground.base import stand_in_seed
+from tfdp.training.replicas import random_seed
 
 Policy = tf.data.experimental.AutoShardPolicy
 NUM = 32

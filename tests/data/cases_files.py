@@ -29,8 +29,8 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tests.harness.results import flatten_results
-from tfdp.data import file_shards
-from tfdp.plans.file_owners import balance_files
+from tfdp.ground.plans.file_owners import balance_files
+from tfdp.training.data import file_shards
 
 BATCH = common.BATCH_SIZE
 ROWS_OF_FILES = (6, 5, 7, 3, 4)

@@ -18,9 +18,9 @@ from tests.data.cases_balance import Shift, rebalanced
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
-from tfdp import user_code
-from tfdp.data.rows import rows_of_worker
-from tfdp.data.stored_rows import StoredRows
+from tfdp.ground import user_code
+from tfdp.training.data.rows import rows_of_worker
+from tfdp.training.data.stored_rows import StoredRows
 
 BATCH = common.BATCH_SIZE
 # Three full batches and one of five rows, which four replicas share as two, one, one

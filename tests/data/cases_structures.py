@@ -222,7 +222,7 @@ def _check_several_workers(
     env: Env, element: typing.Any, dataset: tf.data.Dataset
 ) -> None:
     """Whole batches divided by weight, sharding OFF, and data that ends at one."""
-    from tfdp.data.per_replica_dataset import ReadOptions
+    from tfdp.training.data.per_replica_dataset import ReadOptions
 
     strategy, replicas = env.strategy, env.num_replicas
     local = strategy.experimental_distribute_dataset(dataset)

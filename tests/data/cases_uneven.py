@@ -29,7 +29,7 @@ from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tests.harness.results import flatten_results
-from tfdp import user_code
+from tfdp.ground import user_code
 
 BATCH = common.BATCH_SIZE
 # Of two workers: 3 and 5 batches. A batch of 5 is split alike for 2 and 4 replicas.

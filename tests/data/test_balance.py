@@ -14,7 +14,7 @@ from tests.harness.forks import Start
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tests.harness.tf_config import cluster_configs
-from tfdp.data.load_balancer import (
+from tfdp.training.data.load_balancer import (
     EQUAL,
     LoadBalancer,
     WeightSearch,
@@ -22,7 +22,7 @@ from tfdp.data.load_balancer import (
     rows_by_weight,
     rows_of_ranks_by_weight,
 )
-from tfdp.data.rows import rows_of_rank
+from tfdp.training.data.rows import rows_of_rank
 
 CASE_MODULES = ("data.cases_balance",)
 DEADLINE_SECONDS = 90.0

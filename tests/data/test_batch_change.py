@@ -13,14 +13,14 @@ import tensorflow as tf
 from tests.checkpoint import interrupted_fit
 from tests.harness.interrupted import Layout, run
 from tfdp.callbacks import BackupAndRestore, learning_rates
-from tfdp.data.batch_change import (
+from tfdp.training.data.batch_change import (
     BatchChange,
     Batches,
     change_for_replicas,
     change_for_updates,
     convert_position,
 )
-from tfdp.data.determinism import batch_dependence_of
+from tfdp.training.data.determinism import batch_dependence_of
 
 ONE, TWO = Layout(1, 1), Layout(1, 2)
 RATE, EPOCHS, PER_REPLICA = 0.02, 4, 4

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from tfdp.data.batch_sizes import batch_size_of, describe_sizes, sizes_of_batches
+from tfdp.training.data.batch_sizes import (
+    batch_size_of,
+    describe_sizes,
+    sizes_of_batches,
+)
 
 rows = tf.data.Dataset.range
 KNOWN = tf.data.experimental.assert_cardinality

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 import tfdp
 from tests.test_forks import in_fork
-from tfdp.base.finalizers import FinalizerThread
-from tfdp.data.per_replica_dataset import divide_and_prefetch
+from tfdp.ground.base.finalizers import FinalizerThread
+from tfdp.training.data.per_replica_dataset import divide_and_prefetch
 
 DEADLINE_SECONDS = 30.0
 SPEC = tf.TensorSpec([], tf.int64)

@@ -13,9 +13,9 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tests.harness.tiers import standard
-from tfdp import _compat
-from tfdp.data.early_rows import divide_early
-from tfdp.data.rows import divide_batches
+from tfdp.ground import _compat
+from tfdp.training.data.early_rows import divide_early
+from tfdp.training.data.rows import divide_batches
 
 AUTO = tf.data.AUTOTUNE
 NUM_ROWS = 21

@@ -12,15 +12,15 @@ import tensorflow as tf
 
 import tfdp
 from tests.harness.tf_config import cluster_configs
-from tfdp import _compat
-from tfdp.cluster import mpi_cluster
-from tfdp.coordination import worker_group
-from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.data import file_shards
-from tfdp.data.determinism import draws_seeds_once, nondeterminism_of
-from tfdp.data.file_shards import FileShard
-from tfdp.data.own_data import own_batches
-from tfdp.plans.file_owners import balance_files, bytes_of_workers
+from tfdp.communication.cluster import mpi_cluster
+from tfdp.communication.coordination import worker_group
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import _compat
+from tfdp.ground.plans.file_owners import balance_files, bytes_of_workers
+from tfdp.training.data import file_shards
+from tfdp.training.data.determinism import draws_seeds_once, nondeterminism_of
+from tfdp.training.data.file_shards import FileShard
+from tfdp.training.data.own_data import own_batches
 
 NUM_FILES = 12
 

@@ -17,11 +17,11 @@ import pytest
 import scipy.sparse
 import tensorflow as tf
 
-from tfdp import _compat
-from tfdp.data import batch_labels, fingerprints
-from tfdp.data.batch_labels import LabelRecord, class_labels
-from tfdp.data.fingerprints import ArrayValues, find_difference
-from tfdp.data.same_datasets import values_of_sources
+from tfdp.ground import _compat
+from tfdp.training.data import batch_labels, fingerprints
+from tfdp.training.data.batch_labels import LabelRecord, class_labels
+from tfdp.training.data.fingerprints import ArrayValues, find_difference
+from tfdp.training.data.same_datasets import values_of_sources
 
 WITHIN_SECONDS = 60.0
 NUM_ROWS = 40

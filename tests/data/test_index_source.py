@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tfdp.data.determinism import draws_seeds_once, nondeterminism_of
-from tfdp.data.early_rows import divide_early
+from tfdp.training.data.determinism import draws_seeds_once, nondeterminism_of
+from tfdp.training.data.early_rows import divide_early
 
 NUM = 52  # of the last batch each of 4 workers has a row
 

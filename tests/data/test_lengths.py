@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tfdp.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
+from tfdp.training.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 import tfdp
 from tests.harness import common
 from tests.harness.interrupted import Layout, run
-from tfdp import _compat
-from tfdp.data import loader_rows
-from tfdp.data.rows import rows_of_worker
+from tfdp.ground import _compat
+from tfdp.training.data import loader_rows
+from tfdp.training.data.rows import rows_of_worker
 
 torch = pytest.importorskip("torch")
 
@@ -172,7 +172,7 @@ def test_what_keeps_a_loader_from_loading_own_rows_is_named(name):
 
 
 def test_a_shuffled_loader_has_no_position():
-    from tfdp.data.determinism import nondeterminism_of
+    from tfdp.training.data.determinism import nondeterminism_of
 
     assert nondeterminism_of(loader(), is_ordered=True) is None
     assert "is shuffled" in nondeterminism_of(loader(shuffle=True), is_ordered=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp.data.other_rows import places_of_others
+from tfdp.training.data.other_rows import places_of_others
 
 Dataset = tf.data.Dataset
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdp import _compat
 from tfdp.callbacks import BackupAndRestore
-from tfdp.data import epochs
+from tfdp.ground import _compat
+from tfdp.training.data import epochs
 
 pytestmark = pytest.mark.slow
 
@@ -386,7 +386,7 @@ def test_data_of_another_length_begins_its_epoch_again(tmp_path):
 
 
 def test_the_order_of_a_dataset_that_depends_on_a_seed_nobody_set_is_named():
-    from tfdp.data.determinism import nondeterminism_of
+    from tfdp.training.data.determinism import nondeterminism_of
 
     tf.random.set_seed(123)
     dataset = rows().shuffle(20, seed=1).batch(4)

@@ -13,7 +13,7 @@ import tfdp
 from tests.data.cases_own_rows import BATCH, NUM_ROWS, Rows
 from tests.harness import common
 from tests.harness.interrupted import Layout, run
-from tfdp.data.py_dataset_rows import (
+from tfdp.training.data.py_dataset_rows import (
     RowsAdapter,
     RowsOfBatches,
     describe_batches,

@@ -6,7 +6,7 @@ import sys
 
 import tensorflow as tf
 
-from tfdp.data.rows import divide_batches
+from tfdp.training.data.rows import divide_batches
 
 
 def test_autograph_has_nothing_to_convert_where_rows_are_divided():

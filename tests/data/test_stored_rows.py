@@ -11,9 +11,13 @@ import pytest
 import tensorflow as tf
 
 from tests.data.test_early_rows import flat
-from tfdp import _compat
-from tfdp.data.early_rows import divide_early
-from tfdp.data.stored_rows import StoredArraysAdapter, StoredRows, has_stored_arrays
+from tfdp.ground import _compat
+from tfdp.training.data.early_rows import divide_early
+from tfdp.training.data.stored_rows import (
+    StoredArraysAdapter,
+    StoredRows,
+    has_stored_arrays,
+)
 
 BATCH = 8
 NUM_ROWS = 29  # of the last batch, of five rows, each of four replicas has one or two

@@ -22,7 +22,7 @@ import pytest
 
 from tests.docs.page_commands import NEEDS, Command, simple_commands
 from tests.harness.commands import ROOT
-from tfdp.cli.main import cli
+from tfdp.launch.cli.main import cli
 from tools.bench.__main__ import bench
 
 # Programs of every machine, whose options are theirs.

@@ -22,17 +22,17 @@ QUOTE = re.compile(r"^\| (?P<ticks>`+)(?P<text>.+?)(?P=ticks) \|", re.M)
 # which option or argument is wrong.
 NOT_ON_THE_PAGE = (
     "tfdp/__init__.py",
-    "tfdp/data/__init__.py",
+    "tfdp/training/data/__init__.py",
     "tfdp/checkpoint/__init__.py",
-    "tfdp/bench/",
+    "tfdp/launch/bench/",
     "tfdp/checkpoint/__init__.py",
-    "tfdp/plans/buckets.py",
-    "tfdp/cli/",
-    "tfdp/plans/topology.py",
-    "tfdp/collectives/",
-    "tfdp/plans/cost_model.py",
-    "tfdp/reduction/link_fit.py",
-    "tfdp/plans/traffic.py",
+    "tfdp/ground/plans/buckets.py",
+    "tfdp/launch/cli/",
+    "tfdp/ground/plans/topology.py",
+    "tfdp/communication/collectives/",
+    "tfdp/ground/plans/cost_model.py",
+    "tfdp/training/reduction/link_fit.py",
+    "tfdp/ground/plans/traffic.py",
 )
 
 
@@ -162,7 +162,7 @@ def test_a_name_without_entry_is_found(tmp_path, monkeypatch):
 
 
 def test_options_has_a_row_for_each_field():
-    tree = sources()["tfdp/options.py"]
+    tree = sources()["tfdp/ground/options.py"]
     (options,) = [
         node
         for node in tree.body

@@ -5,14 +5,26 @@ from __future__ import annotations
 from tools import count_lines, docs_check
 
 
-def test_a_package_without_line_in_readme_is_found(tmp_path, monkeypatch):
+def test_a_floor_without_line_in_readme_is_found(tmp_path, monkeypatch):
     page = tmp_path / "README.md"
     lines = docs_check.README.read_text("utf-8").splitlines()
-    page.write_text("\n".join(x for x in lines if "[`step`]" not in x), "utf-8")
+    page.write_text("\n".join(x for x in lines if "[`training`]" not in x), "utf-8")
     monkeypatch.setattr(docs_check, "README", page)
-    (found,) = [x for x in docs_check.check_packages() if x.startswith("README")]
-    assert "sharding, step, reduction" in found.partition("; they are ")[0]
-    assert "sharding, reduction" in found.partition("; they are ")[2]
+    (found,) = docs_check.check_packages()
+    assert found.startswith("README.md: ")
+    assert "checkpoint, training, communication" in found.partition("; they are ")[0]
+    assert "checkpoint, communication" in found.partition("; they are ")[2]
+
+
+def test_rooms_of_a_floor_stand_in_the_order_of_its_contract(monkeypatch):
+    layers = docs_check.layers()
+    layers["launch"] = layers["launch"][::-1]
+    monkeypatch.setattr(docs_check, "layers", lambda: layers)
+    (found,) = docs_check.check_packages()
+    assert found == (
+        "tfdp/launch/__init__.py: the lines of the packages should be those of "
+        "bench, rendezvous, cli, in this order; they are cli, rendezvous, bench"
+    )
 
 
 def test_a_file_that_its_package_does_not_name_is_found(monkeypatch):
@@ -55,7 +67,7 @@ def test_a_dead_link_on_a_page_of_a_subfolder_is_found(tmp_path, monkeypatch):
 
 
 def test_pages_of_subfolders_are_walked(monkeypatch):
-    listed = ["docs/howto/ssh.md", "docs/index.md", "tfdp/options.py"]
+    listed = ["docs/howto/ssh.md", "docs/index.md", "tfdp/ground/options.py"]
     monkeypatch.setattr(docs_check, "tracked_files", lambda: listed)
     assert docs_check.markdown_pages() == listed[:2]
 

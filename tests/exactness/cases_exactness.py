@@ -245,8 +245,8 @@ def _optimizer(
         )
     if env.is_reference:
         return optimizer
-    from tfdp.optimizer.distributed import DistributedOptimizer
-    from tfdp.step.loss_scale import LossScaling
+    from tfdp.training.optimizer.distributed import DistributedOptimizer
+    from tfdp.training.step.loss_scale import LossScaling
 
     loss_scale = None
     if scaling and not row.scaling:

@@ -38,7 +38,7 @@ def loses_the_division_by_n(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips its own gradients, as stock does."""
-    from tfdp.step.state_layout import StateLayout
+    from tfdp.training.step.state_layout import StateLayout
 
     clipping = keras.optimizers.SGD(**column.options)
 
@@ -57,7 +57,7 @@ def clips_before_it_reduces(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def looks_for_overflow_on_one_replica(env: Env, column: Any) -> Iterator[None]:
     """The first replica's own gradients decide for all, as in stock."""
-    from tfdp.reduction.fusion import ReducedGradients
+    from tfdp.training.reduction.fusion import ReducedGradients
 
     def after(reduced: Any, gradients: list) -> Any:
         values = [getattr(item, "values", item) for item in gradients]
@@ -81,7 +81,7 @@ def looks_for_overflow_on_one_replica(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def updates_one_micro_batch_early(env: Env, column: Any) -> Iterator[None]:
     """The number of micro-batches is off by one."""
-    from tfdp.step.accumulation import AccumulationState
+    from tfdp.training.step.accumulation import AccumulationState
 
     def is_complete(state: Any) -> tf.Tensor:
         return state.count + 1 >= state.steps
@@ -102,8 +102,8 @@ def decays_what_is_excluded(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def averages_before_it_updates(env: Env, column: Any) -> Iterator[None]:
     """The moving averages are one update behind."""
-    from tfdp import _compat
-    from tfdp.step.state_layout import StateLayout
+    from tfdp.ground import _compat
+    from tfdp.training.step.state_layout import StateLayout
 
     average, update = _compat.update_moving_average, StateLayout.update
 
@@ -121,7 +121,7 @@ def averages_before_it_updates(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def weighs_all_replicas_alike(env: Env, column: Any) -> Iterator[None]:
     """A replica with fewer samples counts as much as the others."""
-    from tfdp.data import batch_weights
+    from tfdp.training.data import batch_weights
 
     shares_of = batch_weights.weigh_batches
 
@@ -137,8 +137,8 @@ def weighs_all_replicas_alike(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
     """The limit is held against gradients that are multiplied by the loss scale."""
-    from tfdp.reduction.fusion import ReducedGradients
-    from tfdp.step.state_layout import StateLayout
+    from tfdp.training.reduction.fusion import ReducedGradients
+    from tfdp.training.step.state_layout import StateLayout
 
     clip = StateLayout.clip
 
@@ -160,7 +160,7 @@ def clips_before_it_unscales(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[None]:
     """Slices of summed gradients go to the neighbours of their owners."""
-    from tfdp.parameters.shard_groups import ShardGroups
+    from tfdp.training.parameters.shard_groups import ShardGroups
 
     scatter = ShardGroups.reduce_scatter
 
@@ -177,7 +177,7 @@ def updates_with_the_slice_of_another_owner(env: Env, column: Any) -> Iterator[N
 @contextlib.contextmanager
 def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
     """Each replica clips by the norm of what it owns."""
-    from tfdp.sharding.shard_collectives import ShardCollectives
+    from tfdp.training.sharding.shard_collectives import ShardCollectives
 
     with mock.patch.object(ShardCollectives, "all_reduce", lambda exchange, own: own):
         yield
@@ -186,9 +186,9 @@ def takes_norms_of_its_own_slices(env: Env, column: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def does_not_gather_averages(env: Env, column: Any) -> Iterator[None]:
     """Each replica takes the averages that it owns for those of all owners."""
-    from tfdp.parameters.packing import unpack_rows
-    from tfdp.sharding.shard_collectives import ShardCollectives
-    from tfdp.sharding.sharded_layout import ShardedLayout
+    from tfdp.training.parameters.packing import unpack_rows
+    from tfdp.training.sharding.shard_collectives import ShardCollectives
+    from tfdp.training.sharding.sharded_layout import ShardedLayout
 
     gather, overwrite = (
         ShardCollectives.all_gather,
@@ -218,7 +218,7 @@ def _around_reduction(
     after: Callable[[Any, list], Any] = lambda reduced, gradients: reduced,
 ) -> Iterator[None]:
     """Does something to a replica's gradients, or to their sums."""
-    from tfdp.reduction.gradient_reducer import ReplicaReducer
+    from tfdp.training.reduction.gradient_reducer import ReplicaReducer
 
     reduce = ReplicaReducer.reduce_gradients
 

@@ -147,7 +147,7 @@ def _read_shards(
 
     Of what several replicas hold, all must hold the same.
     """
-    from tfdp.sharding.full_state import gather_full_state
+    from tfdp.training.sharding.full_state import gather_full_state
 
     part = shards.parts.get(id(optimizer))
     tensors = shards.state(part) if part else []

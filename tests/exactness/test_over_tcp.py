@@ -16,7 +16,7 @@ from tests.harness.setups import (
     TWO_WORKERS_IPV6,
     TWO_WORKERS_TCP,
 )
-from tfdp.transport.addresses import is_own
+from tfdp.communication.transport.addresses import is_own
 
 CASES = load_cases()
 # Each set-up is a launch: what one of them shows of TCP in a graph is for each commit.

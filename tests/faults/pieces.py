@@ -20,7 +20,11 @@ def install(trigger: Trigger) -> None:
     Args:
         trigger: `Trigger`, which is told of each piece of data that moves.
     """
-    from tfdp.transport import SharedMemoryCommunicator, SocketCommunicator, flows
+    from tfdp.communication.transport import (
+        SharedMemoryCommunicator,
+        SocketCommunicator,
+        flows,
+    )
 
     def reach() -> None:
         if trigger.count("training") >= _FIRST_STEP:

@@ -12,11 +12,11 @@ import pytest
 
 from tests.cli.nodes import ended
 from tests.cli.test_run import Launcher
-from tfdp import _compat
-from tfdp.cluster import Cluster
-from tfdp.coordination import join
-from tfdp.monitor import meter as module
-from tfdp.monitor.meter import Meter
+from tfdp.communication.cluster import Cluster
+from tfdp.communication.coordination import join
+from tfdp.features.monitor import meter as module
+from tfdp.features.monitor.meter import Meter
+from tfdp.ground import _compat
 
 HERE = pathlib.Path(__file__).parent
 AN_HOUR = 3600

@@ -23,7 +23,7 @@ from tests.faults.judge import problem_of
 from tests.faults.lives import Outcome
 from tests.faults.plan import CUTS, POINTS, Fault, JobPlan
 from tests.harness.tiers import full
-from tfdp.coordination.preemption import PREEMPTED
+from tfdp.communication.coordination.preemption import PREEMPTED
 
 PROCESS_GROUP = "hosts"
 pytestmark = [pytest.mark.slow, pytest.mark.processes]

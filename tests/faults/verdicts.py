@@ -13,7 +13,7 @@ from tests.faults.ends import (
 )
 from tests.faults.job import End, Life
 from tests.faults.plan import END, JobPlan
-from tfdp.coordination.preemption import PREEMPTED
+from tfdp.communication.coordination.preemption import PREEMPTED
 
 _ASKED = -signal.SIGTERM
 _BEFORE_FIT = ("made", "compiled", "between")

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tfdp.collectives import (
+from tfdp.communication.collectives import (
     Level,
     ProcessGroup,
     halving_doubling,

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tfdp.monitor.device_meter import DeviceMeter, meter_for
+from tfdp.features.monitor.device_meter import DeviceMeter, meter_for
 
 GPUS = [f"GPU:{i}" for i in range(len(tf.config.list_physical_devices("GPU")))]
 

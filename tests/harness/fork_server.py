@@ -23,7 +23,7 @@ import pytest
 from tests.harness.registry import MODULES, ROOT
 
 PRELOADED = [
-    *("tfdp.callbacks", "tfdp.checkpoint", "tfdp.strategy.strategy"),
+    *("tfdp.callbacks", "tfdp.checkpoint", "tfdp.training.strategy.strategy"),
     *(f"tests.{module}" for module in MODULES),
 ]
 # The first fork waits until the server has loaded TensorFlow.

@@ -54,7 +54,7 @@ def _documented() -> set[str]:
     """Names that the docs show as members of something, or by themselves."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(page.read_text("utf-8") for page in pages)
-    return set(re.findall(r"(?<=[.`])([a-z]\w+)(?=[`(., )=])", text))
+    return set(re.findall(r"(?<=[.`])(?<!\[`)([a-z]\w+)(?=[`(., )=])", text))
 
 
 def _members(kind: type) -> dict[str, typing.Any]:
@@ -82,7 +82,7 @@ def _signature(value: typing.Any) -> str:
 
 
 def _commands() -> list[str]:
-    from tfdp.cli.main import cli
+    from tfdp.launch.cli.main import cli
 
     return list(_command_lines("tfdp", cli))
 

@@ -58,8 +58,8 @@ def make_strategy(setup: Setup, flavor: str) -> tf.distribute.Strategy | None:
 def _strategy_over_tcp(setup: Setup) -> tf.distribute.Strategy:
     """Returns a strategy whose workers share a host, and nothing of it but TCP."""
     import tfdp
-    from tfdp.strategy import transports
-    from tfdp.transport import Mesh, listening_address
+    from tfdp.communication.transport import Mesh, listening_address
+    from tfdp.training.strategy import transports
 
     over_tcp = functools.partial(Mesh, use_unix=False)
     transports.Mesh = over_tcp  # type: ignore[assignment, misc]

@@ -13,10 +13,10 @@ import pytest
 
 import tfdp
 from tests.harness import common
-from tfdp.cluster import Cluster
-from tfdp.cluster.islands import Island
-from tfdp.islands import training as island_training
-from tfdp.islands.hub import Hub
+from tfdp.communication.cluster import Cluster
+from tfdp.communication.cluster.islands import Island
+from tfdp.features.islands import training as island_training
+from tfdp.features.islands.hub import Hub
 
 NUM_BATCHES = 12
 SECRET = "0123456789abcdef"

@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tfdp.cluster.islands import Island
-from tfdp.connection.acceptor import Acceptor
-from tfdp.islands.hub import Hub
-from tfdp.islands.hub_connection import SERVICE, HubConnection
-from tfdp.islands.launcher_link import LauncherLink
-from tfdp.islands.member import HubGone, Member
+from tfdp.communication.cluster.islands import Island
+from tfdp.communication.connection.acceptor import Acceptor
+from tfdp.features.islands.hub import Hub
+from tfdp.features.islands.hub_connection import SERVICE, HubConnection
+from tfdp.features.islands.launcher_link import LauncherLink
+from tfdp.features.islands.member import HubGone, Member
 
 SECRET = "0123456789abcdef"
 SETTINGS = {"sync_every": 4, "least": None, "patience_seconds": 0.2}
@@ -199,7 +199,7 @@ def test_islands_of_other_settings_are_refused_with_what_differs(open_hub):
 
 
 def test_unauthenticated_peers_change_nothing(open_hub, monkeypatch):
-    monkeypatch.setattr("tfdp.connection.acceptor._PROOF_SECONDS", 1)
+    monkeypatch.setattr("tfdp.communication.connection.acceptor._PROOF_SECONDS", 1)
     hub = open_hub(2)
     with pytest.raises(
         RuntimeError, match="not the hub of these islands: it has not the secret"
@@ -231,7 +231,7 @@ def test_without_its_hub_an_island_says_so(open_hub, monkeypatch):
     hub.__exit__()
     with pytest.raises(RuntimeError, match=r"The hub of the islands .* has gone"):
         bring(member, 0, 1.0)
-    monkeypatch.setattr("tfdp.islands.member._CONNECT_SECONDS", 0.3)
+    monkeypatch.setattr("tfdp.features.islands.member._CONNECT_SECONDS", 0.3)
     with pytest.raises(RuntimeError, match="cannot be reached"):
         Member(Island(0, 2, f"127.0.0.1:{hub.port}", SECRET))
 
@@ -316,9 +316,9 @@ def test_a_hub_is_needed_until_those_that_have_been_there_have_ended(open_hub):
 
 
 def test_an_island_that_gives_no_sign_of_life_has_gone(open_hub, monkeypatch):
-    monkeypatch.setattr("tfdp.islands.hub_connection.SILENT_SECONDS", 1)
-    monkeypatch.setattr("tfdp.islands.hub_connection.BEAT_SECONDS", 0.1)
-    monkeypatch.setattr("tfdp.islands.member.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.features.islands.hub_connection.SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.features.islands.hub_connection.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.features.islands.member.BEAT_SECONDS", 0.1)
     first, second = join(open_hub(2), 0, 1)
     time.sleep(1.5)  # both are there, and compute
     replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(second, 0, 3.0))
@@ -332,7 +332,7 @@ def test_an_island_that_gives_no_sign_of_life_has_gone(open_hub, monkeypatch):
 
 
 def test_a_hub_that_may_open_no_more_files_says_so_once(capsys, monkeypatch):
-    monkeypatch.setattr("tfdp.connection.acceptor._RETRY_SECONDS", 0.001)
+    monkeypatch.setattr("tfdp.communication.connection.acceptor._RETRY_SECONDS", 0.001)
 
     class Full(socket.socket):
         num_asked = 0
@@ -359,7 +359,7 @@ def wait_until(is_so: collections.abc.Callable[[], object]) -> None:
 
 
 def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypatch):
-    monkeypatch.setattr("tfdp.islands.hub.SILENT_SECONDS", 0.5)
+    monkeypatch.setattr("tfdp.features.islands.hub.SILENT_SECONDS", 0.5)
     settings = {**SETTINGS, "least": 2}
     hub = open_hub(2)
     first, second = join(hub, 0, 1, settings=settings)
@@ -369,7 +369,7 @@ def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypa
     time.sleep(0.7)
     assert hub.forget_lost() == []  # its launcher starts it again
     # As where the launcher is killed: nothing is reported.
-    monkeypatch.setattr("tfdp.islands.launcher_link.connect", refuse)
+    monkeypatch.setattr("tfdp.features.islands.launcher_link.connect", refuse)
     for connection, heard in list(hub._connections.items()):
         if heard == {1}:
             connection.close()
@@ -393,7 +393,7 @@ def refuse(*args: object) -> None:
 
 
 def test_an_island_that_was_forgotten_may_come_back(open_hub, monkeypatch):
-    monkeypatch.setattr("tfdp.islands.hub.SILENT_SECONDS", 0)
+    monkeypatch.setattr("tfdp.features.islands.hub.SILENT_SECONDS", 0)
     hub = open_hub(2)
     first, second = join(hub, 0, 1, settings={**SETTINGS, "least": 2})
     second.close()
@@ -406,7 +406,7 @@ def test_an_island_that_was_forgotten_may_come_back(open_hub, monkeypatch):
 
 
 def test_islands_of_the_launcher_that_runs_the_hub_are_not_forgotten(monkeypatch):
-    monkeypatch.setattr("tfdp.islands.hub.SILENT_SECONDS", 0)
+    monkeypatch.setattr("tfdp.features.islands.hub.SILENT_SECONDS", 0)
     server = socket.create_server(("127.0.0.1", 0))
     with Hub(server, SECRET, 1, own=[0]) as hub:
         (member,) = join(hub, 0)
@@ -419,7 +419,7 @@ def test_islands_of_the_launcher_that_runs_the_hub_are_not_forgotten(monkeypatch
 def test_a_link_reports_what_has_ended_while_the_hub_could_not_be_reached(
     open_hub, monkeypatch
 ):
-    monkeypatch.setattr("tfdp.islands.launcher_link._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("tfdp.features.islands.launcher_link._RETRY_SECONDS", 0.05)
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     server.close()
@@ -440,9 +440,9 @@ def test_a_link_reports_what_has_ended_while_the_hub_could_not_be_reached(
 
 
 def test_islands_that_wait_for_long_hear_that_the_hub_lives(open_hub, monkeypatch):
-    monkeypatch.setattr("tfdp.islands.hub_connection.SILENT_SECONDS", 1)
-    monkeypatch.setattr("tfdp.islands.hub_connection.BEAT_SECONDS", 0.1)
-    monkeypatch.setattr("tfdp.islands.member.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.features.islands.hub_connection.SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.features.islands.hub_connection.BEAT_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.features.islands.member.BEAT_SECONDS", 0.1)
     first, second = join(open_hub(2), 0, 1)
 
     def late() -> object:
@@ -455,8 +455,8 @@ def test_islands_that_wait_for_long_hear_that_the_hub_lives(open_hub, monkeypatc
 
 def test_a_hub_that_stands_still_is_gone_for_its_islands_and_launchers(monkeypatch):
     """Its kernel goes on to answer for it: connections stay open."""
-    monkeypatch.setattr("tfdp.islands.hub_connection.SILENT_SECONDS", 1)
-    monkeypatch.setattr("tfdp.islands.launcher_link._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.features.islands.hub_connection.SILENT_SECONDS", 1)
+    monkeypatch.setattr("tfdp.features.islands.launcher_link._CLOSE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Island(0, 1, f"127.0.0.1:{server.getsockname()[1]}", SECRET)
 

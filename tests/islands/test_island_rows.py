@@ -12,11 +12,11 @@ import tensorflow as tf
 
 from tests.harness import common
 from tfdp.callbacks import DiLoCo
-from tfdp.cluster.islands import Island
-from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.data.distribute import rows_of_island
-from tfdp.islands.training import IslandTraining
-from tfdp.keras_hooks import saving
+from tfdp.communication.cluster.islands import Island
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.features.islands.training import IslandTraining
+from tfdp.training.data.distribute import rows_of_island
+from tfdp.training.keras_hooks import saving
 
 NUM_ROWS, BATCH_SIZE = 21, 10
 

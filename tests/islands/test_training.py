@@ -17,7 +17,7 @@ import pytest
 from tests.cli.test_run import Launcher
 from tests.harness import common
 from tests.harness.tiers import standard
-from tfdp.cluster import free_ports
+from tfdp.communication.cluster import free_ports
 
 pytestmark = pytest.mark.processes
 SCRIPT = str(pathlib.Path(__file__).with_name("train.py"))

@@ -11,7 +11,7 @@ import numpy as np
 
 import tfdp
 from tests.harness import common
-from tfdp.cluster.islands import Island
+from tfdp.communication.cluster.islands import Island
 
 ISLAND = Island.from_environment()
 NUM_BATCHES, EPOCHS, SYNC_EVERY = 11, 2, 4

@@ -10,10 +10,10 @@ import tfdp
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
-from tfdp import _compat
-from tfdp.base.feature import Feature, register, unregister
-from tfdp.keras_hooks.worker_callbacks import callback_list
-from tfdp.step.step import StepFeature
+from tfdp.ground import _compat
+from tfdp.ground.base.feature import Feature, register, unregister
+from tfdp.training.keras_hooks.worker_callbacks import callback_list
+from tfdp.training.step.step import StepFeature
 
 
 # That of CONTRIBUTING.md, to the letter.

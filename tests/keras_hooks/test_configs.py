@@ -12,8 +12,8 @@ import pytest
 
 import tfdp
 from tests.harness import common
-from tfdp.coordination.differences import describe_difference
-from tfdp.keras_hooks.configs import configs_of, fingerprint
+from tfdp.communication.coordination.differences import describe_difference
+from tfdp.training.keras_hooks.configs import configs_of, fingerprint
 
 layers = keras.layers
 

@@ -10,7 +10,7 @@ from keras.src.utils import traceback_utils
 
 from tests.harness import forks
 from tests.harness.forks import Start
-from tfdp import _compat
+from tfdp.ground import _compat
 
 DEADLINE_SECONDS = 120.0
 
@@ -43,7 +43,7 @@ def test_a_backup_without_a_strategy_may_be_the_first_use_of_tfdp(tmp_path: Path
 
 
 def names_of_features() -> list[str]:
-    from tfdp.base.feature import registered
+    from tfdp.ground.base.feature import registered
 
     return [type(feature).__name__ for feature in registered()]
 

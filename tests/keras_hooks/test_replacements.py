@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 import tfdp
-from tfdp import _compat
-from tfdp._compat import patches
-from tfdp.keras_hooks.install import REPLACEMENTS, install
+from tfdp.ground import _compat
+from tfdp.ground._compat import patches
+from tfdp.training.keras_hooks.install import REPLACEMENTS, install
 
 pytestmark = pytest.mark.core
 
@@ -54,8 +54,8 @@ def test_a_changed_signature_is_told_in_one_sentence(monkeypatch):
         "`keras.src.optimizers.base_optimizer.BaseOptimizer.apply` is now "
         f"`apply(self, grads, scale, **kwargs)` in Keras {keras.__version__}, and was "
         "`apply(self, grads, trainable_variables)` in Keras 3.12 to 3.15: adapt "
-        "`tfdp.keras_hooks.optimizer_hooks.apply`, which takes its place, then its "
-        "entry in tfdp/keras_hooks/install.py."
+        "`tfdp.training.keras_hooks.optimizer_hooks.apply`, which takes its place, "
+        "then its entry in tfdp/training/keras_hooks/install.py."
     )
 
 
@@ -63,7 +63,9 @@ def test_a_function_that_is_gone_is_told_in_one_sentence(monkeypatch):
     monkeypatch.delattr(_compat.keras_trainer, "reduce_per_replica")
     change = _compat.change_of(entry_of("trainer.reduce_per_replica"))
     assert "reduce_per_replica` is gone in Keras" in change
-    assert "adapt `tfdp.keras_hooks.trainer_hooks.reduce_per_replica`" in change
+    assert (
+        "adapt `tfdp.training.keras_hooks.trainer_hooks.reduce_per_replica`" in change
+    )
 
 
 def test_each_of_several_signatures_is_right():
@@ -116,14 +118,16 @@ def calls_replace(path: pathlib.Path) -> bool:
     return bool(names & {"_compat.replace", "patches.replace", "replace"})
 
 
-# By `tfdp.user_code`, until TensorFlow starts.
+# By `tfdp.ground.user_code`, until TensorFlow starts.
 WATCHED = "tensorflow.python.eager.context.Context.ensure_initialized"
 
 
 def test_nothing_of_tfdp_is_in_keras_or_tensorflow_but_what_the_table_has():
     install()
     strays = {path for path, value in ours_in_libraries() if not is_in_table(value)}
-    assert strays <= {WATCHED}, "give each an entry in tfdp/keras_hooks/install.py"
+    assert strays <= {WATCHED}, (
+        "give each an entry in tfdp/training/keras_hooks/install.py"
+    )
     found = {id(value) for _, value in ours_in_libraries()}
     for entry in REPLACEMENTS:
         function = patches._function_of(entry.owner, entry.name)

@@ -22,7 +22,7 @@ from tests.local_steps.cases_local_sgd import (
 )
 from tests.reduction import cases_plans as plans
 from tests.step.cases_loss_scale import with_an_overflow
-from tfdp import _compat
+from tfdp.ground import _compat
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers

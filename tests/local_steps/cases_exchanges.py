@@ -22,7 +22,7 @@ from tests.local_steps.cases_local_sgd import (
     trained_alone,
 )
 from tests.reduction.cases_selection import SLOW, routed
-from tfdp.collectives import timing
+from tfdp.communication.collectives import timing
 from tfdp.compression import BlockQuantized
 
 case = registry.case

@@ -12,8 +12,13 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tfdp.local_steps import LocalStepsOptions, OuterOptions, shares, workers_by_node
-from tfdp.local_steps.pace import Pace
+from tfdp.features.local_steps import (
+    LocalStepsOptions,
+    OuterOptions,
+    shares,
+    workers_by_node,
+)
+from tfdp.features.local_steps.pace import Pace
 
 
 def model_of(steps_per_execution: int) -> Any:

@@ -24,7 +24,7 @@ from tests.monitor import tags
 from tests.monitor.perfetto import Bar, read_bars
 from tests.reduction.cases_plans import bucket_mb, traced_step
 from tests.sharding.cases_plans import small_buckets
-from tfdp.monitor.readings import KINDS
+from tfdp.features.monitor.readings import KINDS
 
 WIDTH, ROWS, EVERY = 256, 64, 4
 NUM_STEPS = 12

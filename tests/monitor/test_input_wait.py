@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tfdp.callbacks.input_probe import pipeline_of
-from tfdp.monitor.input_wait import (
+from tfdp.features.monitor.input_wait import (
     ARRAYS,
     GENERATOR,
     PY_DATASET,

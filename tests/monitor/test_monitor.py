@@ -20,11 +20,11 @@ from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case, load_cases
 from tests.monitor import tags
 from tests.monitor.perfetto import read_bars
-from tfdp.collectives import step_events
-from tfdp.collectives.timing import Collective, Mark
-from tfdp.monitor.advice import Facts, advise
-from tfdp.monitor.device_meter import DeviceEvent, device_times, read_events
-from tfdp.monitor.readings import (
+from tfdp.communication.collectives import step_events
+from tfdp.communication.collectives.timing import Collective, Mark
+from tfdp.features.monitor.advice import Facts, advise
+from tfdp.features.monitor.device_meter import DeviceEvent, device_times, read_events
+from tfdp.features.monitor.readings import (
     KINDS,
     Reading,
     Replica,
@@ -32,11 +32,16 @@ from tfdp.monitor.readings import (
     replicas_of,
     sample_of,
 )
-from tfdp.monitor.report import RunReport
-from tfdp.monitor.sinks import write_json
-from tfdp.monitor.stragglers import Straggler, find_straggler
-from tfdp.monitor.trace import WorkerTrace, chrome_trace, clock_offset, trace_of_worker
-from tfdp.monitor.windows import Row, Totals, Window, merge, window_of
+from tfdp.features.monitor.report import RunReport
+from tfdp.features.monitor.sinks import write_json
+from tfdp.features.monitor.stragglers import Straggler, find_straggler
+from tfdp.features.monitor.trace import (
+    WorkerTrace,
+    chrome_trace,
+    clock_offset,
+    trace_of_worker,
+)
+from tfdp.features.monitor.windows import Row, Totals, Window, merge, window_of
 
 CASE_MODULES = ("monitor.cases_monitor",)
 

@@ -10,11 +10,11 @@ import tensorflow as tf
 import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
-from tfdp.base import param_groups
-from tfdp.reduction.fusion import ReducedGradients, unbucketed
-from tfdp.step import grouped_update
-from tfdp.step.flat_params import FlatParameter
-from tfdp.step.loss_scale import LossScaling
+from tfdp.ground.base import param_groups
+from tfdp.training.reduction.fusion import ReducedGradients, unbucketed
+from tfdp.training.step import grouped_update
+from tfdp.training.step.flat_params import FlatParameter
+from tfdp.training.step.loss_scale import LossScaling
 
 CASE_MODULES = ("optimizer.cases_custom_loops", "optimizer.cases_lifecycle")
 optimizers = keras.optimizers

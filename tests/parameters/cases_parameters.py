@@ -11,7 +11,7 @@ import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.sharding.cases_plans import small_buckets
-from tfdp.collectives.timing import Recorder
+from tfdp.communication.collectives.timing import Recorder
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers

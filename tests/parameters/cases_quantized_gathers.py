@@ -16,7 +16,7 @@ from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.reduction import cases_selection as routes
 from tests.sharding.cases_plans import small_buckets
-from tfdp.collectives.timing import UNIT, UNIT_AGAIN, Recorder
+from tfdp.communication.collectives.timing import UNIT, UNIT_AGAIN, Recorder
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers

@@ -13,7 +13,7 @@ from tests.harness.env import Env
 from tests.parameters.cases_parameters import deep
 from tests.reduction import cases_selection as routes
 from tests.sharding.cases_plans import small_buckets
-from tfdp.collectives.timing import GRADIENTS, Collective, Recorder
+from tfdp.communication.collectives.timing import GRADIENTS, Collective, Recorder
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers

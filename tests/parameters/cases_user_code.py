@@ -16,7 +16,7 @@ from tests.harness.env import Env
 from tests.keras_hooks.cases_loops import Gan
 from tests.parameters.cases_parameters import deep
 from tests.sharding.cases_plans import small_buckets
-from tfdp.parameters import host_gathers
+from tfdp.training.parameters import host_gathers
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers

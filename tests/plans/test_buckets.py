@@ -7,9 +7,14 @@ import random
 
 import pytest
 
-from tfdp.options import CommunicationOptions
-from tfdp.plans.buckets import BucketPlan, Entry, effective_bucket_bytes, plan_buckets
-from tfdp.reduction.fusion import bucket_bytes_of
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.plans.buckets import (
+    BucketPlan,
+    Entry,
+    effective_bucket_bytes,
+    plan_buckets,
+)
+from tfdp.training.reduction.fusion import bucket_bytes_of
 
 SIZES = {"float16": 2, "float32": 4, "float64": 8}
 

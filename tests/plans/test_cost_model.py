@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from tests.harness.commands import ROOT
-from tfdp.links import DEFAULT_LINKS, Link, Links
-from tfdp.plans.cost_model import candidates_for, choose, predict_seconds
-from tfdp.plans.prediction import BucketPrediction, StepPrediction
-from tfdp.plans.topology import Topology
-from tfdp.plans.traffic import Algorithm, transfers_of
-from tfdp.reduction.link_cache import links_path, load_links, store_links
-from tfdp.reduction.link_fit import Sample, fit_links
+from tfdp.ground.links import DEFAULT_LINKS, Link, Links
+from tfdp.ground.plans.cost_model import candidates_for, choose, predict_seconds
+from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
+from tfdp.ground.plans.topology import Topology
+from tfdp.ground.plans.traffic import Algorithm, transfers_of
+from tfdp.training.reduction.link_cache import links_path, load_links, store_links
+from tfdp.training.reduction.link_fit import Sample, fit_links
 
 RING, TREE, HALVING = (Algorithm(n) for n in ("ring", "tree", "halving_doubling"))
 HIERARCHICAL = Algorithm("hierarchical")

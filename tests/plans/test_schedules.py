@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from tests.harness.commands import run_python
-from tfdp.plans.schedules import check_steps, scale_learning_rate, steps_at_epoch
+from tfdp.ground.plans.schedules import check_steps, scale_learning_rate, steps_at_epoch
 
 NAN, INF = float("nan"), float("inf")
 NO_COUNTS = [0, -1, 1.0, 2.5, True, False, "4", None, [4]]
 
 
 def test_importing_schedules_does_not_import_tensorflow():
-    code = "import sys, tfdp.plans.schedules; print('tensorflow' in sys.modules)"
+    code = "import sys, tfdp.ground.plans.schedules; print('tensorflow' in sys.modules)"
     done = run_python("-c", code, deadline_seconds=60)
     assert done.output.split() == ["False"]
 

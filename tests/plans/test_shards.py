@@ -12,8 +12,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from tfdp.plans.buckets import Entry
-from tfdp.plans.shards import ShardPlan, plan_element_shards, plan_variable_shards
+from tfdp.ground.plans.buckets import Entry
+from tfdp.ground.plans.shards import (
+    ShardPlan,
+    plan_element_shards,
+    plan_variable_shards,
+)
 
 SIZES = {"float16": 2, "float32": 4, "float64": 8}
 OWNERS = range(1, 10)

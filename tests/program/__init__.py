@@ -1,1 +1,1 @@
-"""Tests of `tfdp.program`."""
+"""Tests of `tfdp.training.program`."""

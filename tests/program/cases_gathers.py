@@ -15,7 +15,7 @@ import tensorflow as tf
 from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.registry import case
-from tfdp.program import checks
+from tfdp.training.program import checks
 
 layers = keras.layers
 WIDTH = 300

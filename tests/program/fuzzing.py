@@ -19,11 +19,11 @@ from tests.program import random_programs
 from tests.program.campaign import EQUAL, ILL, SKIPPED
 from tests.program.operations import State
 from tests.program.random_programs import EVEN, ODD, Program, batch, initial_weights
-from tfdp import _compat
-from tfdp.base.loops import Loop
-from tfdp.program import step as program_step
-from tfdp.program.step import DividedStep, rows_of_replica
-from tfdp.reduction.training_group import training_group
+from tfdp.ground import _compat
+from tfdp.ground.base.loops import Loop
+from tfdp.training.program import step as program_step
+from tfdp.training.program.step import DividedStep, rows_of_replica
+from tfdp.training.reduction.training_group import training_group
 
 # Rows of each replica, by the number of replicas and the rows of a program.
 DIVISIONS: dict[tuple[int, tuple[int, int, int]], tuple[tuple[int, ...], ...]] = {

@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
-from tfdp.plans.gathers import Gather, StepGathers
+from tfdp.ground.plans.gathers import Gather, StepGathers
 
 CASE_MODULES = ("program.cases_gathers",)
 

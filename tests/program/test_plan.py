@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from tfdp import _compat
-from tfdp.program.facts import Fact, Form, static_sizes, with_rows
-from tfdp.program.plan import Plan, Scope, make_plan
+from tfdp.ground import _compat
+from tfdp.training.program.facts import Fact, Form, static_sizes, with_rows
+from tfdp.training.program.plan import Plan, Scope, make_plan
 
 INPUTS = {
     "x": ([None, 3, 4], tf.float32),

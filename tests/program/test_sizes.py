@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from tfdp.program import sizes
-from tfdp.program.sizes import FREE, ONE, UNKNOWN, ZERO, Size, number, rows
+from tfdp.training.program import sizes
+from tfdp.training.program.sizes import FREE, ONE, UNKNOWN, ZERO, Size, number, rows
 
 OPERATIONS = {
     "add": (lambda a, b: a + b, lambda a, b: a + b),

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_all_workers_is_reported(one_machine, tmp_path, expected
 
 
 def test_logs_are_reported_under_the_names_that_are_asked_for():
-    from tfdp.ray.report import _chosen
+    from tfdp.features.ray.report import _chosen
 
     logs = {"loss": 2, "mae": np.float32(0.5)}
     assert _chosen(logs, None) == {"loss": 2.0, "mae": 0.5}
@@ -154,7 +154,7 @@ def test_each_row_of_ray_data_counts_once(one_machine, tmp_path):
 
 
 def test_keras_2_in_a_worker_is_refused(one_machine, tmp_path):
-    from tfdp.ray.trainer import _set_up
+    from tfdp.features.ray.trainer import _set_up
 
     @ray.remote
     def worker() -> str:

@@ -16,8 +16,8 @@ from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tests.reduction.cases_selection import SLOW, routed
-from tfdp.collectives import timing
-from tfdp.reduction.fusion import make_plan
+from tfdp.communication.collectives import timing
+from tfdp.training.reduction.fusion import make_plan
 
 OUTER = {"outer": "adasum"}
 UNITS = 40

@@ -13,7 +13,7 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tests.reduction.cases_plans import bucket_mb, traced_step
-from tfdp.collectives.timing import Recorder
+from tfdp.communication.collectives.timing import Recorder
 
 layers = keras.layers
 WIDTH, LENGTH, BLOCKS, BATCH = 128, 64, 4, 16

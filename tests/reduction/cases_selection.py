@@ -15,25 +15,25 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-import tfdp.reduction.link_measure as link_measure
+import tfdp.training.reduction.link_measure as link_measure
 from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.launches import launches
 from tests.harness.registry import case
 from tests.reduction.cases_plans import traced_step
-from tfdp.plans.topology import Topology
-from tfdp.reduction.algorithm_selector import AlgorithmSelector
-from tfdp.reduction.fusion import make_plan
-from tfdp.reduction.link_measure import (
+from tfdp.ground.plans.topology import Topology
+from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
+from tfdp.training.reduction.fusion import make_plan
+from tfdp.training.reduction.link_measure import (
     LONG_RUN_STEPS,
     load_or_measure_links,
     num_fit_steps,
 )
-from tfdp.strategy.extended import _nodes
+from tfdp.training.strategy.extended import _nodes
 
 SETUPS = ("mirrored", "two_by_two")
 # So slow that any byte that is saved is worth it.
-SLOW = tfdp.Links(tfdp.Link(0.0, 1.0), tfdp.Link(0.0, 10.0))
+SLOW = tfdp.options.Links(tfdp.options.Link(0.0, 1.0), tfdp.options.Link(0.0, 10.0))
 
 
 def nodes_of(env: Env, node_size: int) -> Topology:
@@ -106,7 +106,12 @@ for _name, _algorithm in {
 
 @case("training by what measured links say", setups=registry.ALL)
 def training_by_what_links_say(env: Env) -> dict:
-    return train(env, links=tfdp.Links(tfdp.Link(1e-3, 1e-9), tfdp.Link(1e-2, 1e-8)))
+    return train(
+        env,
+        links=tfdp.options.Links(
+            tfdp.options.Link(1e-3, 1e-9), tfdp.options.Link(1e-2, 1e-8)
+        ),
+    )
 
 
 # Twelve updates with gradients of 8 or 11 bits: close, and not equal.
@@ -156,7 +161,7 @@ def compression_is_off_where_it_would_not_gain(env: Env) -> dict:
     def build():
         return common.compiled(common.mlp(units=40))
 
-    fast = tfdp.Links(tfdp.Link(1.0, 0.0), tfdp.Link(1.0, 0.0))
+    fast = tfdp.options.Links(tfdp.options.Link(1.0, 0.0), tfdp.options.Link(1.0, 0.0))
     for links, is_compressed in ((fast, False), (SLOW, True)):
         with routed(env, compression="bf16", links=links):
             with env.scope():
@@ -234,7 +239,7 @@ def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
     extended = env.strategy.extended
     worker_group = extended.worker_group
 
-    def learned(num_steps: int | None, name: str) -> tfdp.Links | None:
+    def learned(num_steps: int | None, name: str) -> tfdp.options.Links | None:
         algorithm_selector = AlgorithmSelector(
             tfdp.CommunicationOptions(), nodes_of(env, 2), "ring"
         )

@@ -14,8 +14,8 @@ from tests.exactness.cases_exactness import precision
 from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.registry import case
-from tfdp.collectives.timing import Recorder
-from tfdp.reduction.sparse import reduce_indexed_slices
+from tfdp.communication.collectives.timing import Recorder
+from tfdp.training.reduction.sparse import reduce_indexed_slices
 
 SETUPS = ("three_devices", "two_workers")
 WIDTH = 3

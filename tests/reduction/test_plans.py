@@ -10,9 +10,9 @@ import pytest
 
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
-from tfdp.plans.buckets import Bucket, Entry
-from tfdp.reduction.algorithm_selector import AlgorithmChoice
-from tfdp.reduction.communication_plan import CommunicationPlan
+from tfdp.ground.plans.buckets import Bucket, Entry
+from tfdp.training.reduction.algorithm_selector import AlgorithmChoice
+from tfdp.training.reduction.communication_plan import CommunicationPlan
 
 CASE_MODULES = ("reduction.cases_plans",)
 

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 
 from tests.rendezvous.test_coordinator import HELLO
-from tfdp.connection import acceptor
-from tfdp.rendezvous import member as member_module
-from tfdp.rendezvous.address import listen, own_address
-from tfdp.rendezvous.channel import Channel
-from tfdp.rendezvous.coordinator import Coordinator
-from tfdp.rendezvous.failure import RendezvousError
-from tfdp.rendezvous.hello import Hello
-from tfdp.rendezvous.member import Member
-from tfdp.rendezvous.restarts import Restarts
-from tfdp.rendezvous.server import Server
+from tfdp.communication.connection import acceptor
+from tfdp.launch.rendezvous import member as member_module
+from tfdp.launch.rendezvous.address import listen, own_address
+from tfdp.launch.rendezvous.channel import Channel
+from tfdp.launch.rendezvous.coordinator import Coordinator
+from tfdp.launch.rendezvous.failure import RendezvousError
+from tfdp.launch.rendezvous.hello import Hello
+from tfdp.launch.rendezvous.member import Member
+from tfdp.launch.rendezvous.restarts import Restarts
+from tfdp.launch.rendezvous.server import Server
 
 SECRET = "0123456789abcdef"
 DEADLINE_SECONDS = 20.0
@@ -315,7 +315,7 @@ def make_impatient(monkeypatch, thread: str) -> None:
         return await receive(channel, 2.0 if is_it else seconds)
 
     monkeypatch.setattr(Channel, "receive", impatient)
-    monkeypatch.setattr("tfdp.rendezvous.channel.BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr("tfdp.launch.rendezvous.channel.BEAT_SECONDS", 1000.0)
 
 
 def test_a_node_0_that_says_nothing_is_given_up(bed, monkeypatch):

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from tfdp.rendezvous.coordinator import Coordinator, Phase
-from tfdp.rendezvous.failure import (
+from tfdp.launch.rendezvous.coordinator import Coordinator, Phase
+from tfdp.launch.rendezvous.failure import (
     NODE_LOST,
     Failure,
     MalformedMessage,
     RendezvousError,
 )
-from tfdp.rendezvous.hello import Hello
-from tfdp.rendezvous.messages import encode
-from tfdp.rendezvous.restarts import RestartDecision
+from tfdp.launch.rendezvous.hello import Hello
+from tfdp.launch.rendezvous.messages import encode
+from tfdp.launch.rendezvous.restarts import RestartDecision
 
 JOIN_SECONDS = 60.0
 HELLO = Hello("1.0", "3.11", 2, 2, "train.py", False, "host", node_rank=0)

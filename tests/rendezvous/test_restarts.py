@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from tfdp.coordination.preemption import PREEMPTED
-from tfdp.rendezvous.failure import Failure
-from tfdp.rendezvous.restarts import RestartDecision, Restarts
+from tfdp.communication.coordination.preemption import PREEMPTED
+from tfdp.launch.rendezvous.failure import Failure
+from tfdp.launch.rendezvous.restarts import RestartDecision, Restarts
 
 
 @dataclasses.dataclass(frozen=True)

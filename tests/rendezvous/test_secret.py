@@ -8,8 +8,13 @@ import subprocess
 
 import pytest
 
-from tfdp.rendezvous.failure import RendezvousError
-from tfdp.rendezvous.secret import VARIABLE, line_to_paste, new_secret, read_secret
+from tfdp.launch.rendezvous.failure import RendezvousError
+from tfdp.launch.rendezvous.secret import (
+    VARIABLE,
+    line_to_paste,
+    new_secret,
+    read_secret,
+)
 
 SECRET = "0123456789abcdef"
 

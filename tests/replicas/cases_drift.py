@@ -14,7 +14,7 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tests.reduction.cases_plans import collectives, step_of, traced_step
-from tfdp.replicas import drift_probe
+from tfdp.training.replicas import drift_probe
 
 layers = keras.layers
 KINDS = ("all_reduce", "all_gather", "scatter")

@@ -10,8 +10,8 @@ import tensorflow as tf
 import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
-from tfdp.replicas.checksum import MODULUS, checksums, combined
-from tfdp.replicas.drift import describe_drift, outliers
+from tfdp.training.replicas.checksum import MODULUS, checksums, combined
+from tfdp.training.replicas.drift import describe_drift, outliers
 
 CASE_MODULES = ("replicas.cases_drift",)
 DTYPES = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"] + [

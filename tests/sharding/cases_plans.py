@@ -20,7 +20,7 @@ from tests.reduction import cases_plans as plans
 from tests.reduction import cases_selection as routes
 from tests.sharding import cases_optimizers as own
 from tests.sharding.cases_sharded import make
-from tfdp.collectives.timing import Recorder
+from tfdp.communication.collectives.timing import Recorder
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers

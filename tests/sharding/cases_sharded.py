@@ -17,7 +17,7 @@ from tests.harness.env import Env
 from tests.step import cases_accumulation as accumulation
 from tests.step import cases_loss_scale as loss_scaling
 from tests.step.cases_accumulation import MIRRORED, Make, Switches, adamw, sgd, trained
-from tfdp.step.loss_scale import LossScaling
+from tfdp.training.step.loss_scale import LossScaling
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers

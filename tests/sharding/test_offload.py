@@ -7,9 +7,9 @@ import pytest
 import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
-from tfdp.plans.buckets import Entry
-from tfdp.plans.memory import sharded_memory, unsharded_memory
-from tfdp.plans.shards import plan_element_shards, plan_variable_shards
+from tfdp.ground.plans.buckets import Entry
+from tfdp.ground.plans.memory import sharded_memory, unsharded_memory
+from tfdp.ground.plans.shards import plan_element_shards, plan_variable_shards
 
 CASE_MODULES = ("sharding.cases_offload",)
 ENTRIES = [

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.step.warmup import Warmup, WarmupOptions
+from tfdp.training.step.warmup import Warmup, WarmupOptions
 
 
 def factors(options: WarmupOptions, count: int) -> list[float]:

@@ -20,7 +20,7 @@ from tests.data.cases_distribute import Policy, with_policy
 from tests.data.cases_inputs import RaggedMean
 from tests.harness import common, compare, registry, results
 from tests.harness.env import Env
-from tfdp.base import xla
+from tfdp.ground.base import xla
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 import tfdp
 from tests.strategy.trained import HEAVY_BYTES
+from tfdp.communication.coordination.join import num_joined_workers
 
 
 def make_model() -> keras.Model:
@@ -32,7 +33,7 @@ class Dies(keras.callbacks.Callback):
     """Kills the last rank in the second epoch."""
 
     def on_epoch_begin(self, epoch, logs=None):
-        if epoch == 1 and tfdp.coordination.join.num_joined_workers() == 2:
+        if epoch == 1 and num_joined_workers() == 2:
             rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
             if rank == "1":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -16,8 +16,8 @@ import tfdp
 from tests.harness import forks
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
-from tfdp import _compat
-from tfdp.base import xla
+from tfdp.ground import _compat
+from tfdp.ground.base import xla
 
 CASE_MODULES = ("strategy.cases_compiled",)
 DEADLINE_SECONDS = 120

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tfdp.coordination.same_setup import check_same_setup
-from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.options import CommunicationOptions
-from tfdp.strategy import transports
+from tfdp.communication.coordination.same_setup import check_same_setup
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground.options import CommunicationOptions
+from tfdp.training.strategy import transports
 
 
 @dataclasses.dataclass
@@ -111,7 +111,7 @@ del select.POLLRDHUP, socket.MSG_NOSIGNAL
 package = types.ModuleType("tfdp")
 package.__path__ = [sys.argv[1]]
 sys.modules["tfdp"] = package
-import tfdp.transport
+import tfdp.communication.transport
 """
     folder = Path(transports.__file__).parents[1]
     command = [sys.executable, "-c", script, str(folder)]

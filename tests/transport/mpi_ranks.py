@@ -17,10 +17,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tfdp.cluster import mpi_start
-from tfdp.transport import mpi_communicator, mpi_messages
-from tfdp.transport.communicator import PeerLost, TransportError
-from tfdp.transport.mpi_communicator import MpiCommunicator
+from tfdp.communication.cluster import mpi_start
+from tfdp.communication.transport import mpi_communicator, mpi_messages
+from tfdp.communication.transport.communicator import PeerLost, TransportError
+from tfdp.communication.transport.mpi_communicator import MpiCommunicator
 
 SIZES = (0, 1, 7, 3000, 200_001)
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")

@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from tests.transport.workers import Worker, run
-from tfdp.transport import PeerLost, TransportError, addresses
-from tfdp.transport.addresses import Addresses, listening_address
+from tfdp.communication.transport import PeerLost, TransportError, addresses
+from tfdp.communication.transport.addresses import Addresses, listening_address
 
 NOT_HERE = "192.0.2.7"  # of TEST-NET-1, which is nobody's
 has_ipv6 = pytest.mark.skipif(

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdp.transport.arithmetic import sum_into
-from tfdp.transport.schedules import equal_bounds, pipeline, segment_of
+from tfdp.communication.transport.arithmetic import sum_into
+from tfdp.communication.transport.schedules import equal_bounds, pipeline, segment_of
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 

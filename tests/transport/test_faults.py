@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.transport.workers import Worker, by_sockets, each_wire, run
-from tfdp.transport import (
+from tfdp.communication.transport import (
     Communicator,
     PeerLost,
     SharedMemoryCommunicator,

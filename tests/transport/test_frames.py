@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdp.transport.frames import receive_frame, send_frame
+from tfdp.communication.transport.frames import receive_frame, send_frame
 
 
 class Pipe:

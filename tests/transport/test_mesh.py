@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.transport.workers import Worker, by_sockets, run
-from tfdp.transport import PeerLost
+from tfdp.communication.transport import PeerLost
 
 
 def talk(worker: Worker) -> list:
@@ -110,5 +110,6 @@ def test_a_worker_whose_peer_has_died_is_told(wire):
 
 
 def test_the_transport_does_not_load_tensorflow():
-    code = "import sys, tfdp.transport; sys.exit('tensorflow' in sys.modules)"
+    code = "import sys, tfdp.communication.transport as _; "
+    code += "sys.exit('tensorflow' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -13,8 +13,8 @@ import pytest
 from tests.harness.commands import Finished
 from tests.harness.mpi import answers, needs_mpi, run_ranks
 from tests.harness.tiers import standard
-from tfdp.transport import mpi_communicator
-from tfdp.transport.communicator import TransportError
+from tfdp.communication.transport import mpi_communicator
+from tfdp.communication.transport.communicator import TransportError
 
 pytestmark = [needs_mpi, pytest.mark.processes]
 

@@ -10,8 +10,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from tfdp.transport import PeerLost, RoundFollower, RoundLeader, TransportError
-from tfdp.transport.rounds import Reply
+from tfdp.communication.transport import (
+    PeerLost,
+    RoundFollower,
+    RoundLeader,
+    TransportError,
+)
+from tfdp.communication.transport.rounds import Reply
 
 _SECONDS = 20.0
 

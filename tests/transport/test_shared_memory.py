@@ -14,7 +14,7 @@ import pytest
 
 from tests.transport.test_unauthenticated_peers import logged
 from tests.transport.workers import Worker, run
-from tfdp.transport import new_communicator, shared_memory
+from tfdp.communication.transport import new_communicator, shared_memory
 
 NUM_WORKERS = 3
 # More than goes over sockets anyway.

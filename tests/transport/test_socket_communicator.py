@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness.tiers import standard
 from tests.transport.workers import Worker, each_wire, run
-from tfdp.transport import (
+from tfdp.communication.transport import (
     Communicator,
     SocketCommunicator,
     TransportError,

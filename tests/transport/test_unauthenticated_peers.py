@@ -9,15 +9,15 @@ import time
 import pytest
 
 from tests.transport.workers import FileStore, Worker, by_sockets, run
-from tfdp.connection import acceptor
-from tfdp.connection.handshake import (
+from tfdp.communication.connection import acceptor
+from tfdp.communication.connection.handshake import (
     GREETING_BYTES,
     UnauthenticatedPeer,
     authenticate,
     dial_steps,
 )
-from tfdp.transport import TransportError
-from tfdp.transport.mesh import _CLAIM
+from tfdp.communication.transport import TransportError
+from tfdp.communication.transport.mesh import _CLAIM
 
 
 class Lines(logging.Handler):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tfdp.transport import (
+from tfdp.communication.transport import (
     Communicator,
     Mesh,
     SharedMemoryCommunicator,

@@ -17,8 +17,8 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import ALL, case
 from tests.reduction.cases_plans import collectives, step_of
-from tfdp import user_code
-from tfdp.tuning import callback, plan_cache, proposals, tuner
+from tfdp.features.tuning import callback, plan_cache, proposals, tuner
+from tfdp.ground import user_code
 
 SMALL_BLOCKS = {"BLOCK_STEPS": 2, "_FEWEST_UPDATES": 2, "_SKIPPED_AT_FIRST": 1}
 STEPS_PER_EPOCH = 30

@@ -7,14 +7,14 @@ import types
 
 import pytest
 
-from tfdp.tuning.plan_cache import (
+from tfdp.features.tuning.plan_cache import (
     KeptPlan,
     load_plan,
     plan_key,
     plans_path,
     store_plan,
 )
-from tfdp.tuning.plan_choice import PlanChoice
+from tfdp.features.tuning.plan_choice import PlanChoice
 
 KEPT = KeptPlan(PlanChoice(4096, 1024, "tree"), "12 % faster than the default [9, 14]")
 

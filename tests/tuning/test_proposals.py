@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.links import Link, Links
-from tfdp.options import CommunicationOptions
-from tfdp.plans.buckets import BucketPlan, Entry, plan_buckets
-from tfdp.plans.topology import Topology
-from tfdp.reduction.algorithm_selector import AlgorithmSelector
-from tfdp.tuning.plan_choice import PlanChoice
-from tfdp.tuning.proposals import MOST_PROPOSALS, Proposal, propose
+from tfdp.features.tuning.plan_choice import PlanChoice
+from tfdp.features.tuning.proposals import MOST_PROPOSALS, Proposal, propose
+from tfdp.ground.links import Link, Links
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.plans.buckets import BucketPlan, Entry, plan_buckets
+from tfdp.ground.plans.topology import Topology
+from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 
 MB = 2**20
 PAIR = Topology(((0,), (1,)))

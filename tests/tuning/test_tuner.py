@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from tfdp.plans.buckets import BucketPlan
-from tfdp.tuning.plan_choice import PlanChoice
-from tfdp.tuning.proposals import Proposal
-from tfdp.tuning.tuner import Tuner, longest, most_steps
+from tfdp.features.tuning.plan_choice import PlanChoice
+from tfdp.features.tuning.proposals import Proposal
+from tfdp.features.tuning.tuner import Tuner, longest, most_steps
+from tfdp.ground.plans.buckets import BucketPlan
 
 
 def proposal(size: int) -> Proposal:

@@ -10,9 +10,6 @@ from typing import Any
 
 import keras
 
-from tfdp import _compat, user_code
-from tfdp.arguments import checked_bool, checked_integer, is_integer, plain
-from tfdp.base.feature import equalize_replicas
 from tfdp.callbacks.arguments import check_directory
 from tfdp.callbacks.resumed_batches import ResumedBatches
 from tfdp.checkpoint import api, schema
@@ -31,14 +28,21 @@ from tfdp.checkpoint.random_state import gather_random_states, restore_random_st
 from tfdp.checkpoint.reader import check_model
 from tfdp.checkpoint.run_schema import check_run
 from tfdp.checkpoint.run_state import CALLBACKS_PREFIX, LoadPlan, RunState
-from tfdp.cluster import cpu_kernels
-from tfdp.cluster.islands import Island
-from tfdp.coordination.preemption import PREEMPTED, PreemptionNotice, PreemptionWatch
-from tfdp.data.batch_change import BatchChange
-from tfdp.data.position import DataPosition
-from tfdp.keras_hooks import install
-from tfdp.local_steps import FEATURE as LOCAL_STEPS
-from tfdp.optimizer.arguments import check_strategy
+from tfdp.communication.cluster import cpu_kernels
+from tfdp.communication.cluster.islands import Island
+from tfdp.communication.coordination.preemption import (
+    PREEMPTED,
+    PreemptionNotice,
+    PreemptionWatch,
+)
+from tfdp.features.local_steps import FEATURE as LOCAL_STEPS
+from tfdp.ground import _compat, user_code
+from tfdp.ground.arguments import checked_bool, checked_integer, is_integer, plain
+from tfdp.ground.base.feature import equalize_replicas
+from tfdp.training.data.batch_change import BatchChange
+from tfdp.training.data.position import DataPosition
+from tfdp.training.keras_hooks import install
+from tfdp.training.optimizer.arguments import check_strategy
 
 # Of what a backup holds beside tensors; a newer tfdp may know more.
 _FORMAT = 1

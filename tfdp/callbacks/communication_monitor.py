@@ -11,21 +11,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp import user_code
-from tfdp.arguments import checked_bool, checked_integer
-from tfdp.base.context import strategy_of
-from tfdp.base.files import problem_of_folder
-from tfdp.base.finalizers import finalizers
 from tfdp.callbacks.measuring_callback import MeasuringCallback
 from tfdp.checkpoint.files import error_text
-from tfdp.coordination.mailbox import Mailbox
-from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.monitor.advice import facts_of, loss_scale_of, settings_of
-from tfdp.monitor.device_meter import meter_for
-from tfdp.monitor.meter import Meter
-from tfdp.monitor.readings import Reading
-from tfdp.monitor.report import ReportThread, RunReport
-from tfdp.monitor.windows import Window, fraction, mean_of, window_of
+from tfdp.communication.coordination.mailbox import Mailbox
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.features.monitor.advice import facts_of, loss_scale_of, settings_of
+from tfdp.features.monitor.device_meter import meter_for
+from tfdp.features.monitor.meter import Meter
+from tfdp.features.monitor.readings import Reading
+from tfdp.features.monitor.report import ReportThread, RunReport
+from tfdp.features.monitor.windows import Window, fraction, mean_of, window_of
+from tfdp.ground import user_code
+from tfdp.ground.arguments import checked_bool, checked_integer
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.base.files import problem_of_folder
+from tfdp.ground.base.finalizers import finalizers
 
 _KEPT_STEPS = 200
 

@@ -7,19 +7,23 @@ from typing import Any
 
 import keras
 
-from tfdp import user_code
-from tfdp.arguments import checked_integer
-from tfdp.base import loops
-from tfdp.base.context import strategy_of
-from tfdp.data.batch_labels import LabelRecord
-from tfdp.data.fingerprints import ArrayValues
-from tfdp.data.same_datasets import check_same_values
-from tfdp.keras_hooks import install
-from tfdp.optimizer.arguments import check_strategy
-from tfdp.replicas.assigned_values import recorded_weights
-from tfdp.replicas.drift import check_weights, compared_weights, raise_difference
-from tfdp.replicas.drift_probe import DriftProbe
-from tfdp.text import pluralize
+from tfdp.ground import user_code
+from tfdp.ground.arguments import checked_integer
+from tfdp.ground.base import loops
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.text import pluralize
+from tfdp.training.data.batch_labels import LabelRecord
+from tfdp.training.data.fingerprints import ArrayValues
+from tfdp.training.data.same_datasets import check_same_values
+from tfdp.training.keras_hooks import install
+from tfdp.training.optimizer.arguments import check_strategy
+from tfdp.training.replicas.assigned_values import recorded_weights
+from tfdp.training.replicas.drift import (
+    check_weights,
+    compared_weights,
+    raise_difference,
+)
+from tfdp.training.replicas.drift_probe import DriftProbe
 
 
 class ConsistencyCheck(keras.callbacks.Callback):

@@ -7,17 +7,17 @@ from typing import Any
 
 import keras
 
-from tfdp import user_code
 from tfdp.callbacks.local_steps import LocalStepsCallback
-from tfdp.cluster.islands import Island
-from tfdp.islands.training import IslandTraining
-from tfdp.local_steps import (
+from tfdp.communication.cluster.islands import Island
+from tfdp.features.islands.training import IslandTraining
+from tfdp.features.local_steps import (
     LocalStepsOptions,
     OuterOptions,
     shares,
     workers_by_node,
 )
-from tfdp.optimizer.distributed import DistributedOptimizer
+from tfdp.ground import user_code
+from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class DiLoCo(LocalStepsCallback):
@@ -100,7 +100,7 @@ class DiLoCo(LocalStepsCallback):
 
     # Settings that all workers have to share.
     compared = ("settings",)
-    # See `tfdp.islands`.
+    # See `tfdp.features.islands`.
     trains_islands = True
 
     def __init__(

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
-from tfdp.islands.training import meet_islands_after_flush
-from tfdp.optimizer.distributed import DistributedOptimizer
-from tfdp.plans.schedules import check_steps, steps_at_epoch
+from tfdp.features.islands.training import meet_islands_after_flush
+from tfdp.ground.plans.schedules import check_steps, steps_at_epoch
+from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class GradientAccumulation(OptimizerCallback):

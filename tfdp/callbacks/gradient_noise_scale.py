@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.arguments import checked_number
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
-from tfdp.monitor.gradient_noise import GradientNoise
-from tfdp.optimizer.distributed import DistributedOptimizer
+from tfdp.features.monitor.gradient_noise import GradientNoise
+from tfdp.ground.arguments import checked_number
+from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class GradientNoiseScale(OptimizerCallback):

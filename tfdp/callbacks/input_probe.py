@@ -14,17 +14,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _compat
-from tfdp.base.context import strategy_of
 from tfdp.callbacks.backup_and_restore import BackupAndRestore
 from tfdp.callbacks.communication_monitor import CommunicationMonitor
 from tfdp.callbacks.measuring_callback import MeasuringCallback
 from tfdp.callbacks.timeline import Timeline
-from tfdp.data.early_rows import divide_early
-from tfdp.data.py_dataset_rows import gives_rows
-from tfdp.data.stages import MAPS
-from tfdp.keras_hooks.worker_callbacks import callback_list
-from tfdp.monitor.input_wait import (
+from tfdp.features.monitor.input_wait import (
     ARRAYS,
     GENERATOR,
     PY_DATASET,
@@ -32,8 +26,14 @@ from tfdp.monitor.input_wait import (
     Pipeline,
     mean_wait,
 )
-from tfdp.monitor.meter import Meter
-from tfdp.monitor.readings import Reading
+from tfdp.features.monitor.meter import Meter
+from tfdp.features.monitor.readings import Reading
+from tfdp.ground import _compat
+from tfdp.ground.base.context import strategy_of
+from tfdp.training.data.early_rows import divide_early
+from tfdp.training.data.py_dataset_rows import gives_rows
+from tfdp.training.data.stages import MAPS
+from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
 _WRITE_EVERY_SECONDS = 0.5
 # Whose files would be of a training that was broken off.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tfdp.arguments import checked_bool, checked_integer, checked_number
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
-from tfdp.optimizer.distributed import DistributedOptimizer
-from tfdp.plans.schedules import steps_at_epoch
-from tfdp.step.warmup import WarmupOptions
+from tfdp.ground.arguments import checked_bool, checked_integer, checked_number
+from tfdp.ground.plans.schedules import steps_at_epoch
+from tfdp.training.optimizer.distributed import DistributedOptimizer
+from tfdp.training.step.warmup import WarmupOptions
 
 _WAITING, _RISING, _OVER = "waiting", "rising", "over"
 

@@ -6,10 +6,10 @@ import dataclasses
 import json
 from typing import Any
 
-from tfdp import _compat
-from tfdp.base.param_groups import innermost
 from tfdp.callbacks.optimizer_callback import distributed_optimizer
-from tfdp.step.warmup import WarmupOptions
+from tfdp.ground import _compat
+from tfdp.ground.base.param_groups import innermost
+from tfdp.training.step.warmup import WarmupOptions
 
 
 def rate_factors(model: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tfdp.callbacks.local_steps import LocalStepsCallback
-from tfdp.local_steps import LocalStepsOptions
+from tfdp.features.local_steps import LocalStepsOptions
 
 
 class LocalSGD(LocalStepsCallback):

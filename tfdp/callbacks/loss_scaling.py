@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.arguments import checked_integer
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
-from tfdp.optimizer.distributed import DistributedOptimizer
-from tfdp.step import loss_scale
+from tfdp.ground.arguments import checked_integer
+from tfdp.training.optimizer.distributed import DistributedOptimizer
+from tfdp.training.step import loss_scale
 
 
 class LossScaling(OptimizerCallback):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.keras_hooks import install
-from tfdp.monitor.meter import TimedSteps
-from tfdp.optimizer.arguments import check_strategy
+from tfdp.features.monitor.meter import TimedSteps
+from tfdp.training.keras_hooks import install
+from tfdp.training.optimizer.arguments import check_strategy
 
 
 class MeasuringCallback(TimedSteps):

@@ -6,11 +6,11 @@ from typing import Any
 
 import keras
 
-from tfdp import user_code
-from tfdp.base.wrappers import other_optimizers
-from tfdp.keras_hooks import install
-from tfdp.optimizer.arguments import check_strategy
-from tfdp.optimizer.distributed import DistributedOptimizer
+from tfdp.ground import user_code
+from tfdp.ground.base.wrappers import other_optimizers
+from tfdp.training.keras_hooks import install
+from tfdp.training.optimizer.arguments import check_strategy
+from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class OptimizerCallback(keras.callbacks.Callback):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.base.param_groups import innermost
 from tfdp.callbacks import learning_rates
 from tfdp.checkpoint.backups import IncompatibleBackup
 from tfdp.checkpoint.replica_state import local_replicas
 from tfdp.checkpoint.run_state import LoadPlan
-from tfdp.data.batch_change import (
+from tfdp.ground.base.param_groups import innermost
+from tfdp.ground.plans.schedules import steps_at_epoch
+from tfdp.ground.text import pluralize
+from tfdp.training.data.batch_change import (
     BatchChange,
     Batches,
     change_for_replicas,
     change_for_updates,
 )
-from tfdp.data.position import DataPosition
-from tfdp.plans.schedules import steps_at_epoch
-from tfdp.text import pluralize
+from tfdp.training.data.position import DataPosition
 
 # Of the identity of a run, what may change with the number of replicas.
 _MAY_CHANGE = ("batch_size", "steps_per_epoch")

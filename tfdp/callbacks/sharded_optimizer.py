@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.arguments import is_integer
 from tfdp.callbacks.optimizer_callback import OptimizerCallback
-from tfdp.optimizer.distributed import DistributedOptimizer
-from tfdp.plans.units import UnitOptions
-from tfdp.sharding.options import SHARDINGS, ShardingOptions
+from tfdp.ground.arguments import is_integer
+from tfdp.ground.plans.units import UnitOptions
+from tfdp.training.optimizer.distributed import DistributedOptimizer
+from tfdp.training.sharding.options import SHARDINGS, ShardingOptions
 
 
 class ShardedOptimizer(OptimizerCallback):

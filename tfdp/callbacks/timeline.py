@@ -8,18 +8,18 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tfdp import user_code
-from tfdp.arguments import is_integer
-from tfdp.base.context import strategy_of
-from tfdp.base.files import problem_of_folder
 from tfdp.callbacks.measuring_callback import MeasuringCallback
-from tfdp.coordination.mailbox import Mailbox
-from tfdp.coordination.worker_group import WorkerGroup
-from tfdp.monitor.device_meter import meter_for
-from tfdp.monitor.readings import Reading
-from tfdp.monitor.sinks import write_json
-from tfdp.monitor.trace import WorkerTrace, chrome_trace
-from tfdp.text import pluralize
+from tfdp.communication.coordination.mailbox import Mailbox
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.features.monitor.device_meter import meter_for
+from tfdp.features.monitor.readings import Reading
+from tfdp.features.monitor.sinks import write_json
+from tfdp.features.monitor.trace import WorkerTrace, chrome_trace
+from tfdp.ground import user_code
+from tfdp.ground.arguments import is_integer
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.base.files import problem_of_folder
+from tfdp.ground.text import pluralize
 
 # How long the first worker waits for another one's part.
 _PATIENCE_SECONDS = 20.0

@@ -13,14 +13,14 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdp import _compat
-from tfdp.base.context import strategy_of
-from tfdp.base.param_groups import innermost, is_multi
 from tfdp.checkpoint.model_state import ACCUMULATED_PREFIX, COUNTER, shard_writer_of
-from tfdp.keras_hooks.file_view import VariableView
-from tfdp.sharding import variable_name
-from tfdp.sharding.full_state import redistribute_sum
-from tfdp.sharding.state_tensors import LocalShard, StateTensor, renamed
+from tfdp.ground import _compat
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.base.param_groups import innermost, is_multi
+from tfdp.training.keras_hooks.file_view import VariableView
+from tfdp.training.sharding import variable_name
+from tfdp.training.sharding.full_state import redistribute_sum
+from tfdp.training.sharding.state_tensors import LocalShard, StateTensor, renamed
 
 
 def accumulated_state(model: keras.Model) -> list[StateTensor]:

@@ -10,9 +10,6 @@ from typing import Any
 
 import keras
 
-from tfdp import user_code
-from tfdp.base.context import strategy_of
-from tfdp.base.feature import equalize_replicas
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
@@ -42,11 +39,14 @@ from tfdp.checkpoint.residual_state import (
     residual_tensors,
 )
 from tfdp.checkpoint.storage import Storage, StoreError
-from tfdp.cluster import cpu_kernels
-from tfdp.coordination.checks import check_same_variables
-from tfdp.keras_hooks.file_hooks import plain_optimizer
-from tfdp.replicas.synchronized_scope import synchronize_new_variables
-from tfdp.sharding.state_tensors import StateTensor
+from tfdp.communication.cluster import cpu_kernels
+from tfdp.communication.coordination.checks import check_same_variables
+from tfdp.ground import user_code
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.base.feature import equalize_replicas
+from tfdp.training.keras_hooks.file_hooks import plain_optimizer
+from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
+from tfdp.training.sharding.state_tensors import StateTensor
 
 _INTACT = "What the directory held before is intact."
 _NOTHING_LOADED = "Nothing was loaded."

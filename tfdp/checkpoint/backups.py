@@ -13,8 +13,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp import user_code
-from tfdp.base.temporary import temporary_name
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint.api import save_state
@@ -25,7 +23,9 @@ from tfdp.checkpoint.on_all_workers import run_on_all_workers, storage_timeout
 from tfdp.checkpoint.run_state import LoadPlan
 from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.checkpoint.writer import remove_checkpoint
-from tfdp.sharding.state_tensors import StateTensor
+from tfdp.ground import user_code
+from tfdp.ground.base.temporary import temporary_name
+from tfdp.training.sharding.state_tensors import StateTensor
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _ASIDE = re.compile(rf"{_NAME.pattern}\.damaged")

@@ -16,11 +16,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.base.files import NotRegularFile, open_regular
 from tfdp.checkpoint.index import Extent, File, Shard, TensorMetadata
 from tfdp.checkpoint.storage import Fetch, Storage, StoreError
-from tfdp.sharding.state_tensors import StateTensor
-from tfdp.text import pluralize
+from tfdp.ground.base.files import NotRegularFile, open_regular
+from tfdp.ground.text import pluralize
+from tfdp.training.sharding.state_tensors import StateTensor
 
 # The largest shard, and the largest chunk of elements in it. A shard is in memory
 # when it is written and when it is read; so is TensorFlow's buffer of 8 MB, and a

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tfdp.text import pluralize
+from tfdp.ground.text import pluralize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,16 +14,16 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdp import _compat
-from tfdp.base.context import strategy_of
-from tfdp.base.param_groups import innermost, is_multi
-from tfdp.base.wrappers import other_optimizers
 from tfdp.checkpoint.other_optimizers import OTHERS_PREFIX, check_no_sums
-from tfdp.keras_hooks.file_view import VariableView
-from tfdp.parameters.sharded_parameter import sharded_parameter
-from tfdp.sharding import slot_names, variable_name
-from tfdp.sharding.optimizer_state import parameter_state
-from tfdp.sharding.state_tensors import (
+from tfdp.ground import _compat
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.base.param_groups import innermost, is_multi
+from tfdp.ground.base.wrappers import other_optimizers
+from tfdp.training.keras_hooks.file_view import VariableView
+from tfdp.training.parameters.sharded_parameter import sharded_parameter
+from tfdp.training.sharding import slot_names, variable_name
+from tfdp.training.sharding.optimizer_state import parameter_state
+from tfdp.training.sharding.state_tensors import (
     READ_ELEMENTS,
     LocalShard,
     StateTensor,

@@ -19,9 +19,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tfdp.base.temporary import TemporaryFolder, is_left_over
 from tfdp.checkpoint.storage import Fetch, Publish, Storage, StoreError
-from tfdp.text import pluralize
+from tfdp.ground.base.temporary import TemporaryFolder, is_left_over
+from tfdp.ground.text import pluralize
 
 # Who speaks to a store. fsspec knows more of them, and says so itself.
 _PACKAGES = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import keras
 
-from tfdp.base.context import strategy_of
 from tfdp.checkpoint import files
-from tfdp.coordination.worker_group import WorkerGroup
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground.base.context import strategy_of
 
 # A timeout is meant for messages; a slow disk or store may take longer than that.
 _STORAGE_SECONDS = 3600.0

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
-from tfdp import user_code
-from tfdp.base.param_groups import innermost
-from tfdp.base.wrappers import other_optimizers
-from tfdp.sharding.state_tensors import StateTensor
+from tfdp.ground import user_code
+from tfdp.ground.base.param_groups import innermost
+from tfdp.ground.base.wrappers import other_optimizers
+from tfdp.training.sharding.state_tensors import StateTensor
 
 # What the names of their tensors begin with, before that of the attribute.
 OTHERS_PREFIX = "others"

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdp import _compat
-from tfdp.base import stand_in_seed
+from tfdp.ground import _compat
+from tfdp.ground.base import stand_in_seed
 
 
 def random_states() -> dict[str, Any]:

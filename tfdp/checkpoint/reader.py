@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index import Extent, Index, Shard, first_difference
 from tfdp.checkpoint.storage import Storage
-from tfdp.sharding.state_tensors import LocalShard, StateTensor
+from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 
 def check_index(

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp import _compat
-from tfdp.base.context import strategy_of
-from tfdp.sharding.state_tensors import LocalShard, StateTensor
+from tfdp.ground import _compat
+from tfdp.ground.base.context import strategy_of
+from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 _MERGES: dict[str, Callable] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 

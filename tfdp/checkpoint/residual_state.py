@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from tfdp import _compat, user_code
-from tfdp.base.context import strategy_of
 from tfdp.checkpoint.index import Index, TensorMetadata
 from tfdp.checkpoint.replica_state import (
     LocalReplicas,
     local_replicas,
     tensor_of_replica,
 )
-from tfdp.compression.residuals import ResidualState, RestoredResiduals
-from tfdp.sharding.state_tensors import LocalShard, StateTensor
-from tfdp.text import pluralize
+from tfdp.ground import _compat, user_code
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.text import pluralize
+from tfdp.training.compression.residuals import ResidualState, RestoredResiduals
+from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 PREFIX = "compression"
 _NAME = re.compile(rf"{PREFIX}/([0-9a-f]{{16}})/([^/]+)/replica([0-9]{{1,9}})")

@@ -39,8 +39,8 @@ from tfdp.checkpoint.residual_state import (
     plan_residuals,
     residual_tensors,
 )
-from tfdp.keras_hooks.file_view import VariableView
-from tfdp.sharding.state_tensors import StateTensor, renamed
+from tfdp.training.keras_hooks.file_view import VariableView
+from tfdp.training.sharding.state_tensors import StateTensor, renamed
 
 _METRICS = f"{RUN_PREFIX}/metrics"
 CALLBACKS_PREFIX = f"{RUN_PREFIX}/callbacks/"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfdp.text import pluralize
+from tfdp.ground.text import pluralize
 
 Check = Callable[[Any, str], None]
 

@@ -11,14 +11,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 
-from tfdp.base.files import (
+from tfdp.ground.base.files import (
     make_private_folder,
     read_text,
     replaced,
     sync_folder,
     write_text,
 )
-from tfdp.base.temporary import remove_left_over
+from tfdp.ground.base.temporary import remove_left_over
 
 # Takes files that were written into a local folder to the storage.
 Publish = Callable[[Sequence[str]], None]
@@ -100,7 +100,7 @@ class Storage:
         return os.path.lexists(self._path(name))
 
     def read_text(self, name: str, most_bytes: int) -> str:
-        """Read a file of limited size, see `tfdp.base.files.read_text`."""
+        """Read a file of limited size, see `tfdp.ground.base.files.read_text`."""
         return read_text(self._path(name), most_bytes)
 
     def write_text(self, name: str, text: str) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp import user_code
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index import FILE_ENDINGS, Extent, File, Shard, plan_shards
 from tfdp.checkpoint.index_file import (
@@ -25,7 +24,8 @@ from tfdp.checkpoint.index_file import (
     shards_to_json,
 )
 from tfdp.checkpoint.storage import Storage, StoreError
-from tfdp.sharding.state_tensors import LocalShard, StateTensor
+from tfdp.ground import user_code
+from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 # What a save writes into its folder of data, TensorFlow's temporary files included.
 _OWN_FILE = re.compile(r"index\.json|worker-[0-9]+(\.json|-[0-9]+\..+)")

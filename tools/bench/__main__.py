@@ -15,8 +15,8 @@ from typing import Any
 
 import click
 
-from tfdp.cli import parameter_types as types
-from tfdp.cli.main import run_command
+from tfdp.launch.cli import parameter_types as types
+from tfdp.launch.cli.main import run_command
 from tools.bench import (
     accumulation,
     algorithms,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.bench.channel import Arms, work
-from tfdp.bench.training import make_strategy, timed, training_step
+from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.training import make_strategy, timed, training_step
 from tools.bench.models import MODELS
 
 
@@ -16,7 +16,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     def make_optimizer() -> Any:
         import keras
 
-        from tfdp.optimizer.distributed import DistributedOptimizer
+        from tfdp.training.optimizer.distributed import DistributedOptimizer
 
         if strategy is None:
             return keras.optimizers.Adam(1e-3, gradient_accumulation_steps=steps)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import statistics
 
-from tfdp.bench.sides import Side, alternate, started
-from tfdp.bench.stats import paired_ratio
-from tfdp.links import Links
-from tfdp.plans.cost_model import choose, predict_seconds
-from tfdp.plans.topology import Topology
-from tfdp.plans.traffic import FLAT, Algorithm
+from tfdp.ground.links import Links
+from tfdp.ground.plans.cost_model import choose, predict_seconds
+from tfdp.ground.plans.topology import Topology
+from tfdp.ground.plans.traffic import FLAT, Algorithm
+from tfdp.launch.bench.sides import Side, alternate, started
+from tfdp.launch.bench.stats import paired_ratio
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import RATE_OF_START, HostsSide
 from tools.bench.report import Arguments, Figure, Report

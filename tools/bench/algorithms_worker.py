@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.channel import Arm, Arms, work
-from tfdp.bench.training import make_strategy, timed
+from tfdp.launch.bench.channel import Arm, Arms, work
+from tfdp.launch.bench.training import make_strategy, timed
 from tools.bench.barrier import barrier
 
 
@@ -16,8 +16,8 @@ def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
     """Seconds of one all-reduce after another, begun by all workers together."""
     import tensorflow as tf
 
-    from tfdp.plans.traffic import Algorithm
-    from tfdp.reduction.algorithm_selector import AlgorithmChoice
+    from tfdp.ground.plans.traffic import Algorithm
+    from tfdp.training.reduction.algorithm_selector import AlgorithmChoice
 
     group = strategy.extended.group
     all_reduce = AlgorithmChoice(Algorithm(name)).all_reduce
@@ -32,7 +32,10 @@ def all_reduce_arm(strategy: Any, name: str, num_bytes: int) -> Arm:
 
 def measured_links(strategy: Any) -> Callable[[int], Any]:
     """What a long `fit` measures at its start, and how long that takes."""
-    from tfdp.reduction.link_measure import LONG_RUN_STEPS, load_or_measure_links
+    from tfdp.training.reduction.link_measure import (
+        LONG_RUN_STEPS,
+        load_or_measure_links,
+    )
 
     def run(steps: int) -> Any:
         del steps

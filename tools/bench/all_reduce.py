@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from tfdp.bench.sides import Side, alternate, started
-from tfdp.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate, started
+from tfdp.launch.bench.stats import paired_ratio
 from tools.bench.report import Arguments, Figure, Report
 from tools.bench.stats import ratio_to_best
 

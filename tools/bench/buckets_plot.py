@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tfdp.bench.output import COLOURS, MARKERS, new_panels, save
+from tfdp.launch.bench.output import COLOURS, MARKERS, new_panels, save
 from tools.bench.buckets import Run
 from tools.bench.buckets_report import (
     TOLERANCE,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdp.bench.output import Table
+from tfdp.launch.bench.output import Table
 from tools.bench.buckets import Epoch, Run
 
 # A larger bucket that gains less than this is not worth its memory, nor the wait

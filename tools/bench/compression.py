@@ -183,7 +183,7 @@ def _strategy(devices: list[str], options: dict[str, Any]) -> Any:
     import tfdp
 
     # So slow that every bucket is compressed that can be.
-    slow = tfdp.Links(tfdp.Link(0.0, 1.0), tfdp.Link(0.0, 1.0))
+    slow = tfdp.options.Links(tfdp.options.Link(0.0, 1.0), tfdp.options.Link(0.0, 1.0))
     return tfdp.MirroredStrategy(
         devices,
         communication=tfdp.CommunicationOptions(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdp.bench.output import new_panels, save
+from tfdp.launch.bench.output import new_panels, save
 from tools.bench.compression import PLAIN, ratio_of_means
 
 # Percent of a step.

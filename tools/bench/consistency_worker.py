@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from tfdp.bench.channel import Arms, work
-from tfdp.bench.training import make_strategy
+from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.training import make_strategy
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:
@@ -34,8 +34,8 @@ def make_arms(setup: dict[str, Any]) -> Arms:
 @contextlib.contextmanager
 def _unwatched() -> Iterator[None]:
     """Run without heartbeats and without the watchdog."""
-    from tfdp.coordination.watch.heartbeat import Heartbeat
-    from tfdp.coordination.watch.watchdog import Watchdog
+    from tfdp.communication.coordination.watch.heartbeat import Heartbeat
+    from tfdp.communication.coordination.watch.watchdog import Watchdog
 
     def nothing(thread: object) -> None:
         del thread

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.channel import Arm, work
-from tfdp.bench.models import Model
-from tfdp.bench.torch_worker import build, make_arms, step_of
+from tfdp.launch.bench.channel import Arm, work
+from tfdp.launch.bench.models import Model
+from tfdp.launch.bench.torch_worker import build, make_arms, step_of
 from tools.bench.metered import metered
 
 # With several buckets PowerSGD's hook aborts a process (torch 2.13, Gloo): what its

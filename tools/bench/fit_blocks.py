@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
-from tfdp.bench.fit import timed_fit
-from tfdp.bench.keras_models import build, make_batch
+from tfdp.launch.bench.fit import timed_fit
+from tfdp.launch.bench.keras_models import build, make_batch
 from tools.bench.models import MODELS
 
 # Steps that are not timed: one is traced, the next ones find cold caches.

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.bench.channel import Arms, work
+from tfdp.launch.bench.channel import Arms, work
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:
     import keras
 
     import tfdp
-    from tfdp.bench.fit import fit_arm
-    from tfdp.optimizer.distributed import DistributedOptimizer
+    from tfdp.launch.bench.fit import fit_arm
+    from tfdp.training.optimizer.distributed import DistributedOptimizer
     from tools.bench.models import MODELS
 
     def wrapped() -> Any:

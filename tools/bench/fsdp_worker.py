@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.channel import Arm, Arms, OnDemand, work
-from tfdp.bench.models import Model
-from tfdp.bench.torch_worker import build, join, step_of
+from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.models import Model
+from tfdp.launch.bench.torch_worker import build, join, step_of
 from tools.bench.metered import metered
 from tools.bench.resident import peak_bytes, peak_of, reset_peak, resident_bytes
 

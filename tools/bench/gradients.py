@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tfdp.bench import output
-from tfdp.bench.local_replicas import check_topology, local_topology
-from tfdp.bench.sides import Runner, Side, alternate_for, started
-from tfdp.plans.topology import Topology
-from tfdp.transport import is_mpi_job
+from tfdp.communication.transport import is_mpi_job
+from tfdp.ground.plans.topology import Topology
+from tfdp.launch.bench import output
+from tfdp.launch.bench.local_replicas import check_topology, local_topology
+from tfdp.launch.bench.sides import Runner, Side, alternate_for, started
 from tools.bench.gradients_report import COLUMNS, Row, cells, notes, plot, row_of
 from tools.bench.published_models import PublishedModel
 from tools.bench.report import PROGRAM
@@ -233,7 +233,7 @@ def _measure_on_workers(settings: Settings) -> Found:
 def _measure_here(settings: Settings) -> Found:
     """Measure on the cluster of this process; the first worker reports."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from tfdp.bench.collectives_worker import ClusterRunner
+    from tfdp.launch.bench.collectives_worker import ClusterRunner
     from tools.bench.gradients_worker import GradientArms
 
     arms = GradientArms(settings.worker_setup, settings.check)

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from tfdp.cli import bench_options as options
-from tfdp.cli import parameter_types as types
+from tfdp.launch.cli import bench_options as options
+from tfdp.launch.cli import parameter_types as types
 from tools.bench import gradients
 from tools.bench.link_rate import LINK_RATE
 from tools.bench.published_models import PUBLISHED_MODELS

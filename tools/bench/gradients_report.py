@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdp.base.intervals import median_interval
-from tfdp.bench.nccl_tests import algorithm_bandwidth, bus_factor
-from tfdp.bench.output import COLOURS, new_figure, save
-from tfdp.plans.topology import Topology
-from tfdp.text import pluralize
+from tfdp.ground.base.intervals import median_interval
+from tfdp.ground.plans.topology import Topology
+from tfdp.ground.text import pluralize
+from tfdp.launch.bench.nccl_tests import algorithm_bandwidth, bus_factor
+from tfdp.launch.bench.output import COLOURS, new_figure, save
 from tools.bench.link_rate import bits_per_second
 from tools.bench.published_models import PublishedModel
 

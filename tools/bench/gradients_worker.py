@@ -8,13 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.bench.channel import Arm, Arms, OnDemand, work
-from tfdp.bench.training import make_strategy, timed
-from tfdp.collectives import ProcessGroup
-from tfdp.options import CommunicationOptions
-from tfdp.plans.topology import Topology
-from tfdp.reduction.communication_plan import CommunicationPlan
-from tfdp.strategy.strategy import auto_strategy
+from tfdp.communication.collectives import ProcessGroup
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.plans.topology import Topology
+from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.training import make_strategy, timed
+from tfdp.training.reduction.communication_plan import CommunicationPlan
+from tfdp.training.strategy.strategy import auto_strategy
 from tools.bench.barrier import barrier
 from tools.bench.published_models import Shape
 from tools.bench.tcp_bytes import tcp_bytes_sent

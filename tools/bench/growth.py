@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfdp.bench.sides import Side, started
+from tfdp.launch.bench.sides import Side, started
 from tools.bench.report import Arguments, Figure, Report
 
 STEPS = 2000

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from tfdp.bench.channel import Arm, Arms, work
+from tfdp.launch.bench.channel import Arm, Arms, work
 
 BATCH_SIZE = 64  # global
 SAMPLE_EVERY = 50

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from tfdp.bench.sides import alternate, started
-from tfdp.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import alternate, started
+from tfdp.launch.bench.stats import paired_ratio
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_GOALS,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.bench.sides import Side, worker_commands, worker_environment
+from tfdp.launch.bench.sides import Side, worker_commands, worker_environment
 from tools.bench.hosts_bed import INTERFACE, TwoHosts
 
 _IDLE_SECONDS = 3.0

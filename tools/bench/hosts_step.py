@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import statistics
 
-from tfdp.bench.machine import torch_version
-from tfdp.bench.sides import alternate, started
-from tfdp.bench.stats import paired_ratio
+from tfdp.launch.bench.machine import torch_version
+from tfdp.launch.bench.sides import alternate, started
+from tfdp.launch.bench.stats import paired_ratio
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_GOALS,

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.channel import Arms, work
-from tfdp.bench.training import make_strategy, sums_in_packs, timed, training_step
+from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.training import (
+    make_strategy,
+    sums_in_packs,
+    timed,
+    training_step,
+)
 from tools.bench.barrier import barrier
 from tools.bench.models import MODELS
 

@@ -6,9 +6,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdp.bench.machine import torch_version
-from tfdp.bench.sides import Side, alternate, started
-from tfdp.bench.stats import Ratio, paired_ratio
+from tfdp.launch.bench.machine import torch_version
+from tfdp.launch.bench.sides import Side, alternate, started
+from tfdp.launch.bench.stats import Ratio, paired_ratio
 from tools.bench.input_rows_worker import NUM_COUNTED
 from tools.bench.pictures import HEIGHT, WIDTH, write_pictures
 from tools.bench.report import Arguments, Figure, Report

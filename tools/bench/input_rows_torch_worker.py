@@ -10,7 +10,7 @@ import math
 import time
 from typing import Any
 
-from tfdp.bench.channel import Arms, work
+from tfdp.launch.bench.channel import Arms, work
 from tools.bench.cores import pin_to_core
 
 SIZE, SKIPPED = 224, 3

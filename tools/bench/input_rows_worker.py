@@ -6,7 +6,7 @@ import gc
 import time
 from typing import Any
 
-from tfdp.bench.channel import Arms, work
+from tfdp.launch.bench.channel import Arms, work
 
 SIZE = 224
 # Elements of a dataset of which the calls of `map` are counted: the last batch is not
@@ -147,14 +147,14 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     from tools.bench.cores import pin_to_core
 
     pin_to_core(setup["rank"])
-    from tfdp.bench.training import make_strategy
+    from tfdp.launch.bench.training import make_strategy
 
     strategy = make_strategy({**setup, "strategy": "tfdp"})
 
     import keras
 
-    from tfdp.data import distribute
-    from tfdp.data.early_rows import Division, divide_early
+    from tfdp.training.data import distribute
+    from tfdp.training.data.early_rows import Division, divide_early
 
     class Clock(keras.callbacks.Callback):
         """Clock of a block, from a full pipeline to a full one: of as many batches."""

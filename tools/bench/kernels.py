@@ -6,8 +6,8 @@ where TensorFlow leaves it off. TensorFlow's own kernels use AVX on either.
 
 from __future__ import annotations
 
-from tfdp.bench.sides import Side, alternate_for, started
-from tfdp.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate_for, started
+from tfdp.launch.bench.stats import paired_ratio
 from tools.bench.report import Arguments, Figure, Report
 
 # Units of two hidden layers, by millions of parameters.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from tfdp.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
 from tools.bench import xla_worker
 from tools.bench.kernels import OTHERS, UNITS
 
@@ -31,7 +31,7 @@ def build(name: str) -> Any:
 
 def make_arms(setup: dict[str, Any]) -> Arms:
     import tfdp
-    from tfdp.bench.training import make_strategy
+    from tfdp.launch.bench.training import make_strategy
 
     if len(setup["addresses"]) > 1:
         strategies = {"workers": make_strategy(setup)}

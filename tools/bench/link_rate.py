@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from tfdp.cli.parameter_types import Checked
+from tfdp.launch.cli.parameter_types import Checked
 
 UNLIMITED = "unlimited"
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}

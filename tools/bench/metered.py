@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.bench.channel import Arm
+from tfdp.launch.bench.channel import Arm
 
 Times = dict[str, float]
 
@@ -19,7 +19,7 @@ def metered(
 ) -> Arm:
     """Seconds and CPU seconds per step, of all threads of this process.
 
-    A step before the first is not timed, as in `tfdp.bench.training.timed`.
+    A step before the first is not timed, as in `tfdp.launch.bench.training.timed`.
 
     Args:
         step: Callable that starts a step and returns what `finish` is given.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfdp.bench.models import Model
+from tfdp.launch.bench.models import Model
 
 MODELS = {
     "mlp": Model("mlp", 1024),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from tfdp.bench.channel import Arms, work
-from tfdp.bench.training import make_strategy
+from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.training import make_strategy
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:

@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdp.bench.machine import torch_version
-from tfdp.bench.sides import Side, alternate, started
-from tfdp.bench.stats import Ratio, paired_ratio
+from tfdp.launch.bench.machine import torch_version
+from tfdp.launch.bench.sides import Side, alternate, started
+from tfdp.launch.bench.stats import Ratio, paired_ratio
 from tools.bench.metered import Times, of_all
 from tools.bench.models import LARGE
 from tools.bench.report import Arguments, Figure, Report

@@ -10,9 +10,9 @@ import dataclasses
 import functools
 from typing import Any
 
-from tfdp.bench.machine import torch_version
-from tfdp.bench.models import Model
-from tfdp.bench.sides import Side, started
+from tfdp.launch.bench.machine import torch_version
+from tfdp.launch.bench.models import Model
+from tfdp.launch.bench.sides import Side, started
 from tools.bench.models import EMPTY, LARGE
 from tools.bench.parameters import TORCH_ARMS
 from tools.bench.report import Arguments, Figure, Report

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.channel import Arm, Arms, OnDemand, work
-from tfdp.bench.models import Model
-from tfdp.bench.training import make_strategy, training_step
+from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.models import Model
+from tfdp.launch.bench.training import make_strategy, training_step
 from tools.bench.all_reduce import BUCKETS
 from tools.bench.barrier import barrier
 from tools.bench.metered import metered
@@ -43,7 +43,7 @@ def trained(strategy: Any, setup: dict[str, Any], options: dict[str, Any]) -> Tr
     """
     import keras
 
-    from tfdp.optimizer.distributed import DistributedOptimizer
+    from tfdp.training.optimizer.distributed import DistributedOptimizer
 
     reset_peak()
     given = dict(options)
@@ -96,7 +96,7 @@ def _send_once(strategy: Any) -> None:
 
 def largest_unit_bytes(optimizer: Any) -> int:
     """The size of the largest unit of sharded parameters, or 0 where all are whole."""
-    from tfdp.parameters.sharded_parameter import sharded_parameter
+    from tfdp.training.parameters.sharded_parameter import sharded_parameter
 
     parts = optimizer.shards.parts.values() if optimizer.is_sharded else ()
     parameters = [sharded_parameter(v) for part in parts for v in part.variables]
@@ -130,7 +130,7 @@ def _sent_bytes(step: Any) -> float:
     """Trace a step once more, and count what the first replica sends in one."""
     import tensorflow as tf
 
-    from tfdp.collectives.timing import Recorder
+    from tfdp.communication.collectives.timing import Recorder
 
     with Recorder() as recorder:
         # Clocks are in this graph, not in the one that is timed.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tfdp.bench.channel import Arms, work
-from tfdp.bench.training import make_strategy
+from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.training import make_strategy
 
 
 def slow_layer(seconds: float) -> Any:
@@ -33,7 +33,7 @@ def slow_layer(seconds: float) -> Any:
 def make_arms(setup: dict[str, Any]) -> Arms:
     strategy = make_strategy(setup)
 
-    from tfdp.data.load_balancer import LoadBalancer
+    from tfdp.training.data.load_balancer import LoadBalancer
     from tools.bench.fit_blocks import block_of
 
     extended = strategy.extended

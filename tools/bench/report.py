@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdp.bench.machine import describe, load
-from tfdp.bench.stats import Ratio
+from tfdp.launch.bench.machine import describe, load
+from tfdp.launch.bench.stats import Ratio
 
 PROGRAM = "python -m tools.bench"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tfdp.bench.channel import Arm
+from tfdp.launch.bench.channel import Arm
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"  # see proc(5)

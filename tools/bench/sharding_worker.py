@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from tfdp.bench.channel import Arms, work
-from tfdp.bench.training import make_strategy, timed, training_step
+from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.training import make_strategy, timed, training_step
 from tools.bench.models import MODELS
 
 
@@ -20,7 +20,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     def make_optimizer() -> Any:
         import keras
 
-        from tfdp.optimizer.distributed import DistributedOptimizer
+        from tfdp.training.optimizer.distributed import DistributedOptimizer
 
         steps, sharding = setup["accumulation_steps"], setup["sharding"]
         adam = keras.optimizers.Adam(1e-3)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from tfdp.bench.stats import Ratio, paired_ratio
-from tfdp.text import pluralize
+from tfdp.ground.text import pluralize
+from tfdp.launch.bench.stats import Ratio, paired_ratio
 
 SCALINGS = ("weak", "strong")
 

@@ -7,17 +7,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.bench import output
-from tfdp.bench.machine import num_cores
-from tfdp.bench.models import ModelSettings
-from tfdp.bench.sides import Side, alternate_for, started
-from tfdp.text import pluralize
+from tfdp.ground.text import pluralize
+from tfdp.launch.bench import output
+from tfdp.launch.bench.machine import num_cores
+from tfdp.launch.bench.models import ModelSettings
+from tfdp.launch.bench.sides import Side, alternate_for, started
 from tools.bench.report import PROGRAM
 from tools.bench.stats import batch_of, efficiency
 from tools.bench.train_report import COLUMNS, Row, cells, plot, row_of
 
 PLACEMENTS = ("processes", "devices")
-_WORKER = "tfdp.bench.training"
+_WORKER = "tfdp.launch.bench.training"
 _BLOCK_SECONDS = 0.3
 
 
@@ -26,7 +26,7 @@ class Settings(ModelSettings):
     """Settings of the measurement.
 
     Args:
-        family: String, of `tfdp.bench.models.FAMILIES`.
+        family: String, of `tfdp.launch.bench.models.FAMILIES`.
         millions: Sequence of floats, sizes of the models in million parameters.
         replicas: Sequence of ints, numbers of replicas.
         scalings: Sequence of strings, of `tools.bench.stats.SCALINGS`.

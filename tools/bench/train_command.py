@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from tfdp.cli import bench_options as options
-from tfdp.cli import parameter_types as types
+from tfdp.launch.cli import bench_options as options
+from tfdp.launch.cli import parameter_types as types
 from tools.bench import train as of_training
 from tools.bench.stats import SCALINGS
 

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from tfdp.bench.output import new_panels, save
-from tfdp.bench.stats import Ratio
+from tfdp.launch.bench.output import new_panels, save
+from tfdp.launch.bench.stats import Ratio
 from tools.bench.stats import speedup
 
 COLUMNS = (

@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdp.bench.machine import torch_version
-from tfdp.bench.sides import Side, alternate, started
-from tfdp.bench.stats import Ratio, paired_ratio
-from tfdp.transport.shared_memory import CHUNKS_BYTES
+from tfdp.communication.transport.shared_memory import CHUNKS_BYTES
+from tfdp.launch.bench.machine import torch_version
+from tfdp.launch.bench.sides import Side, alternate, started
+from tfdp.launch.bench.stats import Ratio, paired_ratio
 from tools.bench.all_reduce import BUCKETS, MB, SMALL
 from tools.bench.metered import Times, of_all
 from tools.bench.report import Arguments, Figure, Report

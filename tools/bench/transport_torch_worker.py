@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.bench.channel import Arms, work
-from tfdp.bench.torch_worker import join
+from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.torch_worker import join
 from tools.bench.metered import metered
 
 

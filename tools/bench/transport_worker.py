@@ -1,4 +1,4 @@
-"""One process of the communicators of `tfdp.transport`, without TensorFlow."""
+"""One process of the communicators of the transport, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.bench.channel import Arm, Arms, work
-from tfdp.transport import (
+from tfdp.communication.transport import (
     Communicator,
     Mesh,
     SharedMemoryCommunicator,
     SocketCommunicator,
 )
+from tfdp.launch.bench.channel import Arm, Arms, work
 from tools.bench.metered import metered
 
 
 class FolderStore:
-    """Store whose keys are files of a folder, see `tfdp.transport.Store`.
+    """Store whose keys are files of a folder, see `tfdp.communication.transport.Store`.
 
     Args:
         folder: `Path`, which all workers share.

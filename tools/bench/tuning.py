@@ -8,8 +8,8 @@ import statistics
 import tempfile
 from collections.abc import Callable
 
-from tfdp.bench.sides import Side, alternate, started
-from tfdp.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate, started
+from tfdp.launch.bench.stats import paired_ratio
 from tools.bench.hosts_bed import TwoHosts, missing
 from tools.bench.hosts_sides import RATE_OF_START, HostsSide
 from tools.bench.report import Arguments, Figure, Report

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tfdp.bench.channel import Arm, Arms, work
+from tfdp.launch.bench.channel import Arm, Arms, work
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 # As in docs/bucket_study.md.
@@ -42,8 +42,8 @@ def fit_arm(strategy: Any, bucket_mb: float | str | None) -> Arm:
             the default.
     """
     import tfdp
-    from tfdp.bench.fit import timed_fit
-    from tfdp.tuning.tuner import most_steps
+    from tfdp.features.tuning.tuner import most_steps
+    from tfdp.launch.bench.fit import timed_fit
 
     options = tfdp.CommunicationOptions()
     if bucket_mb is not None:
@@ -71,9 +71,9 @@ def outcome_of(key_file: Path) -> str:
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:
-    from tfdp.bench.training import make_strategy
-    from tfdp.tuning import conditions
-    from tfdp.tuning.plan_cache import plans_path
+    from tfdp.features.tuning import conditions
+    from tfdp.features.tuning.plan_cache import plans_path
+    from tfdp.launch.bench.training import make_strategy
 
     # Steps after the trial are measured by themselves.
     conditions.LEAST_PART = 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from tfdp.bench.sides import Side, alternate, started
-from tfdp.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate, started
+from tfdp.launch.bench.stats import paired_ratio
 from tools.bench.report import Arguments, Figure, Report
 
 LAYERS = "50 layers of 64 units with LayerNormalization, 200 variables"

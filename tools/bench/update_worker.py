@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.bench.channel import Arms, work
-from tfdp.bench.training import timed
+from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.training import timed
 from tools.bench.update import GOALS, LARGE, LAYERS, SMALL
 
 
@@ -46,7 +46,7 @@ def update_step(
     import keras
     import tensorflow as tf
 
-    from tfdp.optimizer.distributed import DistributedOptimizer
+    from tfdp.training.optimizer.distributed import DistributedOptimizer
 
     keras.utils.set_random_seed(0)
     variables = [keras.Variable(np.zeros(shape, "float32")) for shape in shapes]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.bench.channel import Arm, Arms, work
-from tfdp.bench.training import make_strategy, sums_in_packs, timed
+from tfdp.launch.bench.channel import Arm, Arms, work
+from tfdp.launch.bench.training import make_strategy, sums_in_packs, timed
 from tools.bench.metered import metered
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
 from tools.bench.xla import BATCH_SIZES
 
 
@@ -75,7 +75,7 @@ def fit_arm(strategy: Any, make_model: Callable[[], Any], rows: int, how: str) -
     """
     import keras
 
-    from tfdp.bench.fit import timed_fit
+    from tfdp.launch.bench.fit import timed_fit
 
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
@@ -114,7 +114,7 @@ def _devices() -> dict[str, Any]:
 def _workers(setup: dict[str, Any]) -> dict[str, Any]:
     """Reduces as gradients come, and all of them after the backward pass."""
     import tfdp
-    from tfdp.bench.training import make_strategy
+    from tfdp.launch.bench.training import make_strategy
 
     last = tfdp.CommunicationOptions(bucket_mb=1000.0, first_bucket_mb=1000.0)
     return {

@@ -1,0 +1,61 @@
+"""Cluster of `TF_CONFIG`, Slurm, a cloud's or an MPI job: addresses, ports, devices.
+
+Only `devices` and `cpu_kernels` import TensorFlow, so that the command line reads a
+cluster in milliseconds. Reading order:
+    spec: the cluster and this task's rank
+    tf_config, slurm, sagemaker, vertex: read it from the environment
+    mpi_launcher, mpi_start, mpi_job, mpi_cluster: a job of MPI, which agrees by MPI
+    own_addresses, gpus: what the host of a worker has
+    other_launchers: processes that nothing there tells of each other
+    address, ports, local_ports: check, probe and find ports; rendezvous of workers
+    limits: open files and threads that a worker needs, and may have
+    join_guard: deadline of a worker that joins
+    backoff: pauses of those who wait without a signal
+    islands: workers that are jobs of their own
+    nodes: replicas of each node, and how they are found
+    devices: local devices that hold a replica
+    cpu_kernels: kernels of oneDNN on CPUs, and what they are worth
+    process_tree: processes killed with all that they have started
+"""
+
+from __future__ import annotations
+
+from tfdp.communication.cluster.address import split_address
+from tfdp.communication.cluster.join_guard import join_deadline
+from tfdp.communication.cluster.local_ports import free_ports
+from tfdp.communication.cluster.mpi_cluster import (
+    count_workers,
+    find_cluster,
+    rank_of_process,
+)
+from tfdp.communication.cluster.nodes import topology_of
+from tfdp.communication.cluster.other_launchers import processes_apart
+from tfdp.communication.cluster.ports import (
+    ProbeResult,
+    accepts_connections,
+    check_port_free,
+    describe_workers,
+    probe_port,
+    rendezvous,
+    unreachable_workers,
+)
+from tfdp.communication.cluster.spec import Cluster
+
+__all__ = [
+    "Cluster",
+    "ProbeResult",
+    "accepts_connections",
+    "check_port_free",
+    "count_workers",
+    "describe_workers",
+    "find_cluster",
+    "free_ports",
+    "join_deadline",
+    "probe_port",
+    "processes_apart",
+    "rank_of_process",
+    "rendezvous",
+    "split_address",
+    "topology_of",
+    "unreachable_workers",
+]

@@ -1,0 +1,92 @@
+"""Addresses of the form `"host:port"`."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from tfdp.communication.cluster.tf_config import describe
+
+_ADDRESS = re.compile(
+    r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:/\[\]\x00-\x1f\x7f]+):([0-9]{1,5})"
+)
+_LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Split an address into its host and its port.
+
+    Args:
+        address: String, `"host:port"`; an IPv6 host stands in brackets.
+
+    Returns:
+        The host, without brackets, and the port.
+
+    Raises:
+        ValueError: If the address has no host, or no port from 1 to 65535.
+
+    Example:
+    >>> split_address("[::1]:2222")
+    ('::1', 2222)
+    """
+    match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
+    is_right = match is not None and 1 <= int(match[2]) <= 65535
+    if match is None or not is_right or not _can_be_looked_up(match[1]):
+        raise ValueError(
+            "Every task of the cluster needs an address of the form 'host:port' "
+            f"with a port from 1 to 65535. Received: {describe(address)}"
+        )
+    return match[1].strip("[]"), int(match[2])
+
+
+def join_address(host: str, port: int) -> str:
+    """Join a host and a port to what `split_address` splits.
+
+    Example:
+    >>> join_address("::1", 2222)
+    '[::1]:2222'
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def canonical_address(address: str) -> tuple[str, int]:
+    """Split an address into host and port, alike for all names of this machine.
+
+    No name is looked up: `"localhost"` and all loopback addresses are one host, and
+    the two ways to write one IP address are.
+
+    Args:
+        address: String, `"host:port"`.
+
+    Returns:
+        The host and the port.
+
+    Raises:
+        ValueError: As `split_address`.
+
+    Example:
+    >>> canonical_address("127.0.0.1:2222") == canonical_address("LocalHost:2222")
+    True
+    """
+    host, port = split_address(address)
+    host = host.lower().rstrip(".")
+    if host in _LOCAL_NAMES:
+        return "localhost", port
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return host, port
+    mapped = getattr(found, "ipv4_mapped", None)
+    found = found if mapped is None else mapped
+    # Where a connection to the unspecified address goes, too.
+    is_local = found.is_loopback or found.is_unspecified
+    return "localhost" if is_local else str(found), port
+
+
+def _can_be_looked_up(host: str) -> bool:
+    """Whether a host's name can be encoded, as its lookup would."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True

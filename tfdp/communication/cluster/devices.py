@@ -1,0 +1,140 @@
+"""Devices of this machine that hold a replica."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp.ground import _compat, user_code
+from tfdp.ground.arguments import is_integer
+
+# A replica needs cores of its own to pay; with more replicas the rows of each get
+# fewer before the communication does.
+_CORES_PER_REPLICA = 2
+_MAX_DEFAULT_REPLICAS = 8
+
+
+def local_devices() -> list[str]:
+    """Return all logical GPUs of this machine, or else its logical CPU devices."""
+    return _names("GPU") or _names("CPU")
+
+
+def resolve_devices(devices: Sequence[str] | None) -> list[str]:
+    """Check a user's list of devices.
+
+    Args:
+        devices: Sequence of strings, such as `"GPU:0"`, or `None` for all.
+
+    Returns:
+        List of strings.
+
+    Raises:
+        ValueError: If a device does not exist or is listed twice.
+    """
+    if devices is None:
+        return local_devices()
+    if isinstance(devices, str) or not devices:
+        raise ValueError(
+            '`devices` must be a list such as ["GPU:0", "GPU:1"]. '
+            f"Received: devices={devices!r}"
+        )
+    resolved = [_short(device) for device in devices]
+    existing = _names("GPU") + _names("CPU")
+    for device, short in zip(devices, resolved, strict=True):
+        if short not in existing:
+            raise ValueError(
+                f"There is no device {device!r}. Use some of {existing}; "
+                "`tfdp.testing.logical_cpus(n)` makes CPU devices. "
+                f"Received: devices={list(devices)}"
+            )
+        if resolved.count(short) > 1:
+            raise ValueError(
+                f"The device {device!r} is listed twice. List each once. "
+                f"Received: devices={list(devices)}"
+            )
+    return resolved
+
+
+def set_logical_cpus(count: int) -> list[str]:
+    """Split the CPU into logical devices.
+
+    Args:
+        count: Int, number of devices.
+
+    Returns:
+        List of device strings.
+
+    Raises:
+        ValueError: If `count` is not positive, or TensorFlow has started with
+            another number of devices.
+    """
+    if not is_integer(count, least=1):
+        raise ValueError(
+            "The number of logical CPU devices must be an integer of at least 1. "
+            f"Received: {count!r}"
+        )
+    count = int(count)
+    if _compat.is_context_initialized():
+        existing = _names("CPU")
+        if len(existing) == count:
+            return existing
+        devices = "device" if len(existing) == 1 else "devices"
+        raise ValueError(
+            f"TensorFlow has already started, with {len(existing)} logical CPU "
+            f"{devices}, {user_code.start_of_tensorflow()}. Ask for them before any "
+            f"other use of TensorFlow. Received: {count}"
+        )
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration() for _ in range(count)]
+    )
+    return [f"CPU:{index}" for index in range(count)]
+
+
+def default_cpus(count: int | None) -> None:
+    """Split the CPU of a machine without GPUs, unless TensorFlow has started.
+
+    Args:
+        count: Int, the number asked for, or `None` for as many as suit the
+            number of cores.
+    """
+    if count is not None:
+        set_logical_cpus(count)
+        return
+    configured = tf.config.get_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0]
+    )
+    if configured:
+        return
+    cores = len(os.sched_getaffinity(0))
+    wanted = max(min(cores, 2), min(cores // _CORES_PER_REPLICA, _MAX_DEFAULT_REPLICAS))
+    if _compat.is_context_initialized():
+        if wanted > len(_names("CPU")):
+            user_code.warn(
+                "TensorFlow has already started, "
+                f"{user_code.start_of_tensorflow()}: training has 1 replica and not "
+                f"{wanted}, since the CPU can no longer be divided. Make the strategy "
+                "before any other use of TensorFlow and Keras; in a notebook, restart "
+                "the kernel first."
+            )
+        return
+    set_logical_cpus(wanted)
+    if not tf.config.threading.get_intra_op_parallelism_threads():
+        # The replicas run at the same time, each on as many cores.
+        tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // wanted))
+
+
+def _names(kind: str) -> list[str]:
+    return [f"{kind}:{index}" for index in range(_compat.num_local_devices(kind))]
+
+
+def _short(device: str) -> str:
+    try:
+        spec = tf.DeviceSpec.from_string(device)
+    except ValueError:
+        spec = tf.DeviceSpec()
+    if spec.device_type is None or spec.device_index is None:
+        return str(device)
+    return f"{spec.device_type.upper()}:{spec.device_index}"

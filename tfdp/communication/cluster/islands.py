@@ -1,0 +1,98 @@
+"""Islands: workers that train as jobs of their own and meet at a hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from tfdp.communication.cluster import tf_config
+from tfdp.communication.cluster.address import split_address
+
+_KEY = "island"
+
+
+@dataclasses.dataclass(frozen=True)
+class Island:
+    """One island of several, and where they meet.
+
+    Args:
+        index: Int, this one's.
+        count: Int, of all islands.
+        hub: String, `"host:port"` of the hub.
+        secret: String, by which the hub and its islands know each other.
+
+    Raises:
+        ValueError: If one of them is something else.
+
+    Example:
+
+    >>> Island(1, 4, "a:29500", "0123456789abcdef").index
+    1
+
+    Source: Douillard et al. 2023, https://arxiv.org/abs/2311.08105, whose islands of
+    devices are poorly connected.
+    """
+
+    index: int
+    count: int
+    hub: str
+    secret: str = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        numbers = self.index, self.count
+        if any(type(number) is not int for number in numbers) or not (
+            0 <= self.index < self.count
+        ):
+            raise ValueError(
+                "'island' in the 'tfdp' key of TF_CONFIG needs an 'index' below its "
+                f"'count'. Received: index={self.index!r}, count={self.count!r}"
+            )
+        if not isinstance(self.secret, str) or not self.secret:
+            raise ValueError(
+                "'island' in the 'tfdp' key of TF_CONFIG needs the 'secret' of its hub"
+            )
+        split_address(self.hub)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Island | None:
+        """Return the island that this process is, or `None`.
+
+        Args:
+            environ: Mapping of environment variables. Defaults to `os.environ`.
+
+        Raises:
+            ValueError: If `TF_CONFIG` says something else of it.
+
+        Example:
+
+        >>> Island.from_environment({}) is None
+        True
+        """
+        text = environ.get("TF_CONFIG", "")
+        entry = tf_config.read_settings(text).get(_KEY) if text.strip() else None
+        if entry is None:
+            return None
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(entry, dict) or set(entry) != fields:
+            raise ValueError(
+                "'island' in the 'tfdp' key of TF_CONFIG must be an object with "
+                f"{', '.join(sorted(fields))}"
+            )
+        return cls(**entry)
+
+    @property
+    def seed(self) -> int:
+        """Int, the same on all islands of a job, by its secret."""
+        digest = hashlib.sha256(self.secret.encode()).digest()
+        return int.from_bytes(digest[:4], "big") >> 1
+
+    def add_to(self, config: dict[str, Any]) -> None:
+        """Write this island into what becomes `TF_CONFIG`.
+
+        Args:
+            config: Dict.
+        """
+        config.setdefault("tfdp", {})[_KEY] = dataclasses.asdict(self)

@@ -1,0 +1,239 @@
+"""Start and end of MPI in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from tfdp.communication.cluster.backoff import Backoff
+from tfdp.communication.cluster.join_guard import (
+    shared_memory_of,
+    start_deadline,
+    unlink,
+)
+from tfdp.communication.cluster.mpi_job import LONGEST_PAUSE_SECONDS, MpiJob
+from tfdp.communication.cluster.mpi_launcher import MpiRank, has_mpi4py, mpi_rank
+from tfdp.ground.forks import at_exit
+
+_DEFAULT_START_SECONDS = 300.0
+# On MPI_COMM_WORLD, which is the user's; any int that nobody else takes.
+_WORLD_TAG = 20011
+# What is under way at the end of all processes is there, or never comes.
+_REST_SECONDS = 5.0
+
+_job: MpiJob | None = None
+_start_lock = threading.Lock()
+
+
+def current_job() -> MpiJob | None:
+    """Return the job that this process has started, or `None`."""
+    return _job
+
+
+def start_job(timeout_seconds: float | None = None) -> MpiJob:
+    """Start MPI, unless it has started, and meet all processes of the job.
+
+    Args:
+        timeout_seconds: Float or `None`, the longest wait for the others. Defaults to
+            `None`: MPI's own start may take five minutes, and then it waits for ever,
+            with a warning that names who is missing.
+
+    Returns:
+        The `MpiJob`.
+
+    Raises:
+        ValueError: If mpi4py is missing, belongs to another MPI than the launcher, or
+            does not allow calls from threads; if the ranks run different programs.
+        TimeoutError: If a process does not come in time.
+    """
+    global _job
+    with _start_lock:
+        if _job is None:
+            _job = _start(timeout_seconds)
+        return _job
+
+
+def _start(timeout_seconds: float | None) -> MpiJob:
+    own = mpi_rank()
+    mpi = import_mpi()
+    library = library_of(mpi)
+    if not mpi.Is_initialized():
+        _check_library(own, mpi.get_vendor()[0], library)
+        _initialize(mpi, own, timeout_seconds)
+    _check_size(own, mpi.COMM_WORLD.size, library)
+    lock = _lock_of(mpi, library)
+    everyone = tuple(range(mpi.COMM_WORLD.size))
+    job = MpiJob(mpi, mpi.COMM_WORLD, lock, everyone, library)
+    at_exit(functools.partial(_end, job))
+    try:
+        found = job.exchange({"program": _program()}, timeout_seconds, tag=_WORLD_TAG)
+    finally:
+        # All ranks of the host have mapped it, and it stays mapped.
+        unlink(shared_memory_of(os.getpid()))
+    _check_programs([each["program"] for each in found])
+    # All are here, so this does not wait.
+    job.comm = mpi.COMM_WORLD.Dup()
+    job.is_complete = True
+    return job
+
+
+def import_mpi() -> Any:
+    """Import `mpi4py.MPI` without starting MPI.
+
+    Returns:
+        The module.
+
+    Raises:
+        ValueError: If mpi4py is not there, or finds no MPI library.
+    """
+    if not has_mpi4py():
+        raise ValueError(
+            "mpi4py is needed to speak MPI, and is not installed. Install it: "
+            "pip install tfdp[mpi]"
+        )
+    if "mpi4py.MPI" in sys.modules:
+        return sys.modules["mpi4py.MPI"]
+    rc = importlib.import_module("mpi4py").rc
+    # Its own start is that of the first `import`, and its own end waits for ever
+    # where another process has died.
+    rc.initialize = rc.finalize = False
+    try:
+        with warnings.catch_warnings():
+            # A launcher of another MPI is refused in our own words.
+            warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
+            return importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"mpi4py cannot load an MPI library ({reason}). Install the MPI of the "
+            "launcher, or one as a wheel: pip install mpich"
+        ) from error
+
+
+def library_of(mpi: Any) -> str:
+    """Name and version of the MPI library, such as `"Open MPI 5.0.11"`."""
+    name, version = mpi.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
+
+
+def _check_library(own: MpiRank | None, vendor: str, library: str) -> None:
+    """Refuse what would abort the process in MPI's start, or start it alone."""
+    if own is None:
+        return
+    is_open = vendor == "Open MPI"
+    if own.launcher == "MPI" and not is_open:
+        # One that was built for PMIx can be started by any launcher that has it.
+        if "pmix" not in _configuration():
+            raise ValueError(_another_mpi(own, library, "Open MPI's"))
+    elif own.launcher == "MPICH" and is_open and "PMIX_RANK" not in os.environ:
+        raise ValueError(_another_mpi(own, library, "MPICH's or Intel MPI's"))
+
+
+def _configuration() -> str:
+    return sys.modules["mpi4py.MPI"].Get_library_version().lower()
+
+
+def _check_size(own: MpiRank | None, size: int, library: str) -> None:
+    if own is not None and size != own.size:
+        raise ValueError(_another_mpi(own, library, "another"))
+
+
+def _another_mpi(own: MpiRank, library: str, launcher: str) -> str:
+    return (
+        f"mpi4py has loaded {library}, and the job was started by {launcher} mpiexec: "
+        "the processes do not see each other. Start the job with the mpiexec of "
+        f"{library}, or install mpi4py for the launcher's MPI. Received: {own.variable}"
+    )
+
+
+def _initialize(mpi: Any, own: MpiRank | None, timeout_seconds: float | None) -> None:
+    limit = timeout_seconds or _DEFAULT_START_SECONDS
+    place = f"rank {own.rank} of {own.size}" if own else "this process"
+    sentence = (
+        f"Waited {limit:.0f} s for MPI to start ({place}): not all processes of the "
+        "job have come. Start the same script on all of them, and see how the output "
+        "of the others ends."
+    )
+    with start_deadline(sentence, limit):
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+
+
+def _lock_of(mpi: Any, library: str) -> contextlib.AbstractContextManager:
+    level = mpi.Query_thread()
+    if level == mpi.THREAD_MULTIPLE:
+        return contextlib.nullcontext()
+    if level == mpi.THREAD_SERIALIZED:
+        return threading.RLock()
+    name = "funneled" if level == mpi.THREAD_FUNNELED else "single"
+    raise ValueError(
+        "MPI has to allow calls from several threads. Build it with threads, or, if "
+        "the script starts MPI itself, ask for the level MPI.THREAD_MULTIPLE, which "
+        f"is mpi4py's default. Received: level {name!r} of {library}"
+    )
+
+
+def _program() -> str:
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = spec.name if spec is not None else sys.argv[0] if sys.argv else ""
+    return os.path.basename(name)[:200]
+
+
+def _check_programs(programs: Sequence[str]) -> None:
+    if len(set(programs)) > 1:
+        first = programs[0]
+        rank, other = next((r, p) for r, p in enumerate(programs) if p != first)
+        raise ValueError(
+            "The ranks of an MPI job must all run one program: mpiexec -n "
+            f"{len(programs)} python train.py. Received: rank 0 runs {first!r}, rank "
+            f"{rank} runs {other!r}"
+        )
+
+
+def _end(job: MpiJob) -> None:
+    """End MPI with this process, or leave it where that would wait for ever.
+
+    A launcher takes a process that ends without `MPI_Finalize` for one that has
+    failed and ends the others, as it should after an error.
+    """
+    if job.mpi.Is_finalized():
+        return
+    job.close_communicators("the process has ended")
+    # Of an exception that nobody has caught: the others wait for this process.
+    has_failed = getattr(sys, "last_value", None) is not None
+    is_ours = importlib.import_module("mpi4py").rc.finalize is False
+    if job.is_complete and not has_failed and _all_end(job):
+        if is_ours:
+            job.mpi.Finalize()
+    elif not is_ours:
+        job.comm.Abort(1)  # else mpi4py ends MPI, and waits for ever
+
+
+def _all_end(job: MpiJob) -> bool:
+    """Wait for the ends of all, and agree whether nothing is under way any more.
+
+    A process may work on for long after the others, which must leave it the cores.
+    Where one has failed the launcher ends all.
+    """
+    with job.lock:
+        everyone = job.comm.Ibarrier()
+    backoff = Backoff(LONGEST_PAUSE_SECONDS)
+    while not _is_done(job, everyone):
+        backoff.pause()
+    is_finished = job.finish_rest(_REST_SECONDS)
+    try:
+        ends = job.exchange({"is_finished": is_finished}, _REST_SECONDS)
+    except TimeoutError:
+        return False
+    return all(each["is_finished"] for each in ends)
+
+
+def _is_done(job: MpiJob, request: Any) -> bool:
+    with job.lock:
+        return request.Test()

@@ -1,0 +1,169 @@
+"""Node discovery: group workers by the names and addresses of their hosts."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from tfdp.ground.arguments import checked_integer
+from tfdp.ground.plans.topology import Topology
+from tfdp.ground.text import pluralize
+
+_RESOLVE_SECONDS = 2.0
+
+
+def _addresses_of(host: str) -> list[str]:
+    return [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
+
+
+def topology_of(
+    hosts: Sequence[str],
+    replicas_per_worker: int,
+    *,
+    node_size: int | None = None,
+    nodes: Sequence[str] | None = None,
+    resolve: Callable[[str], Iterable[str]] = _addresses_of,
+) -> Topology:
+    """Find which replicas share a node.
+
+    Replica r of worker w has the global rank `w * replicas_per_worker + r`.
+    Workers on one host form one node, and so do workers on hosts of which an
+    address is the same; a name that does not resolve in two seconds stands for
+    itself. Nodes are ranked by their first replica.
+
+    Args:
+        hosts: Sequence of strings, the host of each worker: `Cluster.hosts`.
+        replicas_per_worker: Int, number of replicas of each worker.
+        node_size: Int or `None`, replicas with consecutive ranks that form a
+            node, whatever their hosts. Defaults to `None`.
+        nodes: Sequence of strings or `None`, a name of the node of each worker,
+            whatever their hosts. Defaults to `None`.
+        resolve: Callable, from a host name to its addresses, which raises
+            `OSError` if there are none. Defaults to the system's resolver.
+
+    Returns:
+        A `Topology`.
+
+    Raises:
+        ValueError: If a value is out of range or of the wrong length, or if both
+            `node_size` and `nodes` are given.
+
+    Example:
+
+    >>> topology_of(["127.0.0.1", "127.0.0.1", "10.0.0.2"], 1).nodes
+    ((0, 1), (2,))
+    >>> topology_of(["a", "b"], 2, node_size=1).nodes
+    ((0,), (1,), (2,), (3,))
+    >>> topology_of(["a", "b", "c"], 2, nodes=["left", "right", "left"]).nodes
+    ((0, 1, 4, 5), (2, 3))
+    """
+    checked_integer("replicas_per_worker", replicas_per_worker, 1)
+    num_replicas = len(hosts) * replicas_per_worker
+    if node_size is not None and nodes is not None:
+        raise ValueError(
+            "`node_size` and `nodes` both say what a node is; give one of them. "
+            f"Received: node_size={node_size!r}, nodes={nodes!r}"
+        )
+    if node_size is not None:
+        _check_node_size(node_size, num_replicas)
+        return _group([rank // node_size for rank in range(num_replicas)])
+    if nodes is not None:
+        _check_nodes(nodes, len(hosts))
+    names = _machines(hosts, resolve) if nodes is None else nodes
+    return _group([name for name in names for _ in range(replicas_per_worker)])
+
+
+def _group(labels: Sequence[Hashable]) -> Topology:
+    """Group the ranks with equal labels, in order of first appearance."""
+    nodes: dict[Hashable, list[int]] = {}
+    for rank, label in enumerate(labels):
+        nodes.setdefault(label, []).append(rank)
+    return Topology(tuple(map(tuple, nodes.values())))
+
+
+def _check_node_size(node_size: int, num_replicas: int) -> None:
+    checked_integer("node_size", node_size, 1)
+    if num_replicas % node_size:
+        raise ValueError(
+            f"`node_size` must divide the number of replicas, {num_replicas}; leave "
+            "it out to have the nodes found from the workers' hosts. "
+            f"Received: node_size={node_size}"
+        )
+
+
+def _check_nodes(nodes: Sequence[str], num_workers: int) -> None:
+    if isinstance(nodes, str) or not isinstance(nodes, Sequence):
+        raise ValueError(
+            "`nodes` must be a list with the name of each worker's node. "
+            f"Received: nodes={nodes!r}"
+        )
+    for name in nodes:
+        if not isinstance(name, str) or not name.strip():
+            raise ValueError(
+                "Every name in `nodes` must be a string that is not empty. "
+                f"Received: nodes={nodes!r}"
+            )
+    if len(nodes) != num_workers:
+        raise ValueError(
+            "`nodes` must name the node of each of the "
+            f"{pluralize(num_workers, 'worker')}, in the order of their ranks. "
+            f"Received: {pluralize(len(nodes), 'name')}, nodes={nodes!r}"
+        )
+
+
+def _machines(
+    hosts: Sequence[str], resolve: Callable[[str], Iterable[str]]
+) -> list[int]:
+    """Number the machine of each host; hosts that share an address share it."""
+    names = [host.lower() for host in hosts]
+    machines: list[set[str]] = []
+    for name, addresses in _resolve_all(dict.fromkeys(names), resolve).items():
+        marks = {name, *addresses}
+        apart = [known for known in machines if known.isdisjoint(marks)]
+        shared = [known for known in machines if not known.isdisjoint(marks)]
+        machines = [*apart, marks.union(*shared)]
+    numbers = {mark: index for index, marks in enumerate(machines) for mark in marks}
+    return [numbers[name] for name in names]
+
+
+def _resolve_all(
+    names: Iterable[str], resolve: Callable[[str], Iterable[str]]
+) -> dict[str, list[str]]:
+    """Resolve each name once, concurrently; a failure is an empty list."""
+    found = {name: [] if (at := _address(name)) is None else [at] for name in names}
+    # Workers that are all on one host need no look-up: one node, whichever it is.
+    unknown = [name for name, at in found.items() if not at and len(found) > 1]
+    answers: dict[str, list[str]] = {}
+
+    def look_up(name: str) -> None:
+        try:
+            answers[name] = [_address(text) or text for text in resolve(name)]
+        except (OSError, UnicodeError):  # UnicodeError: no name of a host at all
+            return
+
+    # Daemon threads: looking up a host's name cannot be interrupted, and must
+    # not keep the process alive past the deadline.
+    deadline = time.monotonic() + _RESOLVE_SECONDS
+    threads = [
+        threading.Thread(target=look_up, args=(name,), daemon=True) for name in unknown
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return {**found, **answers.copy()}
+
+
+def _address(text: str) -> str | None:
+    """Normalize a numeric address; return `None` for a name."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    address = getattr(address, "ipv4_mapped", None) or address
+    # All loopback addresses are this machine: Debian gives a host's own name
+    # 127.0.1.1, while `localhost` is 127.0.0.1 or ::1.
+    return "loopback" if address.is_loopback else str(address)

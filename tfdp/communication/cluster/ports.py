@@ -1,0 +1,263 @@
+"""Ports: check this task's own, probe those of others, rendezvous of all workers."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+from tfdp.communication.cluster.address import split_address
+from tfdp.communication.cluster.spec import Cluster
+from tfdp.ground import user_code
+from tfdp.ground.forks import close_in_forks
+
+_WARN_AFTER_SECONDS = 10.0
+_TOGETHER_SECONDS = 1.0
+
+
+def check_port_free(address: str) -> None:
+    """Check that this task can open the port of its own address.
+
+    TensorFlow's server listens on all interfaces, so that is what is tried;
+    the host part is not looked at, and nothing is left open.
+
+    Args:
+        address: String, this task's own `"host:port"`.
+
+    Raises:
+        ValueError: If another process holds the port, or this one may not
+            open it.
+
+    Example:
+    >>> check_port_free("localhost:29")  # doctest: +SKIP
+    """
+    _, port = split_address(address)
+    try:
+        _try_to_bind(port)
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        reason = "is already taken by another process" if taken else error.strerror
+        raise ValueError(
+            f"Port {port}, on which this task has to listen, cannot be opened: "
+            f"{reason}. Stop the process that holds it (it may be left over from "
+            "an earlier run) or give this task another port in TF_CONFIG. "
+            f"Received: {address!r}"
+        ) from error
+
+
+def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
+    """Find the workers whose port accepts no connection.
+
+    Tries a plain TCP connection to each worker but this one, again and again
+    and all at the same time, until each has answered or the time is over.
+
+    Args:
+        cluster: The `Cluster` to try.
+        timeout_seconds: Float, seconds to go on trying.
+
+    Returns:
+        List of int, the ranks that did not answer, in ascending order. This
+        task's own rank is never among them.
+
+    Example:
+    >>> unreachable_workers(Cluster(("localhost:2222",)), timeout_seconds=1.0)
+    []
+    """
+    return sorted(_probe_workers(cluster, timeout_seconds))
+
+
+def _probe_workers(cluster: Cluster, timeout_seconds: float) -> dict[int, ProbeResult]:
+    """Find by rank what the last attempt met, of workers that accept no connection."""
+    deadline = time.monotonic() + timeout_seconds
+    own_rank = None if cluster.is_evaluator else cluster.rank
+    ranks = [rank for rank in range(cluster.num_workers) if rank != own_rank]
+    waiting = dict.fromkeys(ranks, ProbeResult.NONE)
+    # Daemon threads: looking up a host's name cannot be interrupted, and must
+    # not keep the process alive past the deadline.
+    threads = [
+        threading.Thread(
+            target=_wait_for_connection,
+            args=(cluster.workers[rank], deadline, waiting, rank),
+            daemon=True,
+        )
+        for rank in ranks
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return waiting.copy()
+
+
+def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
+    """Wait until every worker has started, before TensorFlow does.
+
+    TensorFlow waits in native code, for ever on the first worker and without a
+    name on the others. So each worker opens its port here first and tries those
+    of the others. All see each other before the last one goes on; whoever goes
+    on opens the port again as TensorFlow's server.
+
+    Args:
+        cluster: The `Cluster`, of which this task is a worker.
+        timeout_seconds: Float or `None`, the longest wait. Defaults to `None`,
+            for ever, with a warning that names who is missing.
+
+    Returns:
+        List of int, the ranks of the workers that did not start.
+
+    Raises:
+        ValueError: If this task's own port is taken.
+
+    Example:
+    >>> rendezvous(Cluster(("localhost:2222",)), timeout_seconds=1.0)
+    []
+    """
+    begin = time.monotonic()
+    limit = float("inf") if timeout_seconds is None else timeout_seconds
+    with _listening(cluster.workers[cluster.rank], cluster.num_workers):
+        while True:
+            # All within one second: a worker that has given up by now does not count.
+            found = _probe_workers(cluster, _TOGETHER_SECONDS)
+            missing = sorted(found)
+            waited = time.monotonic() - begin
+            if not missing or waited >= limit:
+                return missing
+            unknown = [r for r in missing if found[r] is ProbeResult.UNKNOWN_HOST]
+            if unknown:
+                user_code.warn(
+                    "No host of that name is known here: "
+                    f"{describe_workers(cluster, unknown)}. Check TF_CONFIG; the name "
+                    "may also be that of a machine that is yet to start.",
+                    once_for=cluster,
+                    topic="unknown hosts",
+                )
+            if waited >= _WARN_AFTER_SECONDS:
+                user_code.warn(
+                    f"Waiting for {describe_workers(cluster, missing)} to start. Start "
+                    "every worker of TF_CONFIG.",
+                    once_for=cluster,
+                    topic="missing workers",
+                )
+
+
+def describe_workers(cluster: Cluster, ranks: list[int]) -> str:
+    """Format ranks and addresses of workers for a message.
+
+    Args:
+        cluster: The `Cluster`.
+        ranks: List of int.
+
+    Returns:
+        String.
+
+    Example:
+    >>> describe_workers(Cluster(("a:1", "b:1")), [1])
+    'worker 1 (b:1)'
+    """
+    return ", ".join(f"worker {rank} ({cluster.workers[rank]})" for rank in ranks)
+
+
+@contextlib.contextmanager
+def _listening(address: str, num_workers: int) -> Iterator[None]:
+    """Listen on a port; the system completes connections without an `accept`."""
+    check_port_free(address)
+    _, port = split_address(address)
+    dual = socket.has_dualstack_ipv6()
+    server = socket.create_server(
+        ("", port),
+        family=socket.AF_INET6 if dual else socket.AF_INET,
+        dualstack_ipv6=dual,
+        backlog=max(128, 2 * num_workers),
+    )
+    with close_in_forks(server):
+        yield
+
+
+def _wait_for_connection(
+    address: str, deadline: float, waiting: dict[int, ProbeResult], rank: int
+) -> None:
+    while True:
+        left = deadline - time.monotonic()
+        result = probe_port(address, max(left, 0.05))
+        if result is ProbeResult.ACCEPTED:
+            del waiting[rank]
+            return
+        waiting[rank] = result
+        if time.monotonic() + 0.1 >= deadline:
+            return
+        time.sleep(0.1)
+
+
+def accepts_connections(address: str, timeout_seconds: float) -> bool:
+    """Return whether something accepts TCP connections at an address.
+
+    Args:
+        address: String, `"host:port"`.
+        timeout_seconds: Float, seconds to wait for the connection.
+
+    Returns:
+        Bool.
+
+    Example:
+    >>> accepts_connections("localhost:1", timeout_seconds=0.5)
+    False
+    """
+    return probe_port(address, timeout_seconds) is ProbeResult.ACCEPTED
+
+
+class ProbeResult(enum.Enum):
+    """Result of a TCP connection attempt."""
+
+    ACCEPTED = "a process listens, or did until it was stopped"
+    REFUSED = "the host is up, and no process listens"
+    UNKNOWN_HOST = "the name of the host does not resolve"
+    NONE = "no answer in time, or no route to the host"
+
+
+def probe_port(address: str, timeout_seconds: float) -> ProbeResult:
+    """Attempt a TCP connection.
+
+    Args:
+        address: String, `"host:port"`.
+        timeout_seconds: Float, seconds to wait for it.
+
+    Returns:
+        `ProbeResult`.
+
+    Example:
+    >>> probe_port("localhost:1", timeout_seconds=0.5).name
+    'REFUSED'
+    """
+    try:
+        with socket.create_connection(
+            split_address(address), timeout=timeout_seconds
+        ) as connection:
+            # A port that nobody holds can be picked as the connection's own
+            # source port: TCP then connects the socket to itself.
+            is_itself = connection.getsockname() == connection.getpeername()
+            return ProbeResult.REFUSED if is_itself else ProbeResult.ACCEPTED
+    except ConnectionRefusedError:
+        return ProbeResult.REFUSED
+    except socket.gaierror:
+        return ProbeResult.UNKNOWN_HOST
+    except OSError:
+        return ProbeResult.NONE
+
+
+def _try_to_bind(port: int) -> None:
+    """Bind the port on all interfaces; raise `OSError` if it is taken on any."""
+    families = [(socket.AF_INET, "")]
+    if socket.has_dualstack_ipv6():
+        families.append((socket.AF_INET6, "::"))
+    for family, host in families:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As gRPC does: closed connections of an earlier run, which linger
+            # for a minute, are no obstacle; a listening process is.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            probe.bind((host, port))

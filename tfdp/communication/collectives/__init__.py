@@ -1,0 +1,77 @@
+"""Process groups and the collectives that run on them.
+
+Reading order:
+    groups: process groups, their keys, and the launch order on each device
+    instance_keys: keys that tell the collectives of a group apart
+    transport: the interface of what carries the bytes
+    tensorflow_transport: TensorFlow's collectives: NCCL, and a ring over gRPC
+    process_transport: between CPU processes, by `tfdp.communication.transport`
+    process_collectives: the replicas of a process, and those of the others
+    bridge: tensors out of a graph to a thread, and back
+    background: functions of the replicas' tensors that run beside the steps
+    primitives: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast
+    phases: the reduce-scatter and all-gather phases of all-reduce algorithms
+    algorithms: all-reduce by ring, tree, halving-doubling, hierarchical
+    adasum: gradients combined pair by pair in the place of a sum
+    gather: all-gather of rows of unequal length
+    timing: times of collectives, recorded inside the graph
+    step_events: other measurements of a step for a monitor
+"""
+
+from tfdp.communication.collectives.adasum import adasum, adasum_across_nodes
+from tfdp.communication.collectives.algorithms import (
+    FLAT,
+    Level,
+    halving_doubling,
+    hierarchical,
+    node_levels,
+    ring,
+    tree,
+)
+from tfdp.communication.collectives.groups import (
+    LaunchOrder,
+    ProcessGroup,
+    device_positions,
+)
+from tfdp.communication.collectives.primitives import (
+    Member,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    padded_length,
+    reduce_scatter,
+)
+from tfdp.communication.collectives.process_transport import (
+    ProcessTransport,
+    end_failed_call,
+)
+from tfdp.communication.collectives.tensorflow_transport import TensorFlowTransport
+from tfdp.communication.collectives.transport import Transport, is_collective
+
+__all__ = [
+    "FLAT",
+    "LaunchOrder",
+    "Level",
+    "Member",
+    "ProcessGroup",
+    "ProcessTransport",
+    "TensorFlowTransport",
+    "Transport",
+    "adasum",
+    "adasum_across_nodes",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "device_positions",
+    "end_failed_call",
+    "halving_doubling",
+    "hierarchical",
+    "is_collective",
+    "node_levels",
+    "padded_length",
+    "reduce_scatter",
+    "ring",
+    "tree",
+]

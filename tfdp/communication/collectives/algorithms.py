@@ -1,0 +1,192 @@
+"""All-reduce algorithms: one function each, tensor and group in, sum out.
+
+They are compositions of the primitives over groups and subgroups, and differ in the
+pairs that communicate, the number of steps and the bytes. Every replica calls the
+same one at the same point. Source of all but the hierarchical one: Thakur,
+Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in
+MPICH".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdp.communication.collectives.groups import ProcessGroup
+from tfdp.communication.collectives.phases import PHASES, in_two_phases, pairs_of
+from tfdp.communication.collectives.primitives import Member, all_reduce
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """Algorithm and communication dtype of one level, inside nodes or across them.
+
+    Args:
+        algorithm: String, a key of `FLAT`. Defaults to `"ring"`.
+        reduce_dtype: `tf.DType` in which elements travel, or `None`, their own. They
+            are added up in their own. Defaults to `None`.
+    """
+
+    algorithm: str = "ring"
+    reduce_dtype: tf.DType | None = None
+
+
+def ring(
+    tensor: tf.Tensor,
+    group: ProcessGroup,
+    replica: int,
+    *,
+    channel: int = 0,
+    is_alone: bool = True,
+    reduce_dtype: tf.DType | None = None,
+) -> tf.Tensor:
+    """All-reduce by TensorFlow's ring: fewest bytes, 2 (N - 1) steps.
+
+    Args:
+        tensor: Tensor of known shape, the same on every replica.
+        group: A `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        channel: Int, the chain of the launch order. Defaults to `0`.
+        is_alone: Bool, whether hardly anything else is under way at the same
+            time. Defaults to `True`.
+        reduce_dtype: `tf.DType` or `None`, see `Level`. Defaults to `None`.
+
+    Returns:
+        A tensor like `tensor`, identical on every replica.
+    """
+    if reduce_dtype is None:
+        return all_reduce(tensor, group, replica, channel=channel, is_alone=is_alone)
+    if _rounds_sums_once(group):
+        sent = tf.cast(tensor, reduce_dtype)
+        total = ring(sent, group, replica, channel=channel, is_alone=is_alone)
+        return tf.cast(total, tensor.dtype)
+    member = Member(group, replica, channel, reduce_dtype)
+    return in_two_phases(tensor, member, *PHASES["ring"])
+
+
+def _in_phases(algorithm: str, docstring: str) -> Callable[..., tf.Tensor]:
+    def all_reduce_in_phases(
+        tensor: tf.Tensor,
+        group: ProcessGroup,
+        replica: int,
+        *,
+        channel: int = 0,
+        is_alone: bool = True,
+        reduce_dtype: tf.DType | None = None,
+    ) -> tf.Tensor:
+        del is_alone
+        member = Member(group, replica, channel, reduce_dtype)
+        return in_two_phases(tensor, member, *PHASES[algorithm])
+
+    all_reduce_in_phases.__name__ = all_reduce_in_phases.__qualname__ = algorithm
+    all_reduce_in_phases.__doc__ = docstring
+    return all_reduce_in_phases
+
+
+tree = _in_phases(
+    "tree",
+    """All-reduce up and down a binomial tree, in 2 log2 N steps.
+
+    Each moves the whole tensor, so that it is for small ones. Arguments and result are
+    those of `ring`.
+    """,
+)
+halving_doubling = _in_phases(
+    "halving_doubling",
+    """All-reduce by recursive halving and doubling between pairs, in 2 log2 N steps.
+
+    As few bytes as a ring where N is a power of two; otherwise the replicas beyond one
+    hand theirs to a partner first, and get the sum from it. Neighbours exchange the
+    halves, so that most bytes stay inside a node. Arguments and result are those of
+    `ring`.
+    """,
+)
+
+
+def hierarchical(
+    tensor: tf.Tensor,
+    group: ProcessGroup,
+    replica: int,
+    *,
+    channel: int = 0,
+    is_alone: bool = True,
+    inner: Level = Level(),
+    outer: Level = Level(),
+) -> tf.Tensor:
+    """Reduce-scatter in each node, all-reduce across nodes, all-gather in each node.
+
+    Only `2 (M - 1) / M` times the tensor passes a node's link, M nodes, however
+    many replicas it has.
+
+    Args:
+        tensor: Tensor of known shape, the same on every replica.
+        group: A `ProcessGroup` with equally large `nodes`.
+        replica: Int, index of the calling replica among the local ones.
+        channel: Int, the chain of the launch order. Defaults to `0`.
+        is_alone: Bool, as for `ring`. Defaults to `True`.
+        inner: `Level` inside a node.
+        outer: `Level` across nodes.
+
+    Returns:
+        A tensor like `tensor`, identical on every replica.
+
+    Source: Jia et al. 2018, https://arxiv.org/abs/1807.11205, section 3.3.
+    """
+    dtype = inner.reduce_dtype
+    rings = inner == outer == Level("ring", dtype)
+    if dtype is not None and rings and _rounds_sums_once(group):
+        # What one level rounds the next one need not: once in, once out.
+        with tf.device(group.devices[replica]):
+            sent = tf.cast(tensor, dtype)
+        total = hierarchical(sent, group, replica, channel=channel, is_alone=is_alone)
+        return tf.cast(total, tensor.dtype)
+    node, other_nodes = node_levels(group, replica)
+    inside = Member(node, replica, channel, inner.reduce_dtype)
+    across = Member(other_nodes, replica, channel, outer.reduce_dtype)
+    # Also by replicas without a shard: all create groups in the same order.
+    pairs_of(inner.algorithm, node)
+    pairs_of(outer.algorithm, other_nodes)
+    scatter, gather = PHASES[inner.algorithm]
+    reduce = FLAT[outer.algorithm]
+
+    def scatter_and_reduce(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
+        shard = scatter(flat, member)
+        if shard is None:
+            return None
+        return reduce(shard, is_alone=is_alone, **across.arguments)
+
+    return in_two_phases(tensor, inside, scatter_and_reduce, gather)
+
+
+def node_levels(group: ProcessGroup, replica: int) -> tuple[ProcessGroup, ProcessGroup]:
+    """Split a group into nodes, and into replicas of one index in their nodes.
+
+    Args:
+        group: A `ProcessGroup` with equally large `nodes`.
+        replica: Int, index of the calling replica among the local ones.
+
+    Returns:
+        Tuple of the group of the replica's node, and of its group across nodes.
+    """
+    node = group.split(group.nodes)[replica]
+    # Replicas with equal index among the positions of their node reduce together.
+    ordered = [sorted(positions) for positions in group.nodes]
+    across = group.split(tuple(zip(*ordered, strict=True)))[replica]
+    assert node is not None
+    assert across is not None
+    return node, across
+
+
+def _rounds_sums_once(group: ProcessGroup) -> bool:
+    """Whether sums of halves are added in float32 and rounded once by the transport.
+
+    The sum of several replicas of a worker would be rounded before it is sent.
+    """
+    workers = group.workers or ()
+    is_apart = len(set(workers)) == group.size
+    return group.transport.rounds_sums_once and is_apart
+
+
+FLAT = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling}

@@ -1,0 +1,97 @@
+"""All-gather of rows in rank order, with unequal numbers of rows per replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives import ProcessGroup, all_gather, padded_length
+from tfdp.communication.coordination.progress import progress
+
+# Dtypes that collectives lack, and those that carry their values.
+_COLLECTIVE_DTYPES = {
+    tf.bool: tf.int32,
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+}
+
+
+def gather_rows(
+    tensor: tf.Tensor, axis: Any, group: ProcessGroup, replica: int, rank: int
+) -> tf.Tensor:
+    """All-gather tensors of unequal length along an axis.
+
+    Args:
+        tensor: Tensor whose other dimensions agree on every replica.
+        axis: Int or scalar integer tensor.
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        rank: Int, index of the calling replica among all of them.
+
+    Returns:
+        The concatenation, ordered by rank.
+    """
+    with tf.device(group.devices[replica]):
+        rows, restore = _axis_first(tensor, axis)
+        joined, _ = gather_first_axis(rows, group, replica, rank)
+        return restore(joined)
+
+
+def gather_first_axis(
+    rows: tf.Tensor, group: ProcessGroup, replica: int, rank: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """All-gather tensors of unequal length along the first axis.
+
+    Args:
+        rows: Tensor whose other dimensions agree on every replica.
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        rank: Int, index of the calling replica among all of them.
+
+    Returns:
+        Tuple of the concatenation, ordered by rank, and of the number of elements
+        that each rank has in it, `[group.size]`, int32.
+    """
+    progress.reduction_traced(f"gather {rows.dtype.name} {rows.shape[1:]}")
+    with tf.device(group.devices[replica]):
+        row_shape = tf.shape(rows)[1:]
+        flat = tf.reshape(
+            tf.cast(rows, _COLLECTIVE_DTYPES.get(rows.dtype, rows.dtype)), [-1]
+        )
+        # TensorFlow orders the members of a group by device name, in which
+        # task 10 comes before task 2, so that ranks have to travel too.
+        own = tf.stack([rank, tf.size(flat)])[tf.newaxis]  # [1, 2], int32
+        table = all_gather(own, group, replica)  # [group.size, 2]
+        counts = table[:, 1]
+        length, size = padded_length(tf.reduce_max(counts))
+        sent = tf.pad(flat, [[0, length - tf.size(flat)]])
+        gathered = all_gather(sent, group, replica, size=size)
+        padded = tf.reshape(gathered, [group.size, length])
+        by_rank = tf.argsort(table[:, 0])
+        valid = tf.sequence_mask(tf.gather(counts, by_rank), length)
+        joined = tf.boolean_mask(tf.gather(padded, by_rank), valid)
+        # A row of no elements cannot be counted: its number is lost with it.
+        joined = tf.reshape(joined, tf.concat([[-1], row_shape], axis=0))
+        joined = tf.cast(joined, rows.dtype)
+        if rows.shape.rank is not None:
+            joined = tf.ensure_shape(joined, [None, *rows.shape[1:]])
+        return joined, tf.gather(counts, by_rank)
+
+
+def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:
+    """Move `axis` to the front; return the result and the inverse function."""
+    if isinstance(axis, int) and axis == 0:
+        return tensor, lambda joined: joined
+    rank = tf.rank(tensor)
+    axis = tf.convert_to_tensor(axis)
+    before = tf.range(axis)
+    order = tf.concat([[axis], before, tf.range(axis + 1, rank)], 0)
+    inverse = tf.concat([before + 1, [0], tf.range(axis + 1, rank)], 0)
+    return (
+        tf.transpose(tensor, order),
+        lambda joined: tf.transpose(joined, inverse),
+    )

@@ -1,0 +1,297 @@
+"""Process groups and the launch order of their collectives.
+
+TensorFlow matches the members of a collective by a group key, a group size and an
+instance key, see `instance_keys.py`. Group keys here start far above TensorFlow's
+own, and all strategies of a process draw from one counter, so that two strategies
+never collide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdp.communication.collectives.instance_keys import InstanceKeys
+from tfdp.communication.collectives.tensorflow_transport import TensorFlowTransport
+from tfdp.communication.collectives.transport import Transport
+from tfdp.ground import _compat
+from tfdp.ground.text import pluralize
+
+# TensorFlow's group keys start at 1 and grow by one per set of devices.
+_FIRST_GROUP_KEY = 1 << 24
+_KEYS_PER_STRATEGY = 1 << 18
+_strategy_counter = itertools.count()
+
+Partition = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitId:
+    """Identity of a group among all groups of the same series of splits.
+
+    Args:
+        path: Tuple, the first group's key and the partitions since.
+        index: Int, its number among all groups of that path.
+        count: Int, number of those groups, on all workers.
+    """
+
+    path: tuple
+    index: int
+    count: int
+
+    def of_subgroup(self, parts: Partition, index: int) -> SplitId:
+        """Return the identity of a subgroup; its siblings are split alike."""
+        return SplitId(
+            (*self.path, parts),
+            self.index * len(parts) + index,
+            self.count * len(parts),
+        )
+
+
+def device_positions(devices: Sequence[str]) -> list[int]:
+    """Return the position of each device in a group of them all.
+
+    TensorFlow sorts the members of a group by the names of their devices as
+    texts, in which task 10 comes before task 2.
+
+    Args:
+        devices: Sequence of strings, full names of devices.
+
+    Returns:
+        List of ints.
+
+    Example:
+
+    >>> device_positions(["/task:1/CPU:0", "/task:10/CPU:0", "/task:0/CPU:0"])
+    [1, 2, 0]
+    """
+    positions = {name: index for index, name in enumerate(sorted(devices))}
+    return [positions[name] for name in devices]
+
+
+class LaunchOrder:
+    """Order in which collectives start on the devices of this process.
+
+    A channel is a chain: collectives of one channel on one device run one
+    after the other, in the order in which they were traced. NCCL needs one
+    order for all communicators of a device, hence one channel there, shared by
+    all groups; on CPUs several channels let buckets overlap each other.
+
+    Args:
+        devices: Sequence of strings, the local devices.
+        num_channels: Int, chains per device. Defaults to `1`.
+
+    Raises:
+        ValueError: If `num_channels` is less than one.
+    """
+
+    def __init__(self, devices: Sequence[str], num_channels: int = 1) -> None:
+        if num_channels < 1:
+            raise ValueError(
+                "`num_channels` must be at least 1. "
+                f"Received: num_channels={num_channels}"
+            )
+        self.devices = tuple(devices)
+        self.num_channels = num_channels
+        # Automatic control dependencies order the operations that take the same
+        # resource, here one small variable per device and channel. Without it,
+        # collectives on two devices of one process are chained one after the other,
+        # each waits for the other, and the step never ends.
+        self._tokens = [
+            [
+                _compat.plain_variable(0.0, tf.float32, device)
+                for _ in range(num_channels)
+            ]
+            for device in self.devices
+        ]
+        self.strategy_index = next(_strategy_counter)
+        self._group_counter = itertools.count()
+        self._num_keys = 0
+        self._ranges: dict[tuple, range] = {}
+        self._lock = threading.Lock()
+
+    def token(self, replica: int, channel: int) -> tf.Tensor:
+        """Return the ordering token of a channel on a local replica's device."""
+        return self._tokens[replica][channel % self.num_channels].handle
+
+    def new_group_key(self) -> int:
+        """Return a group key that no other group of this process has."""
+        return self.group_keys((next(self._group_counter),), 1)[0]
+
+    def group_keys(self, path: tuple, count: int) -> range:
+        """Return the keys of all groups of the same series of splits.
+
+        Two nodes split themselves alike, each on workers of its own, and neither
+        may take the keys of the other.
+
+        Args:
+            path: Tuple, see `SplitId`.
+            count: Int, number of groups.
+
+        Returns:
+            Range of ints, always the same for a path.
+        """
+        with self._lock:
+            if path not in self._ranges:
+                if self._num_keys + count > _KEYS_PER_STRATEGY:
+                    limit = _KEYS_PER_STRATEGY
+                    raise ValueError(f"A strategy has at most {limit} groups.")
+                base = _FIRST_GROUP_KEY + self.strategy_index * _KEYS_PER_STRATEGY
+                first = base + self._num_keys
+                self._ranges[path] = range(first, first + count)
+                self._num_keys += count
+            return self._ranges[path]
+
+
+class ProcessGroup:
+    """Replicas that reduce, gather or broadcast together.
+
+    Groups have to be created in the same order on every worker, since keys are
+    counted. A replica's position in its group is that which TensorFlow gives it, see
+    `device_positions`: all-gather joins and reduce-scatter splits by it.
+
+    Args:
+        launch_order: A `LaunchOrder`, shared by all groups of these devices.
+        size: Int, the number of replicas in the group, on all workers.
+        transport: `Transport` that carries its bytes. Defaults to
+            `TensorFlowTransport("ring")`.
+        positions: Sequence with the position of each local replica, or `None`
+            for a replica that is in another group. Defaults to `None`: one
+            process has them all.
+        nodes: Tuple of tuples, the positions on each node, for hierarchical
+            algorithms. Defaults to `()`.
+        workers: Sequence of ints, the rank of the worker of each position, or `None`
+            where the transport does not ask for it. Defaults to `None`.
+        split_id: `SplitId` of a group that `split` creates. Defaults to `None`.
+
+    Example:
+
+    >>> order = LaunchOrder(["CPU:0", "CPU:1"])
+    >>> ProcessGroup(order, size=2).size
+    2
+    """
+
+    def __init__(
+        self,
+        launch_order: LaunchOrder,
+        size: int,
+        transport: Transport | None = None,
+        *,
+        positions: Sequence[int | None] | None = None,
+        nodes: Partition = (),
+        workers: Sequence[int] | None = None,
+        split_id: SplitId | None = None,
+    ) -> None:
+        self.launch_order = launch_order
+        self.size = size
+        self.transport = transport or TensorFlowTransport()
+        self.nodes = nodes
+        self.workers = workers
+        if split_id is None:
+            self.key = launch_order.new_group_key()
+            split_id = SplitId((self.key,), 0, 1)
+        else:
+            keys = launch_order.group_keys(split_id.path, split_id.count)
+            self.key = keys[split_id.index]
+        self._split_id = split_id
+        if positions is None and size == len(launch_order.devices):
+            positions = device_positions(launch_order.devices)
+        self._positions = positions
+        self._splits: dict[Partition, tuple[ProcessGroup | None, ...]] = {}
+        self.instance_keys = InstanceKeys()
+        self._split_lock = threading.Lock()
+
+    @property
+    def backend(self) -> str:
+        """String, the name of the transport."""
+        return self.transport.name
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Tuple of strings, the device of each local replica."""
+        return self.launch_order.devices
+
+    @property
+    def local_positions(self) -> Sequence[int | None]:
+        """Position of each local replica, `None` for one that is in another group."""
+        return self._positions or [None] * len(self.devices)
+
+    def position(self, replica: int) -> int:
+        """Return the position of a local replica in the group.
+
+        Args:
+            replica: Int, index among the local replicas.
+
+        Returns:
+            Int from 0 to `size - 1`.
+
+        Raises:
+            ValueError: If the replica is not in the group.
+        """
+        position = None if self._positions is None else self._positions[replica]
+        if position is None:
+            raise ValueError(
+                "The position of a replica in this group is not known. "
+                f"Received: replica={replica}"
+            )
+        return position
+
+    def split(self, parts: Sequence[Sequence[int]]) -> tuple[ProcessGroup | None, ...]:
+        """Split the group into subgroups, created once for each partition.
+
+        Every replica of the group, and of those that were split off beside it,
+        has to call it in the same order, also one that is in no part.
+
+        Args:
+            parts: Sequence of sequences of positions in this group, each
+                position at most once.
+
+        Returns:
+            Tuple with the new group of each local replica, or `None` for one
+            that is in no part.
+
+        Raises:
+            ValueError: If a position is not in the group or in two parts.
+        """
+        ordered: Partition = tuple(tuple(sorted(part)) for part in parts)
+        with self._split_lock:
+            if ordered not in self._splits:
+                self._splits[ordered] = self._make_split(ordered)
+            return self._splits[ordered]
+
+    def _make_split(self, parts: Partition) -> tuple[ProcessGroup | None, ...]:
+        members = [position for part in parts for position in part]
+        if len(set(members)) < len(members) or not set(members) <= set(
+            range(self.size)
+        ):
+            raise ValueError(
+                f"A group of {pluralize(self.size, 'replica')} is split into parts "
+                f"that have each position from 0 to {self.size - 1} at most once. "
+                f"Received: {parts}"
+            )
+        if self._positions is None:
+            raise ValueError("A group is split by positions. Received: none.")
+        own = list(self._positions)
+        groups: list[ProcessGroup | None] = [None] * len(own)
+        for index, part in enumerate(parts):
+            split_id = self._split_id.of_subgroup(parts, index)
+            # Also where no local replica is in a part: all workers count alike.
+            self.launch_order.group_keys(split_id.path, split_id.count)
+            positions = [part.index(p) if p in part else None for p in own]
+            if positions.count(None) == len(own):
+                continue
+            group = ProcessGroup(
+                self.launch_order,
+                len(part),
+                self.transport,
+                positions=positions,
+                workers=self.workers and [self.workers[p] for p in part],
+                split_id=split_id,
+            )
+            for replica, position in enumerate(positions):
+                groups[replica] = groups[replica] if position is None else group
+        return tuple(groups)

@@ -1,0 +1,102 @@
+"""Measurements of a step for a monitor, recorded inside the graph.
+
+Without an active recorder, which is the default, none adds anything to the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives import timing
+from tfdp.ground import _compat
+from tfdp.ground.base import xla
+from tfdp.ground.base.context import in_replica_thread
+
+# Names of measurements, see `tfdp.communication.collectives.timing.Mark`.
+TIMES = "times"  # of a replica: begin of its step, end of its forward pass
+BATCH = "batch"  # of a worker: samples of the global batch, steps so far
+NORM = "norm"  # of a replica: its part of the squared norm, and the step of that
+
+
+def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Record the time at which the data of a replica's step is ready.
+
+    Args:
+        data: List of tensors.
+
+    Returns:
+        List of tensors that the step waits for.
+    """
+    if not timing.is_timing():
+        return data
+    values = timing.values_of(TIMES, _compat.local_replica_id_in_force())
+    with tf.control_dependencies(data):
+        return [timing.stamp(values, 0)]
+
+
+def record_loss(loss: tf.Tensor) -> None:
+    """Record the time at which the forward pass of a replica ends.
+
+    XLA has no clock: of a step that it compiles, the backward pass ends as well.
+    """
+    if xla.is_tracing():
+        return
+    if timing.is_timing() and in_replica_thread():
+        values = timing.values_of(TIMES, _compat.local_replica_id_in_force())
+        with tf.control_dependencies([tf.convert_to_tensor(loss)]):
+            timing.stamp(values, 1)
+
+
+def record_batch(samples: tf.Tensor | None) -> None:
+    """Record the samples of a global batch, and count the step.
+
+    Args:
+        samples: Scalar tensor, or `None` where that is unknown.
+    """
+    if not timing.is_active():
+        return
+    count = float("nan") if samples is None else samples
+    values = timing.values_of(BATCH, 0)
+
+    def assign() -> Any:
+        samples = tf.cast(count, tf.float64)
+        return values.assign(tf.stack([samples, values[1] + 1.0, 0.0]))
+
+    timing.write(values, assign)
+
+
+def record_squared_norm(
+    compute: Callable[[], tf.Tensor], replica: int | None = None
+) -> None:
+    """Record a replica's part of the gradient's squared norm, every so many steps.
+
+    Args:
+        compute: Callable that returns a scalar tensor.
+        replica: Int, index of the calling replica among the local ones, or `None`
+            for the one in force. Defaults to `None`.
+    """
+    if not timing.is_active():
+        return
+    wanted = [
+        r.norm_every for r in timing.recorders.active() if r.norm_every is not None
+    ]
+    if not wanted:
+        return
+    if replica is None:
+        replica = _compat.local_replica_id_in_force()
+    step = timing.values_of(BATCH, 0)[1]
+    values = timing.values_of(NORM, replica)
+
+    def note() -> tf.Tensor:
+        squares = tf.cast(compute(), tf.float64)
+        # Another optimizer may have recorded its part of the same step.
+        before = tf.where(tf.equal(values[1], step), values[0], 0.0)
+        values.assign(tf.stack([before + squares, step, 0.0]))
+        return tf.constant(True)
+
+    age = step - values[1]
+    is_due = tf.logical_or(tf.equal(age, 0.0), age >= float(min(wanted)))
+    tf.cond(is_due, note, lambda: tf.constant(False))

@@ -1,0 +1,139 @@
+"""TensorFlow's own collectives: NCCL between GPUs, and a ring over memory and gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdp.communication.collectives.transport import Call
+from tfdp.ground import _compat
+
+# Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least
+# CPU time, and leaves the pipe idle between pieces when nothing else is under way.
+# Measured in docs/performance.md.
+_SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
+# Channels let buckets overlap each other on CPUs. NCCL wants one order.
+_CPU_CHANNELS = 4
+
+
+class TensorFlowTransport:
+    """Transport by TensorFlow's collective operations, see `Transport`.
+
+    Args:
+        name: String, `"ring"` or `"nccl"`, TensorFlow's communication hint.
+    """
+
+    def __init__(self, name: str = "ring") -> None:
+        self.name = name
+        self.num_channels = 1 if name == "nccl" else _CPU_CHANNELS
+        # TensorFlow has no reduce-scatter for CPUs, and adds halves as halves.
+        self.has_reduce_scatter = name == "nccl"
+        self.rounds_sums_once = False
+
+    def all_reduce(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+        """See `Transport`.
+
+        Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+        clusters of workstations", for the ring.
+        """
+        subdivisions = _SUBDIVISIONS_ALONE if call.is_alone else _SUBDIVISIONS
+        kind = f"reduce in {subdivisions}"  # one key must not stand for both
+        sent, back = _as_real(tensor)
+        return back(
+            tf.raw_ops.CollectiveReduceV2(
+                input=sent,
+                merge_op="Add",
+                final_op="Id",
+                max_subdivs_per_device=subdivisions,
+                **self._arguments(kind, sent, call),
+            )
+        )
+
+    def all_gather(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+        """See `Transport`."""
+        sent, back = _as_real(tensor)
+        return back(
+            tf.raw_ops.CollectiveGatherV2(
+                input=sent, **self._arguments("gather", sent, call)
+            )
+        )
+
+    def all_to_all(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+        """See `Transport`."""
+        sent, back = _as_real(tensor)
+        return back(
+            tf.raw_ops.CollectiveAllToAllV2(
+                input=sent, **self._arguments("to_all", sent, call)
+            )
+        )
+
+    def reduce_scatter(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+        """See `Transport`."""
+        return tf.raw_ops.CollectiveReduceScatterV2(
+            input=tensor,
+            merge_op="Add",
+            final_op="Id",
+            **self._arguments("scatter", tensor, call),
+        )
+
+    def broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
+        """See `Transport`."""
+        # TensorFlow remembers the source of a key.
+        arguments = self._arguments(f"broadcast from {source}", tensor, call)
+        token = arguments.pop("ordering_token")[0]
+
+        # These two operations take no token, and have to keep the launch order:
+        # the operations around them take it instead.
+        before = tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
+        with tf.control_dependencies([before] if before is not None else []):
+            if call.position == source:
+                result = tf.raw_ops.CollectiveBcastSendV2(input=tensor, **arguments)
+            else:
+                result = tf.raw_ops.CollectiveBcastRecvV2(
+                    T=tensor.dtype, shape=tf.shape(tensor), **arguments
+                )
+        with tf.control_dependencies([result]):
+            tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
+        return result
+
+    def _arguments(self, kind: str, tensor: tf.Tensor, call: Call) -> dict:
+        group = call.group
+        _check_loop(len(group.devices))
+        # No `timeout_seconds`: where a collective ends by it, TensorFlow may crash
+        # (seen with 2.21.0). `tfdp.communication.coordination.watch` detects lost
+        # workers.
+        return {
+            "group_size": group.size,
+            "group_key": group.key,
+            "instance_key": call.key(kind, tensor),
+            "ordering_token": [group.launch_order.token(call.replica, call.channel)],
+            "communication_hint": self.name,
+        }
+
+
+def _as_real(
+    tensor: tf.Tensor,
+) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """Return complex numbers as pairs of real ones, and the inverse function.
+
+    TensorFlow has no collectives of complex numbers.
+    """
+    if not tensor.dtype.is_complex:
+        return tensor, lambda received: received
+    pairs = tf.bitcast(tensor, tensor.dtype.real_dtype)
+    return pairs, lambda received: tf.bitcast(received, tensor.dtype)
+
+
+def _check_loop(num_local: int) -> None:
+    """Refuse a collective that would wait for ever.
+
+    TensorFlow matches collectives by the name of the loop they are in, and each
+    replica of a process has loops of its own name.
+    """
+    if num_local > 1 and _compat.in_loop_of_replica():
+        raise ValueError(
+            "An update or an all-reduce inside a loop inside `strategy.run` waits for "
+            "ever where a process has several replicas. Put the loop around "
+            "`strategy.run` instead."
+        )

@@ -1,0 +1,269 @@
+"""Begin and end of collectives, recorded inside the graph.
+
+Without a `Recorder`, which is the default, nothing is added to the graph. Functions
+traced inside one write a timestamp before and after each collective into a variable
+on the host. GPU collectives are asynchronous to the host: there the device's profile
+has the times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base import step_context
+from tfdp.ground.base.active_hooks import ActiveHooks
+
+# Prefixes of the labels of a bucket's collectives, and the label of sparse gradients.
+GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
+# Of units of sharded parameters, in the forward and in the backward pass.
+UNIT, UNIT_AGAIN = "unit", "unit_again"
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A traced collective and the variable that holds its times.
+
+    `num_bytes` is -1 where only the step knows the length of the tensor.
+    """
+
+    kind: str
+    num_bytes: int
+    replica: int
+    # [3], float64: begin and end in seconds; bytes, or when it was needed
+    values: tf.Variable
+    label: str
+    group_size: int
+    # Collectives of one chain run one after the other.
+    chain: int = 0
+    # Whether the step records when the result was needed, and when that was.
+    is_awaited: bool = False
+    needed_at: float | None = None
+
+    @property
+    def is_of_gradients(self) -> bool:
+        """Bool, whether it reduces gradients, which the backward pass computes."""
+        return self.label.split()[0] in (GRADIENTS, ROWS)
+
+    @property
+    def wire_bytes(self) -> float:
+        """Float, bytes that a replica of the group sends, the mean of all.
+
+        Source: nccl-tests, https://github.com/NVIDIA/nccl-tests, PERFORMANCE.md.
+        """
+        others = self.group_size - 1
+        if self.kind == "all_gather":
+            return others * self.num_bytes
+        passes = 2 if self.kind == "all_reduce" else 1
+        return passes * others / self.group_size * self.num_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """Two numbers that a traced step records, such as the time at which it began."""
+
+    name: str
+    replica: int
+    values: tf.Variable  # [3], float64; the third is not used
+
+
+Row = Collective | Mark
+
+
+class Recorder:
+    """Recorder of the collectives of the functions that are traced inside it.
+
+    Args:
+        norm_every: Int, steps between two records of the gradient's norm, or `None`
+            for none. Defaults to `None`.
+        timestamps: Bool, whether times are recorded. Defaults to `True`.
+
+    Example:
+
+    >>> with Recorder() as recorder:
+    ...     pass
+    >>> recorder.collectives
+    []
+    """
+
+    def __init__(
+        self, norm_every: int | None = None, *, timestamps: bool = True
+    ) -> None:
+        self.norm_every = norm_every
+        self.timestamps = timestamps
+        self.rows: list[Row] = []
+        self._table: tf.Variable | None = None
+
+    def __enter__(self) -> Recorder:
+        recorders.activate(self)
+        return self
+
+    def __exit__(self, *unused_error: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Record nothing that is traced from now on."""
+        recorders.deactivate(self)
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """List of `Collective`, those that were traced, in order."""
+        return [row for row in self.rows if isinstance(row, Collective)]
+
+    def intervals(self, replica: int = 0) -> list[tuple[Collective, float, float]]:
+        """Return begin and end of each collective's last execution, in seconds."""
+        rows = [c for c in self.collectives if c.replica == replica]
+        found = [(c, c.values.numpy()) for c in rows]
+        return [(c, float(times[0]), float(times[1])) for c, times in found]
+
+    def gather(self) -> None:
+        """Collect the rows of a traced step in one variable.
+
+        Python then reads one variable for a step, not one for each row.
+        """
+        if not self.rows:
+            return
+        if self._table is None:
+            self._table = _new_variable(np.zeros([0, 3]), shape=[None, 3])
+        self._table.assign(tf.stack([row.values.read_value() for row in self.rows]))
+
+    def read(self) -> np.ndarray:
+        """Return the records of the last step.
+
+        Returns:
+            Array of shape `[num_rows, 3]`, float64: the first rows of `rows`, up to
+            the last one that was known when the step was traced.
+        """
+        if self._table is None:
+            return np.zeros([0, 3])
+        # Without a function: that would wake other threads, and cost more.
+        handle = self._table.handle
+        return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
+
+
+recorders: ActiveHooks[Recorder] = ActiveHooks()
+
+
+def is_active() -> bool:
+    """Return whether what is traced now is recorded."""
+    return bool(recorders) and not tf.executing_eagerly()
+
+
+def is_timing() -> bool:
+    """Return whether the time of what is traced now is recorded."""
+    return is_active() and any(recorder.timestamps for recorder in recorders.active())
+
+
+def gather() -> None:
+    """Collect the rows of all recorders, at the end of a traced step."""
+    if is_active():
+        for recorder in recorders.active():
+            recorder.gather()
+
+
+@contextlib.contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """Label the collectives that this thread traces inside."""
+    # An error of TensorFlow names the operation.
+    with step_context.using(label=label), tf.name_scope(label.replace(" ", "_")):
+        yield
+
+
+def current_label() -> str | None:
+    """Return the label of the collectives that this thread traces, or `None`."""
+    return step_context.current().label
+
+
+def needed_after(
+    ops: Sequence[tf.Operation],
+) -> contextlib.AbstractContextManager[None]:
+    """Record when the results of collectives traced inside are needed.
+
+    Args:
+        ops: Sequence of operations: the last ones that run without the results.
+            Without any, the results are needed at once.
+    """
+    return step_context.using(ops_before_need=list(ops))
+
+
+@contextlib.contextmanager
+def measured(
+    kind: str, tensor: tf.Tensor, replica: int, group_size: int, chain: int = 0
+) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
+    """Record the times of one collective; the body passes its result to `done`."""
+    if not is_timing():
+        yield lambda result: result
+        return
+
+    count = tensor.shape.num_elements()
+    context = step_context.current()
+    label = context.label or kind
+    times = _new_variable([0.0] * 3)
+    num_bytes = -1 if count is None else count * tensor.dtype.size
+    ops = context.ops_before_need
+    is_awaited = bool(ops) and count is not None
+    record = Collective(
+        kind, num_bytes, replica, times, label, group_size, chain, is_awaited
+    )
+    for recorder in recorders.active():
+        recorder.rows.append(record)
+    if is_awaited:
+        with tf.control_dependencies(ops):
+            stamp(times, 2)
+
+    with tf.control_dependencies([tensor]):
+        begin = stamp(times, 0)
+        if count is None:
+            size = tf.size(tensor, tf.int64) * tensor.dtype.size
+            write(times, lambda: times[2].assign(tf.cast(size, tf.float64)))
+
+    def done(result: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([result]):
+            stamp(times, 1)
+        return result
+
+    with tf.control_dependencies([begin]):
+        yield done
+
+
+def values_of(name: str, replica: int) -> tf.Variable:
+    """Return the variable of a `Mark`, created where it is missing."""
+    for recorder in recorders.active():
+        for row in recorder.rows:
+            if isinstance(row, Mark) and (row.name, row.replica) == (name, replica):
+                return row.values
+    made = Mark(name, replica, _new_variable([0.0] * 3))
+    for recorder in recorders.active():
+        recorder.rows.append(made)
+    return made.values
+
+
+def stamp(values: tf.Variable, index: int) -> tf.Tensor:
+    """Write the current time into an element of a variable."""
+    return write(values, lambda: values[index].assign(tf.timestamp()))
+
+
+def write(values: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
+    """Run an assignment that is ordered by its own variable only.
+
+    TensorFlow runs all operations with side effects in the order of the program,
+    also those of different replicas: the first replica's second stamp would come
+    before the second replica's first, and both wait. A function that takes a
+    resource is ordered by that resource only.
+    """
+
+    def assign_and_read() -> tf.Tensor:
+        assign()
+        return values.read_value()
+
+    return tf.function(assign_and_read, autograph=False)()
+
+
+def _new_variable(value: Any, shape: list | None = None) -> tf.Variable:
+    return _compat.plain_variable(value, tf.float64, "CPU:0", shape)

@@ -1,0 +1,68 @@
+"""Clock of this process, which stands still while the process does."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from tfdp.ground.forks import in_forks
+
+# The watchdog reads the clock every second: after so long without, this process was
+# suspended, or its machine was too busy to run it.
+_LONGEST_GAP_SECONDS = 2.5
+_USUAL_GAP_SECONDS = 1.0
+
+
+class ProcessClock:
+    """Seconds in which this process could run; thread-safe.
+
+    Whoever was suspended has received nothing: the others were not silent for as long
+    as that. So it measures their silence, and how long it waits, by this clock.
+
+    Example:
+
+    >>> process_clock = ProcessClock()
+    >>> process_clock.now() <= process_clock.now()
+    True
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._read_at = time.monotonic()
+        self._is_watched = False
+        self._suspended = 0.0
+        self._last_pause = (float("-inf"), 0.0)
+
+    def watch(self) -> None:
+        """Look out for pauses from now on: the clock is read every second."""
+        self.now()
+        self._is_watched = True
+
+    def now(self) -> float:
+        """Return the time in seconds, from an arbitrary start."""
+        with self._lock:
+            real = time.monotonic()
+            gap, self._read_at = real - self._read_at, real
+            if self._is_watched and gap > _LONGEST_GAP_SECONDS:
+                self._suspended += gap - _USUAL_GAP_SECONDS
+                self._last_pause = (real - self._suspended, gap)
+            return real - self._suspended
+
+    def pause_within(self, seconds: float) -> float:
+        """Return how long the last pause was, or 0.0 if it ended longer ago.
+
+        Args:
+            seconds: Float, of this clock.
+        """
+        now = self.now()
+        ended_at, length = self._last_pause
+        return length if now - ended_at <= seconds else 0.0
+
+    def reset_in_fork(self) -> None:
+        """Replace a lock that another thread may have held at the fork."""
+        self._lock = threading.Lock()
+        self._is_watched = False
+
+
+clock = ProcessClock()
+in_forks(clock.reset_in_fork)

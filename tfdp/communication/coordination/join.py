@@ -1,0 +1,287 @@
+"""Start-up of a worker: check the set-up and join the cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.cluster import (
+    Cluster,
+    describe_workers,
+    find_cluster,
+    join_deadline,
+    rendezvous,
+    unreachable_workers,
+)
+from tfdp.communication.cluster.address import split_address
+from tfdp.communication.cluster.devices import resolve_devices, set_logical_cpus
+from tfdp.communication.cluster.limits import check_limits
+from tfdp.communication.coordination.preemption import restore_python_handler
+from tfdp.ground import _compat, user_code
+from tfdp.ground.forks import close_port_in_forks
+from tfdp.ground.options import CommunicationOptions
+
+# TensorFlow measures its heartbeats by the wall clock, and takes all workers for dead
+# when somebody sets that: a day, since `tfdp.communication.coordination.watch` finds
+# who is lost.
+_HEARTBEAT_SECONDS = 24 * 3600
+# All have met a second ago, but to get at many GPUs takes a while.
+_DEFAULT_JOIN_SECONDS = 300.0
+_JOIN_SLACK_SECONDS = 5.0
+# How long a worker that ends may still answer, once its connections have.
+_ENDING_SECONDS, _PROBE_PAUSE_SECONDS = 3.0, 0.2
+# The cluster that this process has a server for; TensorFlow allows one.
+_joined: list[Cluster] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """This process as a member of its cluster.
+
+    Args:
+        cluster: `Cluster`, or `None` on a single machine.
+        resolver: The strategy's `cluster_resolver`, which names this task also where
+            it trains alone.
+        devices: Sequence of device strings the user asked for, or `None`.
+        timeout_seconds: Float or `None`, how long to wait for the others.
+    """
+
+    cluster: Cluster | None
+    resolver: Any
+    devices: Sequence[str] | None
+    timeout_seconds: float | None
+
+    @property
+    def num_workers(self) -> int:
+        """Int, number of workers that train together."""
+        return self.cluster.num_workers if self.cluster else 1
+
+    @property
+    def rank(self) -> int:
+        """Int, index of this worker; the chief's is 0."""
+        return self.cluster.rank if self.cluster else 0
+
+    @property
+    def rebalances(self) -> bool:
+        """Bool, whether rows follow the workers' speed."""
+        return self.cluster is not None and self.cluster.rebalance
+
+
+def start_worker(
+    resolver: Any, devices: Sequence[str] | None, options: CommunicationOptions
+) -> Worker:
+    """Find the cluster and check the set-up as far as possible before joining it.
+
+    Args:
+        resolver: A cluster resolver or `None` for the environment's cluster.
+        devices: Sequence of device strings or `None`.
+        options: `CommunicationOptions`.
+
+    Returns:
+        A `Worker`.
+
+    Raises:
+        ValueError: If the cluster is wrong, this worker's port is taken, it may open
+            too few files, or TensorFlow has already started.
+        TimeoutError: If another worker does not start in time.
+    """
+    cluster = (
+        _cluster_of(resolver) if resolver else find_cluster(options.timeout_seconds)
+    )
+    if cluster is None or cluster.num_workers == 1 or cluster.is_evaluator:
+        # An evaluator works by itself, as TensorFlow says.
+        if cluster is not None and cluster.devices_per_worker:
+            set_logical_cpus(cluster.devices_per_worker)
+        own = resolver or resolver_of_environment(cluster)
+        return Worker(None, own, devices, options.timeout_seconds)
+    worker = Worker(
+        cluster, resolver or _resolver(cluster), devices, options.timeout_seconds
+    )
+    if _joined == [cluster]:
+        return worker  # a second strategy shares the running server
+    if _compat.is_context_initialized():
+        raise ValueError(
+            f"TensorFlow has already started, {user_code.start_of_tensorflow()}. "
+            "Create the multi-worker strategy before any other use of TensorFlow: "
+            "before tensors, variables, models and datasets."
+        )
+    if cluster.devices_per_worker:
+        set_logical_cpus(cluster.devices_per_worker)
+    check_limits(
+        cluster.num_workers,
+        one_host=len(set(cluster.hosts)) == 1,
+        connects=options.backend in ("auto", "direct")
+        and not tf.config.list_physical_devices("GPU"),
+    )
+    missing = rendezvous(cluster, options.timeout_seconds)
+    if missing:
+        assert options.timeout_seconds is not None  # else it waits for ever
+        raise TimeoutError(_missing_message(cluster, missing, options.timeout_seconds))
+    _configure(cluster, options.timeout_seconds)
+    return worker
+
+
+def has_joined(worker: Worker) -> bool:
+    """Return whether this process runs a server of the worker's cluster already."""
+    return worker.cluster is not None and _joined == [worker.cluster]
+
+
+def num_joined_workers() -> int:
+    """Return the number of workers of the cluster that this process is in, or 1."""
+    return _joined[0].num_workers if _joined else 1
+
+
+@contextlib.contextmanager
+def joining(worker: Worker) -> Iterator[None]:
+    """Replace TensorFlow's errors of start-up inside by one clear sentence.
+
+    SIGTERM works afterwards as it did before.
+    """
+    try:
+        with _deadline(worker):
+            yield
+        restore_python_handler()
+        if worker.cluster is not None:
+            _joined[:] = [worker.cluster]
+            _, port = split_address(worker.cluster.workers[worker.rank])
+            close_port_in_forks(port)
+    except (tf.errors.OpError, RuntimeError) as error:
+        if worker.cluster is None:
+            raise
+        is_deadline = isinstance(error, tf.errors.DeadlineExceededError)
+        silent = _silent_workers(
+            worker.cluster, 0.0 if is_deadline else _ENDING_SECONDS
+        )
+        if not silent and not isinstance(error, tf.errors.OpError):
+            raise
+        limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
+        if is_deadline:
+            explain = _lost_message if silent else _not_joined_message
+            raise TimeoutError(explain(worker.cluster, silent, limit)) from error
+        raise TimeoutError(_ended_message(worker.cluster, silent, error)) from error
+
+
+def _silent_workers(cluster: Cluster, seconds: float) -> list[int]:
+    """Find the workers that do not answer now, or have ended some seconds later."""
+    end = time.monotonic() + seconds
+    while True:
+        silent = unreachable_workers(cluster, timeout_seconds=1.0)
+        if silent or time.monotonic() >= end:
+            return silent
+        time.sleep(_PROBE_PAUSE_SECONDS)
+
+
+def _deadline(worker: Worker) -> contextlib.AbstractContextManager:
+    """Return the deadline within which this process joins its cluster."""
+    cluster = worker.cluster
+    if cluster is None or has_joined(worker):
+        return contextlib.nullcontext()
+    others = [
+        f"{rank}={address}"
+        for rank, address in enumerate(cluster.workers)
+        if rank != cluster.rank
+    ]
+    limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
+    # What TensorFlow can say itself comes first.
+    return join_deadline(others, limit + _JOIN_SLACK_SECONDS)
+
+
+def _missing_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
+    return (
+        f"Waited {limit:.0f} s for {describe_workers(cluster, ranks)}, which did not "
+        "start. Start every worker of TF_CONFIG, and check that they reach each "
+        "other's ports."
+    )
+
+
+def _lost_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
+    return (
+        f"{describe_workers(cluster, ranks)} met the other workers, and did not join "
+        f"the cluster within {limit:.0f} s: see how the output ends there, and start "
+        "all workers again."
+    )
+
+
+def _not_joined_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
+    """What is known where all ports answer, and the cluster is not complete."""
+    del ranks
+    # All join at the first worker; that one waits for all.
+    others = [0] if cluster.rank else list(range(1, cluster.num_workers))
+    return (
+        f"Waited {limit:.0f} s to join the cluster: all ports answer, and not all "
+        "workers have joined. Either a worker stands still, or another program listens "
+        f"on the port of {describe_workers(cluster, others)}: see who holds it, and "
+        "start all workers again."
+    )
+
+
+def _ended_message(cluster: Cluster, ranks: list[int], error: Exception) -> str:
+    names = describe_workers(cluster, ranks) or "One of the workers"
+    reason = str(getattr(error, "message", error)).partition("\n")[0]
+    return (
+        f"{names} ended while the workers joined the cluster ({reason}): see how "
+        "the output ends there, and start all workers again."
+    )
+
+
+def worker_devices(worker: Worker) -> list[str]:
+    """Return the checked devices of this worker, without its own address."""
+    return resolve_devices(worker.devices)
+
+
+def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
+    join_seconds = timeout_seconds or _DEFAULT_JOIN_SECONDS
+    jobs = json.loads(cluster.to_tf_config())["cluster"]
+    jobs.pop("evaluator", None)
+    leader = (
+        "/job:chief/replica:0/task:0"
+        if cluster.has_chief
+        else ("/job:worker/replica:0/task:0")
+    )
+    _compat.configure_coordination_service(
+        service_type="standalone",
+        service_leader=leader,
+        cluster_register_timeout_in_ms=int(join_seconds * 1000),
+        heartbeat_timeout_in_ms=_HEARTBEAT_SECONDS * 1000,
+        coordinated_jobs=_compat.coordinated_jobs(
+            {name: len(tasks) for name, tasks in jobs.items()}
+        ),
+    )
+
+
+def resolver_of_environment(cluster: Cluster | None) -> Any:
+    """Return the resolver of a process that trains alone, the same as stock's."""
+    text = os.environ.get("TF_CONFIG", "").strip()
+    config = json.loads(text) if text else {}
+    # With a `null` in their place, as some cluster managers write, stock's raises.
+    if config.get("task") and config.get("cluster", {}) is not None:
+        return tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    if cluster is not None:
+        return _resolver(cluster)
+    empty = tf.train.ClusterSpec({})
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(empty)
+
+
+def _resolver(cluster: Cluster) -> Any:
+    jobs = json.loads(cluster.to_tf_config())["cluster"]
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=cluster.task_type,
+        task_id=cluster.task_index,
+        rpc_layer="grpc",
+    )
+
+
+def _cluster_of(resolver: Any) -> Cluster | None:
+    jobs = resolver.cluster_spec().as_dict()
+    if not jobs:
+        return None
+    task = {"type": resolver.task_type, "index": resolver.task_id}
+    return Cluster.from_tf_config(json.dumps({"cluster": jobs, "task": task}))

@@ -1,0 +1,219 @@
+"""Progress of this worker: loop, epoch, step, for messages and straggler detection."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+import zlib
+from collections.abc import Iterator
+
+from tfdp.communication.coordination.clock import clock
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerProgress:
+    """Progress of a worker at one moment.
+
+    Args:
+        count: Int, changes of progress so far. Workers make the same calls, so that
+            the one with the smaller count is behind.
+        name: String, for people, or `""` outside of Keras's loops and tfdp's calls.
+        seconds: Float, time since the last change.
+        is_all_gathering: Bool, whether it waits for the others' texts, not for
+            tensors.
+        is_computing: Bool, whether TensorFlow runs a step.
+        reductions: Int, checksum of all reductions that it has traced.
+        source: String, the data source that it waits for, or `""`.
+        num_answers: Int, texts of all workers that it has gathered so far.
+        left_scopes: Dict, how often it has left a scope since the last of them without
+            waiting for the others, by the line of the scope.
+    """
+
+    count: int
+    name: str
+    seconds: float
+    is_all_gathering: bool = False
+    is_computing: bool = False
+    reductions: int = 0
+    source: str = ""
+    num_answers: int = 0
+    left_scopes: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class _Loop:
+    """Loop of Keras; epoch and step count from 0, and are -1 before the first."""
+
+    name: str
+    epoch: int = -1
+    step: int = -1
+    computes: bool = False
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = self.name
+        if self.name == "fit" and self.epoch >= 0:
+            where = f"epoch {self.epoch + 1} of fit"
+        if self.step < 0:
+            return where
+        where = f"step {self.step + 1} of {where}"
+        return where if self.computes else f"the callbacks of {where}"
+
+
+class ProgressRecorder:
+    """Recorder of this worker's progress, from the calls that it makes.
+
+    Example:
+
+    >>> recorder = ProgressRecorder()
+    >>> with recorder.looping("fit"):
+    ...     recorder.epoch_begins()
+    ...     recorder.step_begins(11)
+    ...     with recorder.computing():
+    ...         recorder.current.name
+    'step 12 of epoch 1 of fit'
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._since = clock.now()
+        self._loops: list[_Loop] = []
+        self._topics: list[str] = []
+        self._reductions: set[int] = set()
+        self._num_answers = 0
+        self._left_scopes: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def looping(self, name: str) -> Iterator[None]:
+        """Record that a loop of Keras runs inside, such as `fit`."""
+        self._loops.append(_Loop(name))
+        self._advance()
+        try:
+            yield
+        finally:
+            self._loops.pop()
+            self._advance()
+
+    def reads(self, source: str) -> None:
+        """Record from where the innermost loop has its data.
+
+        Args:
+            source: String, for people.
+        """
+        if self._loops:
+            self._loops[-1].source = source
+
+    @property
+    def source(self) -> str:
+        """String, from where the innermost loop has its data, for people."""
+        return (self._loops[-1].source if self._loops else "") or "the dataset"
+
+    def epoch_begins(self) -> None:
+        """Record that a loop begins an epoch."""
+        if self._loops:
+            self._loops[-1].epoch += 1
+            self._loops[-1].step = -1
+
+    def step_begins(self, step: int) -> None:
+        """Record that a loop begins a step.
+
+        Args:
+            step: Int, counted from 0 in its epoch.
+        """
+        if self._loops:
+            self._loops[-1].step = step
+            self._advance()
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Record that TensorFlow runs a step inside; around it callbacks run."""
+        for loop in self._loops[-1:]:
+            loop.computes = True
+        self._advance()
+        try:
+            yield
+        finally:
+            for loop in self._loops[-1:]:
+                loop.computes = False
+            self._advance()
+
+    @contextlib.contextmanager
+    def all_gathering(self, topic: str) -> Iterator[None]:
+        """Record that workers all-gather texts inside.
+
+        Args:
+            topic: String, of the texts.
+        """
+        self._topics.append(topic)
+        self._advance()
+        try:
+            yield
+        finally:
+            self._topics.pop()
+            self._advance()
+
+    def texts_gathered(self) -> None:
+        """Record that this worker has the texts of all workers."""
+        self._num_answers += 1
+        self._left_scopes = {}
+
+    def scope_left(self, line: str) -> None:
+        """Record that a scope was left without waiting for the others.
+
+        Args:
+            line: String, that of the scope.
+        """
+        self._left_scopes[line] = self._left_scopes.get(line, 0) + 1
+
+    def is_left_by(self, other: WorkerProgress, line: str) -> bool:
+        """Return whether another worker has left a scope in which this one waits.
+
+        Since the last texts of all, that is: before it, workers have run the same.
+
+        Args:
+            other: `WorkerProgress` of the other worker.
+            line: String, that of the scope.
+        """
+        times = other.left_scopes.get(line, 0)
+        is_same = other.num_answers == self._num_answers
+        return is_same and times > self._left_scopes.get(line, 0)
+
+    def reduction_traced(self, signature: str) -> None:
+        """Record that a reduction is in a traced step; the order does not count.
+
+        Args:
+            signature: String, the same on the workers that meet in it.
+        """
+        self._reductions.add(zlib.crc32(signature.encode()))
+
+    @property
+    def current(self) -> WorkerProgress:
+        """The progress at this moment; thread-safe."""
+        seconds = clock.now() - self._since
+        loops = self._loops[-1:]
+        return WorkerProgress(
+            self._count,
+            self._name(),
+            seconds,
+            is_all_gathering=bool(self._topics),
+            is_computing=any(loop.computes for loop in loops),
+            reductions=functools.reduce(operator.xor, self._reductions.copy(), 0),
+            num_answers=self._num_answers,
+            left_scopes=self._left_scopes.copy(),
+        )
+
+    def _name(self) -> str:
+        loops, topics = self._loops[-1:], self._topics[-1:]
+        where = " ".join(str(loop) for loop in loops)
+        if topics:
+            where = f"{topics[0]!r}" + (f" in {where}" if where else "")
+        return where
+
+    def _advance(self) -> None:
+        self._count += 1
+        self._since = clock.now()
+
+
+progress = ProgressRecorder()

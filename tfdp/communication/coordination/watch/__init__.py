@@ -1,0 +1,112 @@
+"""Worker liveness: heartbeats, failure detection, shutdown.
+
+Reading order:
+    heartbeat: publish this worker's heartbeat, receive those of the others
+    failure_detector: decide from heartbeats and probed ports which worker is lost
+    data_watch: name a data source that gives no batch, and end its process
+    watchdog: run all, raise an error that names the lost worker, end the process
+    errors: the error, its message and its exit code
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from tfdp.communication.coordination.watch.data_watch import DataWatchdog
+from tfdp.communication.coordination.watch.errors import (
+    COLLECTIVE_FAILED,
+    NotConnected,
+    WorkerLost,
+)
+from tfdp.communication.coordination.watch.watchdog import Watchdog
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import forks
+
+__all__ = [
+    "COLLECTIVE_FAILED",
+    "NotConnected",
+    "Watchdog",
+    "WorkerLost",
+    "watch",
+    "watch_data",
+]
+
+# A process is a worker of one cluster only.
+_watchdogs: list[Watchdog] = []
+_data_watchdogs: list[DataWatchdog] = []
+
+
+def watch(
+    worker_group: WorkerGroup, addresses: Sequence[str], limit_seconds: float | None
+) -> Watchdog:
+    """Start failure detection for the workers of a group, once for a process.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        addresses: Sequence of strings, `"host:port"` by rank.
+        limit_seconds: Float or `None`, after which a worker without a heartbeat
+            is lost; of the first call in a process.
+
+    Returns:
+        The `Watchdog` of this process.
+    """
+    if not _watchdogs:
+        watchdog = Watchdog(worker_group, addresses, limit_seconds)
+        watchdog.start()
+        forks.at_exit(watchdog.leave)
+        _watchdogs.append(watchdog)
+        _explain_uncaught(watchdog)
+    worker_group.check = _watchdogs[0].check
+    worker_group.progress_of = _watchdogs[0].progress_of
+    worker_group.guard = _watchdogs[0].translate_errors
+    return _watchdogs[0]
+
+
+def watch_data(limit_seconds: float) -> None:
+    """Start to watch the data of a process without other workers, once.
+
+    Args:
+        limit_seconds: Float, how long it may wait for a batch; of the first call in a
+            process.
+    """
+    if not _data_watchdogs:
+        _data_watchdogs.append(DataWatchdog(limit_seconds))
+        _data_watchdogs[0].start()
+
+
+def _explain_uncaught(watchdog: Watchdog) -> None:
+    """Install an exception hook that names the lost worker below the traceback."""
+    before = sys.excepthook
+
+    def show(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            # All workers are, and a traceback of each would hide the script's output.
+            where = _line_of_script(trace)
+            print(f"tfdp: interrupted{where}", file=sys.stderr, flush=True)
+            return
+        before(kind, error, trace)
+        watchdog.explain_uncaught(error)
+
+    sys.excepthook = show
+
+
+def _line_of_script(trace: TracebackType | None) -> str:
+    """Describe the last frame of a traceback that is not in a package, or `""`."""
+    paths = sysconfig.get_paths()
+    packages = [paths[name] for name in ("purelib", "platlib", "stdlib")]
+    own = str(Path(__file__).parents[2])
+    frames = [
+        frame
+        for frame in traceback.extract_tb(trace)
+        if not frame.filename.startswith((*packages, own, "<frozen "))
+    ]
+    if not frames:
+        return ""
+    return f" at line {frames[-1].lineno} of {frames[-1].filename}"

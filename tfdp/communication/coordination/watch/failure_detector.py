@@ -1,0 +1,223 @@
+"""Failure detector: decide from heartbeats and probed ports which worker is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence
+
+from tfdp.communication.coordination.clock import clock
+from tfdp.communication.coordination.progress import WorkerProgress
+from tfdp.communication.coordination.watch.errors import SCRIPT_ENDED
+from tfdp.ground.base.process_identity import ProcessIdentity
+
+# After so long without a heartbeat a worker's port is probed.
+SUSPECT_SECONDS = 2.5
+# So many times in a row the port of a process that has ended refuses.
+_REFUSALS = 2
+
+
+@dataclasses.dataclass
+class WorkerStatus:
+    """Status of one worker.
+
+    Args:
+        last_heartbeat: Float, time of the last heartbeat, by the clock of
+            `tfdp.communication.coordination.clock`.
+        progress: `WorkerProgress` at that time, or `None`.
+        has_left: Bool, whether it has announced the end of its script.
+        last_error: String, the last error that left a loop of Keras there, or `""`.
+        idle_seconds: Float, for how long it has used next to no processor.
+        refusals: Int, how often in a row its port has refused a connection.
+        accepted: Bool, whether its port accepted the last connection.
+        process: `ProcessIdentity`, or `None` before it is known.
+        evidence: String, what the last probe has shown that it failed by.
+    """
+
+    last_heartbeat: float
+    progress: WorkerProgress | None = None
+    has_left: bool = False
+    last_error: str = ""
+    idle_seconds: float = 0.0
+    refusals: int = 0
+    accepted: bool = True
+    process: ProcessIdentity | None = None
+    evidence: str = ""
+
+
+class FailureDetector:
+    """Status of the other workers; thread-safe.
+
+    Args:
+        ranks: Sequence of int, the other workers.
+        limit_seconds: Float, after which a worker without a heartbeat is lost.
+    """
+
+    def __init__(self, ranks: Sequence[int], limit_seconds: float) -> None:
+        now = clock.now()
+        self.limit_seconds = limit_seconds
+        self._status = {rank: WorkerStatus(now) for rank in ranks}
+        self._lock = threading.Lock()
+
+    def record_heartbeat(
+        self,
+        rank: int,
+        age_seconds: float = 0.0,
+        progress: WorkerProgress | None = None,
+    ) -> None:
+        """Record a heartbeat.
+
+        Args:
+            rank: Int.
+            age_seconds: Float, age of the heartbeat.
+            progress: `WorkerProgress` or `None`.
+        """
+        with self._lock:
+            status = self._status[rank]
+            heartbeat = clock.now() - age_seconds
+            status.last_heartbeat = max(status.last_heartbeat, heartbeat)
+            status.progress = progress or status.progress
+
+    def record_status(
+        self, rank: int, *, has_left: bool, last_error: str, idle_seconds: float = 0.0
+    ) -> None:
+        """Record whether a worker has left, its last error, and how long it idles."""
+        with self._lock:
+            status = self._status[rank]
+            status.has_left, status.last_error = has_left, last_error
+            status.idle_seconds = idle_seconds
+
+    def record_process(self, rank: int, process: ProcessIdentity) -> None:
+        """Record which process a worker is."""
+        with self._lock:
+            self._status[rank].process = process
+
+    def record_probe(self, rank: int, *, refused: bool, accepted: bool) -> None:
+        """Record the result of a connection attempt to a worker's port.
+
+        A connection is no sign of life: a process that the worker has forked may hold
+        the port.
+        """
+        process = self.status(rank).process
+        has_ended = not refused and process is not None and process.has_ended()
+        with self._lock:
+            status = self._status[rank]
+            status.refusals = status.refusals + 1 if refused or has_ended else 0
+            status.accepted = accepted
+            status.evidence = "its port refuses connections"
+            if has_ended and process is not None:
+                status.evidence = f"process {process.pid} of this machine"
+
+    def status(self, rank: int) -> WorkerStatus:
+        """Return a copy of a worker's status."""
+        with self._lock:
+            return dataclasses.replace(self._status[rank])
+
+    def suspects(self) -> list[int]:
+        """Return the ranks without a recent heartbeat."""
+        now = clock.now()
+        with self._lock:
+            return [
+                rank
+                for rank, status in self._status.items()
+                if now - status.last_heartbeat > SUSPECT_SECONDS
+            ]
+
+    def ranks(self) -> list[int]:
+        """Return the ranks of the other workers."""
+        return list(self._status)
+
+    def cause(self, rank: int) -> str:
+        """Return the cause for which a worker is lost, or `""` while it is not.
+
+        A worker that has left in good order is lost only to those that wait for it.
+        """
+        status = self.status(rank)
+        if status.has_left:
+            return ""
+        if status.refusals >= _REFUSALS:
+            return self.cause_of_exit(rank)
+        if clock.now() - status.last_heartbeat < self.limit_seconds:
+            return ""
+        return self.cause_of_timeout(rank)
+
+    def cause_of_timeout(self, rank: int) -> str:
+        """Describe a worker without a heartbeat for too long."""
+        status = self.status(rank)
+        silent = clock.now() - status.last_heartbeat
+        place = status.progress.name if status.progress else ""
+        at = f" at {place}" if place else ""
+        what = (
+            f"its process is there, but stands still{at}"
+            if status.accepted
+            else "its host does not answer: it is off, or cut off from the network"
+        )
+        return f"no sign of life for {silent:.0f} s; {what}"
+
+    def cause_of_exit(self, rank: int) -> str:
+        """Describe a worker whose script or process has ended, or return `""`."""
+        status = self.status(rank)
+        if not status.has_left and status.refusals < _REFUSALS:
+            return ""
+        after = f", after {status.last_error}" if status.last_error else ""
+        if status.has_left:
+            return f"{SCRIPT_ENDED}{after}"
+        return f"its process has ended{after} ({status.evidence})"
+
+    def stragglers(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
+        """Return the progress of the workers that are behind this one, by rank."""
+        found = {}
+        for rank in self.ranks():
+            other = self.status(rank).progress
+            if other is not None and other.count < own.count:
+                found[rank] = other
+        return found
+
+    def workers_past(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
+        """Return the progress of workers that an error has led past a place, by rank.
+
+        Without an error, others may be ahead of a step that needs nothing of them.
+        """
+        found = {rank: self.status(rank) for rank in self.ranks()}
+        return {
+            rank: status.progress
+            for rank, status in found.items()
+            if status.last_error
+            and status.progress is not None
+            and status.progress.count >= own.count
+            and status.progress.name != own.name
+        }
+
+    def sources(self) -> dict[int, str]:
+        """Return the data sources that other workers wait for, by rank."""
+        found = {rank: self.status(rank).progress for rank in self.ranks()}
+        return {rank: its.source for rank, its in found.items() if its and its.source}
+
+    def is_deadlocked(self, own: WorkerProgress, idle_seconds: float) -> bool:
+        """Return whether all workers compute a step, and none of them does anything.
+
+        Args:
+            own: `WorkerProgress` of this worker.
+            idle_seconds: Float, for how long each has to have been idle.
+        """
+        others = [self.status(rank) for rank in self.ranks()]
+        return own.is_computing and all(
+            status.progress is not None
+            and status.progress.is_computing
+            # A loop of the user's own is outside of what is counted.
+            and (
+                status.progress.count == own.count
+                or not own.name
+                or not status.progress.name
+            )
+            and status.idle_seconds >= idle_seconds
+            for status in others
+        )
+
+    def first_with_other_reductions(self, own: WorkerProgress) -> int | None:
+        """Return the first rank that has traced other reductions, or `None`."""
+        for rank in self.ranks():
+            other = self.status(rank).progress
+            if other is not None and other.reductions != own.reductions:
+                return rank
+        return None

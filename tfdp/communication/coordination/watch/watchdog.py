@@ -1,0 +1,412 @@
+"""Watchdog thread: detect lost workers, raise in the main thread, end the process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+# Not when it is first used: the interpreter may be shutting down then.
+from concurrent.futures import ThreadPoolExecutor
+
+import tensorflow as tf
+
+from tfdp.communication.cluster import ProbeResult, probe_port
+from tfdp.communication.coordination.clock import clock
+from tfdp.communication.coordination.preemption import PREEMPTED
+from tfdp.communication.coordination.progress import WorkerProgress, progress
+from tfdp.communication.coordination.watch.data_watch import DataWatch, end_process
+from tfdp.communication.coordination.watch.errors import (
+    COLLECTIVE_FAILED,
+    NotConnected,
+    WorkerFailure,
+    WorkerLost,
+    bucket_of_error,
+    failure_message,
+)
+from tfdp.communication.coordination.watch.failure_detector import FailureDetector
+from tfdp.communication.coordination.watch.heartbeat import Heartbeat
+from tfdp.communication.coordination.worker_group import NO_CALL, WorkerGroup
+from tfdp.ground import _compat, user_code
+from tfdp.ground.forks import Owner
+
+DEFAULT_LIMIT_SECONDS = 60.0
+_CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.1, 2.0
+# The longest wait for a heartbeat to be out, and for the main thread to be in a loop.
+_BEAT_SECONDS = _POLL_SECONDS = 0.2
+# How long an error of TensorFlow waits for the name of the worker that caused it.
+_DIAGNOSIS_SECONDS = 8.0
+# The same where workers have tried to connect for so long that one that is dead or
+# stands still is known by now.
+_SHORT_DIAGNOSIS_SECONDS = 2.0
+# How long the main thread has to come out of what it does.
+_GRACE_SECONDS = 4.0
+# Detection and shutdown: what is left of a limit when a worker is given up.
+_EXIT_SECONDS = _CHECK_SECONDS + _GRACE_SECONDS + 1.0
+_WARN_AFTER_SECONDS = 10.0
+_SAME_CALLS = "every worker has to make the same calls on the same model"
+_LEAVE_SECONDS = 1.2
+# What TensorFlow raises when another worker is gone.
+_ERRORS_OF_OTHERS = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.InternalError,
+    tf.errors.UnknownError,
+)
+
+
+class Watchdog(threading.Thread):
+    """Thread that detects a lost worker and stops this one with its name.
+
+    The first worker watches all others, and these watch the first one. A collective
+    that waits is aborted with an error; a process that does not return from what it
+    does is ended, with exit code 69.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        addresses: Sequence of strings, `"host:port"` by rank.
+        limit_seconds: Float or `None`, after which all have ended if a worker sends
+            no heartbeat. Defaults to `None`, 60 seconds.
+    """
+
+    def __init__(
+        self,
+        worker_group: WorkerGroup,
+        addresses: Sequence[str],
+        limit_seconds: float | None = None,
+    ) -> None:
+        super().__init__(name="tfdp watchdog", daemon=True)
+        self.owner = Owner()
+        limit = limit_seconds or DEFAULT_LIMIT_SECONDS
+        self._timeout_seconds = limit_seconds
+        others = [r for r in range(len(addresses)) if r != worker_group.rank]
+        self._addresses = addresses
+        self._rank = worker_group.rank
+        self._detector = FailureDetector(others, limit - min(_EXIT_SECONDS, limit / 4))
+        self._heartbeat = Heartbeat(worker_group, self._detector)
+        self._data = DataWatch(limit_seconds)
+        self._failure: WorkerFailure | None = None
+        # Set while an error of TensorFlow waits for the name of the lost worker.
+        self._is_urgent = threading.Event()
+        self._has_failed = threading.Event()
+        # Whether the last check found a process that may have ended.
+        self._may_have_ended = False
+        # Set when the main thread has raised the error.
+        self._is_raised = threading.Event()
+        # What closes connections beside TensorFlow's, with a reason.
+        self.closers: list[Callable[[str], None]] = []
+        # Why a collective over these has failed, or `""`.
+        self.reason_of_failure: Callable[[], str] = str
+
+    def start(self) -> None:
+        """Start this thread and the heartbeat's."""
+        clock.watch()
+        self._heartbeat.start()
+        super().start()
+
+    def run(self) -> None:
+        """Check the other workers every second until one is lost."""
+        while self._failure is None:
+            pause = _URGENT_CHECK_SECONDS if self._may_have_ended else _CHECK_SECONDS
+            is_urgent = self._is_urgent.wait(pause)
+            if is_urgent or self._may_have_ended:
+                # Who ends its script says so before its port refuses connections.
+                self._heartbeat.beat_now(_BEAT_SECONDS)
+            self._check_data()
+            self._check_workers()
+            self._check_stragglers()
+            if is_urgent and self._failure is None:
+                time.sleep(_URGENT_CHECK_SECONDS)
+        self._abort(self._failure)
+
+    @contextlib.contextmanager
+    def translate_errors(self) -> Iterator[None]:
+        """Replace an error of TensorFlow inside by one that names the lost worker.
+
+        Raises:
+            WorkerLost: If another worker is lost.
+        """
+        try:
+            yield
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            if self.owner.is_current:
+                self._report_error(error)
+            raise
+
+    def _report_error(self, error: BaseException) -> None:
+        """Raise the loss of a worker that led to an error, or tell the others of it."""
+        if isinstance(error, _ERRORS_OF_OTHERS):
+            place = progress.current.name
+            has_tried = isinstance(error, NotConnected)
+            seconds = _SHORT_DIAGNOSIS_SECONDS if has_tried else _DIAGNOSIS_SECONDS
+            if self._await_failure(seconds):
+                raise self._error(place, bucket_of_error(str(error))) from error
+            self._heartbeat.last_error = _describe(error)
+            return
+        is_preempted = isinstance(error, SystemExit) and error.code == PREEMPTED
+        if isinstance(error, WorkerLost) or is_preempted:
+            return  # as on all workers
+        # If it ends the script, the others have its text.
+        self._heartbeat.last_error = _describe(error)
+        self._heartbeat.beat_now(_BEAT_SECONDS)
+
+    def explain_uncaught(self, error: BaseException) -> None:
+        """Print which worker is lost if an uncaught error is due to it.
+
+        Args:
+            error: What ends the script: in a loop of the user's own, TensorFlow's.
+        """
+        if not self.owner.is_current:
+            return
+        is_own = isinstance(error, Exception) and not isinstance(error, WorkerLost)
+        text = _describe(error)
+        if not is_own or text == self._heartbeat.last_error:
+            return  # `translate_errors` has reported it already
+        is_collective = COLLECTIVE_FAILED in str(error)
+        may_be_lost = isinstance(error, _ERRORS_OF_OTHERS) or is_collective
+        if may_be_lost and self._await_failure():
+            bucket = bucket_of_error(f"{error} {self.reason_of_failure()}")
+            lost = self._error(progress.current.name, bucket)
+            print(f"tfdp: {lost}", file=sys.stderr, flush=True)
+            return
+        reason = self.reason_of_failure()
+        if is_collective and reason and reason not in str(error):
+            print(f"tfdp: {reason}", file=sys.stderr, flush=True)
+            text = reason
+        self._heartbeat.last_error = text
+
+    def check(self, rank: int, is_over: bool, call: str) -> None:
+        """Raise if another worker is lost.
+
+        Args:
+            rank: Int, the worker that this one waits for.
+            is_over: Bool, whether the wait has reached its limit.
+            call: String, the call in which it waits.
+
+        Raises:
+            WorkerLost: Naming it.
+        """
+        detector = self._detector
+        if self._heartbeat.failure is not None:
+            self._set_failure(self._heartbeat.failure)
+        elif detector.status(rank).has_left:
+            self._blame(rank, detector.cause_of_exit(rank))
+        elif is_over and rank in detector.suspects():
+            self._blame(rank, detector.cause_of_timeout(rank))
+        if self._failure is not None:
+            raise self._error(progress.current.name, call=call)
+
+    def progress_of(self, rank: int) -> WorkerProgress | None:
+        """Return the progress of another worker, or `None` before it is known.
+
+        Args:
+            rank: Int.
+        """
+        return self._detector.status(rank).progress
+
+    def leave(self) -> None:
+        """Announce the end of this worker's script and stop the heartbeat."""
+        self._heartbeat.has_left = True
+        self._heartbeat.beat_now(_LEAVE_SECONDS)
+        if self._rank == 0 and (self._heartbeat.last_error or self._failure):
+            lost = self._failure.rank if self._failure is not None else None
+            if any(rank != lost for rank in self._detector.ranks()):
+                # The store ends with this process: the others read it every second.
+                time.sleep(_LEAVE_SECONDS)
+
+    def _await_failure(self, seconds: float = _DIAGNOSIS_SECONDS) -> bool:
+        """Wait for the failure behind an error, which arrives before it."""
+        self._is_urgent.set()
+        has_failed = self._has_failed.wait(seconds)
+        self._is_urgent.clear()
+        return has_failed
+
+    def _error(self, place: str, bucket: str = "", call: str = "") -> WorkerLost:
+        failure = self._failure
+        assert failure is not None
+        self._is_raised.set()
+        return WorkerLost(self._message(failure, place, bucket, call))
+
+    def _message(
+        self, failure: WorkerFailure, place: str, bucket: str = "", call: str = ""
+    ) -> str:
+        if failure.rank == self._rank and failure.own:
+            return failure.own
+        if failure.rank == self._rank:
+            return f"The other workers have given this one up: {failure.cause}."
+        address = self._addresses[failure.rank]
+        return failure_message(failure, address, place, bucket, call)
+
+    def _check_workers(self) -> None:
+        """Probe the ports of suspects and set the failure if one is lost."""
+        is_urgent = self._is_urgent.is_set()
+        watched = self._detector.ranks() if self._rank == 0 or is_urgent else [0]
+        silent = watched if is_urgent else self._detector.suspects()
+        self._probe([rank for rank in watched if rank in silent])
+        if self._heartbeat.failure is not None:
+            self._set_failure(self._heartbeat.failure)
+        for rank in watched:
+            cause = self._detector.cause(rank)
+            if is_urgent or self._detector.status(rank).last_error:
+                cause = cause or self._detector.cause_of_exit(rank)
+            if cause:
+                self._blame(rank, cause)
+
+    def _probe(self, ranks: list[int]) -> None:
+        self._may_have_ended = False
+        if not ranks:
+            return
+        results = _probe_ports([self._addresses[rank] for rank in ranks])
+        for rank, result in zip(ranks, results, strict=True):
+            self._detector.record_probe(
+                rank,
+                refused=result is ProbeResult.REFUSED,
+                accepted=result is ProbeResult.ACCEPTED,
+            )
+            status = self._detector.status(rank)
+            self._may_have_ended |= status.refusals > 0 and not status.has_left
+
+    def _blame(self, rank: int, cause: str) -> None:
+        """Set the failure of another worker, or that of this one which it follows."""
+        limit = self._detector.limit_seconds
+        pause = clock.pause_within(limit)
+        if pause > limit:
+            # The others have given this one up meanwhile, and ended.
+            rank, cause = self._rank, f"it stood still for {pause:.0f} s"
+        self._set_failure(WorkerFailure(rank, cause))
+
+    def _set_failure(self, failure: WorkerFailure) -> None:
+        if self._failure is None:
+            self._failure = self._heartbeat.failure = failure
+            self._has_failed.set()
+
+    def _abort(self, failure: WorkerFailure) -> None:
+        """Publish the failure, abort collectives, end the process if it hangs."""
+        if self._rank == 0:
+            self._heartbeat.beat_now(_GRACE_SECONDS / 2)
+        reason = f"worker {failure.rank} is lost"
+        for close in self.closers:
+            close(reason)
+        _compat.abort_collectives(reason)
+        # A loop of the user's own gets TensorFlow's error in its next collective, and
+        # a script that has none may come to its end.
+        is_own = failure.rank == self._rank and failure.own
+        while not (place := progress.current.name) and not is_own:
+            if self._is_raised.wait(_POLL_SECONDS):
+                return
+        if not self._is_raised.wait(_GRACE_SECONDS):
+            end_process(self._message(failure, place))
+
+    def _check_data(self) -> None:
+        """Warn of data that does not come, or fail after the timeout."""
+        waited = self._data.update()
+        self._heartbeat.source = progress.source if waited else ""
+        failure = self._data.failure(self._rank)
+        if failure is not None:
+            self._set_failure(failure)
+
+    def _check_stragglers(self) -> None:
+        """Warn of workers that this one waits for, or fail them after the timeout."""
+        own = self._heartbeat.progress
+        if own.is_computing and not own.name:
+            self._check_deadlock(own)
+            return
+        # An all-gather of texts warns by itself.
+        if own.seconds < _WARN_AFTER_SECONDS or not own.name or own.is_all_gathering:
+            return
+        stragglers = self._detector.stragglers(own) or self._past_this_step(own)
+        limit = self._timeout_seconds
+        # Who waits for its data names itself, or is waited for while the data is slow.
+        late = {rank: its for rank, its in stragglers.items() if not its.source}
+        if late and limit is not None and own.seconds > limit:
+            rank, other = next(iter(late.items()))
+            self._blame(rank, _cause_of_delay(own, other))
+        elif stragglers:
+            self._warn_of_stragglers(own, stragglers)
+        else:
+            self._check_deadlock(own)
+
+    def _past_this_step(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
+        """Return the workers that have left the step in which this one waits for them.
+
+        An error that a script catches ends a step on one worker alone.
+        """
+        is_idle = self._heartbeat.idle_seconds >= _WARN_AFTER_SECONDS
+        waits = own.is_computing and not own.source and is_idle
+        return self._detector.workers_past(own) if waits else {}
+
+    def _check_deadlock(self, own: WorkerProgress) -> None:
+        """Warn if all wait in one step, or fail where they wait for different things.
+
+        Where data does not come, the worker that waits for it fails by itself.
+        """
+        limit = self._timeout_seconds
+        waited = own.seconds if own.name else self._heartbeat.call_seconds
+        idle = min(waited, self._heartbeat.idle_seconds)
+        is_deadlocked = self._detector.is_deadlocked(own, _WARN_AFTER_SECONDS)
+        if idle < _WARN_AFTER_SECONDS or not is_deadlocked:
+            return
+        rank = self._detector.first_with_other_reductions(own)
+        if rank is not None and limit is not None and idle > limit:
+            self._blame(rank, f"its step reduces other tensors; {_SAME_CALLS}")
+        elif user_code.is_new("deadlock", self):
+            # Once: on GPUs a long step leaves the processors idle, too.
+            sources = self._detector.sources()
+            if own.source:
+                sources[self._rank] = own.source
+            waits = "; ".join(
+                f"worker {rank} for a batch of {source}"
+                for rank, source in sorted(sources.items())
+            )
+            why = waits or (
+                f"for data ({progress.source}) or in different collectives; "
+                f"{_SAME_CALLS}"
+            )
+            self._warn(
+                own,
+                f"all workers wait at {own.name or 'an operation of TensorFlow'} for "
+                f"{waited:.0f} s, {why}.",
+            )
+
+    def _warn_of_stragglers(
+        self, own: WorkerProgress, stragglers: dict[int, WorkerProgress]
+    ) -> None:
+        names = ", ".join(
+            f"worker {rank} ({self._addresses[rank]}), which is at "
+            f"{other.name or NO_CALL}"
+            for rank, other in stragglers.items()
+        )
+        self._warn(own, f"waiting at {own.name} for {own.seconds:.0f} s for {names}.")
+
+    def _warn(self, own: WorkerProgress, text: str) -> None:
+        """Print a text, once for what this worker is at."""
+        if user_code.is_new(f"place {own.count}", self):
+            # No warning: as an error it would end this thread.
+            print(f"tfdp: {text}", file=sys.stderr, flush=True)
+
+
+def _probe_ports(addresses: list[str]) -> list[ProbeResult]:
+    probe = functools.partial(probe_port, timeout_seconds=_PROBE_SECONDS)
+    try:
+        with ThreadPoolExecutor(len(addresses)) as pool:
+            return list(pool.map(probe, addresses))
+    except RuntimeError:  # the interpreter is shutting down and starts no thread
+        return [probe(address) for address in addresses]
+
+
+def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
+    where = other.name or NO_CALL
+    return (
+        f"it has not come in {own.seconds:.0f} s, and is at {where}; a longer "
+        "`timeout_seconds` in `CommunicationOptions` waits longer"
+    )
+
+
+def _describe(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"

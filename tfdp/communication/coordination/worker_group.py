@@ -1,0 +1,290 @@
+"""All-gather of short texts between workers, without collectives and with timeouts.
+
+Collectives wait for ever when one worker is missing or sends another shape. What has
+to be agreed beforehand therefore travels through the key-value store of TensorFlow's
+coordination service, which the first worker hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.cluster.islands import Island
+from tfdp.communication.coordination.clock import clock
+from tfdp.communication.coordination.progress import WorkerProgress, progress
+from tfdp.ground import _compat, forks, user_code
+
+_WARN_AFTER_SECONDS = 10.0
+# How often a wait checks whether the other worker is alive, at first and later.
+_CHECK_SECONDS, _CHECK_AT_LEAST_SECONDS = 1.0, 3.0
+_LEAVE_SECONDS = 5.0
+# Long enough for a worker on a machine that does many other things.
+_READING_SECONDS = 30.0
+# The first worker waits for the others as long, and may have started to wait later:
+# whoever waits for its answer learns from it who is missing, and does not take the
+# first worker for the missing one.
+_ANSWER_SECONDS = 5.0
+_instances = itertools.count()
+# Where a worker is whose progress has no name.
+NO_CALL = "no call of Keras or tfdp"
+# The group of the strategy made last, and of the last one of several workers. They are
+# kept: which ones there are must not depend on when a worker collects its garbage.
+_latest: dict[bool, WorkerGroup] = {}
+
+
+class WorkerGroup:
+    """Group of workers that all-gather texts; all make the same calls in order.
+
+    Args:
+        rank: Int, index of this worker.
+        num_workers: Int.
+        timeout_seconds: Float or `None`, the longest wait. Defaults to
+            `None`, for ever, with a warning that names who is missing.
+    """
+
+    def __init__(
+        self, rank: int, num_workers: int, timeout_seconds: float | None = None
+    ) -> None:
+        self.rank = rank
+        self.num_workers = num_workers
+        self.timeout_seconds = timeout_seconds
+        # Alike on all workers, of which one may make groups of its own.
+        self._prefix = f"tfdp/{next(_instances)}" if num_workers > 1 else "tfdp"
+        # All-gathers that this worker has begun.
+        self.num_calls = 0
+        self._prefixes = itertools.count()
+        self._last_call: str | None = None
+        self.owner = forks.Owner()
+        # Hooks of the failure detector: check the worker that is waited for, return its
+        # progress, and translate errors of the store. See
+        # `tfdp.communication.coordination.watch`.
+        self.check: Callable[[int, bool, str], None] = lambda rank, is_over, call: None
+        self.progress_of: Callable[[int], WorkerProgress | None] = lambda rank: None
+        self.guard: Callable[[], contextlib.AbstractContextManager]
+        self.guard = contextlib.nullcontext
+        if rank == 0 and num_workers > 1:
+            forks.at_exit(self._wait_for_readers)
+
+    @property
+    def is_chief(self) -> bool:
+        """Bool, whether this worker writes the group's files, and reports for it."""
+        return self.rank == 0
+
+    @property
+    def is_job_chief(self) -> bool:
+        """Bool, whether it is the chief of the whole job, which may have islands."""
+        island = Island.from_environment()
+        return self.is_chief and (island is None or island.index == 0)
+
+    def new_prefix(self) -> str:
+        """Return a new key prefix; all workers call it in the same order."""
+        return f"{self._prefix}/own{next(self._prefixes)}"
+
+    def all_gather(
+        self,
+        topic: str,
+        text: str = "",
+        timeout_seconds: float | None = None,
+        check: Callable[[int], None] = lambda rank: None,
+    ) -> list[str]:
+        """Gather the texts of all workers on every worker.
+
+        Args:
+            topic: String, subject of the texts, for error messages.
+            text: String, this worker's. Defaults to `""`.
+            timeout_seconds: Float or `None`, the longest wait where it is not that
+                of the group. Defaults to `None`.
+            check: Function that is called with the rank that is waited for, every few
+                seconds, and may raise a `ValueError`: then this worker makes no call.
+                Defaults to one that does nothing.
+
+        Returns:
+            List of strings, ordered by worker.
+
+        Raises:
+            TimeoutError: If a worker does not take part in time.
+            RuntimeError: If workers are not at the same call.
+        """
+        if self.num_workers == 1:
+            return [text]
+        self.owner.check(topic)
+        with progress.all_gathering(topic), self.guard():
+            return self._all_gather(topic, text, timeout_seconds, check)
+
+    def _all_gather(
+        self,
+        topic: str,
+        text: str,
+        timeout_seconds: float | None,
+        check: Callable[[int], None],
+    ) -> list[str]:
+        call = f"{self._prefix}/{self.num_calls}"
+        self.num_calls += 1
+        limit = timeout_seconds or self.timeout_seconds
+        message = json.dumps({"topic": topic, "text": text})
+        try:
+            answer = self._exchange(call, topic, message, limit, check)
+        except ValueError:  # of `check`
+            self.num_calls -= 1
+            _compat.delete_key_value(f"{call}/{self.rank}")
+            raise
+        progress.texts_gathered()
+        return self._texts(topic, json.loads(answer))
+
+    def _exchange(
+        self,
+        call: str,
+        topic: str,
+        message: str,
+        limit: float | None,
+        check: Callable[[int], None],
+    ) -> str:
+        if self.rank == 0:
+            # The first worker collects and answers: 2 N messages, not N * N.
+            answer = self._collect(call, topic, message, limit, check)
+            _compat.set_key_value(f"{call}/all", answer)
+            self._last_call = call
+            return answer
+        _compat.set_key_value(f"{call}/{self.rank}", message)
+        patience = limit and limit + _ANSWER_SECONDS
+        answer = self._wait(f"{call}/all", topic, 0, patience, check)
+        # The store may end with the first worker before it has confirmed this.
+        with contextlib.suppress(tf.errors.OpError):
+            _compat.set_key_value(f"{call}/seen/{self.rank}", "")
+        return answer
+
+    def all_gather_values(self, topic: str, value: Any) -> list[Any]:
+        """Gather values that JSON can hold, ordered by worker."""
+        return [json.loads(text) for text in self.all_gather(topic, json.dumps(value))]
+
+    def all_equal(self, topic: str, text: str) -> tuple[bool, list[str]]:
+        """Return whether the texts of all workers are equal, and the texts."""
+        texts = self.all_gather(topic, text)
+        return len(set(texts)) == 1, texts
+
+    def any(self, topic: str, value: bool) -> bool:
+        """Return whether the value is true on any worker."""
+        return "1" in self.all_gather(topic, "1" if value else "0")
+
+    def leave(self) -> None:
+        """Synchronize all workers before they raise an error that they agreed on.
+
+        The first worker hosts the store: it must not end before the others have
+        read their answer.
+        """
+        with contextlib.suppress(TimeoutError, RuntimeError, tf.errors.OpError):
+            self.all_gather("an error", timeout_seconds=_LEAVE_SECONDS)
+
+    def _collect(
+        self,
+        call: str,
+        topic: str,
+        own: str,
+        limit: float | None,
+        check: Callable[[int], None],
+    ) -> str:
+        messages: list[str | None] = [own]
+        for rank in range(1, self.num_workers):
+            key = f"{call}/{rank}"
+            try:
+                messages.append(self._wait(key, topic, rank, limit, check))
+            except TimeoutError:
+                messages.append(None)
+                limit = 0.001  # to name the others that are missing
+        if self._last_call is not None:
+            # All have read the previous answer, since all are at this call.
+            _compat.delete_key_value(self._last_call)
+        return json.dumps(messages)
+
+    def _wait_for_readers(self) -> None:
+        """Wait until the others have read the last answer, then let the store end."""
+        if self._last_call is None:
+            return
+        end = time.monotonic() + _READING_SECONDS
+        # A lost worker reads nothing: the wait ends with an error.
+        with contextlib.suppress(Exception):
+            for rank in range(1, self.num_workers):
+                left = max(end - time.monotonic(), 0.01)
+                self._wait(f"{self._last_call}/seen/{rank}", "the end", rank, left)
+
+    def _wait(
+        self,
+        key: str,
+        topic: str,
+        rank: int,
+        limit: float | None,
+        check: Callable[[int], None] = lambda rank: None,
+    ) -> str:
+        begin = clock.now()
+        while True:
+            waited = clock.now() - begin
+            if limit is not None and waited >= limit:
+                self.check(rank, True, topic)
+                raise TimeoutError(self._missing(topic, [rank], limit))
+            if waited >= _WARN_AFTER_SECONDS:
+                user_code.warn(
+                    f"Waiting for worker {rank} at {topic!r} for "
+                    f"{_WARN_AFTER_SECONDS:.0f} s. Every worker has to run the "
+                    "same calls of Keras and tfdp.",
+                    once_for=self,
+                    topic=key,
+                )
+            # TensorFlow remembers each wait until the key is there: few long ones.
+            step = min(_CHECK_SECONDS + waited / 5, _CHECK_AT_LEAST_SECONDS)
+            left = step if limit is None else limit - waited
+            try:
+                return _compat.get_key_value(key, min(step, left))
+            except tf.errors.DeadlineExceededError:
+                self.check(rank, False, topic)
+                check(rank)
+
+    def _texts(self, topic: str, messages: list[str | None]) -> list[str]:
+        missing = [rank for rank, text in enumerate(messages) if text is None]
+        if missing:
+            raise TimeoutError(self._missing(topic, missing, self.timeout_seconds))
+        parsed = [json.loads(text) for text in messages if text is not None]
+        topics = [entry["topic"] for entry in parsed]
+        if len(set(topics)) > 1:
+            at = ", ".join(f"worker {r} at {t!r}" for r, t in enumerate(topics))
+            raise RuntimeError(
+                "Workers are at different calls: every worker has to run the "
+                f"same calls of Keras and tfdp. Received: {at}"
+            )
+        return [entry["text"] for entry in parsed]
+
+    def _missing(self, topic: str, ranks: list[int], limit: float | None) -> str:
+        names = ", ".join(self._describe(rank) for rank in ranks)
+        return (
+            f"Waited {limit:.0f} s for {names} at {topic!r}. Start every worker and "
+            "let all of them run the same calls."
+        )
+
+    def _describe(self, rank: int) -> str:
+        """Name a worker, and the call that it is at if that is known."""
+        known = self.progress_of(rank)
+        if known is None:
+            return f"worker {rank}"
+        unnamed = "an operation of TensorFlow" if known.is_computing else NO_CALL
+        return f"worker {rank} (at {known.name or unnamed})"
+
+
+def remember_group(group: WorkerGroup) -> WorkerGroup:
+    """Make a group the latest, and return it."""
+    _latest[group.num_workers > 1] = group
+    return group
+
+
+def latest_group() -> WorkerGroup | None:
+    """Return the group of the strategy made last, of several workers if there is one.
+
+    Returns:
+        `WorkerGroup`, or `None` before there is a strategy.
+    """
+    return _latest.get(True) or _latest.get(False)

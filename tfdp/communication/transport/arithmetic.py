@@ -1,0 +1,95 @@
+"""Sums of NumPy arrays in a fixed order, those of half precision in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfdp.communication.transport.communicator import Array
+
+_HALVES = ("float16", "bfloat16")
+
+
+def is_half(dtype: np.dtype) -> bool:
+    """Whether values of a dtype are added in float32 and rounded once.
+
+    Args:
+        dtype: `np.dtype`; bfloat16 is that of `ml_dtypes`.
+
+    Returns:
+        Bool.
+
+    Example:
+    >>> is_half(np.dtype("float16"))
+    True
+    """
+    return dtype.name in _HALVES
+
+
+def sum_into(target: Array, addends: Sequence[Array]) -> None:
+    """Set an array to the sum of others, added from the first to the last.
+
+    NumPy's add releases the interpreter lock. Values of half precision are added in
+    float32 and rounded once, to nearest even.
+
+    Args:
+        target: Flat array; it may be one of `addends`, or have its memory.
+        addends: Arrays of the same length and dtype, at least one.
+
+    Example:
+    >>> total = np.zeros(2)
+    >>> sum_into(total, [np.array([1.0, 2.0]), np.array([10.0, 20.0])])
+    >>> total
+    array([11., 22.])
+    """
+    if len(addends) == 1:
+        if addends[0] is not target:
+            target[:] = addends[0]
+        return
+    # A sum may overflow, or have no value: that is what the caller looks for.
+    with np.errstate(all="ignore"):
+        _sum_into(target, addends)
+
+
+def _sum_into(target: Array, addends: Sequence[Array]) -> None:
+    if is_half(target.dtype):
+        # NumPy rounds the sum of two to the same values, but one by one: bfloat16 takes
+        # two to three times as long.
+        first, *others = (addend.astype(np.float32) for addend in addends)
+        target[:] = _add_to(first, others)
+    elif any(np.may_share_memory(addend, target) for addend in addends[2:]):
+        target[:] = _add_to(addends[0] + addends[1], addends[2:])
+    else:
+        np.add(addends[0], addends[1], out=target)
+        _add_to(target, addends[2:])
+
+
+def _add_to(total: Array, addends: Sequence[Array]) -> Array:
+    for addend in addends:
+        np.add(total, addend, out=total)
+    return total
+
+
+def mean_by_samples(parts: Sequence[tuple[float, Sequence[Array]]]) -> list[Array]:
+    """Return the means of arrays, each weighted by its number of samples.
+
+    Args:
+        parts: Sequence of a number of samples and arrays, alike in all parts.
+
+    Returns:
+        List of arrays, of the dtypes of the first part.
+
+    Example:
+    >>> mean_by_samples([(3.0, [np.array([1.0])]), (1.0, [np.array([5.0])])])
+    [array([2.])]
+    """
+    total = sum(samples for samples, _ in parts) or 1.0
+    shares = [samples / total for samples, _ in parts]
+    return [
+        np.asarray(
+            sum(share * array for share, array in zip(shares, column, strict=True)),
+            column[0].dtype,
+        )
+        for column in zip(*(arrays for _, arrays in parts), strict=True)
+    ]

@@ -1,0 +1,167 @@
+"""What a member of a group calls, sent ahead of the data and compared by its peers."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+import struct
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfdp.communication.transport.communicator import Array, TransportError
+from tfdp.ground.text import pluralize
+
+_HEADER = struct.Struct("!16s12sIQQ")
+HEADER_BYTES = _HEADER.size
+_MASK = (1 << 64) - 1
+# A tag begins with its generation, of 16 bits; the rest tells collectives apart.
+_GENERATIONS, _REST_BITS = 1 << 16, 48
+_STEPS_DIFFER = "An earlier step ended with an error on some workers only"
+_ERRORS = re.compile(rf"{_STEPS_DIFFER}: (\d+) of .*?, (\d+) of ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A collective as one member calls it.
+
+    Args:
+        kind: String, such as `"all-reduce"`.
+        tag: Int of 64 bits, which collective it is.
+        num_bytes: Int, the length of the array; in an all-to-all what goes to the peer.
+        dtype: String, the name of its dtype.
+        bounds: Int, a checksum of the bounds of the parts.
+    """
+
+    kind: str
+    tag: int
+    num_bytes: int = 0
+    dtype: str = ""
+    bounds: int = 0
+
+    def packed(self) -> bytes:
+        """Pack all fields into `HEADER_BYTES`."""
+        return _HEADER.pack(
+            self.kind.encode(),
+            self.dtype.encode()[:12],
+            self.bounds,
+            self.tag & _MASK,
+            self.num_bytes,
+        )
+
+    def __str__(self) -> str:
+        what = ""
+        if self.dtype:
+            what = f" of {pluralize(self.num_bytes, 'byte')} of {self.dtype}"
+        return f"{self.kind}{what} (tag {self.tag & _MASK:#x})"
+
+
+def call_of(
+    kind: str, array: Array, tag: int, bounds: Sequence[int] | None = None
+) -> Call:
+    """Describe a collective of an array.
+
+    Args:
+        kind: String.
+        array: Flat array.
+        tag: Int.
+        bounds: Sequence of int or `None`, those of the parts.
+
+    Returns:
+        `Call`.
+
+    Example:
+    >>> str(call_of("all-reduce", np.zeros(2, "float32"), tag=7))
+    'all-reduce of 8 bytes of float32 (tag 0x7)'
+    """
+    checksum = 0 if bounds is None else zlib.crc32(np.asarray(bounds, "<i8").tobytes())
+    return Call(kind, tag, array.nbytes, array.dtype.name, checksum)
+
+
+def new_tag(generation: int, text: str) -> int:
+    """Return the tag of a collective.
+
+    Args:
+        generation: Int, the number of steps of this worker that have ended with an
+            error.
+        text: String, the same on all members, which tells it from others.
+
+    Returns:
+        Int of 64 bits.
+    """
+    digest = hashlib.sha256(text.encode()).digest()[: _REST_BITS // 8]
+    rest = int.from_bytes(digest, "big")
+    return generation % _GENERATIONS << _REST_BITS | rest
+
+
+def steps_ahead(error: Exception, generation: int) -> int | None:
+    """Return how far other workers are ahead, by the error of a collective.
+
+    Args:
+        error: Exception, also of a member that has learnt of it from others.
+        generation: Int, that of the own call.
+
+    Returns:
+        Int, by how many failed steps another member is ahead of `generation`, 0 if
+        none is; `None` if the error has another cause.
+
+    Example:
+    >>> calls = [Call("barrier", new_tag(generation, "")) for generation in (1, 2)]
+    >>> try:
+    ...     check(calls[1].packed(), calls[0], own=0, peer=1)
+    ... except TransportError as error:
+    ...     [steps_ahead(error, generation) for generation in (1, 2)]
+    [1, 0]
+    """
+    found = _ERRORS.search(str(error))
+    if found is None:
+        return None
+    half = _GENERATIONS // 2
+    ahead = [
+        (int(text) - generation + half) % _GENERATIONS - half for text in found.groups()
+    ]
+    return max(0, *ahead)
+
+
+def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> None:
+    """Compare a peer's call with the own one.
+
+    Args:
+        received: Buffer, what the peer has sent.
+        expected: `Call` that it should have sent.
+        own: Int, the rank of this worker.
+        peer: Int, that of the other one.
+
+    Raises:
+        TransportError: If it calls another collective.
+    """
+    if received == expected.packed():
+        return
+    kind, dtype, bounds, tag, num_bytes = _HEADER.unpack(received)
+    _check_steps(tag, expected.tag, own, peer)
+    other = Call(
+        kind.rstrip(b"\0").decode(errors="replace"),
+        tag,
+        num_bytes,
+        dtype.rstrip(b"\0").decode(errors="replace"),
+        bounds,
+    )
+    differ = " with other bounds" if str(other) == str(expected) else ""
+    raise TransportError(
+        f"The workers run other collectives: worker {peer} is at {other}{differ}, and "
+        f"worker {own} at {expected}. Every worker has to run the same steps of the "
+        "same program."
+    )
+
+
+def _check_steps(received: int, expected: int, own: int, peer: int) -> None:
+    """Compare the generations of two tags."""
+    theirs, ours = received >> _REST_BITS, (expected & _MASK) >> _REST_BITS
+    if theirs != ours:
+        raise TransportError(
+            f"{_STEPS_DIFFER}: {ours} of worker {own}'s steps so far, {theirs} of "
+            f"worker {peer}'s. A script that goes on after an error has to do so on "
+            "every worker."
+        )

@@ -1,0 +1,73 @@
+"""Messages of a head, which JSON can hold, and arrays of any shapes and dtypes."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tfdp.communication.transport.communicator import Array
+from tfdp.communication.transport.schedules import bytes_of
+
+_LENGTH = struct.Struct("!I")
+# More is no head of a message.
+_MOST_HEAD_BYTES = 1 << 22
+
+
+class Link(Protocol):
+    """A connection that carries messages."""
+
+    def send(self, *buffers: bytes | memoryview) -> None:
+        """Send buffers, one after the other."""
+
+    def receive_into(self, view: bytearray | memoryview) -> None:
+        """Fill a buffer."""
+
+
+def send_frame(
+    link: Link, head: Mapping[str, Any], arrays: Sequence[Array] = ()
+) -> None:
+    """Send a message.
+
+    Args:
+        link: `Link`.
+        head: Mapping that JSON can hold.
+        arrays: Sequence of arrays. Defaults to none.
+    """
+    own = [np.asarray(array) for array in arrays]
+    specs = [(array.dtype.name, array.shape) for array in own]
+    text = json.dumps({**head, "arrays": specs}).encode()
+    link.send(_LENGTH.pack(len(text)) + text, *map(_view, own))
+
+
+def receive_frame(link: Link) -> tuple[dict[str, Any], list[Array]]:
+    """Receive a message.
+
+    Args:
+        link: `Link`.
+
+    Returns:
+        Tuple of the head, and a list of arrays.
+
+    Raises:
+        EOFError: If the other end sends no message.
+    """
+    length = bytearray(_LENGTH.size)
+    link.receive_into(length)
+    (num_bytes,) = _LENGTH.unpack(length)
+    if num_bytes > _MOST_HEAD_BYTES:
+        raise EOFError
+    text = bytearray(num_bytes)
+    link.receive_into(text)
+    head = json.loads(text)
+    arrays = [np.empty(shape, np.dtype(dtype)) for dtype, shape in head.pop("arrays")]
+    for array in arrays:
+        link.receive_into(_view(array))
+    return head, arrays
+
+
+def _view(array: Array) -> memoryview:
+    return bytes_of(np.ascontiguousarray(array).reshape(-1))

@@ -1,0 +1,457 @@
+"""Connections of this worker to the others of its job."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+
+from tfdp.communication.cluster.limits import lack_of_files
+from tfdp.communication.connection.acceptor import Acceptor
+from tfdp.communication.connection.handshake import (
+    Authenticated,
+    ConnectionFailed,
+    UnauthenticatedPeer,
+    authenticate,
+    dial_steps,
+)
+from tfdp.communication.transport.addresses import (
+    Addresses,
+    family_of,
+    is_loopback,
+    listening_address,
+    socket_address,
+    this_machine,
+)
+from tfdp.communication.transport.communicator import (
+    PeerLost,
+    TransportClosed,
+    TransportError,
+)
+from tfdp.communication.transport.connections import Connection, Ending
+from tfdp.communication.transport.control import LANE as CONTROL
+from tfdp.communication.transport.control import ControlLine
+from tfdp.communication.transport.sockets import (
+    listen_tcp,
+    listen_unix,
+    shut_down,
+    tune,
+)
+from tfdp.communication.transport.store import Store
+from tfdp.ground.forks import Owner, close_in_forks
+
+_logger = logging.getLogger("tfdp.transport")
+
+_PREFIX = "transport"
+# Rank of a worker that dials, and digest of the lane's name.
+_CLAIM = struct.Struct("!I32s")
+# After which a busy or silent end is dialled again.
+_ATTEMPT_SECONDS = 10.0
+# In which a store is asked once, and after which `close` is noticed at the latest.
+_STORE_SECONDS = 2.0
+_RETRY_SECONDS = 0.05
+# For the message that says why a connection was closed; it is sent before.
+_REASON_SECONDS = 0.5
+# Those that are open at the end of the script: the peers are told that it is the end.
+_meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+class Mesh:
+    """Connections of this worker to the others of its job.
+
+    It publishes its addresses in the store and listens on two sockets: TCP, on one
+    address of this host and a port that the system chooses, and an abstract Unix
+    socket, for workers of this host. Of two workers the one of higher rank dials.
+
+    Args:
+        rank: Int, this worker's.
+        num_workers: Int.
+        store: `Store` of the job. Worker 0 puts the job's secret into it.
+        host: String, this worker's host as `TF_CONFIG` names it.
+        interface: String or `None`, the name or an address of the interface to
+            listen on. Defaults to `None`, the one that `host` resolves to.
+        timeout_seconds: Float, the longest wait for another worker.
+        use_unix: Bool, alike on all workers, whether those of one host share Unix
+            sockets and memory; without, they use TCP, as those of two hosts do.
+
+    Raises:
+        TransportError: If this host has no such address or interface, or worker 0
+            does not put a secret into the store in time.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        num_workers: int,
+        store: Store,
+        *,
+        host: str,
+        interface: str | None = None,
+        timeout_seconds: float = 60.0,
+        use_unix: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.num_workers = num_workers
+        self._store = store
+        self._timeout_seconds = timeout_seconds
+        self._use_unix = use_unix
+        self._changed = threading.Condition()
+        self._closed: str | None = None
+        # Why the listener accepts nobody at the moment.
+        self._lack: str | None = None
+        self._owner = Owner()
+        self._addresses: dict[int, Addresses] = {}
+        self._accepted: dict[tuple[int, bytes], socket.socket] = {}
+        self._lines: dict[int, ControlLine] = {}
+        self._line_locks: dict[int, threading.Lock] = {}
+        self._gone: set[int] = set()
+        self._endings: dict[tuple[int, str], Ending] = {}
+        self._connections: set[Connection] = set()
+        self._dialling: set[socket.socket] = set()
+        address = listening_address(host, interface)
+        self._secret = self._shared_secret()
+        tcp, unix = listen_tcp(address), listen_unix()
+        self.addresses = Addresses(
+            host=host,
+            ip=address,
+            port=tcp.getsockname()[1],
+            unix_name=unix.getsockname()[1:].decode(),
+            machine=this_machine(),
+        )
+        self._acceptor = Acceptor(
+            self._secret,
+            _service(rank),
+            [tcp, unix],
+            self._accept,
+            lacks_files=self._note_lack,
+            log=_logger.warning,
+            claim_bytes=_CLAIM.size,
+        )
+        _meshes.add(self)
+        store.put(f"{_PREFIX}/address/{rank}", self.addresses.to_json())
+
+    def connect(self, peer: int, lane: str) -> Connection:
+        """Connect to another worker, which has to do the same.
+
+        Args:
+            peer: Int, its rank.
+            lane: String, what the connection is for; a new one for each.
+
+        Returns:
+            `Connection`, when both have called this.
+
+        Raises:
+            PeerLost: If the other worker ends meanwhile.
+            TransportError: If it does not connect in time, or cannot be reached.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        if self.rank > peer:
+            sock = self._dial_lane(peer, lane, deadline)
+        else:
+            sock = self._take(peer, lane, deadline)
+        connection = Connection(sock, peer, lane, self)
+        with self._changed:
+            if self._closed is None:
+                self._connections.add(connection)
+                return connection
+        sock.close()
+        raise self._was_closed()
+
+    def share_host(self, ranks: Iterable[int]) -> bool:
+        """Whether workers share this host: its network namespace, and one user.
+
+        Args:
+            ranks: Iterable of int.
+
+        Returns:
+            Bool; where it is true, Unix sockets and memory files work between them.
+        """
+        if not self._use_unix:
+            return False
+        deadline = time.monotonic() + self._timeout_seconds
+        return all(
+            self._addresses_of(rank, deadline).machine == self.addresses.machine
+            for rank in ranks
+        )
+
+    def close(self, reason: str = "") -> None:
+        """Close all connections and stop to listen; nothing is left open.
+
+        Args:
+            reason: String, which the peers are told.
+        """
+        if not self._owner.is_current:
+            return
+        with self._changed:
+            if self._closed is not None:
+                return
+            self._closed = reason
+            connections = list(self._connections)
+            for sock in self._dialling:
+                shut_down(sock)
+            self._changed.notify_all()
+        for connection in connections:
+            connection.close(reason)
+        self._acceptor.close()
+        with self._changed:
+            for sock in self._accepted.values():
+                sock.close()
+            self._accepted.clear()
+
+    # What connections ask of their mesh.
+
+    def tell(self, peer: int, lane: str, ending: Ending) -> None:
+        """Tell a peer why this worker closes the connection of a lane."""
+        with self._changed:
+            line = self._lines.get(peer)
+        if line is not None:
+            line.send(lane, ending)
+
+    def ending_of(self, peer: int, lane: str) -> Ending | None:
+        """Return why the peer closed the connection of a lane, `None` if unsaid."""
+
+        def is_known() -> bool:
+            return (peer, lane) in self._endings or peer not in self._lines
+
+        with self._changed:
+            self._changed.wait_for(is_known, _REASON_SECONDS)
+            return self._endings.get((peer, lane))
+
+    def forget(self, connection: Connection) -> None:
+        """Take note that a connection is closed."""
+        with self._changed:
+            self._connections.discard(connection)
+
+    # What the acceptor's thread calls.
+
+    def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
+        """Keep the connection of a worker until `connect` asks for it."""
+        rank, lane = _CLAIM.unpack(authenticated.claim)
+        if lane == _digest(CONTROL):
+            self._add_line(ControlLine(sock, rank))
+            return
+        with self._changed:
+            self._lack = None
+            before = self._accepted.pop((rank, lane), None)
+            self._accepted[rank, lane] = sock
+            self._changed.notify_all()
+        if before is not None:  # whose other end has tried again
+            before.close()
+
+    def _note_lack(self, sentence: str) -> None:
+        """End the calls that wait for a connection which cannot be accepted."""
+        with self._changed:
+            self._lack = sentence
+            self._changed.notify_all()
+
+    def _read(self, line: ControlLine) -> bool:
+        """Keep the reasons for which a peer closes connections, and note its end."""
+        messages = line.receive()
+        with self._changed:
+            for lane, ending in messages or ():
+                self._endings[line.peer, lane] = ending
+            if messages is None and self._lines.get(line.peer) is line:
+                del self._lines[line.peer]
+                self._gone.add(line.peer)
+            self._changed.notify_all()
+        return messages is not None
+
+    def _add_line(self, line: ControlLine) -> None:
+        with self._changed:
+            self._lines[line.peer] = line
+            self._changed.notify_all()
+        self._acceptor.watch(line, functools.partial(self._read, line))
+
+    def _shared_secret(self) -> str:
+        key = f"{_PREFIX}/secret"
+        if self.rank == 0:
+            secret = secrets.token_hex(32)
+            self._store.put(key, secret)
+            return secret
+        return self._text(key, 0, time.monotonic() + self._timeout_seconds)
+
+    def _addresses_of(self, peer: int, deadline: float) -> Addresses:
+        if peer == self.rank:
+            return self.addresses
+        if peer not in self._addresses:
+            text = self._text(f"{_PREFIX}/address/{peer}", peer, deadline)
+            self._addresses[peer] = Addresses.from_json(text)
+        return self._addresses[peer]
+
+    def _text(self, key: str, peer: int, deadline: float) -> str:
+        """Get a text of a peer from the store."""
+        while True:
+            if self._closed is not None:
+                raise self._was_closed()
+            left = deadline - time.monotonic()
+            try:
+                return self._store.get(key, max(0.01, min(left, _STORE_SECONDS)))
+            except TimeoutError:
+                if left > _STORE_SECONDS:
+                    continue
+            raise TransportError(
+                f"Worker {peer} has not published its address within "
+                f"{self._timeout_seconds:g} s. Start every worker, and see the end of "
+                "its output."
+            )
+
+    def _dial_lane(self, peer: int, lane: str, deadline: float) -> socket.socket:
+        """Dial, with a control line before the first one, and wait for `connect`."""
+        with self._line_locks.setdefault(peer, threading.Lock()):
+            if peer not in self._lines:
+                line = ControlLine(self._dial(peer, CONTROL, deadline), peer)
+                self._add_line(line)
+        sock = self._dial(peer, lane, deadline)
+        try:
+            with self._interruptible(sock):
+                sock.settimeout(max(0.01, deadline - time.monotonic()))
+                taken = sock.recv(1)
+        except TimeoutError:
+            sock.close()
+            raise self._did_not_come(peer) from None
+        except OSError:
+            taken = b""
+        if not taken:
+            sock.close()
+            if self._closed is not None:
+                raise self._was_closed()
+            raise self._ended(peer)
+        return sock
+
+    def _dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
+        """Dial until the other worker answers."""
+        addresses = self._addresses_of(peer, deadline)
+        claim = _CLAIM.pack(self.rank, _digest(lane))
+        while True:
+            if peer in self._gone:
+                raise self._ended(peer)
+            try:
+                sock, target = self._new_socket(addresses)
+            except OSError as error:
+                raise TransportError(lack_of_files(error) or str(error)) from error
+            left = min(deadline - time.monotonic(), _ATTEMPT_SECONDS)
+            try:
+                with self._interruptible(sock):
+                    steps = dial_steps(self._secret, _service(peer), claim)
+                    authenticate(sock, steps, left, target)
+                tune(sock)
+                return sock
+            except UnauthenticatedPeer:
+                raise TransportError(
+                    f"What listens at {addresses}, where worker {peer} said that it "
+                    "does, has not the secret of this job. Another job may have taken "
+                    "its port: start all workers again."
+                ) from None
+            except ConnectionFailed as error:
+                if self._closed is not None:
+                    raise self._was_closed() from None
+                if deadline - time.monotonic() <= _RETRY_SECONDS:
+                    raise self._unreachable(peer, addresses, error) from None
+            time.sleep(_RETRY_SECONDS)
+
+    def _new_socket(self, there: Addresses) -> tuple[socket.socket, tuple | str]:
+        """Return a socket to dial with, and what it is to be connected to."""
+        if self._use_unix and there.machine == self.addresses.machine:
+            return close_in_forks(socket.socket(socket.AF_UNIX)), f"\0{there.unix_name}"
+        sock = close_in_forks(socket.socket(family_of(there.ip)))
+        ip = self.addresses.ip
+        # From the interface that this worker listens on, where it leads there.
+        if family_of(ip) == sock.family and is_loopback(ip) == is_loopback(there.ip):
+            sock.bind(socket_address(ip, 0))
+        return sock, socket_address(there.ip, there.port)
+
+    def _take(self, peer: int, lane: str, deadline: float) -> socket.socket:
+        """Wait for the connection that a peer of higher rank dials."""
+        key = peer, _digest(lane)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    key in self._accepted
+                    or peer in self._gone
+                    or self._closed is not None
+                    or self._lack is not None
+                ),
+                max(0.0, deadline - time.monotonic()),
+            )
+            sock = self._accepted.pop(key, None)
+        if sock is None:
+            if self._closed is not None:
+                raise self._was_closed()
+            if peer in self._gone:
+                raise self._ended(peer)
+            if self._lack is not None:
+                raise TransportError(self._lack)
+            raise self._did_not_come(peer)
+        tune(sock)
+        sock.settimeout(None)
+        with contextlib.suppress(OSError):  # whoever uses it will see
+            sock.send(b"\1", socket.MSG_NOSIGNAL)
+        return sock
+
+    @contextlib.contextmanager
+    def _interruptible(self, sock: socket.socket) -> Iterator[None]:
+        """Let `close` end what a thread waits for on a socket of its own."""
+        with self._changed:
+            if self._closed is not None:
+                sock.close()
+                raise self._was_closed()
+            self._dialling.add(sock)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._dialling.discard(sock)
+
+    def _was_closed(self) -> TransportClosed:
+        return TransportClosed(self._closed or "")
+
+    def _ended(self, peer: int) -> PeerLost:
+        return PeerLost(peer, "it ended while the workers connected")
+
+    def _did_not_come(self, peer: int) -> TransportError:
+        return TransportError(
+            f"Worker {peer} has not connected to worker {self.rank} "
+            f"({self.addresses}) within {self._timeout_seconds:g} s. It has ended, "
+            "runs other collectives, or a firewall closes the port."
+        )
+
+    def _unreachable(
+        self, peer: int, addresses: Addresses, error: ConnectionFailed
+    ) -> TransportError:
+        if is_loopback(addresses.ip) and addresses.machine != self.addresses.machine:
+            return TransportError(
+                f"Worker {peer} listens at {addresses} only, which no other host "
+                f"reaches, since its host {addresses.host!r} resolves to that there. "
+                "Mend TF_CONFIG or the name's entry, or choose an address with "
+                '`CommunicationOptions(interface="...")`.'
+            )
+        return TransportError(
+            f"Worker {self.rank} ({self.addresses.ip}) cannot reach worker {peer} at "
+            f"{addresses} within {self._timeout_seconds:g} s: {error}. Workers listen "
+            "on ports that the system chooses: let the firewall pass all TCP ports "
+            "between them, or choose another interface with "
+            '`CommunicationOptions(interface="...")`.'
+        )
+
+
+def _service(rank: int) -> str:
+    return f"worker {rank}"
+
+
+def _digest(lane: str) -> bytes:
+    return hashlib.sha256(lane.encode()).digest()
+
+
+@atexit.register
+def _close_all() -> None:
+    for mesh in list(_meshes):
+        mesh.close()

@@ -1,0 +1,335 @@
+"""Collectives over MPI, by messages that never wait with a core of their own.
+
+Of MPI only non-blocking messages between two processes are used. Its own reductions do
+not promise sums that are equal on all members and in each run, know no bfloat16, and
+cannot be ended when a member is gone. Each member here adds its part of an array, in
+the order of the members; what moves is what the best of MPI's own algorithms move.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tfdp.communication.cluster.mpi_cluster import is_of_slurm
+from tfdp.communication.cluster.mpi_job import MpiJob
+from tfdp.communication.cluster.mpi_launcher import has_mpi4py, mpi_rank
+from tfdp.communication.cluster.mpi_start import (
+    current_job,
+    import_mpi,
+    library_of,
+    start_job,
+)
+from tfdp.communication.transport.arithmetic import sum_into
+from tfdp.communication.transport.calls import Call, call_of
+from tfdp.communication.transport.communicator import Array, TransportError
+from tfdp.communication.transport.mpi_messages import (
+    ALL_TO_ALL,
+    SMALL_BYTES,
+    MpiMessages,
+)
+from tfdp.communication.transport.schedules import equal_bounds
+from tfdp.ground.text import pluralize
+
+
+def is_mpi_job(num_workers: int | None = None) -> bool:
+    """Whether this process is one of an MPI job, and has mpi4py to speak with it.
+
+    Args:
+        num_workers: Int, number of workers of the cluster, which have to be the job's
+            processes; or `None` to leave that out. Defaults to `None`.
+
+    Returns:
+        Bool. It is found by the launcher's variables; MPI is not started. Tasks of
+        `srun` do not count, unless MPI has started: many clusters set the variables of
+        MPI for each of them.
+    """
+    job = current_job()
+    if job is not None:
+        return num_workers is None or num_workers == job.size
+    own = mpi_rank()
+    if own is None or not has_mpi4py() or is_of_slurm(own):
+        return False
+    return num_workers is None or num_workers == own.size
+
+
+def check_job(
+    num_workers: int, rank: int, timeout_seconds: float | None = None
+) -> None:
+    """Start MPI, and check that the workers are the processes of its job.
+
+    All workers call it, before the first `MpiCommunicator`.
+
+    Args:
+        num_workers: Int, number of workers of the cluster.
+        rank: Int, this worker's.
+        timeout_seconds: Float or `None`, the longest wait for the others. Defaults to
+            `None`, for ever.
+
+    Raises:
+        ValueError: If there is no MPI job, or it is not that of the workers.
+        TimeoutError: If a process of the job does not come in time.
+    """
+    import_mpi()
+    if mpi_rank() is None and current_job() is None:
+        raise ValueError(
+            '`backend="mpi"` needs processes that MPI has started: mpiexec -n '
+            f'{num_workers} python train.py, or srun --mpi=pmix. Use "auto" '
+            "elsewhere. Received: no variable of an MPI launcher"
+        )
+    job = start_job(timeout_seconds)
+    if job.size != num_workers:
+        raise ValueError(
+            "The workers have to be the processes of the MPI job, which has "
+            f"{pluralize(job.size, 'process', 'processes')} ({job.library}). Start as "
+            "many as TF_CONFIG names, or unset TF_CONFIG. Received: "
+            f"{pluralize(num_workers, 'worker')} in the cluster"
+        )
+    # Slurm and TF_CONFIG may number the processes in another order than MPI.
+    ranks = [each["rank"] for each in job.exchange({"rank": rank}, timeout_seconds)]
+    if sorted(ranks) != list(range(num_workers)):
+        raise ValueError(
+            "Two processes of the MPI job are the same worker. Give each its own "
+            f"index in TF_CONFIG, or unset it. Received: workers {ranks}, by MPI rank"
+        )
+    job.world_ranks = tuple(ranks.index(worker) for worker in range(num_workers))
+
+
+class MpiCommunicator:
+    """Collectives of a group of workers over MPI.
+
+    A group and lane has an MPI communicator of its own. Waiting takes little of a core:
+    MPI is asked again after pauses that grow with the wait, to a millisecond.
+
+    Where MPI allows calls from one thread at a time only, all workers have to make
+    their communicators in one order.
+
+    Args:
+        ranks: Sequence of int, the member workers, this one among them. All of them
+            make the communicator, with the same lane.
+        lane: String, which of the communicators of this group it is.
+        timeout_seconds: Float or `None`, the longest wait for the other members.
+            Defaults to `None`, for ever.
+
+    Raises:
+        TransportError: If there is no MPI job, this worker is not a member, or another
+            lane is being made under the same tag.
+        TimeoutError: If a member does not come in time.
+    """
+
+    name = "mpi"
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        lane: str,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        job = current_job()
+        if job is None or job.mpi.Is_finalized():
+            raise TransportError(
+                "MPI is not running in this process: `check_job` starts it. "
+                f"Received: lane {lane!r}"
+            )
+        self.ranks = tuple(ranks)
+        own = job.world_ranks.index(job.rank)
+        if own not in self.ranks:
+            raise TransportError(
+                f"Worker {own} is not a member of the group. "
+                f"Received: ranks={self.ranks}"
+            )
+        self.index = self.ranks.index(own)
+        self._scratch = np.empty(0, np.uint8)
+        comm = _make_comm(job, self.ranks, lane, timeout_seconds)
+        self._messages = MpiMessages(job, comm, self.ranks)
+        self._job = job
+        job.add(self)
+
+    def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
+        """Sum over all members, into another array or in place."""
+        target = array if into is None else into
+        with self._messages.call():
+            call = call_of("all-reduce", array, tag)
+            if array.nbytes <= SMALL_BYTES:
+                self._exchange_and_add(array, target, call)
+                return
+            bounds = equal_bounds(len(array), len(self.ranks))
+            own = target[bounds[self.index] : bounds[self.index + 1]]
+            self._reduce_scatter(array, bounds, own, call)
+            self._all_gather(target, bounds, call)
+
+    def reduce_scatter(
+        self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
+    ) -> None:
+        """Sum over all members the own part, into another array or in place."""
+        own = array[bounds[self.index] : bounds[self.index + 1]]
+        with self._messages.call():
+            call = call_of("reduce-scatter", array, tag, bounds)
+            self._reduce_scatter(array, bounds, own if into is None else into, call)
+
+    def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
+        """Fill the parts of all other members with theirs."""
+        with self._messages.call():
+            self._all_gather(array, bounds, call_of("all-gather", array, tag, bounds))
+
+    def all_to_all(
+        self, sent: Sequence[Array], received: Sequence[Array], tag: int
+    ) -> None:
+        """Send `sent[i]` to member `i`, and fill `received[i]` with what it sends."""
+        with self._messages.call():
+            received[self.index][:] = sent[self.index]
+            pairs = {peer: (sent[peer], received[peer]) for peer in self._others()}
+            self._messages.exchange(pairs, call_of(ALL_TO_ALL, sent[self.index], tag))
+
+    def broadcast(self, array: Array, source: int, tag: int) -> None:
+        """Copy the array of the member with index `source` to all."""
+        size = len(self.ranks)
+        with self._messages.call():
+            if size == 1:
+                return
+            call = call_of(f"broadcast {source}", array, tag)
+            if array.nbytes <= SMALL_BYTES * size:
+                self._broadcast_by_tree(array, source, call)
+                return
+            # The source sends each byte once, the others pass them on.
+            bounds = equal_bounds(len(array), size)
+            self._scatter(array, bounds, source, call)
+            self._all_gather(array, bounds, call)
+
+    def barrier(self, tag: int) -> None:
+        """Return when all members have called it."""
+        size, distance = len(self.ranks), 1
+        nothing = np.empty(0, np.uint8)
+        with self._messages.call():
+            while distance < size:
+                peers = {(self.index + distance) % size, (self.index - distance) % size}
+                pairs = dict.fromkeys(peers, (nothing, nothing))
+                self._messages.exchange(pairs, Call("barrier", tag))
+                distance *= 2
+
+    def close(self, reason: str = "") -> None:
+        """End a call that waits, and tell the other members.
+
+        Args:
+            reason: String, which they get with `PeerLost`. Defaults to `""`.
+        """
+        self._messages.close(reason)
+        self._job.discard(self)
+
+    # Collectives in one or more phases.
+
+    def _exchange_and_add(self, array: Array, target: Array, call: Call) -> None:
+        parts = self._scratch_parts(array, len(array))
+        parts[self.index] = array.copy() if array is target else array
+        pairs = {peer: (array, parts[peer]) for peer in self._others()}
+        self._messages.exchange(pairs, call)
+        sum_into(target, parts)
+
+    def _reduce_scatter(
+        self, array: Array, bounds: Sequence[int], target: Array, call: Call
+    ) -> None:
+        """Sum the own part into `target`, which may be that part itself."""
+        own = array[bounds[self.index] : bounds[self.index + 1]]
+        parts = self._scratch_parts(array, len(own))
+        is_in_place = np.may_share_memory(own, target)
+        parts[self.index] = target if is_in_place else own
+        pairs = {
+            peer: (array[bounds[peer] : bounds[peer + 1]], parts[peer])
+            for peer in self._others()
+        }
+        self._messages.exchange(pairs, call)
+        sum_into(target, parts)
+
+    def _all_gather(self, array: Array, bounds: Sequence[int], call: Call) -> None:
+        own = array[bounds[self.index] : bounds[self.index + 1]]
+        pairs = {
+            peer: (own, array[bounds[peer] : bounds[peer + 1]])
+            for peer in self._others()
+        }
+        self._messages.exchange(pairs, call)
+
+    def _scatter(
+        self, array: Array, bounds: Sequence[int], source: int, call: Call
+    ) -> None:
+        nothing = array[:0]
+        if self.index == source:
+            pairs = {
+                peer: (array[bounds[peer] : bounds[peer + 1]], nothing)
+                for peer in self._others()
+            }
+        else:
+            own = array[bounds[self.index] : bounds[self.index + 1]]
+            pairs = {source: (nothing, own)}
+        self._messages.exchange(pairs, call)
+
+    def _broadcast_by_tree(self, array: Array, source: int, call: Call) -> None:
+        """Binomial tree: member `r` from the source gets it from `r` less its low bit.
+
+        Source: Rajeev Thakur, Rolf Rabenseifner and William Gropp, "Optimization of
+        Collective Communication Operations in MPICH", 2005.
+        """
+        size, nothing = len(self.ranks), array[:0]
+        place = (self.index - source) % size
+        step = 1
+        while step < size and not place & step:
+            step *= 2
+        if place:
+            parent = (place - step + source) % size
+            self._messages.exchange({parent: (nothing, array)}, call)
+        children = []
+        while step > 1:
+            step //= 2
+            if place + step < size:
+                children.append((place + step + source) % size)
+        self._messages.exchange(dict.fromkeys(children, (array, nothing)), call)
+
+    def _others(self) -> list[int]:
+        """Indices of the other members, each beginning with the one after it."""
+        size = len(self.ranks)
+        return [(self.index + step) % size for step in range(1, size)]
+
+    def _scratch_parts(self, like: Array, length: int) -> list[Array]:
+        """Memory for a part of each member, kept: new pages cost more than a sum."""
+        each, size = length * like.itemsize, len(self.ranks)
+        if self._scratch.nbytes < each * (size - 1):
+            self._scratch = np.empty(each * (size - 1), np.uint8)
+        parts = [like[:0]] * size
+        for place, peer in enumerate(self._others()):
+            part = self._scratch[place * each : (place + 1) * each]
+            parts[peer] = part.view(like.dtype)
+        return parts
+
+
+def _make_comm(
+    job: MpiJob, ranks: tuple[int, ...], lane: str, timeout_seconds: float | None
+) -> Any:
+    """Make the MPI communicator of a group, when all of its members are here."""
+    if len(ranks) == 1:
+        return job.mpi.COMM_SELF
+    members = [job.world_ranks[rank] for rank in ranks]
+    text = f"{lane} {ranks}"
+    # Below the smallest upper bound of tags that MPI allows, above those of the job.
+    tag = 16 + zlib.crc32(text.encode()) % 32000
+    names = job.exchange({"lane": text}, timeout_seconds, members, tag)
+    others = [each["lane"] for each in names if each["lane"] != text]
+    if others:
+        raise TransportError(
+            "The workers make different communicators at the same time. Received: "
+            f"{text!r} and {others[0]!r}"
+        )
+    # All are here, so this does not wait.
+    with job.lock:
+        return job.comm.Create_group(job.comm.Get_group().Incl(members), tag)
+
+
+def library() -> str:
+    """Name and version of the MPI library that mpi4py has loaded.
+
+    Returns:
+        String, for plans and messages.
+    """
+    return library_of(import_mpi())

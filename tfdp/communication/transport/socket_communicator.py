@@ -1,0 +1,380 @@
+"""Collectives over sockets: TCP, and Unix sockets between processes of one host."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from tfdp.communication.transport.arithmetic import is_half, sum_into
+from tfdp.communication.transport.calls import HEADER_BYTES, Call, call_of, check
+from tfdp.communication.transport.communicator import (
+    Array,
+    PeerLost,
+    TransportClosed,
+    TransportError,
+)
+from tfdp.communication.transport.connections import Connection, Ending
+from tfdp.communication.transport.flows import Flow, Gate, Piece, run
+from tfdp.communication.transport.mesh import Mesh
+from tfdp.communication.transport.ordered_sums import OrderedSums
+from tfdp.communication.transport.ring import Ring
+from tfdp.communication.transport.schedules import (
+    SEGMENT_BYTES,
+    Segments,
+    bytes_of,
+    equal_bounds,
+)
+
+# Up to here one exchange of whole arrays is faster than reduce-scatter and all-gather:
+# by a third between two members of one host, by half between three.
+SMALL_BYTES = 128 << 10
+
+
+class SocketCommunicator:
+    """Collectives of a group of workers over the connections of a mesh.
+
+    An all-reduce is a ring of reduce-scatter and all-gather, in segments: one is added
+    while the next arrives, and sent on as soon as it is added. Of N members each sends
+    and receives 2 (N - 1) / N of the array's bytes. Per byte that is received there is
+    the kernel's one copy, and per byte that is added NumPy's pass from a buffer that
+    stays in the cache; what is sent goes from the array itself. Arrays of up to 128 kB
+    (all that a member receives) are exchanged whole. Half precision is not rounded
+    at each hop of a ring: with more than two members each receives its part of all
+    others, and adds them in float32.
+
+    Two members have one connection. Two and three were no faster: not between two
+    network namespaces, where processors are the limit, and not on a link of 1 Gbit/s,
+    of which one connection takes 0.95.
+
+    Args:
+        mesh: `Mesh` of this worker.
+        ranks: Sequence of int, the members, this worker among them.
+        lane: String, what the group is for; all its members give the same one.
+        segment_bytes: Int, a multiple of 8, in which large arrays travel.
+        small_bytes: Int, up to which what a member receives is exchanged whole.
+
+    Raises:
+        PeerLost: If a member ends meanwhile.
+        TransportError: If a member does not connect in time.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        ranks: Sequence[int],
+        lane: str,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        small_bytes: int = SMALL_BYTES,
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.index = self.ranks.index(mesh.rank)
+        self._rank = mesh.rank
+        self._size = len(self.ranks)
+        self._links: dict[int, Connection] = {}
+        self._segment = segment_bytes
+        self._small_bytes = small_bytes
+        self._scratch = np.empty(0, np.uint8)
+        try:
+            for index, rank in enumerate(self.ranks):
+                if index != self.index:
+                    self._links[index] = mesh.connect(rank, lane)
+        except BaseException:
+            self.close("its group could not be formed")
+            raise
+        is_local = all(link.is_unix for link in self._links.values())
+        self.name = "unix sockets" if is_local and self._links else "tcp"
+
+    def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
+        """Sum over all members, into another array or in place."""
+        total = array if into is None else into
+        call = call_of("all-reduce", array, tag)
+        with self._collective():
+            if array.nbytes * (self._size - 1) <= self._small_bytes:
+                self._exchange_whole(call, array, total)
+            else:
+                bounds = equal_bounds(len(array), self._size)
+                self._reduce(call, array, bounds, total, gather=True)
+
+    def reduce_scatter(
+        self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
+    ) -> None:
+        """Sum over all members the own part, into another array or in place."""
+        if into is not None:
+            array = array.copy()
+        call = call_of("reduce-scatter", array, tag, bounds)
+        with self._collective():
+            self._reduce(call, array, bounds, array, gather=False)
+        if into is not None:
+            into[:] = array[bounds[self.index] : bounds[self.index + 1]]
+
+    def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
+        """Fill the parts of all other members with theirs."""
+        call = call_of("all-gather", array, tag, bounds)
+        with self._collective():
+            steps = range(self._size - 1, 2 * self._size - 2)
+            self._ring(call, array, bounds, array, steps)
+
+    def all_to_all(
+        self, sent: Sequence[Array], received: Sequence[Array], tag: int
+    ) -> None:
+        """Send `sent[i]` to member `i`, and fill `received[i]` with what it sends."""
+        with self._collective():
+            received[self.index][:] = sent[self.index]
+            flows = []
+            for index, link in self._links.items():
+                own = call_of("all-to-all", sent[index], tag)
+                expected = call_of("all-to-all", received[index], tag)
+                outgoing = [Piece(bytes_of(sent[index]))]
+                incoming = [Piece(bytes_of(received[index]))]
+                flows.append(self._flow(link, own, outgoing, expected, incoming))
+            self._run(flows)
+
+    def broadcast(self, array: Array, source: int, tag: int) -> None:
+        """Copy the array of the member with index `source` to all."""
+        call = call_of(f"broadcast {source}", array, tag)
+        with self._collective():
+            if self._size > 2 and array.nbytes <= self._small_bytes:
+                self._broadcast_flat(call, array, source)
+            elif self._size > 1:
+                self._broadcast_chain(call, array, source)
+
+    def barrier(self, tag: int) -> None:
+        """Return when all members have called it."""
+        with self._collective():
+            nothing = np.empty(0, np.uint8)
+            self._exchange_whole(Call("barrier", tag), nothing, nothing)
+
+    def close(self, reason: str = "") -> None:
+        """Close the connections; members that wait get `PeerLost` with the reason."""
+        for link in self._links.values():
+            link.close(reason)
+
+    @contextlib.contextmanager
+    def _collective(self) -> Iterator[None]:
+        """Keep the connections open; on an error close all, and pass on the reason."""
+        try:
+            with contextlib.ExitStack() as stack:
+                for link in self._links.values():
+                    stack.enter_context(link)
+                yield
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: BaseException) -> None:
+        if isinstance(error, TransportClosed):
+            ending = Ending(self._rank, error.reason)
+        elif isinstance(error, PeerLost):
+            ending = Ending(error.rank, error.cause)
+        elif isinstance(error, TransportError):
+            ending = Ending(self._rank, str(error), is_error=True)
+        else:
+            ending = Ending(self._rank, f"it met {type(error).__name__}: {error}")
+        for link in self._links.values():
+            link.close(ending.cause, ending if ending.cause else None)
+
+    # Whole arrays between all pairs.
+
+    def _exchange_whole(self, call: Call, array: Array, total: Array) -> None:
+        """Exchange small arrays, and add them in the order of the members."""
+        num_bytes = HEADER_BYTES + array.nbytes
+        self._need_scratch(num_bytes * self._size)
+        places = [
+            self._scratch.data[index * num_bytes : (index + 1) * num_bytes]
+            for index in range(self._size)
+        ]
+        own = places[self.index]
+        own[:HEADER_BYTES] = call.packed()
+        own[HEADER_BYTES:] = bytes_of(array)
+        if self._size == 2:
+            self._swap(own, places[1 - self.index])
+        else:
+            self._run(
+                [
+                    Flow(link, [Piece(own)], [Piece(places[index])])
+                    for index, link in self._links.items()
+                ]
+            )
+        for index in self._links:
+            self._check(places[index][:HEADER_BYTES], call, index)
+        if array.nbytes:
+            addends = [
+                np.frombuffer(place, np.uint8, offset=HEADER_BYTES).view(array.dtype)
+                for place in places
+            ]
+            sum_into(total, addends)
+
+    def _swap(self, own: memoryview, other: memoryview) -> None:
+        """Exchange small messages of one length with the only peer."""
+        link = self._links[1 - self.index]
+        try:
+            sent = link.sock.send(own, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise link.lost(error) from error
+        if sent < own.nbytes:
+            run([Flow(link, [Piece(own[sent:])], [Piece(other)])])
+        else:
+            link.receive_into(other)
+
+    # Rings.
+
+    def _reduce(
+        self,
+        call: Call,
+        array: Array,
+        bounds: Sequence[int],
+        total: Array,
+        *,
+        gather: bool,
+    ) -> None:
+        """Reduce-scatter, and all-gather of the sums, which `total` gets."""
+        if self._size > 2 and is_half(array.dtype):
+            self._reduce_direct(call, array, bounds, total, gather=gather)
+        else:
+            steps = range((self._size - 1) * (2 if gather else 1))
+            self._ring(call, array, bounds, total, steps)
+
+    def _ring(
+        self,
+        call: Call,
+        array: Array,
+        bounds: Sequence[int],
+        total: Array,
+        steps: range,
+    ) -> None:
+        """Run steps of the ring, see `Ring`."""
+        if self._size == 1:
+            return
+        segments = Segments(array, total, bounds, steps=steps, num_bytes=self._segment)
+        ring = Ring(segments, self.index, self._need_scratch(self._segment))
+        following = (self.index + 1) % self._size
+        preceding = (self.index - 1) % self._size
+        incoming, outgoing = ring.incoming(), ring.outgoing()
+        self._run(self._between(call, preceding, incoming, following, outgoing))
+
+    def _between(
+        self,
+        call: Call,
+        preceding: int,
+        incoming: Iterable[Piece],
+        following: int,
+        outgoing: Iterable[Piece],
+    ) -> list[Flow]:
+        """Receive from one member and send to another, which may be the same."""
+        before, after = self._links[preceding], self._links[following]
+        if before is after:
+            return [self._flow(before, call, outgoing, call, incoming)]
+        return [
+            self._flow(after, call, outgoing, None, ()),
+            self._flow(before, None, (), call, incoming),
+        ]
+
+    # All members with all others.
+
+    def _reduce_direct(
+        self,
+        call: Call,
+        array: Array,
+        bounds: Sequence[int],
+        total: Array,
+        *,
+        gather: bool,
+    ) -> None:
+        """Send each member its part, add the own one in order, and send the sum."""
+        steps = range(2 if gather else 1)
+        segments = Segments(array, total, bounds, steps=steps, num_bytes=self._segment)
+        sums = OrderedSums(segments, self.index)
+        self._run(
+            [
+                self._flow(link, call, sums.outgoing(index), call, sums.incoming(index))
+                for index, link in self._links.items()
+            ]
+        )
+
+    def _broadcast_flat(self, call: Call, array: Array, source: int) -> None:
+        data = [Piece(bytes_of(array))]
+        if self.index != source:
+            self._run([self._flow(self._links[source], None, (), call, data)])
+            return
+        self._run(
+            [self._flow(link, call, data, None, ()) for link in self._links.values()]
+        )
+
+    def _broadcast_chain(self, call: Call, array: Array, source: int) -> None:
+        """Pass segments on from member to member; the last one keeps them."""
+        view = bytes_of(array)
+        arrived = Gate()
+        segments = [
+            view[begin : begin + self._segment]
+            for begin in range(0, view.nbytes, self._segment)
+        ]
+        following = (self.index + 1) % self._size
+        flows = []
+        if self.index != source:
+            incoming = [Piece(segment, then=arrived.pass_one) for segment in segments]
+            before = self._links[(self.index - 1) % self._size]
+            flows.append(self._flow(before, None, (), call, incoming))
+        if following != source:
+            gate = None if self.index == source else arrived
+            outgoing = [
+                Piece(segment, gate, number + 1)
+                for number, segment in enumerate(segments)
+            ]
+            flows.append(self._flow(self._links[following], call, outgoing, None, ()))
+        self._run(flows)
+
+    # What they share.
+
+    def _run(self, flows: list[Flow]) -> None:
+        """Run flows, and watch the other members meanwhile."""
+        run([*flows, *(Flow(link) for link in self._watched_beside(flows))])
+
+    def _watched_beside(self, flows: list[Flow]) -> list[Connection]:
+        used = {flow.descriptor for flow in flows}
+        return [link for link in self._links.values() if link.fileno() not in used]
+
+    def _flow(
+        self,
+        link: Connection,
+        own: Call | None,
+        outgoing: Iterable[Piece],
+        expected: Call | None,
+        incoming: Iterable[Piece],
+    ) -> Flow:
+        """Send the own call ahead of the data, and check the peer's ahead of its."""
+        index = self.ranks.index(link.peer)
+        sent, received = [], []
+        if own is not None:
+            sent.append(Piece(memoryview(own.packed())))
+        if expected is not None:
+            header = memoryview(bytearray(HEADER_BYTES))
+            then = functools.partial(self._check, header, expected, index)
+            received.append(Piece(header, then=then))
+        return Flow(
+            link, _chain(sent, _with_bytes(outgoing)), _chain(received, incoming)
+        )
+
+    def _check(self, header: memoryview, expected: Call, index: int) -> None:
+        check(header, expected, self._rank, self.ranks[index])
+
+    def _need_scratch(self, num_bytes: int) -> Array:
+        if self._scratch.nbytes < num_bytes:
+            self._scratch = np.empty(num_bytes, np.uint8)
+        return self._scratch
+
+
+def _chain(first: list[Piece], rest: Iterable[Piece]) -> Iterator[Piece]:
+    yield from first
+    yield from rest
+
+
+def _with_bytes(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Leave out empty pieces: no peer waits for them, nor stays until they are due."""
+    return (piece for piece in pieces if piece.view.nbytes)

@@ -1,0 +1,212 @@
+"""Options of local steps, and the checks of what a user has given."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from tfdp.ground.arguments import checked_bool, checked_integer, checked_number
+from tfdp.ground.base.param_groups import is_multi
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.text import pluralize
+
+SCOPES = ("node", "replica")
+
+
+@dataclasses.dataclass(frozen=True)
+class OuterOptions:
+    """How the replicas go on from what each has learned.
+
+    Args:
+        optimizer: Keras optimizer of the outer step, a template that is not built.
+        scope: String, who trains synchronously between two outer steps: those of a
+            `"node"`, or nobody, each `"replica"` by itself.
+        fragments: Int, parts of the weights that are exchanged one after the other.
+        compression: What travels between nodes, as in `CommunicationOptions`, or
+            `None`.
+        delay: Int, inner updates between the begin of an exchange and its use.
+        mixing: Float from 0 to 1, how much of its own weights a replica keeps where
+            it takes the common ones `delay` updates later.
+        scales_by_staleness: Bool, whether an outer update that is late is smaller.
+        min_participants: Int, workers that make an exchange, or `None`: all.
+        patience_seconds: Float, how long an exchange waits for more than these.
+
+    Raises:
+        ValueError: If one of them is something else.
+    """
+
+    optimizer: Any
+    scope: str = "node"
+    fragments: int = 1
+    compression: Any = None
+    delay: int = 0
+    mixing: float = 0.5
+    scales_by_staleness: bool = False
+    min_participants: int | None = None
+    patience_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        is_keras = isinstance(self.optimizer, keras.optimizers.Optimizer)
+        wraps = hasattr(self.optimizer, "inner_optimizer") or is_multi(self.optimizer)
+        if not is_keras or wraps:
+            raise ValueError(
+                "`outer_optimizer` must be a Keras optimizer, and no wrapper of "
+                f"others. Received: outer_optimizer={self.optimizer!r}"
+            )
+        if self.optimizer.built:
+            raise ValueError(
+                "`outer_optimizer` has been built for other variables already. Give a "
+                f"new one. Received: {self.optimizer.name}"
+            )
+        self._check_features()
+        if self.scope not in SCOPES:
+            raise ValueError(
+                f'`scope` must be "node" or "replica". Received: scope={self.scope!r}'
+            )
+        self._set_integer("fragments", "parts of the weights")
+        self._set_integer("delay", "inner updates", least=0)
+        self._check_compression()
+        self._set_number("mixing", "a number from 0 to 1", most=1.0)
+        self._set_number("patience_seconds", "a number of seconds")
+        by_staleness = checked_bool("scale_by_staleness", self.scales_by_staleness)
+        object.__setattr__(self, "scales_by_staleness", by_staleness)
+        if self.min_participants is not None:
+            self._set_integer("min_participants", "workers")
+            self._check_rounds()
+
+    def _set_integer(self, name: str, what: str, least: int = 1) -> None:
+        value = checked_integer(name, getattr(self, name), least, what)
+        object.__setattr__(self, name, value)
+
+    def _set_number(self, name: str, what: str, most: float | None = None) -> None:
+        value = checked_number(name, getattr(self, name), what, least=0, most=most)
+        object.__setattr__(self, name, value)
+
+    def _check_features(self) -> None:
+        names = ("use_ema", "gradient_accumulation_steps", "loss_scale_factor")
+        if found := [name for name in names if getattr(self.optimizer, name, None)]:
+            raise ValueError(
+                "`outer_optimizer` makes one update of each exchange, whose result all "
+                f"go on from. Leave out {', '.join(f'`{name}`' for name in found)}."
+            )
+
+    def _check_rounds(self) -> None:
+        if not self.delay or self.fragments > 1 or self.compression is not None:
+            raise ValueError(
+                "`min_participants` needs a `delay` of at least 1, and is for "
+                "exchanges of one fragment that is not compressed. Received: "
+                f"delay={self.delay}, fragments={self.fragments}, "
+                f"compression={self.compression!r}"
+            )
+
+    def _check_compression(self) -> None:
+        if isinstance(self.compression, Mapping):
+            raise ValueError(
+                "`compression` of `DiLoCo` is that between nodes: one string or "
+                "`tfdp.compression.Compressor`. "
+                f"Received: compression={dict(self.compression)!r}"
+            )
+        CommunicationOptions(compression=self.compression)
+
+    @property
+    def compression_by_level(self) -> Any:
+        """The compression as `CommunicationOptions` take it."""
+        if self.compression is None or self.scope == "replica":
+            return self.compression
+        return {"outer": self.compression}
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalStepsOptions:
+    """When replicas that step alone meet, and what they do then.
+
+    Args:
+        sync_every: Int, updates from one exchange to the next.
+        outer: `OuterOptions`, or `None`: weights and slots are averaged. Defaults to
+            `None`.
+        is_dynamic: Bool, whether slower workers make fewer inner steps. Defaults to
+            `False`.
+
+    Raises:
+        ValueError: If `sync_every` is no integer of at least 1, or too small for the
+            fragments.
+    """
+
+    sync_every: int
+    outer: OuterOptions | None = None
+    is_dynamic: bool = False
+
+    def __post_init__(self) -> None:
+        what = "updates from one exchange on"
+        sync_every = checked_integer("sync_every", self.sync_every, 1, what)
+        object.__setattr__(self, "sync_every", sync_every)
+        is_dynamic = checked_bool("dynamic_steps", self.is_dynamic)
+        object.__setattr__(self, "is_dynamic", is_dynamic)
+        if self.num_fragments > self.sync_every:
+            raise ValueError(
+                "`fragments` must be at most `sync_every`: one is exchanged after an "
+                f"update. Received: fragments={self.num_fragments}, "
+                f"sync_every={self.sync_every}"
+            )
+        if self.delay and self.delay >= self.sync_every // self.num_fragments:
+            raise ValueError(
+                "`delay` must be less than `sync_every / fragments`: an exchange ends "
+                f"before the next one begins. Received: delay={self.delay}, "
+                f"sync_every={self.sync_every}, fragments={self.num_fragments}"
+            )
+
+    @property
+    def delay(self) -> int:
+        """Int, inner updates between the begin of an exchange and its use."""
+        return 0 if self.outer is None else self.outer.delay
+
+    @property
+    def num_fragments(self) -> int:
+        """Int, parts of the weights that are exchanged one after the other."""
+        return 1 if self.outer is None else self.outer.fragments
+
+    @property
+    def offsets(self) -> list[int]:
+        """List of ints: the updates, modulo `sync_every`, after which each is due."""
+        count = self.num_fragments
+        return [
+            (i + 1) * self.sync_every // count % self.sync_every for i in range(count)
+        ]
+
+    def fragments_of(self, sizes: list[int]) -> list[list[int]]:
+        """Cut variables into fragments of about equal size, in their order.
+
+        Args:
+            sizes: List of ints, the elements of each variable.
+
+        Returns:
+            List of lists of positions, one for each fragment, none of them empty.
+
+        Raises:
+            ValueError: If there are fewer variables than fragments.
+
+        Example:
+
+        >>> options = OuterOptions(keras.optimizers.SGD(0.7), fragments=2)
+        >>> LocalStepsOptions(10, options).fragments_of([6, 4, 2, 4, 4])
+        [[0, 1], [2, 3, 4]]
+        """
+        count = self.num_fragments
+        if len(sizes) < count:
+            raise ValueError(
+                "`fragments` must be at most the number of trained variables. "
+                f"Received: fragments={count}, {pluralize(len(sizes), 'variable')}"
+            )
+        fragments: list[list[int]] = [[]]
+        done, total = 0, sum(sizes)
+        for index, size in enumerate(sizes):
+            is_full = done * count >= len(fragments) * total
+            must_begin = len(sizes) - index == count - len(fragments)
+            if fragments[-1] and len(fragments) < count and (is_full or must_begin):
+                fragments.append([])
+            fragments[-1].append(index)
+            done += size
+        return fragments

@@ -1,0 +1,315 @@
+"""Meter of steps on GPUs, whose kernels only a profile of the devices can time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives.timing import Recorder
+from tfdp.features.monitor.meter import Meter
+from tfdp.features.monitor.readings import (
+    Interval,
+    Reading,
+    Sample,
+    clipped,
+    notes,
+    seconds_covered,
+)
+from tfdp.features.monitor.trace import Slice, WorkerTrace
+from tfdp.ground import _compat
+from tfdp.ground.base.temporary import TemporaryFolder
+
+# Which step of an epoch is profiled: the first ones still allocate memory.
+_PROFILED_STEP = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceEvent:
+    """One kernel or copy on a GPU.
+
+    Args:
+        device: String, such as `"/device:GPU:0"`.
+        stream: String.
+        name: String.
+        begin: Float, seconds.
+        end: Float, seconds.
+    """
+
+    device: str
+    stream: str
+    name: str
+    begin: float
+    end: float
+
+    @property
+    def is_collective(self) -> bool:
+        """Bool, true of a kernel of NCCL."""
+        return "nccl" in self.name.lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceTimes:
+    """Communication times of a worker's GPUs: means over them, in seconds.
+
+    Args:
+        communication_seconds: Float, in which a collective ran.
+        exposed_seconds: Float, in which nothing else did.
+        buckets: List of floats, each collective of the first GPU in order.
+    """
+
+    communication_seconds: float
+    exposed_seconds: float
+    buckets: list[float]
+
+
+class Profile:
+    """A profile of what runs between its begin and its end."""
+
+    def __init__(self) -> None:
+        self._folder: TemporaryFolder | None = None
+
+    def begin(self) -> bool:
+        """Start the profiler, and return whether it was free."""
+        if self._folder is not None:
+            return True
+        self._folder = TemporaryFolder("profile")
+        try:
+            tf.profiler.experimental.start(self._folder.name)
+        except tf.errors.AlreadyExistsError:  # TensorBoard's callback, say
+            self._folder.cleanup()
+            self._folder = None
+            return False
+        return True
+
+    def end(self) -> list[DeviceEvent]:
+        """Stop the profiler and return what the GPUs did."""
+        assert self._folder is not None
+        try:
+            tf.profiler.experimental.stop()
+            return read_events(Path(self._folder.name))
+        finally:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def read_events(folder: Path) -> list[DeviceEvent]:
+    """The kernels in the profiles of a folder, ordered by time.
+
+    Args:
+        folder: `Path`, as given to `tf.profiler.experimental.start`.
+    """
+    events: list[DeviceEvent] = []
+    for path in folder.rglob("*.xplane.pb"):
+        space = _compat.profile_of(path.read_bytes())
+        for plane in space.planes:
+            if "/device:GPU" in plane.name:
+                events += _events_of(plane)
+    return sorted(events, key=lambda event: event.begin)
+
+
+def device_times(events: Sequence[DeviceEvent]) -> DeviceTimes:
+    """Sum up the times of kernels.
+
+    Args:
+        events: Sequence of `DeviceEvent`.
+
+    Example:
+
+    >>> events = [
+    ...     DeviceEvent("gpu", "13", "gemm", 0.0, 2.0),
+    ...     DeviceEvent("gpu", "17", "ncclDevKernel_AllReduce", 1.0, 4.0),
+    ... ]
+    >>> device_times(events).exposed_seconds
+    2.0
+    """
+    devices = sorted({event.device for event in events})
+    busy, exposed = [], []
+    for device in devices:
+        own = [event for event in events if event.device == device]
+        collectives = [(e.begin, e.end) for e in own if e.is_collective]
+        others = [(e.begin, e.end) for e in own if not e.is_collective]
+        busy.append(seconds_covered(collectives))
+        exposed.append(busy[-1] - _overlap(collectives, others))
+    first = [e for e in events if e.is_collective and e.device == devices[0]]
+    count = max(1, len(devices))
+    return DeviceTimes(
+        sum(busy) / count, sum(exposed) / count, [e.end - e.begin for e in first]
+    )
+
+
+def _overlap(some: Iterable[Interval], others: list[Interval]) -> float:
+    """Seconds covered by both lists of intervals."""
+    both = [cut for begin, end in some for cut in clipped(others, begin, end)]
+    return seconds_covered(both)
+
+
+def _events_of(plane: object) -> Iterator[DeviceEvent]:
+    names = {key: item.name for key, item in plane.event_metadata.items()}  # type: ignore[attr-defined]
+    for line in plane.lines:  # type: ignore[attr-defined]
+        # Other lines repeat the kernels by operation, module or step.
+        if not line.name.startswith("Stream"):
+            continue
+        for event in line.events:
+            begin = 1e-9 * line.timestamp_ns + 1e-12 * event.offset_ps
+            end = begin + 1e-12 * event.duration_ps
+            name = names.get(event.metadata_id, "")
+            yield DeviceEvent(plane.name, line.name, name, begin, end)  # type: ignore[attr-defined]
+
+
+class DeviceMeter(Meter):
+    """Meter of steps whose kernels run after the host has launched them.
+
+    Time stamps in the graph would tell when a kernel was launched. So the step time
+    is the host's, and what of it was communication is taken from the profile of one
+    step an epoch.
+
+    Args:
+        norm_every: Int, after how many steps the gradient's norm is noted again, or
+            `None` for never.
+        num_replicas: Int, on all workers.
+        wire_bytes: Int, that each replica sends in a step.
+    """
+
+    def __init__(
+        self, norm_every: int | None, num_replicas: int, wire_bytes: int
+    ) -> None:
+        super().__init__(norm_every, num_replicas)
+        self.recorder = Recorder(norm_every, timestamps=False)
+        self._wire_bytes = wire_bytes
+        self._profile = Profile()
+        self._is_profiling = False
+        self._traces = False
+        self._step_of_epoch = 0
+        self._times: DeviceTimes | None = None
+        self._profiled_seconds = 0.0
+
+    @property
+    def labels(self) -> list[str]:
+        """One for each collective of the profiled step."""
+        return _labels(self._times)
+
+    def interrupt(self) -> None:
+        """Attribute the time until the next step begins to no step."""
+        super().interrupt()
+        self._step_of_epoch = 0
+
+    def step_begins(self) -> None:
+        """Take the time; begins to profile if it is the step for that."""
+        super().step_begins()
+        self._step_of_epoch += 1
+        if self._step_of_epoch == _PROFILED_STEP and not self._traces:
+            self._is_profiling = self._profile.begin()
+
+    def step_ends(self, num_steps: int = 1) -> Reading | None:
+        """Take the time; a step that was profiled is slower and does not count."""
+        reading = super().step_ends(num_steps)
+        if not self._is_profiling or self._traces:
+            return reading
+        self._is_profiling = False
+        events = self._profile.end()
+        if events and reading is not None:
+            self._times = device_times(events)
+            self._profiled_seconds = reading.seconds
+        return None
+
+    def sample(self, reading: Reading) -> Sample:
+        """The host's time, divided as the profiled step was."""
+        seconds = reading.seconds / reading.num_steps
+        samples, norm = notes(reading, self.recorder.rows)
+        sample = Sample(
+            num_steps=reading.num_steps,
+            step_seconds=seconds,
+            input_seconds=0.0,
+            compute_seconds=seconds,
+            communication_seconds=math.nan,
+            exposed_seconds=math.nan,
+            sent_bytes=float(self._wire_bytes),
+            samples=samples,
+            squared_norm=norm,
+            buckets={},
+        )
+        times = self._times
+        if times is None or not self._profiled_seconds:
+            return sample
+        # Of an execution of several steps, all were profiled.
+        scale = reading.seconds / self._profiled_seconds / reading.num_steps
+        exposed = min(seconds, scale * times.exposed_seconds)
+        return dataclasses.replace(
+            sample,
+            compute_seconds=seconds - exposed,
+            communication_seconds=min(seconds, scale * times.communication_seconds),
+            exposed_seconds=exposed,
+            buckets={
+                label: scale * bucket
+                for label, bucket in zip(_labels(times), times.buckets, strict=True)
+            },
+        )
+
+    def trace_begins(self) -> None:
+        """Begin to profile."""
+        if not self._traces:
+            self._traces = True
+            self._is_profiling = self._profile.begin()
+
+    def trace(
+        self, rank: int, host: str, readings: list[tuple[int, Reading]]
+    ) -> WorkerTrace:
+        """The steps of the host, and what ran on each stream of each GPU."""
+        trace = WorkerTrace(rank, host, [], {0: "steps"}, {})
+        for step, reading in readings:
+            trace.slices.append(Slice(0, f"step {step}", reading.begin, reading.end))
+        events = self._profile.end() if self._is_profiling else []
+        self._is_profiling = self._traces = False
+        if not events or not readings:
+            return trace
+        # The device's clock need not be the host's: the first kernel begins the trace.
+        shift = readings[0][1].begin - events[0].begin
+        streams = sorted({(event.device, event.stream) for event in events})
+        for lane, (device, stream) in enumerate(streams, start=1):
+            trace.lanes[lane] = f"{device} {stream}"
+        for event in events:
+            lane = 1 + streams.index((event.device, event.stream))
+            begin, end = event.begin + shift, event.end + shift
+            trace.slices.append(Slice(lane, event.name, begin, end))
+            if event.is_collective:
+                trace.collectives[f"{len(trace.collectives)}"] = (begin, end)
+        return trace
+
+
+def _labels(times: DeviceTimes | None) -> list[str]:
+    count = 0 if times is None else len(times.buckets)
+    return [f"collective {number}" for number in range(count)]
+
+
+def meter_for(model: Any, strategy: Any, norm_every: int | None = None) -> Meter:
+    """A meter for the devices of a strategy.
+
+    Args:
+        model: The Keras model.
+        strategy: Its tfdp strategy, or `None`.
+        norm_every: Int, at every how manieth step the gradient's norm is noted, or
+            `None` for never. Defaults to `None`.
+
+    Returns:
+        `Meter`.
+    """
+    if strategy is None:
+        return Meter(norm_every)
+    num_replicas = strategy.num_replicas_in_sync
+    devices = strategy.extended.group.devices
+    if any(_compat.device_type(device) == "GPU" for device in devices):
+        return DeviceMeter(norm_every, num_replicas, _wire_bytes(model, strategy))
+    return Meter(norm_every, num_replicas)
+
+
+def _wire_bytes(model: Any, strategy: Any) -> int:
+    """Bytes that a replica sends in a step, or 0 where only a step can tell."""
+    try:
+        return strategy.communication_plan(model).wire_bytes
+    except ValueError:
+        return 0

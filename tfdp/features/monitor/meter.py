@@ -1,0 +1,168 @@
+"""Meter of a worker's steps, and the callback base that drives it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import keras
+
+from tfdp.communication.collectives import timing
+from tfdp.features.monitor.readings import (
+    KINDS,
+    Reading,
+    Replica,
+    Sample,
+    replicas_of,
+    sample_of,
+)
+from tfdp.features.monitor.trace import WorkerTrace, trace_of_worker
+
+# More than the time between reading one clock and the other.
+_CLOCK_SET_SECONDS = 0.2
+
+
+class Meter:
+    """Meter of steps on CPUs, by time stamps inside the graph.
+
+    Args:
+        norm_every: Int, after how many steps the gradient's norm is noted again, or
+            `None` for never. Defaults to `None`.
+        num_replicas: Int, on all workers. Defaults to 1.
+    """
+
+    def __init__(self, norm_every: int | None = None, num_replicas: int = 1) -> None:
+        self.recorder = timing.Recorder(norm_every)
+        self._num_replicas = num_replicas
+        self._begin: float | None = None
+        self._clock = 0.0
+        self._num_rows = -1
+
+    def start(self) -> None:
+        """Record what is traced from now on."""
+        self.recorder.stop()
+        self.recorder.__enter__()
+
+    def stop(self) -> None:
+        """Stop recording what is traced."""
+        self.recorder.stop()
+
+    def interrupt(self) -> None:
+        """Attribute the time until the next step begins to no step."""
+        self._begin = None
+
+    def step_begins(self) -> None:
+        """Take the time, unless the step before has just ended."""
+        if self._begin is None:
+            self._begin, self._clock = time.time(), time.perf_counter()
+
+    def step_ends(self, num_steps: int = 1) -> Reading | None:
+        """Take the time and read what the step noted.
+
+        Args:
+            num_steps: Int, steps of this execution. Defaults to 1.
+
+        Returns:
+            `Reading`, or `None` after a step that was being traced, or in which the
+            machine's clock was set.
+        """
+        begin, clock = self._begin, self._clock
+        values = self.recorder.read()
+        self._begin, self._clock = time.time(), time.perf_counter()
+        was_traced = len(self.recorder.rows) != self._num_rows
+        self._num_rows = len(self.recorder.rows)
+        if begin is None or was_traced:
+            return None
+        seconds = self._clock - clock
+        # Time stamps of a graph are by the wall clock, which somebody may set.
+        if abs(self._begin - begin - seconds) > _CLOCK_SET_SECONDS:
+            return None
+        return Reading(values, begin, self._begin, seconds, num_steps)
+
+    def sample(self, reading: Reading) -> Sample:
+        """Convert a reading to a sample."""
+        return sample_of(reading, self.recorder.rows)
+
+    def replicas(self, reading: Reading) -> list[Replica]:
+        """Times of the step of a reading on each local replica."""
+        return replicas_of(reading, self.recorder.rows)
+
+    def trace_begins(self) -> None:
+        """Prepare for the first step that is to be traced."""
+
+    def trace(
+        self, rank: int, host: str, readings: list[tuple[int, Reading]]
+    ) -> WorkerTrace:
+        """Trace of this worker over some steps.
+
+        Args:
+            rank: Int, this worker's.
+            host: String.
+            readings: List of step number and `Reading`.
+        """
+        replicas = [self.replicas(reading) for _, reading in readings]
+        return trace_of_worker(rank, host, readings, replicas, self._num_replicas)
+
+    @property
+    def labels(self) -> list[str]:
+        """Labels of the collectives, in the order in which they were traced."""
+        found = list(dict.fromkeys(c.label for c in self.recorder.collectives))
+        shards_parameters = any(label.split()[0] == timing.UNIT for label in found)
+        return [*found, *KINDS] if shards_parameters else found
+
+
+class TimedSteps(keras.callbacks.Callback):
+    """A callback that is told of every step, and of what the step noted.
+
+    While `meter` is set, steps are timed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter: Meter | None = None
+        self.step = 0
+        self._last_batch = -1
+
+    def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
+        """Take in an execution; `step` is its last step.
+
+        Args:
+            num_steps: Int, steps of the execution.
+            reading: `Reading`, or `None` where it was being traced.
+        """
+        raise NotImplementedError
+
+    def set_model(self, model: Any) -> None:
+        """Have a step that was traced before traced again."""
+        super().set_model(model)
+        model.train_function = None
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to count batches."""
+        self._last_batch = -1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Take the time of the first step of an epoch."""
+        if self.meter is not None:
+            self.meter.step_begins()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count the steps of the execution, and read what they noted."""
+        if self.meter is None:
+            return
+        num_steps = batch - self._last_batch
+        self._last_batch = batch
+        self.step += num_steps
+        self.on_step_end(num_steps, self.meter.step_ends(num_steps))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Attribute the time between epochs to no step."""
+        self._interrupt()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Attribute the time of an evaluation to no step."""
+        self._interrupt()
+
+    def _interrupt(self) -> None:
+        if self.meter is not None:
+            self.meter.interrupt()

@@ -1,0 +1,307 @@
+"""Sinks of a monitor: columns, CSV, TensorBoard, JSON and the summary table."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
+
+from tfdp.features.monitor.windows import Row, Totals
+from tfdp.ground.base.files import replaced
+from tfdp.ground.text import pluralize
+
+# Columns by subject. TensorBoard shows a tag among those of its subject, which is what
+# stands before the slash; unfolded at first are the two that come first by name.
+VALUES = {
+    "step": (
+        "step_seconds",
+        "p50_seconds",
+        "p95_seconds",
+        "p99_seconds",
+        "samples_per_second",
+        "input_seconds",
+        "compute_seconds",
+    ),
+    "communication": (
+        "communication_seconds",
+        "exposed_seconds",
+        "communication_fraction",
+        "sent_bytes",
+        "busbw_gb_per_second",
+    ),
+    "gradients": ("gradient_norm", "loss_scale", "skipped_steps"),
+}
+_SUBJECTS = {column: subject for subject, own in VALUES.items() for column in own}
+_BY_WORKER, _BY_COLLECTIVE = "step_by_worker", "step_by_collective"
+# What tells where a row stands has no tag.
+_PLACES = ("step", "epoch")
+_DISTRIBUTION = "distribution_seconds"
+_NAMES = {
+    "compute": "compute",
+    "exposed": "communication, exposed",
+    "input": "of compute: until the data was there",
+}
+
+
+def column_names(num_workers: int, labels: Sequence[str]) -> list[str]:
+    """The columns of a run, in order.
+
+    Args:
+        num_workers: Int.
+        labels: Sequence of strings, what the collectives of a step are for.
+
+    Returns:
+        List of strings.
+
+    Example:
+
+    >>> column_names(1, ["bucket 0"])[-3:]
+    ['worker0_step_seconds', 'worker0_wait_seconds', 'bucket0_seconds']
+    """
+    workers = [
+        f"worker{rank}_{what}_seconds"
+        for rank in range(num_workers)
+        for what in ("step", "wait")
+    ]
+    return [
+        *_PLACES,
+        *_SUBJECTS,
+        "straggler_rank",
+        *workers,
+        *(_column_of(label) for label in labels),
+    ]
+
+
+def _column_of(label: str) -> str:
+    """The column of a label."""
+    return f"{label.replace(' ', '')}_seconds"
+
+
+def column_values(row: Row, straggler: int | None) -> dict[str, float]:
+    """The numbers of a row, by column.
+
+    Args:
+        row: `Row`.
+        straggler: Int, the rank of the worker that the others wait for, or `None`.
+
+    Returns:
+        Dict from column to number.
+    """
+    found: dict[str, float] = {"step": row.step, "epoch": row.epoch, **row.values}
+    if straggler is not None:
+        found["straggler_rank"] = straggler
+    for rank, wait in row.waits().items():
+        found[f"worker{rank}_step_seconds"] = row.workers[rank].mean.step_seconds
+        found[f"worker{rank}_wait_seconds"] = wait
+    for label, seconds in row.buckets.items():
+        found[_column_of(label)] = seconds
+    return found
+
+
+def scalars_of(values: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a row, by tag: its subject, a slash and the column without it.
+
+    Args:
+        values: Mapping from column to number.
+
+    Returns:
+        Dict from tag to number.
+
+    Example:
+
+    >>> scalars_of({"step": 10, "step_seconds": 0.5, "bucket0_seconds": 0.1})
+    {'step/seconds': 0.5, 'step_by_collective/bucket0_seconds': 0.1}
+    """
+    return {_tag_of(k): value for k, value in values.items() if k not in _PLACES}
+
+
+def _tag_of(column: str) -> str:
+    if re.match(r"straggler_|worker\d+_", column):
+        return f"{_BY_WORKER}/{column}"
+    subject = _SUBJECTS.get(column, _BY_COLLECTIVE)
+    # A card has room for few letters.
+    return f"{subject}/{column.removeprefix(f'{subject}_')}"
+
+
+def histograms_of(row: Row) -> dict[str, Sequence[float]]:
+    """The times of a row's steps and of its collectives, by tag.
+
+    Args:
+        row: `Row`.
+
+    Returns:
+        Dict from tag to seconds.
+    """
+    return {
+        f"step/{_DISTRIBUTION}": row.times,
+        f"{_BY_COLLECTIVE}/{_DISTRIBUTION}": list(row.buckets.values()),
+    }
+
+
+class CsvFile:
+    """A row for each window.
+
+    Args:
+        path: `Path`.
+        columns: Sequence of strings.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        self._file = path.open("w", encoding="utf-8", newline="")
+        self._writer = csv.DictWriter(
+            self._file, columns, restval="", extrasaction="ignore"
+        )
+        self._writer.writeheader()
+
+    def add(self, values: Mapping[str, float]) -> None:
+        """Write a row; what is unknown stays empty."""
+        self._writer.writerow({k: v for k, v in values.items() if not math.isnan(v)})
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardFile:
+    """Scalars and histograms as TensorBoard shows them.
+
+    One protocol buffer holds all of a window: an operation for each number would
+    cost more than the rest of the monitor.
+
+    Args:
+        folder: `Path`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._writer = tf.summary.create_file_writer(str(folder))
+
+    def add(
+        self,
+        step: int,
+        scalars: Mapping[str, float],
+        histograms: Mapping[str, Sequence[float]],
+    ) -> None:
+        """Write what belongs to a step.
+
+        Args:
+            step: Int.
+            scalars: Mapping from tag to number; NaN is left out.
+            histograms: Mapping from tag to numbers.
+        """
+        from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+
+        # The older form of a scalar, which TensorBoard reads alike, is made faster.
+        summary = tf.compat.v1.Summary()
+        for tag, value in scalars.items():
+            if not math.isnan(value):
+                summary.value.add(tag=tag, simple_value=value)
+        parts = [summary]
+        parts += [histogram_pb(t, np.asarray(v)) for t, v in histograms.items() if v]
+        # Serialized messages one after the other are one message.
+        joined = b"".join(part.SerializeToString() for part in parts)
+        with self._writer.as_default():
+            tf.summary.experimental.write_raw_pb(joined, step)
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        self._writer.close()
+
+
+def has_tensorboard() -> bool:
+    """Tell if TensorBoard is installed."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a file whole or not at all; what is no number becomes `null`."""
+    text = json.dumps(_finite(content), indent=1) + "\n"
+    with replaced(path) as temporary:
+        Path(temporary).write_text(text, "utf-8")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
+    """A run as a table.
+
+    Args:
+        totals: `Totals`, with at least one row.
+        hosts: Mapping from rank to the name of a host.
+        advice: String, one sentence.
+
+    Returns:
+        String of several lines.
+    """
+    values = totals.values
+    step = values["step_seconds"]
+    title = f"Communication in {pluralize(totals.num_steps, 'step')}"
+    table = Table(title=title, show_header=False)
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_column("note")
+    table.add_row("step", _ms(step), _percentiles(values))
+    if not math.isnan(values["samples_per_second"]):
+        speed = f"{values['samples_per_second']:,.0f}"
+        table.add_row("samples per second", speed, "of all replicas")
+    for name in ("compute", "exposed", "input"):
+        seconds = values[f"{name}_seconds"]
+        table.add_row(_NAMES[name], _ms(seconds), f"{seconds / step:.0%} of the step")
+    hidden = values["communication_seconds"] - values["exposed_seconds"]
+    table.add_row(
+        "communication, all",
+        _ms(values["communication_seconds"]),
+        f"{_ms(max(0.0, hidden))} hidden behind compute; "
+        f"s = {values['communication_fraction']:.2f}",
+    )
+    table.add_row(
+        "sent by each replica",
+        f"{values['sent_bytes'] / 1e6:.2f} MB",
+        f"busbw {values['busbw_gb_per_second']:.2f} GB/s",
+    )
+    for name, text in (
+        ("gradient_norm", "gradient norm"),
+        ("loss_scale", "loss scale"),
+    ):
+        if not math.isnan(values[name]):
+            table.add_row(text, f"{values[name]:.4g}", "the latest")
+    if values["skipped_steps"]:
+        table.add_row("skipped steps", f"{values['skipped_steps']:.0f}", "overflows")
+    if len(totals.workers) > 1:
+        for rank, own in totals.workers.items():
+            table.add_row(
+                f"worker {rank} ({hosts[rank]})",
+                _ms(own["compute_seconds"]),
+                f"own part of a step; waits {_ms(own['wait_seconds'])} for others",
+            )
+    shown = io.StringIO()
+    Console(file=shown, width=100, force_jupyter=False).print(table)
+    return f"{shown.getvalue()}{advice}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.2f} ms"
+
+
+def _percentiles(values: Mapping[str, float]) -> str:
+    shown = [
+        f"{name} {_ms(values[f'{name}_seconds'])}" for name in ("p50", "p95", "p99")
+    ]
+    return ", ".join(shown)

@@ -1,0 +1,128 @@
+"""The workers of Ray Train as a cluster of tf.distribute, for Keras 3."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.train import DataConfig, RunConfig, ScalingConfig
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from tfdp.features.tracking.watch import follow
+
+_LEGACY = "TF_USE_LEGACY_KERAS"
+
+
+class KerasTrainer(DataParallelTrainer):
+    """Run a training function on every worker of a Ray cluster, with `TF_CONFIG` set.
+
+    The function holds ordinary tfdp code: `tfdp.auto_strategy()` makes the strategy of
+    all workers. Where Ray starts workers again, after a failure or with another number
+    of them, the function starts anew; `tfdp.callbacks.BackupAndRestore` on a path that
+    all nodes share goes on where the run was.
+
+    Unlike Ray's `TensorflowTrainer` it does not ask for Keras 2.
+
+    Args:
+        train_loop_per_worker: Callable of no argument, or of a dict.
+        train_loop_config: Dict that the function is given, or `None`. Defaults to
+            `None`.
+        scaling_config: `ray.train.ScalingConfig`: number of workers, or the least and
+            the largest as a tuple, and what each one needs. Defaults to `None`: one
+            worker of one CPU.
+        run_config: `ray.train.RunConfig`: name, storage, failures. Defaults to `None`.
+        datasets: Dict from a name to a `ray.data.Dataset`, see `dataset_shard`.
+            Defaults to `None`.
+        dataset_config: `ray.train.DataConfig` or `None`. Defaults to `None`.
+
+    Raises:
+        ValueError: If Ray does not like its arguments.
+
+    Example:
+
+    >>> from ray.train import ScalingConfig
+    >>> trainer = KerasTrainer(print, scaling_config=ScalingConfig(num_workers=2))
+    >>> trainer.scaling_config.num_workers
+    2
+
+    Source: Ray Train, https://docs.ray.io/en/latest/train/train.html
+    """
+
+    def __init__(
+        self,
+        train_loop_per_worker: Callable[..., Any],
+        *,
+        train_loop_config: dict[str, Any] | None = None,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: dict[str, Any] | None = None,
+        dataset_config: DataConfig | None = None,
+    ) -> None:
+        super().__init__(
+            train_loop_per_worker,
+            train_loop_config=train_loop_config,
+            backend_config=_KerasConfig(),
+            scaling_config=scaling_config,
+            run_config=run_config,
+            datasets=datasets,
+            dataset_config=dataset_config,
+        )
+
+
+@dataclasses.dataclass
+class _KerasConfig(BackendConfig):
+    """Names the backend to Ray."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return _KerasBackend
+
+
+class _KerasBackend(Backend):
+    """Tells each worker of the addresses of all, before the training function runs."""
+
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        del backend_config
+        addresses = worker_group.execute(_own_address)
+        ray.get(
+            [
+                worker_group.execute_single_async(rank, _set_up, addresses, rank)
+                for rank in range(len(worker_group))
+            ]
+        )
+
+
+def _own_address() -> str:
+    """Host and a free port of this worker."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+
+
+def _set_up(addresses: list[str], rank: int) -> None:
+    """Set `TF_CONFIG` of this worker, and let the first one alone log.
+
+    Raises:
+        RuntimeError: If Keras 2 is in use in this process.
+    """
+    if "tf_keras" in sys.modules:
+        raise RuntimeError(
+            "Keras 2 (`tf_keras`) is loaded in this worker, and tfdp needs Keras 3. "
+            f"Import `keras`, and leave {_LEGACY} unset where Ray is started: "
+            f"{_LEGACY}={os.environ.get(_LEGACY)!r}"
+        )
+    os.environ.pop(_LEGACY, None)
+    os.environ["TF_CONFIG"] = json.dumps(
+        {
+            "cluster": {"worker": addresses},
+            "task": {"type": "worker", "index": rank},
+        }
+    )
+    follow(rank)

@@ -1,0 +1,285 @@
+"""The callback of `fit` that tunes its buckets, with `bucket_mb="auto"`."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdp.features.tuning.conditions import (
+    describe_batches,
+    obstacle,
+    shortness,
+    update_steps,
+)
+from tfdp.features.tuning.plan_cache import KeptPlan, load_plan, plan_key, store_plan
+from tfdp.features.tuning.plan_choice import PlanChoice
+from tfdp.features.tuning.proposals import Proposal, propose
+from tfdp.features.tuning.tuner import Outcome, Tuner, block_steps, longest
+from tfdp.ground import user_code
+from tfdp.ground.base import loops
+from tfdp.ground.base.feature import Feature, Fit, register
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.plans.buckets import BucketPlan
+from tfdp.ground.plans.traffic import FLAT
+from tfdp.ground.text import pluralize
+from tfdp.training.keras_hooks.worker_callbacks import callback_list, with_first
+from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+from tfdp.training.reduction.link_measure import (
+    cluster_key,
+    load_or_measure_links,
+    num_fit_steps,
+)
+
+_NAME = '`bucket_mb="auto"`'
+
+
+class BucketTuning(keras.callbacks.Callback):
+    """Try plans in the first steps of `fit`, and keep the fastest.
+
+    The steps are those of the training, whatever plan they have. Every worker has the
+    callback, and all switch plans before the same step.
+
+    Args:
+        strategy: A tfdp strategy of several replicas.
+        num_steps: Int, steps of this `fit`, or `None` where that is not known; the
+            first worker's counts.
+        data: String, what the batches are like, by which plans are kept.
+        clock: Callable that returns seconds. Defaults to `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        num_steps: int | None,
+        data: str,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        self._extended = strategy.extended
+        self._num_steps = num_steps
+        self._data = data
+        self._clock = clock
+        self._tuner: Tuner | None = None
+        self._update_steps = 1
+        self._begin = 0.0
+        self._last_batch = -1
+        # Traced steps by plan while plans are tried: going back to one is free.
+        self._functions: dict[Proposal | None, Any] = {}
+        self._plan: Proposal | None = None
+        self._in_force: Any = None
+
+    # Called by Keras.
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Take the plan that was found before, or begin a trial if it is worth it."""
+        self._update_steps = update_steps(self.model)
+        kept, num_steps = self._agree_on_begin()
+        if reason := obstacle(self.model):
+            self._stay(reason)
+        elif kept is not None:
+            self._take(kept)
+            self._tell_of_kept(kept)
+        elif reason := shortness(num_steps, self._update_steps):
+            self._stay(reason)
+        else:
+            self._take(KeptPlan(None))
+            extended = self._extended
+            load_or_measure_links(
+                extended.algorithm_selector,
+                extended.group,
+                extended.worker_group,
+                str(extended.hosts),
+                num_steps,
+                for_plans=True,
+            )
+            self._tuner = Tuner(self, self._update_steps)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to count batches."""
+        self._last_batch = -1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Take the time."""
+        if self._tuner is not None:
+            self._in_force = self._in_force or self.model.train_function
+            self._begin = self._clock()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Tell the tuner of the steps of this execution."""
+        num_steps, self._last_batch = batch - self._last_batch, batch
+        if self._tuner is None:
+            return
+        _wait_for(logs)
+        self._tuner.step_ends(self._clock() - self._begin, num_steps)
+        if self._tuner.outcome is not None:
+            outcome, self._tuner = self._tuner.outcome, None
+            self._end(outcome)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Go back to the default if the trial is not over."""
+        if self._tuner is not None:
+            self.close()
+            self._stay("`fit` ended before a plan was found")
+
+    def close(self) -> None:
+        """End a trial that is under way; what was traced for it is dropped."""
+        if self._tuner is not None:
+            self._tuner = None
+            self.switch(None)
+        self._functions.clear()
+
+    # Called by the tuner.
+
+    def propose(self, step_seconds: float) -> list[Proposal]:
+        """Propose plans by those of the default's buckets, see `proposals.propose`."""
+        reducer = self._extended.reducer
+        trained = reducer.plans.plans_within(self.model.trainable_variables)
+        plans = [plan for _, plan, _ in trained if plan.buckets]
+        if not plans:
+            return []
+        default = max(plans, key=lambda plan: plan.num_bytes)
+        selector = self._extended.algorithm_selector
+        algorithms: list[str | None] = [None]
+        if reducer.options.algorithm == "auto" and selector.topology.num_replicas > 2:
+            algorithms += FLAT
+            algorithms += ["hierarchical"] if selector.is_hierarchical else []
+        return propose(default, step_seconds, algorithms, self._routes_of)
+
+    def switch(self, proposal: Proposal | None) -> None:
+        """Take a plan from the next step on; it is traced if it is new."""
+        if proposal == self._plan:
+            return
+        model = self.model
+        if model.train_function is not self._in_force:
+            self._functions.clear()  # somebody has had the step traced anew
+        self._functions[self._plan] = model.train_function
+        self._plan = proposal
+        self._tune(None if proposal is None else proposal.choice)
+        if proposal in self._functions:
+            model.train_function = self._functions[proposal]
+        else:
+            model.make_train_function(force=True)
+        self._in_force = model.train_function
+
+    def agree(self, seconds: list[float]) -> list[float]:
+        """Return the longest of all workers' times."""
+        texts = self._extended.worker_group.all_gather(
+            "times of bucket plans", json.dumps(seconds)
+        )
+        return longest([json.loads(text) for text in texts])
+
+    # The rest is private.
+
+    def _agree_on_begin(self) -> tuple[KeptPlan | None, int | None]:
+        """What the first worker knows: the plan of an earlier run, and the steps."""
+        worker_group = self._extended.worker_group
+        kept = load_plan(self._key) if worker_group.is_chief else None
+        own = json.dumps([kept and kept.to_json(), self._num_steps])
+        text, num_steps = json.loads(worker_group.all_gather("kept plans", own)[0])
+        return (None if text is None else KeptPlan.from_json(text)), num_steps
+
+    @property
+    def _key(self) -> str:
+        extended, model = self._extended, self.model
+        cluster = cluster_key(
+            extended.algorithm_selector, extended.group, str(extended.hosts)
+        )
+        options = extended.options
+        settings = (
+            options.algorithm,
+            options.first_bucket_mb,
+            options.reduce_dtypes,
+            model.jit_compile,
+            self._update_steps,
+            self._data,
+        )
+        return plan_key(cluster, model.trainable_variables, settings)
+
+    def _take(self, kept: KeptPlan) -> None:
+        """Take a plan before the first step, if it is another than what was traced."""
+        reducer, variables = self._extended.reducer, self.model.trainable_variables
+        before = reducer.options_of(variables)
+        self._tune(kept.choice, kept.gain)
+        if reducer.options_of(variables) != before:
+            self.model.make_train_function(force=True)
+
+    def _tune(self, choice: PlanChoice | None, gain: str = "") -> None:
+        variables = self.model.trainable_variables
+        self._extended.reducer.tune(variables, self._options_of(choice), gain)
+
+    def _options_of(self, choice: PlanChoice | None) -> CommunicationOptions | None:
+        return None if choice is None else choice.options(self._extended.options)
+
+    def _routes_of(
+        self, choice: PlanChoice | None, plan: BucketPlan
+    ) -> tuple[AlgorithmChoice, ...]:
+        selector = self._extended.algorithm_selector
+        options = self._options_of(choice)
+        if options is not None:
+            selector = selector.with_options(options)
+        return selector.select_for(plan, may_compress=True)
+
+    def _end(self, outcome: Outcome) -> None:
+        """Keep what was found, and say so."""
+        self._functions.clear()
+        kept = KeptPlan(None)
+        if outcome.winner is not None:
+            kept = KeptPlan(outcome.winner.choice, str(outcome.gain))
+        self._tune(kept.choice, kept.gain)
+        if self._extended.worker_group.is_chief:
+            store_plan(self._key, kept)
+            steps = pluralize(block_steps(self._update_steps), "step")
+            print(f"\ntfdp: {_NAME} {outcome.describe(steps)}.")
+
+    def _tell_of_kept(self, kept: KeptPlan) -> None:
+        """Say once with which plan a `fit` begins that has no trial."""
+        is_chief = self._extended.worker_group.is_chief
+        if kept.choice and is_chief and user_code.is_new(self._key, self._extended):
+            print(
+                f"tfdp: {_NAME} begins with {kept.choice}, which an earlier `fit` has "
+                f"found {kept.gain}."
+            )
+
+    def _stay(self, reason: str) -> None:
+        """Have the default, and say so once."""
+        self._take(KeptPlan(None))
+        if self._extended.worker_group.is_chief:
+            user_code.warn(
+                f"{_NAME} stays with the default buckets: {reason}.",
+                once_for=self._extended,
+            )
+
+
+class _Tuning(Feature):
+    def choose_callbacks(self, fit: Fit) -> None:
+        """Add the callback, before all others, where the strategy's option asks."""
+        strategy = fit.strategy
+        is_within = loops.current() is not None
+        if strategy is None or strategy.num_replicas_in_sync == 1 or is_within:
+            return
+        if strategy.extended.options.tunes_buckets:
+            steps, data = num_fit_steps(fit.arguments), describe_batches(fit.arguments)
+            tuning = BucketTuning(strategy, steps, data)
+            fit.arguments["callbacks"] = with_first(
+                fit.model, fit.arguments["callbacks"], tuning
+            )
+
+    def after_fit(self, fit: Fit) -> None:
+        """End a trial that an error has ended."""
+        for callback in callback_list(fit.arguments["callbacks"]):
+            if isinstance(callback, BucketTuning):
+                callback.close()
+
+
+register(_Tuning())
+
+
+def _wait_for(logs: Any) -> None:
+    """Wait for a step: on GPUs it is under way when Keras's call returns."""
+    for value in keras.tree.flatten(logs)[:1]:
+        np.asarray(value)

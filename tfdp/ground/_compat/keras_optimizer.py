@@ -1,0 +1,183 @@
+"""Keras optimizers: strategy, trained variables, and the parts of an update."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    values,
+)
+from tensorflow.python.ops import resource_variable_ops
+
+from tfdp.ground._compat.optimizer_views import stand_in
+
+
+def strategy_of_optimizer(optimizer: Any) -> Any:
+    """The strategy in whose scope an optimizer was made, or the default one."""
+    return getattr(optimizer, "_distribution_strategy", None) or (
+        tf.distribute.get_strategy()
+    )
+
+
+@contextlib.contextmanager
+def scope_of_optimizer(optimizer: Any) -> Iterator[None]:
+    """The scope of an optimizer's strategy, entered where it is not in force."""
+    strategy = strategy_of_optimizer(optimizer)
+    if tf.distribute.get_strategy() is strategy:
+        yield
+    else:
+        with strategy.scope():
+            yield
+
+
+def is_optimizer_of(optimizer: Any, strategy: Any) -> bool:
+    """Whether an optimizer was made in a strategy's scope."""
+    return getattr(optimizer, "_distribution_strategy", None) is strategy
+
+
+def rehome_optimizer(optimizer: Any, strategy: Any) -> None:
+    """Move an optimizer that was made outside the scope into it, in place.
+
+    Its variables are its counter and its learning rate; slots are not built
+    yet. The user's own handle stays valid.
+    """
+    optimizer._distribution_strategy = strategy
+    for variable in optimizer.variables:
+        rehome_variable(variable)
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        rehome_optimizer(inner, strategy)
+    for part in getattr(optimizer, "optimizers", []):
+        rehome_optimizer(part, strategy)
+
+
+def rehome_variable(variable: Any) -> None:
+    """Create a Keras variable again in the strategy's scope that is in force."""
+    if not isinstance(variable.value, values.DistributedVariable):
+        value = variable.numpy()
+        variable._initialize(value)
+
+
+def is_on_one_device(variable: Any) -> bool:
+    """Whether a Keras or TensorFlow variable is a plain one, of no strategy."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return isinstance(value, resource_variable_ops.BaseResourceVariable)
+
+
+def set_trained(optimizer: Any, variables: list) -> None:
+    """Set the variables that an optimizer trains, without making slots for them."""
+    indices = {optimizer._var_key(v): index for index, v in enumerate(variables)}
+    # Not by attribute: Keras would track the model's variables as the optimizer's.
+    vars(optimizer)["_trainable_variables_indices"] = indices
+    vars(optimizer)["_trainable_variables"] = list(variables)
+    optimizer.built = True
+
+
+def trained_by(optimizer: Any) -> list:
+    """The variables that an optimizer was built for."""
+    return list(optimizer._trainable_variables)
+
+
+def check_known(optimizer: Any, variables: list) -> None:
+    """Raise Keras's error for variables that an optimizer was not built for."""
+    optimizer._check_variables_are_known(variables)
+
+
+def index_in(optimizer: Any, variable: Any) -> int:
+    """The position of a variable among those that an optimizer was built for."""
+    return optimizer._get_variable_index(variable)
+
+
+def inner_index(multi_optimizer: Any, variable: Any) -> int:
+    """Index of the inner optimizer of a `MultiOptimizer` that trains a variable."""
+    return multi_optimizer._var_to_optimizer_idx[multi_optimizer._var_key(variable)]
+
+
+def rate_variable(optimizer: Any) -> Any:
+    """An optimizer's learning rate, where that is a variable."""
+    return optimizer._learning_rate
+
+
+def has_rate_variable(optimizer: Any) -> bool:
+    """Whether an optimizer's learning rate is a variable, and no schedule."""
+    return isinstance(optimizer._learning_rate, keras.Variable)
+
+
+def decay_alike(optimizer: Any, copy: Any, variable: Any) -> None:
+    """Exclude a copy from weight decay where an optimizer excludes the variable."""
+    excluded = set(getattr(optimizer, "_exclude_from_weight_decay", ()))
+    if optimizer._var_key(variable) in excluded:
+        excluded.add(optimizer._var_key(copy))
+        vars(optimizer)["_exclude_from_weight_decay"] = excluded
+
+
+def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
+    """Whether an optimizer decays a variable, given as its local part."""
+    decays = optimizer.weight_decay is not None
+    return decays and optimizer._use_weight_decay(variable)
+
+
+def without_missing(optimizer: Any, gradients: list, variables: list) -> tuple:
+    """Drop variables that have no gradient; warns, or raises if all have none."""
+    return optimizer._filter_empty_gradients(gradients, variables)
+
+
+def overwrite_by_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
+    """Assign the gradients of float8 scales to them; return the other ones."""
+    return optimizer._overwrite_variables_directly_with_gradients(gradients, variables)
+
+
+def clip_gradients(optimizer: Any, gradients: list) -> list:
+    """Clip gradients by an optimizer's settings."""
+    return optimizer._clip_gradients(gradients)
+
+
+def apply_weight_decay(optimizer: Any, variables: list) -> None:
+    """Decay variables by an optimizer's settings."""
+    optimizer._apply_weight_decay(variables)
+
+
+def update_variables(
+    optimizer: Any, gradients: list, variables: list, learning_rate: Any
+) -> None:
+    """Run an optimizer's own update on variables, whose gradients are reduced."""
+    reduced = stand_in(optimizer, _all_reduce_sum_gradients=list)
+    reduced._backend_update_step(gradients, variables, learning_rate)
+
+
+def count_update(optimizer: Any, count: Any) -> None:
+    """Add to the number of updates that an optimizer has made."""
+    optimizer._iterations.assign_add(count)
+
+
+def update_moving_average(optimizer: Any) -> None:
+    """Move an optimizer's averages of the variables towards their values."""
+    optimizer._update_model_variables_moving_average(optimizer._trainable_variables)
+
+
+def move_averages(optimizer: Any, variables: list) -> None:
+    """Move the averages towards variables that stand for those it was built for."""
+    optimizer._update_model_variables_moving_average(variables)
+
+
+def overwrite_with_moving_average(optimizer: Any) -> None:
+    """Overwrite the variables with an optimizer's averages."""
+    optimizer._overwrite_model_variables_with_average_value(
+        optimizer._trainable_variables
+    )
+
+
+def finalize_averages(optimizer: Any, variables: Any) -> None:
+    """Overwrite variables with their averages; Keras fails if some have been frozen."""
+    averages = optimizer._model_variables_moving_average
+    keys = optimizer._trainable_variables_indices
+    for variable in variables:
+        index = keys.get(optimizer._var_key(variable))
+        if index is not None and averages[index] is not None:
+            optimizer._distribution_strategy.extended.update(
+                variable.value, lambda a, b: a.assign(b), args=(averages[index].value,)
+            )

@@ -1,0 +1,191 @@
+"""Variables of a Keras optimizer: slots, accumulators, tracking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.framework import device as device_lib
+from tensorflow.python.trackable import data_structures
+
+from tfdp.ground._compat.distribute import outside_strategies
+from tfdp.ground._compat.keras_optimizer import set_trained
+
+
+def own_variables(optimizer: Any) -> list:
+    """An optimizer's variables without those of inner optimizers, in file order."""
+    return list(optimizer._variables)
+
+
+def state_variables(optimizer: Any) -> list:
+    """A built optimizer's variables but for its counter and learning rate."""
+    own = (optimizer._iterations, optimizer._learning_rate)
+    return [v for v in optimizer._variables if not any(v is item for item in own)]
+
+
+def single_variables(optimizer: Any) -> dict[str, Any]:
+    """An optimizer's variables that belong to none of the trained ones, by name."""
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, keras.Variable)
+        and name not in ("_iterations", "_learning_rate")
+    }
+
+
+def slots_of(optimizer: Any) -> dict[str, list]:
+    """The lists of slot variables of a built optimizer, by attribute name."""
+    count = len(optimizer._trainable_variables)
+    skipped = ("_trainable_variables", "_variables", "_accumulated_gradients")
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list)
+        and name not in skipped
+        and 0 < count == len(value)
+        and any(isinstance(item, keras.Variable) for item in value)
+    }
+
+
+def num_variables_before_accumulators(optimizer: Any) -> int:
+    """Number of an optimizer's variables that Keras makes before the accumulators.
+
+    The counter, the learning rate where it is a variable, the averages.
+    """
+    averages = getattr(optimizer, "_model_variables_moving_average", [])
+    has_rate = isinstance(optimizer._learning_rate, keras.Variable)
+    has_averages = optimizer.use_ema
+    count = sum(v is not None for v in averages) if has_averages else 0
+    return 1 + has_rate + count
+
+
+def accumulators_of(optimizer: Any) -> list:
+    """The gradient accumulators by position of the variable, `None` where none is."""
+    return list(optimizer._accumulated_gradients)
+
+
+def micro_batch_counter(optimizer: Any) -> Any:
+    """The counter of an optimizer, of micro-batches where it accumulates."""
+    return optimizer._iterations
+
+
+def accumulators(optimizer: Any) -> list:
+    """The gradient accumulators of a built optimizer."""
+    return [v for v in optimizer._accumulated_gradients if v is not None]
+
+
+def has_accumulators(optimizer: Any) -> bool:
+    """Whether an optimizer was built with gradient accumulators."""
+    return bool(getattr(optimizer, "_accumulated_gradients", None))
+
+
+def take_accumulators(optimizer: Any) -> list:
+    """Remove the gradient accumulators from a built optimizer and return them."""
+    sums = list(optimizer._accumulated_gradients)
+    untrack(optimizer, [variable for variable in sums if variable is not None])
+    optimizer._accumulated_gradients = []
+    return sums
+
+
+def untrack(optimizer: Any, variables: list) -> None:
+    """Take variables out of an optimizer's list of them.
+
+    TensorFlow saves and exports no list that has lost an element, so that a new
+    list takes the place of Keras's.
+    """
+    for variable in variables:
+        optimizer._untrack_variable(variable)
+    kept = data_structures.sticky_attribute_assignment(
+        trackable=optimizer, name="_variables", value=list(optimizer._variables)
+    )
+    vars(optimizer)["_variables"] = kept
+    is_variable, _ = optimizer._tracker.config["variables"]
+    optimizer._tracker.config["variables"] = (is_variable, kept)
+
+
+def drop_state(optimizer: Any) -> None:
+    """Free a built optimizer's variables but for its counter and learning rate."""
+    dropped = {id(variable) for variable in state_variables(optimizer)}
+    untrack(optimizer, state_variables(optimizer))
+    for name, value in list(vars(optimizer).items()):
+        if id(value) in dropped:
+            optimizer._delete_tracking(name)
+            vars(optimizer)[name] = None
+        elif name != "_variables" and _holds(value, dropped):
+            # TensorFlow's tracking, too, would keep the list with all that it holds.
+            optimizer._delete_tracking(name)
+            vars(optimizer)[name] = {} if isinstance(value, dict) else []
+
+
+def _holds(value: Any, dropped: set[int]) -> bool:
+    items = value.values() if isinstance(value, dict) else value
+    is_container = isinstance(value, (list, tuple, dict))
+    return is_container and any(id(item) in dropped for item in items)
+
+
+def build_without_state(optimizer: Any, variables: list) -> None:
+    """Set what an optimizer, and those inside a `MultiOptimizer`, train."""
+    if not hasattr(optimizer, "_inner_optimizers"):
+        set_trained(optimizer, variables)
+        return
+    shells: dict[int, list] = {}
+    chosen = {}
+    for variable in variables:
+        part = optimizer._optimizer_map(variable)
+        if not any(part is item for item in optimizer._inner_optimizers):
+            part.loss_scale_factor = optimizer.loss_scale_factor
+            optimizer._inner_optimizers.append(part)
+        index = optimizer._inner_optimizers.index(part)
+        chosen[optimizer._var_key(variable)] = index
+        shells.setdefault(index, []).append(variable)
+    vars(optimizer)["_var_to_optimizer_idx"] = chosen
+    for index, part in enumerate(optimizer._inner_optimizers):
+        if index in shells:
+            set_trained(part, shells[index])
+    set_trained(optimizer, variables)
+
+
+def built_without_memory(optimizer: Any, variables: list) -> Any:
+    """A clone that shows which variables an optimizer makes, and holds no values.
+
+    Variables in a graph of their own have shapes and names, but no memory.
+    """
+    with tf.init_scope():  # a step may be under way, being traced
+        config = optimizer.get_config()
+    with tf.Graph().as_default(), outside_strategies():
+        clone = type(optimizer).from_config(config)
+        shells = []
+        for variable in variables:
+            shell = keras.Variable(
+                "zeros",
+                shape=tuple(variable.shape),
+                dtype=variable.dtype,
+                name=getattr(variable, "name", "variable").replace("/", "_"),
+            )
+            vars(shell)["_path"] = getattr(variable, "path", variable.name)
+            shells.append(shell)
+        clone.build(shells)
+    return clone
+
+
+def copy_of(variable: Any) -> Any:
+    """A Keras variable of the same path and value, where the scope in force says."""
+    # Weight decay looks at the name of the `tf.Variable`.
+    copy = keras.Variable(
+        variable.value.read_value(), dtype=variable.dtype, name=variable.name
+    )
+    for name in ("_name", "_path", "trainable", "constraint"):
+        if hasattr(variable, name):
+            vars(copy)[name] = getattr(variable, name)
+    return copy
+
+
+def is_on(variable: Any, device: str) -> bool:
+    """Whether a Keras variable of one replica lies on a device."""
+    own = device_lib.DeviceSpec.from_string(variable.value.device)
+    asked = device_lib.DeviceSpec.from_string(device)
+    return (own.device_type, own.device_index) == (
+        asked.device_type,
+        asked.device_index,
+    )

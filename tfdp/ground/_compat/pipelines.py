@@ -1,0 +1,92 @@
+"""Stages of a tf.data pipeline, built again upon another one.
+
+tf.data has no public way to see a pipeline's stages. Checked on TensorFlow 2.19 to
+2.21.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.util import structure
+from tensorflow.python.framework import op_def_registry
+
+from tfdp.ground._compat.datasets import operations_of_stage
+
+# Stateful only in that they read, or run other functions, whose operations are listed.
+_READING = {
+    *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp"),
+    *("LookupTableFindV2", "LookupTableSizeV2", "HashTableV2", "Assert", "PrintV2"),
+    *("If", "While", "Case", "StatefulPartitionedCall", "Placeholder"),
+}
+
+
+def function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
+    """The function of a `map`, as it was traced, from element to element."""
+    wrapper = dataset._map_func
+
+    def call(element: Any) -> Any:
+        given = structure.to_tensor_list(wrapper._input_structure, element)
+        returned = wrapper.function(*given)
+        return structure.from_compatible_tensor_list(wrapper.output_structure, returned)
+
+    return call
+
+
+def python_function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
+    """The Python function of a `map`, to be traced for elements of other shapes."""
+    function = dataset._map_func._func
+
+    def call(element: Any) -> Any:
+        return function(*element) if type(element) is tuple else function(element)
+
+    return call
+
+
+def parallelism_of(dataset: tf.data.Dataset) -> Any:
+    """The `num_parallel_calls` of a `map` or `batch`, `None` without."""
+    return _value(getattr(dataset, "_num_parallel_calls", None))
+
+
+def stateful_operation(dataset: tf.data.Dataset) -> str | None:
+    """An operation in the function of a `map` that does more than read, or `None`."""
+    names = (name for name, _ in operations_of_stage(dataset) if name not in _READING)
+    return next((name for name in names if _is_stateful(name)), None)
+
+
+def name_of_map(dataset: tf.data.Dataset) -> str:
+    """Module and qualified name of the Python function of a `map`."""
+    function = dataset._map_func._func
+    return f"{function.__module__}.{getattr(function, '__qualname__', '')}"
+
+
+def count_of_stage(dataset: tf.data.Dataset) -> Any:
+    """The count of a `take`, `skip` or `repeat`, an int if it is known."""
+    return _value(dataset._count)
+
+
+def buffer_size_of(dataset: tf.data.Dataset) -> Any:
+    """The buffer size of a `prefetch`, an int if it is known."""
+    return _value(dataset._buffer_size)
+
+
+def drops_remainder(dataset: tf.data.Dataset) -> bool:
+    """Whether a `batch` leaves a last partial batch out."""
+    return bool(tf.get_static_value(dataset._drop_remainder))
+
+
+def zipped(dataset: tf.data.Dataset) -> Any:
+    """The nest of datasets that a `zip` reads."""
+    return dataset._datasets
+
+
+def _value(tensor: Any) -> Any:
+    static = None if tensor is None else tf.get_static_value(tensor)
+    return tensor if static is None else static.item()
+
+
+def _is_stateful(name: str) -> bool:
+    definition = op_def_registry.get(name)
+    return definition is not None and definition.is_stateful

@@ -1,0 +1,42 @@
+"""tfdp strategies: of models, of optimizers, of the scope and the replica in force."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+
+
+def is_tfdp(strategy: Any) -> bool:
+    """Return whether a strategy is one of tfdp's."""
+    return hasattr(getattr(strategy, "extended", None), "reducer")
+
+
+def strategy_of(model: Any) -> Any:
+    """Return the tfdp strategy of a Keras model, or `None`."""
+    strategy = _compat.strategy_of(model)
+    return strategy if is_tfdp(strategy) else None
+
+
+def num_replicas_of(optimizer: Any) -> int:
+    """Return the number of replicas of an optimizer: 1 without a tfdp strategy."""
+    strategy = _compat.strategy_of_optimizer(optimizer)
+    return strategy.num_replicas_in_sync if is_tfdp(strategy) else 1
+
+
+def in_tfdp_scope() -> bool:
+    """Return whether the code runs in the scope of a tfdp strategy."""
+    return tf.distribute.has_strategy() and is_tfdp(tf.distribute.get_strategy())
+
+
+def replica_context() -> Any:
+    """Return the context of the running replica of a tfdp strategy, or `None`."""
+    return tf.distribute.get_replica_context() if in_tfdp_scope() else None
+
+
+def in_replica_thread() -> bool:
+    """Return whether this thread runs one replica's part of any `strategy.run`."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and tf.distribute.has_strategy()

@@ -1,0 +1,126 @@
+"""The loop of Keras that is running: `fit`, `evaluate`, `train_on_batch` and others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+_TRAINING = ("fit", "train_on_batch")
+
+
+@dataclasses.dataclass
+class Loop:
+    """A running loop of Keras.
+
+    Args:
+        model: The Keras model.
+        name: String, the method of Keras's: `"fit"`, `"train_on_batch"` and others.
+        whole_batches: Bool, whether the loop is given global batches, as
+            `train_on_batch` is, and not batches that are divided already.
+        awaits_training_data: Bool, whether the next data that it reads is for
+            training: a `fit` reads that first, and may validate later.
+        batch_weights: List of scalar tensors, weights of the local replicas in the
+            running step, or `None` with one replica.
+        label_record: `tfdp.training.data.batch_labels.LabelRecord` of the training
+            data, or `None` of data that is no Python code of the user.
+        program_logs: `LogTail` of the step that is traced, or `None`.
+        batch_rows: Int, rows of a global batch of the loop, but of a last one that may
+            have fewer; or `None` where they are not known.
+    """
+
+    model: Any
+    name: str
+    whole_batches: bool = False
+    awaits_training_data: bool = False
+    batch_weights: list | None = None
+    label_record: Any = None
+    program_logs: Any = None
+    batch_rows: int | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether its steps train the model."""
+        return self.name in _TRAINING
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether it trains replicas that meet only now and then."""
+        return self.trains and steps_alone(self.model)
+
+
+_loops: list[Loop] = []
+
+
+def current() -> Loop | None:
+    """Return the innermost loop, or `None` outside of any."""
+    return _loops[-1] if _loops else None
+
+
+def awaiting_training_data() -> Loop | None:
+    """Return the loop that is about to be given its training data, or `None`."""
+    loop = current()
+    return loop if loop is not None and loop.awaits_training_data else None
+
+
+def steps_alone(model: Any) -> bool:
+    """Return whether the replicas of a model train alone for some steps."""
+    features = getattr(getattr(model, "optimizer", None), "features", None)
+    return features is not None and features.steps_alone
+
+
+def in_steps_alone() -> bool:
+    """Return whether the innermost loop trains replicas that meet now and then."""
+    loop = current()
+    return loop is not None and loop.steps_alone
+
+
+def check_steps_alone(optimizer: Any) -> None:
+    """Raise where replicas step alone, and not by this optimizer.
+
+    Args:
+        optimizer: The Keras optimizer of an update.
+
+    Raises:
+        ValueError: If the model was compiled with another one.
+    """
+    if in_steps_alone() and _loops[-1].model.optimizer is not optimizer:
+        raise ValueError(
+            "Replicas that step alone have one optimizer, the one that the model was "
+            "compiled with. Leave out `LocalSGD` or `DiLoCo` for a model with several. "
+            f"Received: an update by {optimizer.name!r}"
+        )
+
+
+def data_is_read() -> None:
+    """Record that a loop has been given data; a `fit` gets its training data first."""
+    for loop in _loops[-1:]:
+        loop.awaits_training_data = False
+
+
+def note_batch_rows(rows: int | None) -> None:
+    """Note the rows of a global batch; a `fit` gets its training data first."""
+    for loop in _loops[-1:]:
+        loop.batch_rows = loop.batch_rows or rows
+
+
+def is_nested() -> bool:
+    """Return whether a callback of one loop runs another one."""
+    return len(_loops) > 1
+
+
+@contextlib.contextmanager
+def looping(model: Any, name: str, *, whole_batches: bool = False) -> Iterator[None]:
+    """Record that a loop runs inside.
+
+    Args:
+        model: The Keras model.
+        name: String, see `Loop`.
+        whole_batches: Bool, see `Loop`. Defaults to `False`.
+    """
+    _loops.append(Loop(model, name, whole_batches, awaits_training_data=name == "fit"))
+    try:
+        yield
+    finally:
+        _loops.pop()

@@ -1,0 +1,126 @@
+"""Temporary files and folders: the next process removes those of one that was killed.
+
+The name of each has the process that made it. Those of a running process stay, and so
+do those of another host or container until they are an hour old.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import socket
+import tempfile
+import time
+import uuid
+
+from tfdp.ground.base.process_identity import ENDED, state_and_start
+from tfdp.ground.forks import TemporaryDirectory
+
+_BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
+_PROCESSES_FILE = "/proc/self/ns/pid"
+# `tfdp-`, what it is for, host, process, start of the process.
+_NAME = re.compile(r"\.?tfdp-[a-z]+-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.+")
+# A file that is being written has been changed since.
+_LONGEST_PAUSE_SECONDS = 3600.0
+
+
+def temporary_name(purpose: str) -> str:
+    """Return a name that no other file has.
+
+    Args:
+        purpose: String of small letters.
+
+    Example:
+
+    >>> is_left_over(temporary_name("probe"), age_seconds=10.0**6)
+    False
+    """
+    process = os.getpid()
+    own = f"{_host()}-{process}-{_start_of(process) or 0}"
+    return f"tfdp-{purpose}-{own}-{uuid.uuid4().hex[:8]}"
+
+
+class TemporaryFolder(TemporaryDirectory):
+    """Temporary folder; those that killed processes have left are removed.
+
+    Args:
+        purpose: String of small letters, a part of its name.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        remove_left_over(tempfile.gettempdir())
+        super().__init__(prefix=f"{temporary_name(purpose)}-")
+
+
+def is_left_over(name: str, age_seconds: float | None) -> bool:
+    """Return whether a file is temporary, and the process that made it has ended.
+
+    Args:
+        name: String.
+        age_seconds: Float, the time since its last change, or `None` if that is not
+            known: then one of another host is not left over.
+
+    Example:
+
+    >>> is_left_over("tfdp-probe-00000000-1-1-a", age_seconds=10.0**6)
+    True
+    >>> is_left_over("tfdp-probe-00000000-1-1-a", age_seconds=60.0)
+    False
+    >>> is_left_over("model.keras", age_seconds=10.0**6)
+    False
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return False
+    host, process, start = match.groups()
+    if host == _host():
+        return _start_of(int(process)) != int(start)
+    return age_seconds is not None and age_seconds > _LONGEST_PAUSE_SECONDS
+
+
+def remove_left_over(folder: str | os.PathLike) -> None:
+    """Remove what this user's killed processes have left in a folder.
+
+    Args:
+        folder: String or path-like.
+    """
+    with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
+        for entry in entries:
+            if _NAME.fullmatch(entry.name):
+                with contextlib.suppress(OSError):  # another process was first
+                    _remove_if_left_over(entry)
+
+
+def _remove_if_left_over(entry: os.DirEntry) -> None:
+    status = entry.stat(follow_symlinks=False)
+    is_folder = entry.is_dir(follow_symlinks=False)
+    # A folder has no time of the last change in it.
+    age = None if is_folder else time.time() - status.st_mtime
+    if status.st_uid != os.geteuid() or not is_left_over(entry.name, age):
+        return
+    if is_folder:
+        shutil.rmtree(entry.path, ignore_errors=True)
+    else:
+        os.unlink(entry.path)
+
+
+@functools.cache
+def _host() -> str:
+    """Eight digits for this boot of the host and its processes, as a container has."""
+    try:
+        boot = pathlib.Path(_BOOT_ID_FILE).read_text("ascii").strip()
+        key = f"{boot} {os.readlink(_PROCESSES_FILE)}"
+    except OSError:
+        key = socket.gethostname()
+    return hashlib.sha256(key.encode()).hexdigest()[:8]
+
+
+def _start_of(process: int) -> int | None:
+    """When a process has started, in ticks since the boot; `None` if it has ended."""
+    state, started = state_and_start(process)
+    return None if state in ENDED else int(started)

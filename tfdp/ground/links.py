@@ -1,0 +1,103 @@
+"""Links of a cluster: latency and bandwidth inside nodes and across them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfdp.ground.arguments import checked_bool, checked_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """Cost of a message: `alpha + bytes * beta`.
+
+    Args:
+        alpha_seconds: Float, seconds until the first byte arrives.
+        seconds_per_byte: Float, beta, one over the bandwidth.
+
+    Raises:
+        ValueError: If one is negative or not finite.
+
+    Example:
+
+    >>> Link(alpha_seconds=0.001, seconds_per_byte=1e-6).seconds(num_bytes=1000)
+    0.002
+    """
+
+    alpha_seconds: float
+    seconds_per_byte: float
+
+    def __post_init__(self) -> None:
+        for field in ("alpha_seconds", "seconds_per_byte"):
+            object.__setattr__(self, field, _not_negative(field, getattr(self, field)))
+
+    def seconds(self, num_bytes: float) -> float:
+        """Return the seconds that a message takes."""
+        return self.alpha_seconds + num_bytes * self.seconds_per_byte
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Links of a cluster whose nodes are all alike.
+
+    Args:
+        inside: `Link` between two replicas of a node.
+        across: `Link` between nodes: that of one node, one way. The replicas of
+            the node share it.
+        operation_seconds: Float, what it costs to start one of the operations
+            that an algorithm is made of. Defaults to `0.0`.
+        is_inside_shared: Bool, whether messages inside a node share one link
+            too: on CPUs, its cores and memory. Defaults to `False`.
+
+    Raises:
+        ValueError: If a number is negative or not finite, or something is no number,
+            no bool or no `Link`.
+    """
+
+    inside: Link
+    across: Link
+    operation_seconds: float = 0.0
+    is_inside_shared: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("inside", "across"):
+            if not isinstance(getattr(self, field), Link):
+                raise ValueError(
+                    f"`{field}` must be a `tfdp.options.Link`. "
+                    f"Received: {field}={getattr(self, field)!r}"
+                )
+        seconds = _not_negative("operation_seconds", self.operation_seconds)
+        object.__setattr__(self, "operation_seconds", seconds)
+        is_shared = checked_bool("is_inside_shared", self.is_inside_shared)
+        object.__setattr__(self, "is_inside_shared", is_shared)
+
+    @classmethod
+    def from_dict(cls, entry: dict[str, Any]) -> Links:
+        """Restore links from the dict that `dataclasses.asdict` made.
+
+        Example:
+
+        >>> links = Links(Link(0.5, 0.25), Link(1.0, 0.5))
+        >>> Links.from_dict(dataclasses.asdict(links)) == links
+        True
+        """
+        levels = {name: Link(**entry[name]) for name in ("inside", "across")}
+        return cls(**{**entry, **levels})
+
+
+def _not_negative(name: str, value: float) -> float:
+    return checked_number(name, value, "a number that is not negative", least=0)
+
+
+# What is assumed where nothing was measured, by backend. `"ring"`: TensorFlow's
+# gRPC over loopback, and 10 Gbit/s Ethernet. `"nccl"`: NVLink as large all-reduces
+# see it, and one 100 Gbit/s adapter for each node.
+DEFAULT_LINKS = {
+    "ring": Links(Link(300e-6, 1e-9), Link(500e-6, 0.8e-9), 100e-6, True),
+    # Shared memory, and 10 Gbit/s Ethernet.
+    "direct": Links(Link(100e-6, 0.3e-9), Link(200e-6, 0.8e-9), 50e-6, True),
+    # The same, by the MPI library.
+    "mpi": Links(Link(300e-6, 0.5e-9), Link(500e-6, 0.8e-9), 50e-6, True),
+    "nccl": Links(Link(2e-6, 5e-12), Link(10e-6, 80e-12), 10e-6, False),
+}

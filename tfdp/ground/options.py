@@ -1,0 +1,321 @@
+"""Communication options of a strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tfdp.ground.arguments import checked_bool, checked_integer, checked_number
+from tfdp.ground.links import Links
+
+FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
+ADASUM = "adasum"
+ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical", ADASUM)
+_OF_LEVELS = {"inner": FLAT_ALGORITHMS, "outer": (*FLAT_ALGORITHMS, ADASUM)}
+BACKENDS = ("auto", "nccl", "ring", "direct", "mpi")
+UNEVEN = ("join", "stop")
+GATHERS = ("allow", "error")
+COMMUNICATION_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
+COMPRESSIONS = (*COMMUNICATION_DTYPES, "int8")
+_LEVELS = ("inner", "outer")
+
+
+DEFAULT_BUCKET_MB = 25.0
+AUTO = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CommunicationOptions:
+    """Options of the communication between replicas.
+
+    Args:
+        bucket_mb: Float, largest size of a bucket in megabytes (2**20 bytes).
+            Gradients are concatenated into buckets and a bucket is reduced by
+            one collective. A variable larger than this has a bucket of its
+            own. `"auto"`: a long `fit` tries several plans in its first steps and
+            keeps one that is faster than the default. Defaults to `25.0`, or to an
+            eighth of all gradients where that is less; another size is taken as it
+            is.
+        first_bucket_mb: Float, largest size of the first bucket in megabytes.
+            It is smaller so that communication starts early in the backward
+            pass. Defaults to `1.0`.
+        algorithm: String, the all-reduce algorithm: `"ring"`, `"tree"`,
+            `"halving_doubling"`, `"hierarchical"`, or `"auto"`, the fastest
+            for each bucket by what is known of the links. A dict such as
+            `{"inner": "ring", "outer": "tree"}` is the hierarchical one with
+            an algorithm inside nodes and one across them. `"adasum"` is no mean:
+            gradients are combined pair by pair, as far as they point the same way,
+            those of replicas, or with `{"outer": "adasum"}` those of nodes. Defaults
+            to `"auto"`.
+        backend: String, the library that moves the bytes: `"nccl"` (GPUs),
+            `"ring"` (TensorFlow's own, over memory and gRPC), `"direct"` (between
+            CPU processes: shared memory on one host, TCP between hosts), `"mpi"`
+            (between CPU processes that MPI has started, with mpi4py), or `"auto"`:
+            NCCL where every replica has a physical GPU of its own, and between workers
+            without GPUs `"mpi"` in a job of MPI and else `"direct"`. Defaults to
+            `"auto"`.
+        interface: String, name or address of the network interface that `"direct"`
+            uses, or `None`: the one that this worker's host name in the cluster
+            resolves to. Defaults to `None`.
+        compression: `"fp16"` or `"bf16"`, the type in which gradients travel;
+            `"int8"` or another `tfdp.compression.Compressor`, which keeps what it
+            leaves out for later; or `None`, their own. They are added up in their
+            own. A dict such as `{"outer": "int8"}` compresses only across nodes, or
+            only inside them. Buckets that would not gain travel as they are.
+            Defaults to `None`.
+        node_size: Int, replicas of consecutive ranks that count as one node, or
+            `None`: workers on one host are one node. Defaults to `None`.
+        nodes: Sequence of strings, a node's name for each worker, or `None`.
+            Defaults to `None`.
+        links: `tfdp.options.Links`, latency and bandwidth inside and across nodes, or
+            `None`: they are measured where a `fit` is long enough to repay it,
+            and assumed otherwise. Defaults to `None`.
+        timeout_seconds: Float or `None`, how long workers wait for one that does
+            not come, for a heartbeat of one that hangs, and for a data source that
+            gives no batch while its processes compute nothing. `None` waits for ever
+            and warns, and 60 seconds for a heartbeat. Defaults to `None`.
+        uneven: String, what `fit` does where some workers have more batches than
+            others. `"join"`: an epoch goes on until the last worker is through;
+            those without data add nothing, and every sample counts alike.
+            `"stop"`: it ends for all workers as soon as one has no batch left, and
+            what the others still have is left out. Validation, `evaluate`,
+            `predict` and loops of your own always go on to the end, since there
+            every sample counts. Defaults to `"join"`.
+        sync_batch_norm: Bool, whether every `BatchNormalization` normalizes by the
+            moments of the global batch, as with `synchronized=True`: its layers then
+            wait for an all-reduce in the forward and the backward pass. Defaults to
+            `False`: each replica's own rows, as in TensorFlow.
+        gathers: String, what to do with a step that gathers much of what an operation
+            needs of the whole batch: `"allow"` tells of it once for a model; `"error"`
+            raises before the first step. Defaults to `"allow"`.
+
+    Raises:
+        ValueError: If a value is out of range or unknown.
+
+    Example:
+
+    >>> options = CommunicationOptions(bucket_mb=8)
+    >>> options.bucket_bytes
+    8388608
+
+    Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating
+    Data Parallel Training", https://arxiv.org/abs/2006.15704, for buckets and
+    their default sizes.
+    """
+
+    bucket_mb: float | str = DEFAULT_BUCKET_MB
+    first_bucket_mb: float = 1.0
+    algorithm: str | Mapping[str, str] = "auto"
+    backend: str = "auto"
+    interface: str | None = None
+    compression: Any = None
+    node_size: int | None = None
+    nodes: Sequence[str] | None = None
+    links: Links | None = None
+    timeout_seconds: float | None = None
+    uneven: str = "join"
+    sync_batch_norm: bool = False
+    gathers: str = "allow"
+
+    def __post_init__(self) -> None:
+        size = "a size in megabytes"
+        if not self.tunes_buckets:
+            self._set_positive("bucket_mb", f'"auto" or {size}')
+        self._set_positive("first_bucket_mb", size)
+        if self.timeout_seconds is not None:
+            self._set_positive("timeout_seconds", "a number of seconds or None")
+        _check_levels("algorithm", self.algorithm, ALGORITHMS, _OF_LEVELS)
+        _check_one_of("backend", self.backend, BACKENDS)
+        if self.interface is not None and (
+            not isinstance(self.interface, str) or not self.interface
+        ):
+            raise ValueError(
+                "`interface` must be the name or an address of a network interface, "
+                f"or None. Received: interface={self.interface!r}"
+            )
+        _check_one_of("uneven", self.uneven, UNEVEN)
+        _check_one_of("gathers", self.gathers, GATHERS)
+        is_synchronized = checked_bool("sync_batch_norm", self.sync_batch_norm)
+        object.__setattr__(self, "sync_batch_norm", is_synchronized)
+        _check_compression(self.compression)
+        _check_adasum(self.algorithm, self.compression)
+        if self.tunes_buckets:
+            _check_nothing_is_kept(self.compression_levels)
+        if self.node_size is not None:
+            size_of_node = checked_integer("node_size", self.node_size, 1, "or None")
+            object.__setattr__(self, "node_size", size_of_node)
+        _check_nodes(self.node_size, self.nodes)
+        if self.links is not None and not isinstance(self.links, Links):
+            raise ValueError(
+                "`links` must be a `tfdp.options.Links` or None. "
+                f"Received: links={self.links!r}"
+            )
+
+    @property
+    def compression_levels(self) -> tuple[Any, Any]:
+        """What is asked for inside nodes and across them: string, object or `None`."""
+        given = self.compression
+        if not isinstance(given, Mapping):
+            return given, given
+        return given.get("inner"), given.get("outer")
+
+    @property
+    def reduce_dtypes(self) -> tuple[str | None, str | None]:
+        """Names of the communication dtypes inside nodes and across them, or `None`."""
+        inner, outer = (
+            COMMUNICATION_DTYPES.get(given) if isinstance(given, str) else None
+            for given in self.compression_levels
+        )
+        return inner, outer
+
+    @property
+    def tunes_buckets(self) -> bool:
+        """Bool, whether a long `fit` looks for a plan that is faster."""
+        return isinstance(self.bucket_mb, str) and self.bucket_mb == AUTO
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Largest size of a bucket, in bytes."""
+        return int(self._largest_mb * 2**20)
+
+    @property
+    def adapts_buckets(self) -> bool:
+        """Bool, whether a small model may have smaller buckets: the default size."""
+        return self._largest_mb == DEFAULT_BUCKET_MB
+
+    @property
+    def first_bucket_bytes(self) -> int:
+        """Largest size of the first bucket, in bytes."""
+        return int(min(self.first_bucket_mb, self._largest_mb) * 2**20)
+
+    @property
+    def _largest_mb(self) -> float:
+        size = self.bucket_mb
+        return DEFAULT_BUCKET_MB if isinstance(size, str) else size
+
+    def _set_positive(self, name: str, what: str) -> None:
+        text = f"{what}, greater than zero"
+        value = checked_number(name, getattr(self, name), text, above=0)
+        object.__setattr__(self, name, value)
+
+
+def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        listed = ", ".join(f'"{item}"' for item in allowed)
+        raise ValueError(
+            f"`{name}` must be one of {listed}. Received: {name}={value!r}"
+        )
+
+
+def _check_levels(
+    name: str,
+    value: object,
+    allowed: tuple[str, ...],
+    of_level: Mapping[str, tuple[str, ...]],
+) -> None:
+    """Check one name for both levels, or a dict from level to name."""
+    if not isinstance(value, Mapping):
+        _check_one_of(name, value, allowed)
+        return
+    _check_keys(name, value)
+    for level, choice in value.items():
+        _check_one_of(f'{name}["{level}"]', choice, of_level[level])
+
+
+def _check_keys(name: str, value: Mapping[str, Any]) -> None:
+    if not value or not set(value) <= set(_LEVELS):
+        raise ValueError(
+            f'`{name}` as a dict has the keys "inner" and "outer", or one of them. '
+            f"Received: {name}={value!r}"
+        )
+
+
+def is_compressor(value: object) -> bool:
+    """True for a `tfdp.compression.Compressor`, told without TensorFlow."""
+    methods = ("reduce", "reduce_scatter", "wire_ratio")
+    is_instance = not isinstance(value, type)
+    return is_instance and all(hasattr(value, method) for method in methods)
+
+
+def _check_compression(value: Any) -> None:
+    if value is None or is_compressor(value):
+        return
+    if isinstance(value, Mapping):
+        _check_keys("compression", value)
+        for level, choice in value.items():
+            if not is_compressor(choice):
+                _check_one_of(f'compression["{level}"]', choice, COMPRESSIONS)
+        _check_whole_buckets(value)
+        return
+    if not isinstance(value, str) or value not in COMPRESSIONS:
+        listed = ", ".join(f'"{item}"' for item in COMPRESSIONS)
+        raise ValueError(
+            f"`compression` must be one of {listed}, a `tfdp.compression.Compressor`, "
+            f"or a dict of them by level. Received: compression={value!r}"
+        )
+
+
+def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
+    """Raise where a compressor that needs whole buckets would get parts of them."""
+    inner, outer = levels.get("inner"), levels.get("outer")
+    is_alone = not _feeds_back(inner)
+    if not getattr(inner, "cuts_buckets", True) or (
+        not getattr(outer, "cuts_buckets", True) and not is_alone
+    ):
+        raise ValueError(
+            "A compressor of whole buckets works on both levels, "
+            '`compression=compressor`, or across nodes, `{"outer": compressor}`. '
+            f"Received: compression={dict(levels)!r}"
+        )
+
+
+def _check_adasum(algorithm: Any, compression: Any) -> None:
+    """Raise where gradients could not be combined by Adasum as they travel."""
+    levels = algorithm if isinstance(algorithm, Mapping) else {"outer": algorithm}
+    if levels.get("outer") != ADASUM:
+        return
+    if levels.get("inner", "ring") != "ring":
+        raise ValueError(
+            '`algorithm={"outer": "adasum"}` needs the ring inside nodes. '
+            f"Received: algorithm={dict(algorithm)!r}"
+        )
+    given = compression.values() if isinstance(compression, Mapping) else [compression]
+    if any(map(_feeds_back, given)):
+        raise ValueError(
+            '`algorithm="adasum"` is no sum, and what a compressor leaves out is fed '
+            'back to a sum. Use `compression="fp16"` or "bf16". Received: '
+            f"algorithm={algorithm!r}, compression={compression!r}"
+        )
+
+
+def _feeds_back(given: Any) -> bool:
+    """Whether a compression keeps what it leaves out, for the next step."""
+    return given not in (None, *COMMUNICATION_DTYPES)
+
+
+def _check_nothing_is_kept(levels: tuple[Any, Any]) -> None:
+    """Raise where compressors keep something for each bucket, which has to stay."""
+    if any(map(_feeds_back, levels)):
+        raise ValueError(
+            "A compressor keeps what it leaves out for each bucket, so that buckets "
+            'have to stay. With `bucket_mb="auto"` compress to "fp16" or "bf16", or '
+            f"give a size. Received: compression={levels!r}, inside nodes and across"
+        )
+
+
+def _check_nodes(node_size: object, nodes: object) -> None:
+    if nodes is not None and (
+        isinstance(nodes, str)
+        or not isinstance(nodes, Sequence)
+        or not all(isinstance(name, str) and name for name in nodes)
+    ):
+        raise ValueError(
+            "`nodes` must be a list with the name of a node for each worker, such as "
+            f'["a", "a", "b", "b"]. Received: nodes={nodes!r}'
+        )
+    if node_size is not None and nodes is not None:
+        raise ValueError(
+            "Give `node_size` or `nodes`, not both. "
+            f"Received: node_size={node_size!r}, nodes={nodes!r}"
+        )

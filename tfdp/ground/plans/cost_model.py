@@ -1,0 +1,186 @@
+"""Cost model: seconds of an all-reduce by latency and bandwidth, and the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfdp.ground.links import Links
+from tfdp.ground.plans.topology import Topology
+from tfdp.ground.plans.traffic import FLAT, Algorithm, Transfer, transfers_of
+
+# An algorithm has to be faster than those before it by more than the model can
+# tell: the ring is a single operation, where the others are made of several.
+_TIE = 0.05
+
+
+def predict_seconds(
+    algorithm: Algorithm,
+    num_bytes: int,
+    topology: Topology,
+    links: Links,
+    *,
+    inner_ratio: float = 1.0,
+    outer_ratio: float = 1.0,
+) -> float:
+    """Predict the seconds of one all-reduce.
+
+    Messages that leave a node together share its link, and each operation has
+    to be started. A transfer lasts as long as its slowest message; or, where
+    replicas share the cores of their node, as all messages inside one node, one
+    after the other, and those across.
+
+    Args:
+        algorithm: `Algorithm`.
+        num_bytes: Int, size of the tensor.
+        topology: `Topology`.
+        links: `Links`.
+        inner_ratio: Float, bytes that travel inside nodes for each byte of the
+            tensor, such as `0.5` for bfloat16. Defaults to `1.0`.
+        outer_ratio: Float, the same across nodes. A flat algorithm sends one
+            type everywhere: there the larger of the two counts. Defaults to
+            `1.0`.
+
+    Returns:
+        Float, seconds; 0 where there is nothing to send.
+
+    Raises:
+        ValueError: If a hierarchical algorithm meets nodes of unequal size, or
+            `num_bytes` is negative.
+
+    Example: four replicas on one node send six messages of a quarter each.
+
+    >>> from tfdp.ground.links import Link
+    >>> links = Links(inside=Link(1e-3, 1e-6), across=Link(0.0, 0.0))
+    >>> node = Topology(((0, 1, 2, 3),))
+    >>> round(predict_seconds(Algorithm("ring"), 4000, node, links), 6)
+    0.012
+
+    Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of Collective
+    Communication Operations in MPICH"; Patarasuk and Yuan 2009, "Bandwidth
+    optimal all-reduce algorithms for clusters of workstations", for the ring.
+    """
+    if num_bytes < 0:
+        raise ValueError(
+            "The size of a tensor must not be negative. "
+            f"Received: num_bytes={num_bytes!r}"
+        )
+    if num_bytes == 0:
+        return 0.0
+    if not algorithm.has_levels:
+        inner_ratio = outer_ratio = max(inner_ratio, outer_ratio)
+    inner_bytes, outer_bytes = num_bytes * inner_ratio, num_bytes * outer_ratio
+    transfers = transfers_of(algorithm, topology)
+    return len(transfers) * links.operation_seconds + sum(
+        transfer.repeats * _seconds(transfer, inner_bytes, outer_bytes, links)
+        for transfer in transfers
+    )
+
+
+def candidates_for(topology: Topology) -> tuple[Algorithm, ...]:
+    """Return the algorithms that can run on a cluster, in the order of preference.
+
+    Args:
+        topology: `Topology`.
+
+    Returns:
+        Tuple of `Algorithm`: the flat ones; and hierarchical ones where several
+        nodes have several replicas each, and equally many. The ring is first.
+
+    Example:
+
+    >>> [str(algorithm) for algorithm in candidates_for(Topology(((0, 1),)))]
+    ['ring', 'tree', 'halving_doubling']
+    >>> len(candidates_for(Topology(((0, 1), (2, 3)))))
+    12
+    """
+    ring, tree, halving_doubling = (Algorithm(name) for name in FLAT)
+    if not topology.has_levels:
+        return ring, tree, halving_doubling
+    levels = ("ring", "halving_doubling", "tree")
+    pairs = [(inner, outer) for inner in levels for outer in levels]
+    hierarchical = (Algorithm("hierarchical", *pair) for pair in pairs)
+    return ring, tree, *hierarchical, halving_doubling
+
+
+def choose(
+    num_bytes: int,
+    topology: Topology,
+    links: Links,
+    candidates: Sequence[Algorithm] | None = None,
+    *,
+    inner_ratio: float = 1.0,
+    outer_ratio: float = 1.0,
+) -> tuple[Algorithm, float]:
+    """Choose the algorithm that is predicted to be the fastest, within 5 %.
+
+    Args:
+        num_bytes: Int, size of the tensor.
+        topology: `Topology`.
+        links: `Links`, the same on all workers, or they choose differently.
+        candidates: Sequence of `Algorithm`, in the order of preference: a later
+            one must be faster by more than 5 %; or `None` for
+            `candidates_for(topology)`. Defaults to `None`.
+        inner_ratio: Float, see `predict_seconds`. Defaults to `1.0`.
+        outer_ratio: Float, see `predict_seconds`. Defaults to `1.0`.
+
+    Returns:
+        Tuple of an `Algorithm` and its seconds.
+
+    Raises:
+        ValueError: If there are no candidates; or see `predict_seconds`.
+
+    Example:
+
+    >>> from tfdp.ground.links import DEFAULT_LINKS
+    >>> node = Topology((tuple(range(8)),))
+    >>> for num_bytes in (1_000, 100_000_000):
+    ...     print(choose(num_bytes, node, DEFAULT_LINKS["ring"])[0])
+    tree
+    ring
+    """
+    ratios = {"inner_ratio": inner_ratio, "outer_ratio": outer_ratio}
+    best: tuple[Algorithm, float] | None = None
+    for algorithm in candidates_for(topology) if candidates is None else candidates:
+        seconds = predict_seconds(algorithm, num_bytes, topology, links, **ratios)
+        if best is None or seconds < best[1] * (1 - _TIE):
+            best = algorithm, seconds
+    if best is None:
+        raise ValueError(
+            "There must be an algorithm to choose from. "
+            f"Received: candidates={candidates!r}"
+        )
+    return best
+
+
+def num_serial_messages(transfer: Transfer, links: Links) -> int:
+    """Return the number of a transfer's messages that are serial inside a node.
+
+    Args:
+        transfer: `Transfer`.
+        links: `Links`.
+
+    Returns:
+        Int: all of them where they share the node's cores and memory; 1 where each
+        has a link of its own; 0 where none stays inside.
+    """
+    return (
+        transfer.num_inside if links.is_inside_shared else min(1, transfer.num_inside)
+    )
+
+
+def _seconds(
+    transfer: Transfer, inner_bytes: float, outer_bytes: float, links: Links
+) -> float:
+    """Return the seconds of one transfer.
+
+    Messages across nodes are concurrent. Those inside a node, where they share cores,
+    are serial.
+    """
+    inside = across = 0.0
+    if transfer.num_inside:
+        num_messages = num_serial_messages(transfer, links)
+        inside = num_messages * links.inside.seconds(inner_bytes * transfer.fraction)
+    if transfer.num_streams:
+        shared_bytes = outer_bytes * transfer.fraction * transfer.num_streams
+        across = links.across.seconds(shared_bytes)
+    return inside + across if links.is_inside_shared else max(inside, across)

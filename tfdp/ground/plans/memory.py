@@ -1,0 +1,168 @@
+"""Memory of training state on a replica, with and without sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tfdp.ground.plans.buckets import Entry
+from tfdp.ground.plans.shards import ShardPlan
+
+_FLOAT32_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaMemory:
+    """Bytes that training keeps on one replica.
+
+    Args:
+        parameters: Int, of the trained variables.
+        gradients: Int, of their reduced gradients.
+        accumulators: Int, of the gradients accumulated over micro-batches.
+        slots: Int, of the optimizer's variables for each trained one.
+        gathered: Int, of the sharded parameters that a step has gathered at a time.
+            Defaults to 0.
+    """
+
+    parameters: int
+    gradients: int
+    accumulators: int
+    slots: int
+    gathered: int = 0
+
+    def __add__(self, other: ReplicaMemory) -> ReplicaMemory:
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return ReplicaMemory(*(first + second for first, second in pairs))
+
+    @property
+    def total(self) -> int:
+        """Int, the sum of all."""
+        return sum(dataclasses.astuple(self))
+
+
+NOTHING = ReplicaMemory(0, 0, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on the replica that holds most, sharded and unsharded.
+
+    Args:
+        sharded: `ReplicaMemory` of the sharded state.
+        whole: `ReplicaMemory` of the unsharded state.
+
+    Example:
+
+    >>> whole = ReplicaMemory(400, 400, 0, 800)
+    >>> print(MemoryReport(ReplicaMemory(400, 200, 0, 400), whole))
+    bytes on a replica: parameters 400, gradients 200 (unsharded 400), accumulators 0,
+    slots 400 (unsharded 800), gathered 0; in all 1,000 (unsharded 1,600)
+    """
+
+    sharded: ReplicaMemory
+    whole: ReplicaMemory
+
+    def __str__(self) -> str:
+        parameters, gradients, accumulators, slots, gathered = (
+            _beside(field.name, self) for field in dataclasses.fields(ReplicaMemory)
+        )
+        total = _beside("total", self).removeprefix("total ")
+        return (
+            f"bytes on a replica: {parameters}, {gradients}, {accumulators},\n"
+            f"{slots}, {gathered}; in all {total}"
+        )
+
+
+def unsharded_memory(
+    entries: Sequence[Entry], slot_bytes: Sequence[int], *, accumulates: bool
+) -> ReplicaMemory:
+    """Compute the memory of a replica with the full state.
+
+    Args:
+        entries: Sequence of `Entry`, the trained variables.
+        slot_bytes: Sequence of ints, bytes of each one's slots.
+        accumulates: Bool, whether gradients are accumulated.
+
+    Returns:
+        `ReplicaMemory`.
+    """
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    sums = sum(entry.num_elements * _wide(entry.itemsize) for entry in entries)
+    return ReplicaMemory(
+        num_bytes, num_bytes, sums if accumulates else 0, sum(slot_bytes)
+    )
+
+
+def sharded_memory(
+    entries: Sequence[Entry],
+    slot_bytes: Sequence[int],
+    plan: ShardPlan,
+    *,
+    accumulates: bool,
+    stage: int = 1,
+    gathered: int = 0,
+) -> ReplicaMemory:
+    """Compute the memory of the replica that holds most of a sharded state.
+
+    Args:
+        entries: Sequence of `Entry`, the trained variables.
+        slot_bytes: Sequence of ints, bytes of each one's slots.
+        plan: `ShardPlan` of them.
+        accumulates: Bool, whether gradients are accumulated.
+        stage: Int, the stage of ZeRO. Defaults to 1.
+        gathered: Int, what a step gathers of them at a time. Defaults to 0.
+
+    Returns:
+        `ReplicaMemory`.
+
+    Example:
+
+    >>> from tfdp.ground.plans.shards import plan_element_shards
+    >>> entries = [Entry("w", (100,), "float32", 4)]
+    >>> sizes = {"bucket_bytes": 1000, "first_bucket_bytes": 1000}
+    >>> plan = plan_element_shards(entries, 4, **sizes)
+    >>> sharded_memory(entries, [800], plan, accumulates=False).slots
+    200
+    """
+    whole = unsharded_memory(entries, slot_bytes, accumulates=accumulates)
+    sizes = {entry.dtype: entry.itemsize for entry in entries}
+    moved = [(bucket.slice_size, sizes[bucket.dtype]) for bucket in plan.buckets]
+    slices = sum(size * itemsize for size, itemsize in moved)
+    accumulators = whole.accumulators
+    if accumulates and stage >= 2:
+        accumulators = sum(size * _wide(itemsize) for size, itemsize in moved)
+    return ReplicaMemory(
+        slices if stage == 3 else whole.parameters,
+        slices,
+        accumulators,
+        max(
+            _owned(entries, slot_bytes, plan, owner) for owner in range(plan.num_owners)
+        ),
+        gathered,
+    )
+
+
+def _owned(
+    entries: Sequence[Entry], slot_bytes: Sequence[int], plan: ShardPlan, owner: int
+) -> int:
+    """Return the bytes of the slots of an owner's elements."""
+    elements = [0] * len(entries)
+    for bucket in plan.buckets:
+        for segment in bucket.rows[owner]:
+            elements[segment.index] += segment.size
+    return sum(
+        round(num * slots / entry.num_elements)
+        for num, slots, entry in zip(elements, slot_bytes, entries, strict=True)
+        if num
+    )
+
+
+def _wide(itemsize: int) -> int:
+    """Return the bytes of an accumulated element: of float32, or wider."""
+    return max(itemsize, _FLOAT32_BYTES)
+
+
+def _beside(name: str, report: MemoryReport) -> str:
+    sharded, whole = getattr(report.sharded, name), getattr(report.whole, name)
+    text = f"{name} {sharded:,}"
+    return text if sharded == whole else f"{text} (unsharded {whole:,})"

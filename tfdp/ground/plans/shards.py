@@ -1,0 +1,276 @@
+"""Shard plan: the replica that owns each element of the optimizer state.
+
+Variables are laid out as rows, one for each owner, cut into buckets: columns of all
+rows that travel together. What an owner holds of a bucket is a slice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+
+from tfdp.ground.plans.buckets import Entry, plan_buckets
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Contiguous elements of one flattened variable.
+
+    Args:
+        index: Int, position of the variable in the planned list.
+        start: Int, the first element.
+        stop: Int, one after the last.
+    """
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Int, the number of elements."""
+        return self.stop - self.start
+
+
+Row = tuple[Segment, ...]
+
+# By how much padding may lengthen what is moved before an all-reduce moves less.
+_MOST_PADDING = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardBucket:
+    """Elements that one reduce-scatter and one all-gather move.
+
+    Args:
+        rows: Tuple of tuples of `Segment`, the shard of each owner.
+        slice_size: Int, elements of a shard with its padding.
+        dtype: String, the one dtype of its variables.
+    """
+
+    rows: tuple[Row, ...]
+    slice_size: int
+    dtype: str
+
+    @property
+    def indices(self) -> frozenset[int]:
+        """Positions of the variables of which it has elements."""
+        return frozenset(segment.index for row in self.rows for segment in row)
+
+    def padding(self, owner: int) -> int:
+        """Return the elements of an owner's shard that belong to no variable."""
+        return self.slice_size - _length(self.rows[owner])
+
+    def places(self, owner: int) -> Iterator[tuple[Segment, int, int]]:
+        """Yield an owner's segments, and where each begins and ends in its shard."""
+        end = 0
+        for segment in self.rows[owner]:
+            begin, end = end, end + segment.size
+            yield segment, begin, end
+
+    @property
+    def num_elements(self) -> int:
+        """Int, elements of variables, without padding."""
+        return sum(map(_length, self.rows))
+
+    @property
+    def is_lopsided(self) -> bool:
+        """Bool, whether slices are mostly padding, so that an all-reduce moves less."""
+        return len(self.rows) * self.slice_size > _MOST_PADDING * self.num_elements
+
+    @property
+    def joined(self) -> ShardBucket:
+        """`ShardBucket` of one row, that of all owners, without padding."""
+        row = tuple(segment for row in self.rows for segment in row)
+        return ShardBucket((row,), self.num_elements, self.dtype)
+
+    @property
+    def moved(self) -> ShardBucket:
+        """`ShardBucket`, how its elements lie in what a collective moves."""
+        return self.joined if self.is_lopsided else self
+
+    def range_in_joined(self, owner: int) -> tuple[int, int]:
+        """Return where an owner's row lies in `joined`: first, one after the last."""
+        start = sum(map(_length, self.rows[:owner]))
+        return start, start + _length(self.rows[owner])
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """Distribution of an optimizer's variables over the replicas that own them.
+
+    Args:
+        buckets: Tuple of `ShardBucket`, in launch order.
+        num_owners: Int.
+        owners: Tuple of ints, the owner of each variable in a plan of variable
+            shards, or `None` in one of element shards.
+    """
+
+    buckets: tuple[ShardBucket, ...]
+    num_owners: int
+    owners: tuple[int, ...] | None = None
+
+    @property
+    def shards_variables(self) -> bool:
+        """Bool, whether every variable has one owner."""
+        return self.owners is not None
+
+    @property
+    def is_lopsided(self) -> bool:
+        """Bool, whether all slices together are mostly padding."""
+        size = sum(bucket.num_elements for bucket in self.buckets)
+        return self.num_moved > _MOST_PADDING * size
+
+    @property
+    def num_moved(self) -> int:
+        """Int, elements that a reduce-scatter of everything moves, with padding."""
+        return sum(self.num_owners * bucket.slice_size for bucket in self.buckets)
+
+    def owned(self, owner: int) -> tuple[int, ...]:
+        """Return the positions of the variables of an owner."""
+        owners = self.owners or ()
+        return tuple(
+            index for index, its_owner in enumerate(owners) if its_owner == owner
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the plan, for comparison between workers."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def plan_element_shards(
+    entries: Sequence[Entry],
+    num_owners: int,
+    *,
+    bucket_bytes: int,
+    first_bucket_bytes: int,
+) -> ShardPlan:
+    """Shard by elements: cut each bucket of concatenated variables into equal slices.
+
+    For element-wise optimizers. The last variable comes first, since its gradient does.
+
+    Args:
+        entries: Sequence of `Entry`, the variables.
+        num_owners: Int, number of replicas that own them.
+        bucket_bytes: Int, largest size of a bucket.
+        first_bucket_bytes: Int, largest size of the first bucket.
+
+    Returns:
+        A `ShardPlan` in which every element has one owner.
+
+    Example:
+
+    >>> entries = [Entry("w", (5,), "float32", 4)]
+    >>> plan = plan_element_shards(entries, 2, bucket_bytes=100, first_bucket_bytes=100)
+    >>> plan.buckets[0].rows
+    ((Segment(index=0, start=0, stop=3),), (Segment(index=0, start=3, stop=5),))
+
+    Source: Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054.
+    """
+    buckets = plan_buckets(
+        entries,
+        list(reversed(range(len(entries)))),
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=first_bucket_bytes,
+    )
+    return ShardPlan(
+        tuple(
+            _cut(
+                _rows_of_equal_length(bucket.indices, entries, num_owners),
+                bucket.dtype,
+            )
+            for bucket in buckets
+            if bucket.num_bytes
+        ),
+        num_owners,
+    )
+
+
+def plan_variable_shards(
+    entries: Sequence[Entry], num_owners: int, *, bucket_bytes: int
+) -> ShardPlan:
+    """Shard by variables: assign each to one owner, with balanced bytes.
+
+    For optimizers that need whole tensors. The largest variables are assigned first,
+    each to the owner with the fewest bytes. The variables of an owner, concatenated,
+    are its row, and buckets are columns of all rows.
+
+    Args:
+        entries: Sequence of `Entry`, the variables.
+        num_owners: Int, number of replicas that own them.
+        bucket_bytes: Int, largest size of a bucket.
+
+    Returns:
+        A `ShardPlan` in which every variable has one owner.
+
+    Example:
+
+    >>> entries = [Entry(name, (size,), "float32", 4) for name, size in
+    ...            (("a", 6), ("b", 3), ("c", 2))]
+    >>> plan_variable_shards(entries, 2, bucket_bytes=1000).owners
+    (0, 1, 1)
+
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies", for the
+    largest first.
+    """
+    owners = _spread(entries, num_owners)
+    buckets = []
+    for dtype in dict.fromkeys(entry.dtype for entry in entries):
+        rows: list[list[Segment]] = [[] for _ in range(num_owners)]
+        for index in reversed(range(len(entries))):
+            entry = entries[index]
+            if entry.dtype == dtype and entry.num_elements:
+                rows[owners[index]].append(Segment(index, 0, entry.num_elements))
+        itemsize = next(e.itemsize for e in entries if e.dtype == dtype)
+        width = max(1, bucket_bytes // (num_owners * itemsize))
+        length = max(_length(row) for row in rows)
+        buckets += [
+            _cut([_columns(row, first, first + width) for row in rows], dtype)
+            for first in range(0, length, width)
+        ]
+    return ShardPlan(tuple(buckets), num_owners, tuple(owners))
+
+
+def _rows_of_equal_length(
+    indices: Sequence[int], entries: Sequence[Entry], num_owners: int
+) -> list[Row]:
+    whole = tuple(Segment(i, 0, entries[i].num_elements) for i in indices)
+    length = -(-_length(whole) // num_owners)
+    return [
+        _columns(whole, owner * length, (owner + 1) * length)
+        for owner in range(num_owners)
+    ]
+
+
+def _columns(row: Sequence[Segment], first: int, last: int) -> Row:
+    """Return the part of a row between two columns."""
+    found, begin = [], 0
+    for segment in row:
+        start = segment.start + max(0, first - begin)
+        stop = min(segment.stop, segment.start + last - begin)
+        if start < stop:
+            found.append(Segment(segment.index, start, stop))
+        begin += segment.size
+    return tuple(found)
+
+
+def _cut(rows: Sequence[Row], dtype: str) -> ShardBucket:
+    return ShardBucket(tuple(rows), max(_length(row) for row in rows), dtype)
+
+
+def _length(row: Sequence[Segment]) -> int:
+    return sum(segment.size for segment in row)
+
+
+def _spread(entries: Sequence[Entry], num_owners: int) -> list[int]:
+    """Return the owner of each variable, balanced for each dtype by itself."""
+    owners = [0] * len(entries)
+    loads: dict[str, list[int]] = {}
+    for index in sorted(range(len(entries)), key=lambda i: -entries[i].num_bytes):
+        load = loads.setdefault(entries[index].dtype, [0] * num_owners)
+        owner = load.index(min(load))
+        owners[index] = owner
+        load[owner] += entries[index].num_bytes
+    return owners

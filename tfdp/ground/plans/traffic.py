@@ -1,0 +1,236 @@
+"""Traffic of all-reduce algorithms: messages of each transfer, and their links."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from tfdp.ground.options import ADASUM
+from tfdp.ground.options import FLAT_ALGORITHMS as FLAT
+from tfdp.ground.plans.topology import Topology
+
+# Of the algorithms that sum.
+NAMES = (*FLAT, "hierarchical")
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """All-reduce algorithm.
+
+    Args:
+        name: String, `"ring"`, `"tree"`, `"halving_doubling"`, `"hierarchical"` or
+            `"adasum"`.
+        inner: String, the algorithm of `"hierarchical"` inside a node: one of the
+            other three. Defaults to `"ring"`.
+        outer: String, its algorithm across nodes: one of these, or `"adasum"`.
+            Defaults to `"ring"`.
+
+    Raises:
+        ValueError: If a name is unknown.
+
+    Example:
+
+    >>> print(Algorithm("hierarchical", outer="tree"))
+    hierarchical (ring, tree)
+    """
+
+    name: str
+    inner: str = "ring"
+    outer: str = "ring"
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "name": (*NAMES, ADASUM),
+            "inner": FLAT,
+            "outer": (*FLAT, ADASUM),
+        }
+        for field, known in allowed.items():
+            value = getattr(self, field)
+            if value not in known:
+                listed = ", ".join(f'"{item}"' for item in known)
+                raise ValueError(
+                    f"The `{field}` of an algorithm must be one of {listed}. "
+                    f"Received: {field}={value!r}"
+                )
+        if self.outer == ADASUM and self.inner != "ring":
+            raise ValueError(
+                "Adasum across nodes needs the ring inside them. "
+                f"Received: inner={self.inner!r}"
+            )
+
+    @property
+    def has_levels(self) -> bool:
+        """Bool, whether a reduction inside nodes is followed by one across them."""
+        return self.name == "hierarchical"
+
+    @property
+    def is_adasum(self) -> bool:
+        """Bool, whether gradients are combined by Adasum, and not summed."""
+        return ADASUM in (self.name, self.outer)
+
+    def __str__(self) -> str:
+        if not self.has_levels:
+            return self.name
+        return f"{self.name} ({self.inner}, {self.outer})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """Concurrent messages of one operation.
+
+    Args:
+        fraction: Float, the fraction of the tensor in each of them.
+        num_inside: Int, the most that stay inside one node.
+        num_streams: Int, the most that leave, or enter, one node: they share
+            its link.
+        repeats: Int, how often in a row the operation does this. Defaults to
+            `1`.
+    """
+
+    fraction: float
+    num_inside: int
+    num_streams: int
+    repeats: int = 1
+
+
+# Asked for every bucket of a plan, with the same answer for all of them.
+@functools.lru_cache(maxsize=256)
+def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ...]:
+    """Return the transfers of one all-reduce, in order.
+
+    Args:
+        algorithm: `Algorithm`.
+        topology: `Topology`; its ranks are the positions in the algorithm.
+
+    Returns:
+        Tuple of `Transfer`; empty for a single replica.
+
+    Raises:
+        ValueError: If a hierarchical algorithm meets nodes of unequal size.
+
+    Example: in a ring over two nodes of two replicas one message at a time
+    leaves a node.
+
+    >>> transfers_of(Algorithm("ring"), Topology(((0, 1), (2, 3))))
+    (Transfer(fraction=0.25, num_inside=1, num_streams=1, repeats=6),)
+    """
+    if algorithm.has_levels:
+        return _hierarchical(algorithm, topology)
+    node_of = np.zeros(topology.num_replicas, np.int64)  # [num_replicas]
+    for node, ranks in enumerate(topology.nodes):
+        node_of[list(ranks)] = node
+    return _flat(algorithm.name, node_of)
+
+
+def _flat(name: str, node_of: np.ndarray) -> tuple[Transfer, ...]:
+    """Return the transfers of a flat algorithm, given the node of each position."""
+    if name == "ring":
+        return _ring(node_of)
+    if name == ADASUM:
+        return _combine_by_pairs(node_of)
+    if name == "tree":
+        up = _reduce_to_first(node_of)
+    else:
+        up, _ = _halve(node_of)
+    return (*up, *reversed(up))
+
+
+def _ring(node_of: np.ndarray) -> tuple[Transfer, ...]:
+    size = len(node_of)
+    if size == 1:
+        return ()
+    senders = np.arange(size)
+    receivers = np.roll(senders, -1)
+    return (_transfer(1 / size, senders, receivers, node_of, 2 * (size - 1)),)
+
+
+def _reduce_to_first(node_of: np.ndarray) -> tuple[Transfer, ...]:
+    """Return the transfers of a binomial tree towards the first position."""
+    size, distance, found = len(node_of), 1, []
+    while distance < size:
+        senders = np.arange(distance, size, 2 * distance)
+        found.append(_transfer(1.0, senders, senders - distance, node_of))
+        distance *= 2
+    return tuple(found)
+
+
+def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
+    """Return the transfers of recursive halving, and the number of its shards."""
+    size = len(node_of)
+    power = 1 << (size.bit_length() - 1)
+    found = []
+    if size > power:  # those past the power of two hand over all that they have
+        extras = np.arange(power, size)
+        found.append(_transfer(1.0, extras, extras - power, node_of))
+    fraction, positions = 1.0, np.arange(power)
+    for distance in _distances(power):
+        fraction /= 2
+        found.append(_transfer(fraction, positions, positions ^ distance, node_of))
+    return tuple(found), power
+
+
+def _combine_by_pairs(node_of: np.ndarray) -> tuple[Transfer, ...]:
+    """Return the transfers of Adasum: after each halving a ring of a few numbers."""
+    halves, power = _halve(node_of)
+    up = list(halves[: len(halves) - (power.bit_length() - 1)])
+    positions = np.arange(power)
+    for half, distance in zip(halves[len(up) :], _distances(power), strict=True):
+        block = 2 * distance
+        following = positions // block * block + (positions + 1) % block
+        sums = _transfer(0.0, positions, following, node_of, 2 * (block - 1))
+        up += [half, sums]
+    return (*up, *reversed(halves))
+
+
+def _distances(power: int) -> list[int]:
+    return [1 << bit for bit in range(power.bit_length() - 1)]
+
+
+def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ...]:
+    if not topology.is_even:
+        sizes = [len(ranks) for ranks in topology.nodes]
+        raise ValueError(
+            "A hierarchical all-reduce needs equally many replicas on every node; "
+            f"use a flat algorithm. Received: nodes of {sizes} replicas"
+        )
+    node_size = topology.replicas_per_node
+    scatter, num_shards = _reduce_inside(algorithm.inner, node_size)
+    across = tuple(
+        dataclasses.replace(
+            transfer,
+            fraction=transfer.fraction / num_shards,
+            num_streams=transfer.num_streams * num_shards,
+        )
+        for transfer in _flat(algorithm.outer, np.arange(topology.num_nodes))
+    )
+    return (*scatter, *across, *reversed(scatter))
+
+
+def _reduce_inside(name: str, node_size: int) -> tuple[tuple[Transfer, ...], int]:
+    """Return the transfers of a reduction inside a node, and the number of shards."""
+    if node_size == 1:
+        return (), 1
+    node_of = np.zeros(node_size, np.int64)
+    if name == "tree":
+        return _reduce_to_first(node_of), 1
+    if name == "halving_doubling":
+        return _halve(node_of)
+    (ring,) = _ring(node_of)
+    return (dataclasses.replace(ring, repeats=node_size - 1),), node_size
+
+
+def _transfer(
+    fraction: float,
+    senders: np.ndarray,
+    receivers: np.ndarray,
+    node_of: np.ndarray,
+    repeats: int = 1,
+) -> Transfer:
+    from_nodes, to_nodes = node_of[senders], node_of[receivers]
+    leaves = from_nodes != to_nodes
+    leaving, entering = np.bincount(from_nodes[leaves]), np.bincount(to_nodes[leaves])
+    num_streams = max(leaving.max(initial=0), entering.max(initial=0))
+    num_inside = np.bincount(from_nodes[~leaves]).max(initial=0)
+    return Transfer(fraction, int(num_inside), int(num_streams), repeats)

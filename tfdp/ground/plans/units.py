@@ -1,0 +1,268 @@
+"""Units of sharded parameters: which ones are gathered together, and who holds what."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from tfdp.ground.arguments import checked_integer, plain
+from tfdp.ground.plans.buckets import Entry
+from tfdp.ground.plans.shards import Row, Segment, ShardBucket
+
+# Elements of a flattened parameter that each owner holds: first, one after the last.
+Ranges = tuple[tuple[int, int], ...]
+
+_RESHARDS = (True, False, "node")
+_COMPRESSIONS = (None, "int8")
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitOptions:
+    """Which parameters are gathered together, when, and for how long.
+
+    Args:
+        layers: Sequence of strings, names of layers of which each is a unit, with all
+            that is inside of it. What is in none of them is divided by size. Defaults
+            to none.
+        reshard_after_forward: Bool, whether what was gathered is freed when its layers
+            have run, and gathered again for the backward pass; or `"node"`, freed but
+            for a part on each replica of a node, and gathered again inside of nodes
+            only. Defaults to `True`.
+        prefetch: Int, units that are gathered ahead of the one that computes.
+            Defaults to 1.
+        gather_compression: `"int8"`, in which matrices and the like travel; or `None`.
+            Defaults to `None`.
+
+    Raises:
+        ValueError: If an argument is none of these.
+
+    Example:
+
+    >>> UnitOptions(layers=["block_0", "block_1"]).layers
+    ('block_0', 'block_1')
+
+    Source: `fully_shard` of PyTorch,
+    https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+
+    layers: Sequence[str] = ()
+    reshard_after_forward: bool | str = True
+    prefetch: int = 1
+    gather_compression: str | None = None
+
+    def __post_init__(self) -> None:
+        names = self.layers
+        is_list = isinstance(names, Sequence) and not isinstance(names, str)
+        if not is_list or not all(isinstance(n, str) and n for n in names):
+            raise ValueError(
+                f"`units` must be a list of names of layers. Received: units={names!r}"
+            )
+        object.__setattr__(self, "layers", tuple(dict.fromkeys(names)))
+        reshard = self.reshard_after_forward
+        if not isinstance(plain(reshard), (bool, str)) or reshard not in _RESHARDS:
+            raise ValueError(
+                f"`reshard_after_forward` must be one of {_RESHARDS}. "
+                f"Received: reshard_after_forward={reshard!r}"
+            )
+        object.__setattr__(self, "reshard_after_forward", plain(reshard))
+        prefetch = checked_integer("prefetch", self.prefetch, 0)
+        object.__setattr__(self, "prefetch", prefetch)
+        if self.gather_compression not in _COMPRESSIONS:
+            raise ValueError(
+                f"`gather_compression` must be one of {_COMPRESSIONS}. "
+                f"Received: gather_compression={self.gather_compression!r}"
+            )
+
+    @property
+    def text(self) -> str:
+        """String, the options as arguments of `ShardedOptimizer`."""
+        return (
+            f"units={list(self.layers)}, reshard_after_forward="
+            f"{self.reshard_after_forward!r}, prefetch={self.prefetch}, "
+            f"gather_compression={self.gather_compression!r}"
+        )
+
+
+DEFAULT_UNITS = UnitOptions()
+
+
+def equal_ranges(size: int, num_owners: int) -> Ranges:
+    """Divide the elements of a parameter equally; the last owners may have fewer.
+
+    Args:
+        size: Int, elements of the parameter.
+        num_owners: Int.
+
+    Returns:
+        Tuple with a pair of ints for each owner.
+
+    Example:
+
+    >>> equal_ranges(7, 3)
+    ((0, 3), (3, 6), (6, 7))
+
+    Source: Zhao et al. 2023, https://arxiv.org/abs/2304.11277, section 4.2.
+    """
+    length = -(-size // num_owners)
+    bounds = [min(owner * length, size) for owner in range(num_owners + 1)]
+    return tuple(itertools.pairwise(bounds))
+
+
+def range_of_owner(size: int, num_owners: int, owner: int) -> Ranges:
+    """Give all elements of a parameter to one owner.
+
+    Example:
+
+    >>> range_of_owner(7, 3, 1)
+    ((0, 0), (0, 7), (7, 7))
+    """
+    return tuple(
+        (0, size) if number == owner else (0 if number < owner else size,) * 2
+        for number in range(num_owners)
+    )
+
+
+def layer_of(path: str, named: Sequence[str]) -> str:
+    """The layer whose parameters are gathered with a variable.
+
+    Args:
+        path: String, the path of a variable.
+        named: Sequence of strings, names of layers that are units.
+
+    Returns:
+        String: the first of `named` that the variable is inside of, or else its layer.
+
+    Example:
+
+    >>> layer_of("model/block_0/dense/kernel", ["block_0"])
+    'block_0'
+    >>> layer_of("model/dense/kernel", ["block_0"])
+    'model/dense'
+    """
+    inside = [name for name in named if f"/{name}/" in f"/{path}"]
+    return inside[0] if inside else path.rpartition("/")[0]
+
+
+def check_layers(named: Sequence[str], paths: Sequence[str]) -> None:
+    """Check that each layer that is named has parameters.
+
+    Args:
+        named: Sequence of strings, names of layers that are units.
+        paths: Sequence of strings, the paths of all parameters.
+
+    Raises:
+        ValueError: If one has none.
+
+    Example:
+
+    >>> check_layers(["dense"], ["model/dense/kernel"])
+    """
+    for name in named:
+        if not any(f"/{name}/" in f"/{path}" for path in paths):
+            layers = list(dict.fromkeys(path.rpartition("/")[0] for path in paths))
+            raise ValueError(
+                f"`units` names a layer that has no parameters: {name!r}. "
+                f"Layers with parameters: {', '.join(layers)}"
+            )
+
+
+def plan_units(
+    entries: Sequence[Entry], unit_bytes: int, named: Sequence[str] = ()
+) -> list[tuple[int, ...]]:
+    """Divide parameters into units: named layers, runs of others of about a size.
+
+    Args:
+        entries: Sequence of `Entry`, in the order in which a forward pass reads them.
+        unit_bytes: Int, largest size of a unit of several layers. A layer is not
+            divided.
+        named: Sequence of strings, names of layers of which each is a unit.
+
+    Returns:
+        List of tuples of ints, the positions of each unit.
+
+    Example:
+
+    >>> paths = "x/kernel", "x/bias", "y/kernel", "z/kernel"
+    >>> entries = [Entry(path, (10,), "float32", 4) for path in paths]
+    >>> plan_units(entries, 80)
+    [(0, 1), (2, 3)]
+    >>> plan_units(entries, 200, ["y"])
+    [(0, 1), (2,), (3,)]
+    """
+    units: list[list[int]] = []
+    of_layer: dict[str, list[int]] = {}
+    room = 0
+    layers = [layer_of(entry.name, named) for entry in entries]
+    for name, run in itertools.groupby(range(len(entries)), key=layers.__getitem__):
+        layer = list(run)
+        num_bytes = sum(entries[index].num_bytes for index in layer)
+        if name in of_layer:
+            of_layer[name] += layer
+            continue
+        if name in named or not units or num_bytes > room:
+            units.append([])
+            room = 0 if name in named else unit_bytes
+        units[-1] += layer
+        room -= num_bytes
+        if name in named:
+            of_layer[name] = units[-1]
+    return [tuple(unit) for unit in units]
+
+
+def most_gathered(unit_bytes: Sequence[int], prefetch: int) -> int:
+    """The most that a step has gathered at a time: of neighbours in the forward pass.
+
+    A unit that computes, the one before, whose layers may still run, and those that
+    are gathered ahead.
+
+    Args:
+        unit_bytes: Sequence of ints, the size of each unit.
+        prefetch: Int, units that are gathered ahead.
+
+    Returns:
+        Int.
+
+    Example:
+
+    >>> most_gathered([10, 40, 10, 10, 30], prefetch=1)
+    60
+    """
+    window = 2 + prefetch
+    starts = range(max(1, len(unit_bytes) - window + 1))
+    return max(sum(unit_bytes[start : start + window]) for start in starts)
+
+
+def unit_bucket(
+    indices: Sequence[int], ranges: Sequence[Ranges], dtype: str
+) -> ShardBucket:
+    """Lay the parts of some parameters end to end, one row for each owner.
+
+    Args:
+        indices: Sequence of ints, positions of parameters of one dtype.
+        ranges: Sequence of `Ranges`, one for each position.
+        dtype: String.
+
+    Returns:
+        `ShardBucket`.
+
+    Example:
+
+    >>> unit_bucket([0], [((0, 2), (2, 3))], "float32").slice_size
+    2
+    """
+    num_owners = len(ranges[0])
+    rows = tuple(
+        _row(indices, [ranges_of[owner] for ranges_of in ranges])
+        for owner in range(num_owners)
+    )
+    sizes = [sum(segment.size for segment in row) for row in rows]
+    return ShardBucket(rows, max(sizes), dtype)
+
+
+def _row(indices: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Row:
+    return tuple(
+        Segment(index, start, stop)
+        for index, (start, stop) in zip(indices, ranges, strict=True)
+        if start < stop
+    )

@@ -1,0 +1,190 @@
+"""Lines of the user's code, warnings at them, and the one that started TensorFlow.
+
+Beside `tfdp.ground._compat`, which imports TensorFlow: `import tfdp` must not, and only
+who is there before can see TensorFlow start.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import linecache
+import os
+import site
+import sys
+import sysconfig
+import types
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+from tfdp.ground.forks import Owner
+
+# Of Python and of installed packages, and this one in a checkout.
+_LIBRARIES = tuple(
+    folder + os.sep
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        *(*site.getsitepackages(), site.getusersitepackages()),
+        str(Path(__file__).parent),
+    )
+)
+# TensorFlow's class `Context` makes the devices in `ensure_initialized`; checked on
+# TensorFlow 2.19 to 2.21.
+_CONTEXT = "tensorflow.python.eager.context"
+_started_at: list[str] = []
+_started_by: list[Owner] = []
+# What a user has read of, by the object that it is about.
+_topics: weakref.WeakKeyDictionary[Any, dict[str, object]]
+_topics = weakref.WeakKeyDictionary()
+
+
+def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
+    """Warn of something, at the line of the user's code that has led to it.
+
+    Args:
+        message: String, a sentence.
+        once_for: Object that the warning is about, such as a model, for which a user
+            reads it once. Defaults to `None`: each call warns.
+        topic: String, by which warnings about the object are told apart. Defaults to
+            the message.
+    """
+    if once_for is not None and not is_new(topic or message, once_for):
+        return
+    depth, frame = 1, inspect.currentframe()
+    while frame is not None and not _is_of_user(frame):
+        # Those of an import `warnings` does not count.
+        is_import = frame.f_code.co_filename.startswith("<frozen importlib")
+        depth, frame = depth + (not is_import), frame.f_back
+    # A thread of tfdp's or TensorFlow's has no line of the user's.
+    warnings.warn(message, stacklevel=2 if frame is None else depth)
+
+
+def is_new(topic: str, about: Any) -> bool:
+    """Return whether a user has not yet read of a topic, and note that now they have.
+
+    Args:
+        topic: String.
+        about: Object with identity, such as a model; what was noted goes with it.
+    """
+    # Without a lock, for which a forked process might wait indefinitely.
+    mark = object()
+    return _topics.setdefault(about, {}).setdefault(topic, mark) is mark
+
+
+def forget_topics() -> None:
+    """Have users read everything again, in tests."""
+    _topics.clear()
+
+
+def place_of(frame: types.FrameType | None) -> str:
+    """Describe the innermost line of the user's code that a frame was called from.
+
+    Args:
+        frame: Frame or `None`.
+
+    Returns:
+        String with file, line and text, or `"a line that is not known"`.
+
+    Example:
+
+    >>> text = "import inspect; print(place_of(inspect.currentframe()))"
+    >>> exec(compile(text, "<in>", "exec"))
+    line 1 of <in>
+    """
+    while frame is not None and not _is_of_user(frame):
+        frame = frame.f_back
+    if frame is None:
+        return "a line that is not known"
+    return describe_line(frame.f_code.co_filename, frame.f_lineno)
+
+
+def describe_line(path: str, line: int) -> str:
+    """Describe a line of the user's code.
+
+    Args:
+        path: String, the name of its file, as Python has it.
+        line: Int, its number.
+
+    Returns:
+        String with file, line and text.
+    """
+    text = text_of_line(path, line)
+    where = (
+        f"{path}:{line}" if os.path.exists(path) else f"line {line} of {_cell(path)}"
+    )
+    return f"{where}: `{text}`" if text else where
+
+
+def text_of_line(path: str, line: int) -> str:
+    """Return the text of a line of the user's code, or `""` where there is none."""
+    return linecache.getline(path, line).strip()
+
+
+def _cell(path: str) -> str:
+    """Name code that stands in no file: a notebook's, or Python's `<string>`."""
+    return path if path.startswith("<") and "ipython" not in path else "a cell"
+
+
+def watch_start() -> None:
+    """Remember the line that starts TensorFlow, as soon as TensorFlow is imported."""
+    module = sys.modules.get(_CONTEXT)
+    if module is not None:
+        _watch(module)
+        return
+    import wrapt  # a requirement of TensorFlow's
+
+    wrapt.register_post_import_hook(_watch, _CONTEXT)
+
+
+def start_of_tensorflow() -> str:
+    """Return where TensorFlow was started, to go into a sentence.
+
+    Returns:
+        String such as `"at train.py:3: `x = tf.zeros(2)`"`.
+    """
+    return _started_at[0] if _started_at else "before tfdp was imported"
+
+
+def check_process_of_tensorflow(call: str) -> None:
+    """Raise in a process that was forked from one in which TensorFlow had started.
+
+    Args:
+        call: String, the call that needs TensorFlow.
+
+    Raises:
+        RuntimeError: In a forked process.
+    """
+    for owner in _started_by:
+        owner.check(call)
+
+
+def _watch(module: Any) -> None:
+    """Look on until TensorFlow makes its devices, and then no longer."""
+    context = module.Context
+    original = context.ensure_initialized
+    if module._context is not None and module._context._initialized:
+        importer = place_of(inspect.currentframe())
+        _started_at[:] = [f"before tfdp was imported at {importer}"]
+        _started_by[:] = [Owner()]
+        return
+
+    @functools.wraps(original)
+    def ensure_initialized(self: Any) -> None:
+        if not self._initialized:
+            _started_at[:] = [f"at {place_of(inspect.currentframe())}"]
+            _started_by[:] = [Owner()]
+        context.ensure_initialized = original
+        original(self)
+
+    context.ensure_initialized = ensure_initialized
+
+
+def _is_of_user(frame: types.FrameType) -> bool:
+    return is_of_user(frame.f_code.co_filename)
+
+
+def is_of_user(path: str) -> bool:
+    """Return whether a file, named as Python has it, is the user's own code."""
+    return not path.startswith(_LIBRARIES) and not path.startswith("<frozen")

@@ -1,0 +1,153 @@
+"""Machine, versions, load and rival packages that a benchmark ran with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tfdp.ground.text import pluralize
+
+_PACKAGES = ("tensorflow", "keras", "numpy", "tfdp")
+_NAMES = {
+    "tfdp": "tfdp",
+    "tensorflow": "TensorFlow",
+    "keras": "Keras",
+    "torch": "PyTorch",
+    "python": "Python",
+}
+HOW_TO_GET_TORCH = (
+    "get it with `pip install torch` (its CPU build is enough), or name an "
+    "interpreter that has it with --torch-python"
+)
+
+
+def describe(program: str | None = None) -> dict[str, Any]:
+    """Describe the machine, how busy it is, the versions and the command.
+
+    Args:
+        program: String, how this program is called, to which its arguments are
+            added. Defaults to `None`: what was called.
+
+    Returns:
+        Dict of strings and numbers.
+
+    Example:
+
+    >>> described = describe("tfdp bench compare")
+    >>> "core" in described["machine"], "tensorflow" in described
+    (True, True)
+    """
+    from tfdp.communication.cluster import cpu_kernels  # it imports TensorFlow
+
+    return {
+        "machine": f"{_cpu_name()}, {pluralize(num_cores(), 'core')}",
+        "kernels": cpu_kernels.chosen(),
+        "load_average_1_min": load(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in _PACKAGES},
+        "command": command_line(program),
+    }
+
+
+def caption(described: Mapping[str, Any]) -> str:
+    """The machine, its kernels and the versions in one line, for a plot.
+
+    Args:
+        described: Mapping from `describe`; a `torch` in it is named too.
+
+    Returns:
+        String.
+
+    Example:
+
+    >>> caption({"machine": "a CPU, 2 cores", "tfdp": "0.1.0", "torch": None})
+    'a CPU, 2 cores; tfdp 0.1.0'
+    """
+    versions = [f"{_NAMES[k]} {described[k]}" for k in _NAMES if described.get(k)]
+    kernels = f" ({described['kernels']})" if "kernels" in described else ""
+    return f"{described['machine']}{kernels}; {', '.join(versions)}"
+
+
+def command_line(program: str | None = None) -> str:
+    """The command as a person would type it.
+
+    Args:
+        program: String, as for `describe`. Defaults to `None`.
+
+    Returns:
+        String.
+    """
+    words = [program] if program else [Path(sys.argv[0]).name]
+    return " ".join([*words, *sys.argv[1:]])
+
+
+def load() -> float:
+    """Load average of the last minute.
+
+    Returns:
+        Float.
+    """
+    return round(os.getloadavg()[0], 2)
+
+
+def num_cores() -> int:
+    """The number of CPU cores that this process may use.
+
+    Returns:
+        Int.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text("utf-8").splitlines() if path.is_file() else []
+    for line in lines:
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def version_of(name: str) -> str:
+    """The version of an installed package, or `"not installed"`."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def torch_version(python: str) -> str | None:
+    """The PyTorch of an interpreter.
+
+    Args:
+        python: String, the interpreter's name or path.
+
+    Returns:
+        String, the version, or `None` if there is no such interpreter, or it has no
+        PyTorch that can talk by Gloo.
+
+    Example:
+
+    >>> torch_version("no such interpreter") is None
+    True
+    """
+    if shutil.which(python) is None:
+        return None
+    program = (
+        "import torch, torch.distributed as d; assert d.is_gloo_available(); "
+        "print(torch.__version__)"
+    )
+    done = subprocess.run(
+        [python, "-c", program], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None

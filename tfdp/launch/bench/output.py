@@ -1,0 +1,248 @@
+"""Output of a benchmark: progress bar, table, JSON file and plot."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rich.table
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+
+from tfdp.launch.bench.machine import caption, describe, load
+
+if TYPE_CHECKING:  # it is an extra
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# A table that is cut off says nothing: better that a narrow terminal breaks lines.
+_LEAST_WIDTH, _MOST_WIDTH = 120, 1000
+# Okabe and Ito's: told apart by those who do not see red and green alike.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+_INSTALL = "pip install 'tfdp[bench]'"
+LEFT_OUT = f"No plot was drawn, since matplotlib is not installed: `{_INSTALL}`"
+_DOTS_PER_INCH = 150
+_WIDTH, _HEIGHT = 7.5, 4.5  # inches
+_LOOK: Any = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 10,
+    "grid.alpha": 0.3,
+}
+
+
+def about(
+    benchmark: str, settings: Mapping[str, Any], program: str = "tfdp"
+) -> dict[str, Any]:
+    """Describe a run: the first part of its JSON.
+
+    Args:
+        benchmark: String, its name.
+        settings: Mapping of what was asked for.
+        program: String, how the program is called. Defaults to `"tfdp"`.
+
+    Returns:
+        Dict.
+    """
+    return {"benchmark": benchmark, **describe(program), "settings": dict(settings)}
+
+
+def new_console() -> Console:
+    """The console of results, as wide as the terminal and wide enough for a table.
+
+    Returns:
+        A `rich` console.
+    """
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, _LEAST_WIDTH)
+    return console
+
+
+@contextlib.contextmanager
+def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """Draw a bar on stderr if that is a terminal, until the block ends.
+
+    Args:
+        label: String, what is going on.
+        total: Int, the number of turns.
+
+    Yields:
+        Callable that counts one more turn.
+    """
+    is_terminal = sys.stderr.isatty()
+    console = Console(file=sys.stderr)
+    with Progress(console=console, disable=not is_terminal, transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda: bar.advance(task)
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Output files of a benchmark.
+
+    Args:
+        json: Path of the JSON file.
+        plot: Path of the PNG file, or `None` for none.
+        note: String, printed below their names: why there is no plot, where nobody has
+            declined one. Defaults to none.
+    """
+
+    json: Path
+    plot: Path | None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Printed table of a benchmark.
+
+    Args:
+        columns: Sequence of strings, the headings.
+        rows: Sequence of rows of strings.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+def report(
+    console: Console,
+    content: Mapping[str, Any],
+    files: Files,
+    *,
+    table: Table,
+    draw: Callable[[str, Path], None],
+    notes: Sequence[str] = (),
+) -> None:
+    """Print, draw and write the results of a run.
+
+    Args:
+        console: Console.
+        content: Mapping, from `about` and more: all that goes into the JSON.
+        files: `Files` to write.
+        table: `Table`.
+        draw: Callable that is given the machine and the versions as a string, and
+            the path of the PNG file.
+        notes: Sequence of strings, what is said below the table. Defaults to none.
+    """
+    console.print(caption(content), soft_wrap=True)
+    console.print(
+        f"load average of a minute: {content['load_average_1_min']} at the start, "
+        f"{load()} at the end"
+    )
+    drawn = _drawn(table)
+    wide = console.options.update(width=_MOST_WIDTH)
+    console.width = max(console.width, console.measure(drawn, options=wide).maximum)
+    console.print(drawn)
+    for line in notes:
+        console.print(line, soft_wrap=True)
+    if files.plot:
+        draw(caption(content), files.plot)
+    content = {**content, "load_average_1_min_at_end": load()}
+    files.json.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    written = ", ".join(str(path) for path in (files.json, files.plot) if path)
+    console.print(f"Written: {written}", soft_wrap=True)
+    if files.note:
+        console.print(files.note, soft_wrap=True)
+
+
+def _drawn(table: Table) -> rich.table.Table:
+    """Columns of numbers are to the right."""
+    drawn = rich.table.Table(box=box.SIMPLE)
+    for index, name in enumerate(table.columns):
+        cells = [row[index] for row in table.rows]
+        is_number = all(
+            cell.lstrip("-")[:1].isdigit() or cell in ("", "-") for cell in cells
+        )
+        drawn.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for row in table.rows:
+        drawn.add_row(*row)
+    return drawn
+
+
+def has_matplotlib() -> bool:
+    """Tell whether figures can be drawn.
+
+    Returns:
+        Bool.
+    """
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def check_available() -> None:
+    """Check that figures can be drawn.
+
+    Raises:
+        ValueError: If matplotlib is not installed.
+    """
+    if not has_matplotlib():
+        raise ValueError(
+            "A plot needs matplotlib, which is not installed: get it with "
+            f"`{_INSTALL}`, or ask for no plot."
+        )
+
+
+def new_figure(title: str, caption: str = "") -> tuple[Figure, Axes]:
+    """Make a figure with one pair of axes.
+
+    Args:
+        title: String, above the figure.
+        caption: String, in small letters below the title: the machine and the
+            versions. Defaults to none.
+
+    Returns:
+        Tuple of the figure and its axes.
+    """
+    figure, (axes,) = new_panels(title, 1, caption)
+    return figure, axes
+
+
+def new_panels(
+    title: str, num_panels: int, caption: str = ""
+) -> tuple[Figure, list[Axes]]:
+    """Make a figure with several pairs of axes side by side.
+
+    Args:
+        title: String, above the figure.
+        num_panels: Int, pairs of axes.
+        caption: String, as for `new_figure`. Defaults to none.
+
+    Returns:
+        Tuple of the figure and the list of its axes.
+    """
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    width = _WIDTH + (num_panels - 1) * 0.6 * _WIDTH
+    # Not by pyplot: it would change the backend and the look of its caller.
+    with mpl.rc_context(_LOOK):
+        figure = Figure(figsize=(width, _HEIGHT), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = [figure.add_subplot(1, num_panels, 1 + n) for n in range(num_panels)]
+        for each in axes:
+            each.set_prop_cycle(color=COLOURS, marker=MARKERS)
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    if caption:
+        figure.supxlabel(caption, fontsize=7.5, color="0.35")
+    return figure, axes
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write a figure as PNG.
+
+    Args:
+        figure: The figure.
+        path: String or path of the file.
+    """
+    figure.savefig(path, format="png", dpi=_DOTS_PER_INCH)

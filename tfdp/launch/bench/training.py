@@ -1,0 +1,223 @@
+"""Worker of a training benchmark: its strategy, and timed steps of loops and `fit`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.communication.cluster import Cluster
+from tfdp.ground.options import CommunicationOptions
+from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.fit import fit_arm
+from tfdp.launch.bench.keras_models import build, make_batch
+from tfdp.launch.bench.models import Model
+from tfdp.training.strategy.strategy import MultiWorkerMirroredStrategy, auto_strategy
+
+_LEARNING_RATE = 1e-3
+
+
+def make_strategy(setup: dict[str, Any]) -> Any:
+    """The strategy of a side, before anything else uses TensorFlow.
+
+    Args:
+        setup: Dict, what the worker was told: its `rank`, all `addresses`, the
+            `strategy` (`"tfdp"`, `"stock"`, `"auto"`, or `"alone"`, whose workers
+            know nothing of each other), `devices` of each worker if they are
+            more than one, `threads` and the options of `communication`.
+
+    Returns:
+        A strategy, or `None` for `"alone"`.
+    """
+    name, devices = setup["strategy"], setup.get("devices")
+    if name != "alone" and (len(setup["addresses"]) > 1 or devices):
+        cluster = Cluster(
+            tuple(setup["addresses"]),
+            task_index=setup["rank"],
+            devices_per_worker=devices,
+        )
+        os.environ["TF_CONFIG"] = cluster.to_tf_config()
+    threads = setup.get("threads", None if name == "auto" else 1)
+    if threads:
+        tf.config.threading.set_intra_op_parallelism_threads(threads)
+    options = CommunicationOptions(**setup.get("communication", {}))
+    if name == "alone":
+        return None
+    if name == "auto":
+        return auto_strategy(communication=options)
+    if name == "tfdp":
+        return MultiWorkerMirroredStrategy(communication=options)
+    return tf.distribute.MultiWorkerMirroredStrategy()
+
+
+def timed(function: Callable[[], Any], meet: Callable[[], Any] | None = None) -> Arm:
+    """Seconds per call; the results are read, so that nothing is left undone.
+
+    A call before the first is not timed: it waits for the other worker's order to
+    arrive, and finds cold what another process has used since. Where a call is too
+    long to waste, the workers only meet.
+
+    Args:
+        function: Callable that returns a tensor.
+        meet: Callable that returns a tensor when all workers have called it, or
+            `None`. Defaults to `None`: `function` is called once more.
+
+    Returns:
+        Callable that takes a number of calls and returns seconds per call.
+    """
+
+    def run(steps: int) -> float:
+        (meet or function)().numpy()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            result = function()
+        result.numpy()
+        return (time.perf_counter() - begin) / steps
+
+    return run
+
+
+def training_step(
+    strategy: Any,
+    model: Model,
+    *,
+    make_optimizer: Callable[[], Any] | None = None,
+    batch_size: int = 32,
+    pack_bytes: int = 0,
+    init: str | None = None,
+) -> Callable[[], Any]:
+    """A traced step of a GradientTape loop on a fixed batch.
+
+    Args:
+        strategy: Strategy or `None`.
+        model: `Model`.
+        make_optimizer: Callable that returns a Keras optimizer. Defaults to SGD.
+        batch_size: Int, samples of each replica. Defaults to `32`.
+        pack_bytes: Int, size of the packs in which the stock strategy reduces. A
+            Keras optimizer cannot be told, so that gradients are then reduced and
+            applied without one, by SGD. Defaults to `0`: by the optimizer.
+        init: String or `None`, as for the scope of a tfdp strategy. Defaults to
+            `None`.
+
+    Returns:
+        Callable that takes the step and returns the loss.
+
+    Example:
+
+    >>> step = training_step(None, Model("mlp", 8))
+    >>> bool(step() > step())
+    True
+    """
+    keras.utils.set_random_seed(0)
+    given = {} if init is None else {"init": init}
+    with strategy.scope(**given) if strategy else contextlib.nullcontext():
+        network = build(model)
+        optimizer = (
+            make_optimizer() if make_optimizer else keras.optimizers.SGD(_LEARNING_RATE)
+        )
+        optimizer.build(network.trainable_variables)
+    batch = tuple(tf.constant(array) for array in make_batch(model, batch_size))
+    num_replicas = strategy.num_replicas_in_sync if strategy else 1
+
+    def replica() -> Any:
+        loss, gradients = _loss_and_gradients(network, batch, batch_size * num_replicas)
+        if pack_bytes:
+            apply_in_packs(gradients, network.trainable_variables, pack_bytes)
+        else:
+            optimizer.apply(gradients, network.trainable_variables)
+        return loss
+
+    @tf.function
+    def step() -> Any:
+        if strategy is None:
+            return replica()
+        return strategy.experimental_local_results(strategy.run(replica))[0]
+
+    return step
+
+
+def _loss_and_gradients(
+    network: Any, batch: tuple[Any, ...], global_batch_size: int
+) -> tuple[Any, list[Any]]:
+    """Loss of a replica's rows, whose sum over replicas is the mean loss."""
+    x, y = batch
+    with tf.GradientTape() as tape:
+        losses = keras.losses.sparse_categorical_crossentropy(
+            y, network(x, training=True), from_logits=True
+        )
+        loss = tf.reduce_sum(losses) / (global_batch_size * losses.shape[-1])
+    return loss, tape.gradient(loss, network.trainable_variables)
+
+
+def sums_in_packs(tensors: list[Any], pack_bytes: int) -> list[Any]:
+    """Sum over the replicas, by the public API of tf.distribute.
+
+    Args:
+        tensors: List of tensors of the calling replica.
+        pack_bytes: Int, the stock strategy's pack size; `0` is its own choice.
+
+    Returns:
+        List of tensors.
+    """
+    options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=pack_bytes)
+    context = tf.distribute.get_replica_context()
+    return context.all_reduce("SUM", tensors, options)
+
+
+def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) -> None:
+    """Plain SGD on sums of gradients that were reduced in packs of a size.
+
+    Args:
+        gradients: List of tensors of the calling replica.
+        variables: List of Keras variables.
+        pack_bytes: Int, as for `sums_in_packs`.
+
+    Example:
+
+    >>> strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> with strategy.scope():
+    ...     weight = keras.Variable([1.0])
+    >>> step = lambda: apply_in_packs([tf.constant([100.0])], [weight], 2**20)
+    >>> unused_result = strategy.run(step)
+    >>> round(float(weight.numpy()[0]), 4)
+    0.8
+    """
+
+    def subtract(variable: Any, gradient: Any) -> None:
+        if isinstance(gradient, tf.IndexedSlices):
+            steps = tf.IndexedSlices(_LEARNING_RATE * gradient.values, gradient.indices)
+            variable.scatter_sub(steps)
+        else:
+            variable.assign_sub(_LEARNING_RATE * gradient)
+
+    def update(strategy: Any, sums: list[Any]) -> None:
+        for variable, total in zip(variables, sums, strict=True):
+            strategy.extended.update(variable.value, subtract, args=(total,))
+
+    sums = sums_in_packs(gradients, pack_bytes)
+    tf.distribute.get_replica_context().merge_call(update, args=(sums,))
+
+
+def make_arms(setup: dict[str, Any]) -> Arms:
+    """Make the training steps that the driver asks for."""
+    strategy = make_strategy(setup)
+    told = setup["arms"]
+
+    def make(name: str) -> Arm:
+        arm = dict(told[name])
+        own = None if arm.pop("alone", False) else strategy
+        model = Model(**arm.pop("model"))
+        if arm.pop("fit", False):
+            return fit_arm(own, model, **arm)
+        return timed(training_step(own, model, **arm))
+
+    return OnDemand(make, lambda name: str(told[name]["model"]))
+
+
+if __name__ == "__main__":
+    work(make_arms)

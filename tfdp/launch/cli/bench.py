@@ -1,0 +1,138 @@
+"""`tfdp bench`: collectives and training, measured side by side on this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from tfdp.launch.bench import collectives as of_collectives
+from tfdp.launch.bench import compare as of_sides
+from tfdp.launch.bench.nccl_tests import COLLECTIVES
+from tfdp.launch.cli import bench_options as options
+from tfdp.launch.cli import parameter_types as types
+
+_EXAMPLES = """\b
+Examples:
+  tfdp bench collectives -n 2 --sizes 1MB 16MB
+  tfdp bench compare -n 2 --models 1 5
+"""
+
+
+@click.command(cls=types.ManyValues)
+@click.option(
+    "-n",
+    "--workers",
+    "num_workers",
+    metavar="N",
+    default=2,
+    show_default=True,
+    type=types.COUNT,
+    help="Replicas of each side, among which the cores are divided: local worker "
+    "processes, or devices of one process.",
+)
+@options.models
+@options.batch("each replica; plain Keras has N times as many")
+@click.option(
+    "--torch-python",
+    metavar="PATH",
+    default=sys.executable,
+    help="An interpreter that has PyTorch. Default: this one.",
+)
+@options.blocks(20)
+@options.files
+def compare(**given: Any) -> None:
+    """Time Keras fit with tfdp, against plain Keras and what else there is.
+
+    tfdp runs in one process of N devices and in N processes, plain Keras on all
+    cores with the same global batch, stock tf.distribute and PyTorch's DDP (with Gloo,
+    where PyTorch is installed) as loops in N processes: all with their defaults and
+    tuned. All of the same settings are alive at the same time and take turns.
+    """
+    if (count := given["num_workers"]) < 2:
+        raise click.UsageError(
+            f"A comparison needs at least 2 workers. Received: -n {count}"
+        )
+    options.run_benchmark("compare", of_sides, given)
+
+
+@click.command(cls=types.ManyValues)
+@options.workers
+@click.option(
+    "--collectives",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(COLLECTIVES),
+    default=("all_reduce",),
+    show_default=True,
+    help=f"Of {', '.join(COLLECTIVES)}.",
+)
+@options.algorithms
+@click.option(
+    "--sizes",
+    metavar="SIZE...",
+    multiple=True,
+    type=types.SIZE,
+    help="Sizes, such as 4KB 1MB; instead of the three options below.",
+)
+@click.option(
+    "--min-bytes",
+    metavar="SIZE",
+    default="4KB",
+    show_default=True,
+    type=types.SIZE,
+    help="Smallest size.",
+)
+@click.option(
+    "--max-bytes",
+    metavar="SIZE",
+    default="16MB",
+    show_default=True,
+    type=types.SIZE,
+    help="Largest size.",
+)
+@click.option(
+    "--factor",
+    metavar="F",
+    default=4,
+    show_default=True,
+    type=types.AT_LEAST_TWO,
+    help="What a size is multiplied by to get the next.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(tuple(of_collectives.ITEM_BYTES)),
+    default="float32",
+    show_default=True,
+    help="Type of the elements.",
+)
+@options.node_size
+@options.blocks(10)
+@options.files
+def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> None:
+    """Time every collective and check its results, as nccl-tests does.
+
+    The columns are those of nccl-tests: size of the larger of input and output,
+    number of elements, median time, bandwidth of the algorithm and of the bus, and
+    how many elements are wrong. The algorithms of a size take turns.
+    """
+    given["sizes"] = given["sizes"] or options.geometric(min_bytes, max_bytes, factor)
+    options.run_benchmark("collectives", of_collectives, given)
+
+
+@click.group(
+    commands=[collectives, compare],
+    no_args_is_help=False,
+    invoke_without_command=True,
+    epilog=_EXAMPLES,
+)
+@click.pass_context
+def bench(context: click.Context) -> None:
+    """Compare collectives and training steps, side by side.
+
+    The sides take turns. Each benchmark prints a table of ratios, writes JSON and a
+    plot, and names the machine and the versions. Run it on an idle machine.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())

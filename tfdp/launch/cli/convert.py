@@ -1,0 +1,107 @@
+"""`tfdp convert`: one Keras file from a checkpoint of any number of workers."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import click
+
+from tfdp.checkpoint.index import Index
+from tfdp.checkpoint.index_file import load_index
+from tfdp.ground.base.files import replaced
+from tfdp.launch.cli import parameter_types as types
+from tfdp.launch.cli.importing import first_line, import_without_gpus
+
+_EXAMPLES = """\b
+Example:
+  tfdp convert checkpoints/last model.keras
+"""
+
+
+@click.command(epilog=_EXAMPLES)
+@click.argument("directory", metavar="DIR", type=types.FILE)
+@click.argument("output", metavar="MODEL.keras", type=types.FILE)
+@click.option("--force", is_flag=True, help="Replace MODEL.keras if it is there.")
+def convert(directory: str, output: str, force: bool) -> None:
+    """Turn the checkpoint in DIR into the ordinary file MODEL.keras.
+
+    DIR is what `tfdp.checkpoint.save` wrote. The model and the state of its
+    optimizer must fit into the memory of this machine; no GPU is used.
+    """
+    _check_output(output, force)
+    index = _index_of(directory)
+    checkpoint = import_without_gpus("tfdp.checkpoint")
+    model = _model_of(index, directory)
+    try:
+        checkpoint.restore(model, directory)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(first_line(error)) from error
+    _save(model, output)
+    click.echo(f"Wrote {output}.")
+
+
+def _check_output(output: str, force: bool) -> None:
+    folder = os.path.dirname(output) or "."
+    if not output.endswith(".keras"):
+        fault = "The name of the file must end in .keras."
+    elif not os.path.isdir(folder):
+        fault = "The folder of the file is not there; make it."
+    elif os.path.isdir(output):
+        fault = "There is a directory of that name; give that of a file."
+    elif os.path.exists(output) and not force:
+        fault = "The file is there already; give --force to replace it."
+    else:
+        return
+    raise click.UsageError(f"{fault} Received: {output}")
+
+
+def _index_of(directory: str) -> Index:
+    if os.path.isfile(directory):
+        raise click.UsageError(
+            "DIR is a file; give the directory that `tfdp.checkpoint.save` wrote. "
+            f"Received: {directory}"
+        )
+    try:
+        index = load_index(directory)
+    except (ValueError, OSError) as error:
+        raise click.UsageError(str(error)) from error
+    if index.model is None:
+        raise _cannot_build("Keras could not serialize it", directory)
+    return index
+
+
+def _model_of(index: Index, directory: str) -> Any:
+    """The model as it was saved, compiled, with its optimizer built."""
+    import keras
+
+    try:
+        model = keras.saving.deserialize_keras_object(json.loads(index.model or ""))
+        if not isinstance(model, keras.Model):
+            raise TypeError(f"its index has a {type(model).__name__} in its place")
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+    except Exception as error:  # a class of one's own can be wrong in any way
+        raise _cannot_build(first_line(error).split(". ")[0], directory) from error
+    return model
+
+
+def _cannot_build(why: str, directory: str) -> click.UsageError:
+    return click.UsageError(
+        f"The model cannot be built without its script ({why}); for one with classes "
+        "of its own call `tfdp.checkpoint.restore` and `model.save` there. "
+        f"Received: {directory}"
+    )
+
+
+def _save(model: Any, output: str) -> None:
+    """Write beside the target first, so that no half of a file is left there."""
+    try:
+        with replaced(output) as temporary:
+            model.save(temporary)
+    except Exception as error:  # a full disk shows in several ways
+        raise click.ClickException(
+            f"The file cannot be written ({first_line(error)}). Received: {output}"
+        ) from error

@@ -1,0 +1,289 @@
+"""`tfdp doctor`: versions, devices, cluster and topology as tfdp sees them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from types import ModuleType
+from typing import Any
+
+import click
+from rich.console import Console
+
+from tfdp.communication.cluster import (
+    Cluster,
+    find_cluster,
+    processes_apart,
+    sagemaker,
+    slurm,
+    topology_of,
+)
+from tfdp.communication.cluster.mpi_start import current_job
+from tfdp.ground.text import pluralize
+from tfdp.launch.bench.machine import version_of
+from tfdp.launch.cli import parameter_types as types
+from tfdp.launch.cli.doctor_input import check_input
+from tfdp.launch.cli.noise import quiet_stderr
+from tfdp.launch.cli.screen import new_console
+from tfdp.launch.cli.topology_tree import (
+    describe_unevenness,
+    draw_topology,
+    port_states,
+)
+
+# With `--input`: steps that are taken, and how long they may take.
+_STEPS, _TIMEOUT_SECONDS = 60, 120.0
+# Of an MPI job: how long to wait for the other processes.
+_MPI_SECONDS = 60.0
+_PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
+_TRUST = (
+    "TensorFlow's server listens on all interfaces, also when the cluster names "
+    "only localhost, and runs any graph that it is sent. It asks nobody who they "
+    "are: train on a trusted network only. Close the workers' ports to everybody "
+    "else by a firewall, a NetworkPolicy of Kubernetes, or a network namespace."
+)
+
+
+_EXAMPLES = """\b
+Examples:
+  tfdp doctor                          on this machine
+  srun tfdp doctor                     in each task of a Slurm step
+  mpiexec -n 2 tfdp doctor             in each process of an MPI job
+  tfdp doctor --input train.py         does training wait for its data?
+  tfdp doctor -n 2 --input train.py    the same with two workers
+
+Options stand before SCRIPT; all that follows it is the script's own.
+"""
+
+
+# What follows the script's name is the script's own, options too.
+@click.command(epilog=_EXAMPLES, context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--input",
+    "is_of_input",
+    is_flag=True,
+    help="Run SCRIPT for a few steps of `fit`, and show how long each worker waits for "
+    "its data, and what to do about it.",
+)
+@click.option(
+    "-n",
+    "--num-workers",
+    metavar="N",
+    type=types.COUNT,
+    help="With --input: local workers. Default: 1.",
+)
+@click.option(
+    "--steps",
+    metavar="S",
+    type=types.COUNT,
+    help="With --input: steps after which the script is ended. Default: 60.",
+)
+@click.option(
+    "--timeout",
+    metavar="S",
+    type=types.SECONDS,
+    help="With --input: seconds after which it is ended in any case. Default: 120.",
+)
+@click.argument("script", required=False, type=types.FILE)
+@click.argument("args", nargs=-1, type=types.FILE)
+def doctor(
+    is_of_input: bool = False,
+    num_workers: int | None = None,
+    steps: int | None = None,
+    timeout: float | None = None,
+    script: str | None = None,
+    args: tuple[str, ...] = (),
+) -> None:
+    """Print versions, devices, NCCL, the cluster and its ports.
+
+    It shows what a script would see that runs in its place: the replicas of
+    `tfdp.auto_strategy()`, the cluster of TF_CONFIG, Slurm, a cloud or MPI as a
+    tree, and which workers answer.
+
+    With --input it runs SCRIPT on this machine instead. What the script does before its
+    `fit` is done; after a few steps it ends, as by `sys.exit()`. Callbacks that write
+    files are left out.
+    """
+    if is_of_input and script is not None:
+        check_input(
+            script,
+            args,
+            num_workers=num_workers or 1,
+            num_steps=steps or _STEPS,
+            timeout_seconds=_TIMEOUT_SECONDS if timeout is None else timeout,
+        )
+        return
+    if is_of_input:
+        raise click.UsageError("Give the script that is to be run. Received: --input")
+    if script is not None:
+        raise click.UsageError(
+            "A script is run with --input only, which shows how long it waits for its "
+            f"data. Received: {script}"
+        )
+    _refuse_without_input({"-n": num_workers, "--steps": steps, "--timeout": timeout})
+    _show_set_up()
+
+
+def _refuse_without_input(options: dict[str, float | None]) -> None:
+    given = [f"{name} {value:g}" for name, value in options.items() if value]
+    if given:
+        raise click.UsageError(
+            "This is an option of --input, which was not given. "
+            f"Received: {', '.join(given)}"
+        )
+
+
+def _show_set_up() -> None:
+    try:
+        cluster = find_cluster(_MPI_SECONDS)
+    except (ValueError, TimeoutError) as error:
+        raise click.UsageError(str(error)) from error
+    console = new_console()
+    _title(console, "Versions")
+    for name, version in _versions().items():
+        console.print(f"  {name:<12}{version}")
+    devices: list[str] = []
+    with quiet_stderr():
+        tensorflow = _import_tensorflow(console)
+        if tensorflow:
+            devices = local_devices(tensorflow, cluster)
+    if tensorflow:
+        _show_devices(console, tensorflow)
+    _show_cluster(console, cluster, devices)
+    _title(console, "Warning", style="bold yellow")
+    console.print(f"  {_TRUST}")
+    if tensorflow is None:
+        raise click.exceptions.Exit(1)
+
+
+def _title(console: Console, text: str, style: str = "bold") -> None:
+    console.print(f"\n{text}", style=style)
+
+
+def _versions() -> dict[str, str]:
+    own = {"python": platform.python_version()}
+    return own | {name: version_of(name) for name in _PACKAGES}
+
+
+def _import_tensorflow(console: Console) -> ModuleType | None:
+    """Import TensorFlow, here and not above: it takes seconds."""
+    # Warnings stay: they say which CUDA library is missing.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
+    try:
+        import tensorflow
+    except Exception as error:  # noqa: BLE001  (a broken one raises anything)
+        _title(console, "TensorFlow cannot be imported", style="bold red")
+        console.print(f"  {type(error).__name__}: {error}")
+        return None
+    return tensorflow
+
+
+def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
+    """Start TensorFlow as `tfdp.auto_strategy` does.
+
+    Args:
+        tf: The module `tensorflow`.
+        cluster: The `Cluster`, or `None`.
+
+    Returns:
+        List of strings, the devices of the replicas of one worker.
+    """
+    from tfdp.communication.cluster import devices  # it imports TensorFlow
+
+    gpus = tf.config.list_physical_devices("GPU")
+    for gpu in gpus:
+        # Looking at a GPU must not take its memory from a training that runs.
+        tf.config.experimental.set_memory_growth(gpu, True)
+    count = cluster.devices_per_worker if cluster else None
+    is_alone = cluster is None or cluster.num_workers == 1
+    if not gpus and (is_alone or count is not None):
+        devices.default_cpus(count)
+    return devices.local_devices()
+
+
+def _show_devices(console: Console, tf: Any) -> None:
+    from tfdp.communication.cluster import cpu_kernels  # it imports TensorFlow
+
+    num_gpus = len(tf.config.list_physical_devices("GPU"))
+    _title(console, "Devices")
+    for kind, found in (
+        ("physical", tf.config.list_physical_devices()),
+        ("logical", tf.config.list_logical_devices()),
+    ):
+        names = ", ".join(device.name.split("device:")[-1] for device in found)
+        console.print(f"  {kind:<12}{names}")
+    if num_gpus == 0:
+        console.print(f"  {'kernels':<12}{cpu_kernels.describe()}")
+    _title(console, "NCCL")
+    console.print(f"  {_describe_nccl(tf, num_gpus)}")
+
+
+def _describe_nccl(tf: Any, num_gpus: int) -> str:
+    if not tf.test.is_built_with_cuda():
+        return (
+            "not available: this TensorFlow is built without CUDA; all-reduce uses "
+            "TensorFlow's ring"
+        )
+    cuda = tf.sysconfig.get_build_info().get("cuda_version", "of unknown version")
+    if num_gpus == 0:
+        return (
+            f"not available: this TensorFlow is built with CUDA {cuda}, but sees no "
+            "GPU; all-reduce uses TensorFlow's ring"
+        )
+    return f"available: built with CUDA {cuda}, {pluralize(num_gpus, 'GPU')}"
+
+
+def _show_cluster(
+    console: Console, cluster: Cluster | None, devices: list[str]
+) -> None:
+    _title(console, "Cluster")
+    if cluster is None:
+        console.print(
+            "  none: neither TF_CONFIG nor a Slurm step of several tasks is set, so "
+            "this is a single machine"
+        )
+        if apart := processes_apart():
+            console.print(
+                f"  {apart}, which do not know of each other: set TF_CONFIG or, for "
+                "MPI, install mpi4py (pip install tfdp[mpi])"
+            )
+        if devices:
+            replicas = pluralize(len(devices), "replica")
+            console.print(f"  1 worker, {replicas}: {', '.join(devices)}")
+        return
+    source = _source()
+    console.print(f"  from {source}; this process is {_describe_task(cluster)}")
+    # Without TensorFlow: what the cluster says.
+    devices = devices or [f"CPU:{i}" for i in range(cluster.devices_per_worker or 1)]
+    _title(console, "Topology")
+    topology = topology_of(cluster.hosts, len(devices))
+    states = _states_in_mpi if current_job() else port_states
+    console.print(draw_topology(cluster, devices, states(cluster), topology))
+    if (warning := describe_unevenness(topology)) is not None:
+        console.print(f"  {warning}")
+
+
+def _source() -> str:
+    """Tell where the cluster is from."""
+    if job := current_job():
+        return job.library
+    is_set = Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
+    if is_set:
+        return "TF_CONFIG"
+    if slurm.read(os.environ):
+        return "Slurm"
+    return "SageMaker" if sagemaker.read(os.environ) else "Vertex AI"
+
+
+def _states_in_mpi(cluster: Cluster) -> list[str]:
+    """Say of the ports what is known: each strategy's job finds free ones anew."""
+    states = ["a free port"] * cluster.num_workers
+    states[cluster.rank] = "this task, a free port"
+    return states
+
+
+def _describe_task(cluster: Cluster) -> str:
+    if cluster.is_evaluator:
+        return "the evaluator, which takes no part in training"
+    chief = ", the chief" if cluster.is_chief else ""
+    return f"worker {cluster.rank} of {cluster.num_workers}{chief}"

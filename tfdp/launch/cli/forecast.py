@@ -1,0 +1,285 @@
+"""Output of `tfdp plan`: the forecast, and everything that it assumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.table import Table
+
+from tfdp.ground.links import Link, Links
+from tfdp.ground.plans.buckets import Bucket
+from tfdp.ground.plans.gathers import StepGathers
+from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
+from tfdp.ground.plans.topology import Topology
+from tfdp.ground.text import pluralize
+from tfdp.launch.cli.memory import Row, table_of
+from tfdp.launch.cli.screen import new_console
+
+if TYPE_CHECKING:  # it imports TensorFlow
+    from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A prediction and what it was made from.
+
+    Args:
+        model: String, path of the model.
+        buckets: Tuple of `tfdp.ground.plans.buckets.Bucket`.
+        sparse: Tuple of strings, variables whose gradients travel as rows.
+        topology: `Topology`.
+        links: `Links`.
+        backend: String, whose defaults stand for what was not given.
+        is_given: Bool, whether alpha and beta were.
+        compression: String, as on the command line.
+        routes: Tuple of `AlgorithmChoice`, one for each bucket.
+        ring: The same if all buckets were reduced by the flat ring.
+        warned: Tuple of strings, options that have no effect on this cluster.
+        compute_seconds: Float or `None`, a step on one replica.
+        overlap: Float, see `StepPrediction`.
+        optimizer: String, whose slots are counted. Defaults to none.
+        memory: Tuple of what is sharded and `ReplicaMemory`. Defaults to none.
+        gathers: `StepGathers`, what the model's own layers gather of the whole batch.
+            Defaults to none.
+    """
+
+    model: str
+    buckets: tuple[Bucket, ...]
+    sparse: tuple[str, ...]
+    topology: Topology
+    links: Links
+    backend: str
+    is_given: bool
+    compression: str
+    routes: tuple[AlgorithmChoice, ...]
+    ring: tuple[AlgorithmChoice, ...]
+    warned: tuple[str, ...]
+    compute_seconds: float | None
+    overlap: float
+    optimizer: str = ""
+    memory: tuple[Row, ...] = ()
+    gathers: StepGathers = dataclasses.field(default_factory=StepGathers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of dense gradients."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def communication_seconds(self) -> float:
+        """Seconds of all collectives of a step."""
+        return sum(route.seconds for route in self.routes)
+
+    @property
+    def ring_seconds(self) -> float:
+        """The same by the flat ring alone."""
+        return sum(route.seconds for route in self.ring)
+
+    @property
+    def step(self) -> StepPrediction | None:
+        """The whole step, where the time of its compute is known."""
+        if self.compute_seconds is None:
+            return None
+        predicted = tuple(
+            BucketPrediction(bucket.num_bytes, route.seconds)
+            for bucket, route in zip(self.buckets, self.routes, strict=True)
+        )
+        return StepPrediction(predicted, self.compute_seconds, self.overlap)
+
+
+def show(forecast: Forecast, *, as_json: bool) -> None:
+    """Print a forecast.
+
+    Args:
+        forecast: `Forecast`.
+        as_json: Bool, whether to print JSON and not a table.
+    """
+    if as_json:
+        click.echo(json.dumps(_to_dict(forecast), indent=2))
+        return
+    console = new_console()
+    console.print(_headline(forecast))
+    console.print(_table(forecast))
+    for line in _totals(forecast):
+        console.print(line)
+    if forecast.memory:
+        console.print(table_of(forecast.memory))
+    if forecast.gathers.gathers:
+        console.print("\nGathered in a step", style="bold")
+        console.print(str(forecast.gathers))
+    console.print("\nAssumed", style="bold")
+    for sentence in _assumptions(forecast):
+        console.print(f"  - {sentence}")
+
+
+def _headline(forecast: Forecast) -> str:
+    topology = forecast.topology
+    return (
+        f"{forecast.model}: {forecast.num_bytes:,} bytes of gradients in "
+        f"{pluralize(len(forecast.buckets), 'bucket')}, on "
+        f"{pluralize(topology.num_replicas, 'replica')} "
+        f"({pluralize(topology.num_nodes, 'node')} of {topology.replicas_per_node})"
+    )
+
+
+def _table(forecast: Forecast) -> Table:
+    table = Table()
+    for name in ("bucket", "variables", "MB", "algorithm", "ms", "ring, ms"):
+        is_text = name == "algorithm"
+        table.add_column(
+            name, justify="left" if is_text else "right", no_wrap=not is_text
+        )
+    rows = zip(forecast.buckets, forecast.routes, forecast.ring, strict=True)
+    for order, (bucket, route, ring) in enumerate(rows):
+        table.add_row(
+            str(order),
+            str(len(bucket.entries)),
+            f"{bucket.num_bytes / 2**20:.2f}",
+            str(route),
+            f"{1e3 * route.seconds:.3f}",
+            f"{1e3 * ring.seconds:.3f}",
+        )
+    return table
+
+
+def _totals(forecast: Forecast) -> Iterator[str]:
+    yield (
+        f"communication       {1e3 * forecast.communication_seconds:.2f} ms a step; "
+        f"by the flat ring alone {1e3 * forecast.ring_seconds:.2f} ms"
+    )
+    step = forecast.step
+    if step is None:
+        yield "scaling efficiency  unknown: give the time of a step by --step-ms"
+        return
+    yield f"not hidden          {1e3 * step.exposed_seconds:.2f} ms"
+    yield (
+        f"step                {1e3 * step.step_seconds:.2f} ms; on one replica "
+        f"{1e3 * step.compute_seconds:.2f} ms"
+    )
+    yield f"scaling efficiency  {100 * step.efficiency:.1f} %"
+
+
+def _assumptions(forecast: Forecast) -> Iterator[str]:
+    yield from _link_assumptions(forecast)
+    topology = forecast.topology
+    yield (
+        "All nodes are alike, no replica is late, nothing else uses the network, and "
+        "the switches carry all links at full speed."
+    )
+    lasting = "lasts as long as its slowest message"
+    if forecast.links.is_inside_shared:
+        lasting = (
+            "takes its messages inside a node one after the other, as they share its "
+            "cores, and then those across"
+        )
+    yield (
+        f"Each exchange of an algorithm {lasting}; ranks are dense on nodes; adding "
+        "up, copying and casting cost nothing."
+    )
+    yield "Buckets are those of tfdp, and are reduced one after the other."
+    yield from forecast.warned
+    is_flat = topology.replicas_per_node == 1
+    if is_flat and any(r.algorithm.has_levels for r in forecast.routes):
+        yield "There is one level only: hierarchical works as a flat algorithm."
+    if forecast.step is not None:
+        yield (
+            f"Gradients become ready over the last {100 * forecast.overlap:.0f} % of "
+            "the step's compute, evenly by bytes, and communication does not slow "
+            "the compute down."
+        )
+        yield (
+            "Efficiency is the time of one replica over the time of all, each with "
+            "the same batch of its own (weak scaling); reading data is part of the "
+            "compute."
+        )
+    if forecast.compression != "none":
+        yield (
+            f"Compression is {forecast.compression}: {_bits(forecast)} an element on "
+            "the wire; a flat algorithm compresses all or nothing, and a bucket that "
+            "would gain less than a tenth of its time travels as it is."
+        )
+    if forecast.memory:
+        yield (
+            f"Memory is that of the trained variables and of {forecast.optimizer}'s "
+            "slots, with reduced gradients; activations, what the model keeps "
+            "besides, and TensorFlow itself come on top."
+        )
+    if forecast.sparse:
+        names = ", ".join(forecast.sparse)
+        yield f"Rows of sparse gradients are left out: {names}."
+
+
+def _bits(forecast: Forecast) -> str:
+    is_int8 = forecast.compression.endswith("int8")
+    return "8 bits, and a scale for each block," if is_int8 else "16 bits"
+
+
+def _link_assumptions(forecast: Forecast) -> Iterator[str]:
+    links, topology = forecast.links, forecast.topology
+    each = topology.replicas_per_node
+    shared = f", which its {each:,} replicas share" if each > 1 else ""
+    source = f"what was not given is a default for {forecast.backend}, not measured"
+    if forecast.is_given:
+        source = "as given"
+    yield (
+        f"A message inside a node takes {_describe(links.inside)}; one across nodes "
+        f"{_describe(links.across)} of the one link of a node{shared} ({source})."
+    )
+    sharing = "share one" if links.is_inside_shared else "each have their own"
+    yield (
+        f"With {forecast.backend}, starting an operation takes "
+        f"{1e6 * links.operation_seconds:g} us, and links inside a node: its replicas "
+        f"{sharing}."
+    )
+
+
+def _describe(link: Link) -> str:
+    microseconds = f"{1e6 * link.alpha_seconds:g} us"
+    if not link.seconds_per_byte:
+        return f"{microseconds} whatever its size"
+    return f"{microseconds} and its bytes at {1e-9 / link.seconds_per_byte:g} GB/s"
+
+
+def _to_dict(forecast: Forecast) -> dict[str, Any]:
+    step = forecast.step
+    rows = zip(forecast.buckets, forecast.routes, forecast.ring, strict=True)
+    return {
+        "model": forecast.model,
+        "num_nodes": forecast.topology.num_nodes,
+        "replicas_per_node": forecast.topology.replicas_per_node,
+        "num_replicas": forecast.topology.num_replicas,
+        "links": dataclasses.asdict(forecast.links),
+        "compression": forecast.compression,
+        "num_bytes": forecast.num_bytes,
+        "buckets": [
+            {
+                "num_bytes": bucket.num_bytes,
+                "dtype": bucket.dtype,
+                "variables": [entry.name for entry in bucket.entries],
+                "algorithm": str(route.algorithm),
+                "inner_wire": route.wires[0] or bucket.dtype,
+                "outer_wire": route.wires[1] or bucket.dtype,
+                "seconds": route.seconds,
+                "ring_seconds": ring.seconds,
+            }
+            for bucket, route, ring in rows
+        ],
+        "sparse": list(forecast.sparse),
+        "communication_seconds": forecast.communication_seconds,
+        "ring_seconds": forecast.ring_seconds,
+        "compute_seconds": forecast.compute_seconds,
+        "overlap": None if step is None else step.overlap,
+        "exposed_seconds": None if step is None else step.exposed_seconds,
+        "step_seconds": None if step is None else step.step_seconds,
+        "efficiency": None if step is None else step.efficiency,
+        "optimizer": forecast.optimizer,
+        "memory": {
+            title: dataclasses.asdict(memory) for title, memory in forecast.memory
+        },
+        "gathers": [dataclasses.asdict(g) for g in forecast.gathers.gathers],
+        "assumptions": list(_assumptions(forecast)),
+    }

@@ -1,0 +1,127 @@
+"""Hosts of `--hosts` and `--hostfile`, with the number of workers of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+
+from tfdp.ground.text import pluralize
+from tfdp.launch.rendezvous.address import is_loopback
+
+_MOST_HOSTS = 1024
+_MOST_BYTES = 1 << 20
+# A name that begins with a dash would be an option of ssh.
+_HOST = re.compile(
+    r"(?:(?P<user>[\w.][\w.-]*)@)?"
+    r"(?P<name>\[[0-9a-fA-F:.]+(?:%\w+)?\]|[A-Za-z0-9_][\w.-]*)"
+    r"(?::(?P<count>[0-9]{1,6}))?"
+)
+# `host slots=4`, as Open MPI has it.
+_SLOTS = re.compile(r"(\S+)\s+slots\s*=\s*([0-9]{1,6})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A machine to reach by ssh.
+
+    Args:
+        name: String, name or IP address, as ssh knows it.
+        user: String, or `None` for ssh's own choice.
+        num_workers: Int, or `None` if it is not said.
+    """
+
+    name: str
+    user: str | None = None
+    num_workers: int | None = None
+
+    @property
+    def target(self) -> str:
+        """String, for the command line of ssh."""
+        return self.name if self.user is None else f"{self.user}@{self.name}"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Read the value of `--hosts`.
+
+    Args:
+        text: String, such as `"a:4,me@b:4"`.
+
+    Returns:
+        Tuple of `Host`.
+
+    Raises:
+        ValueError: With a sentence about what it must be.
+
+    Example:
+
+    >>> parse_hosts("a:4,me@b")[1]
+    Host(name='b', user='me', num_workers=None)
+    """
+    return _checked([_parse(word.strip()) for word in text.split(",")])
+
+
+def read_hostfile(path: str) -> tuple[Host, ...]:
+    """Read the file of `--hostfile`.
+
+    Args:
+        path: String. Each line is a host, `HOST`, `HOST:N` or `HOST slots=N`; what
+            follows a `#` is a comment.
+
+    Returns:
+        Tuple of `Host`.
+
+    Raises:
+        ValueError: With a sentence about what is wrong.
+    """
+    try:
+        if os.path.isdir(path):
+            raise OSError(0, "it is a folder")
+        with open(path, encoding="utf-8", errors="replace") as file:
+            lines = file.read(_MOST_BYTES).splitlines()
+    except OSError as error:
+        raise ValueError(f"the hostfile cannot be read: {error.strerror}") from error
+    hosts = []
+    for number, line in enumerate(lines, start=1):
+        if not (word := line.partition("#")[0].strip()):
+            continue
+        if slots := _SLOTS.fullmatch(word):
+            word = f"{slots[1]}:{slots[2]}"
+        try:
+            hosts.append(_parse(word))
+        except ValueError as error:
+            raise ValueError(f"line {number} of the hostfile: {error}") from error
+    if not hosts:
+        raise ValueError("the hostfile names no host")
+    return _checked(hosts)
+
+
+def _parse(word: str) -> Host:
+    match = _HOST.fullmatch(word)
+    count = None if match is None or match["count"] is None else int(match["count"])
+    if match is None or count == 0:
+        raise ValueError(
+            "a host must be HOST or HOST:N, with N workers, as in host0:4,me@host1:4; "
+            f"{word[:80]!r} is none"
+        )
+    return Host(match["name"].strip("[]"), match["user"], count)
+
+
+def _checked(hosts: list[Host]) -> tuple[Host, ...]:
+    if len(hosts) > _MOST_HOSTS:
+        raise ValueError(f"there must be at most {pluralize(_MOST_HOSTS, 'host')}")
+    seen: set[str] = set()
+    for host in hosts:
+        name = host.name.lower().rstrip(".")
+        if name in seen:
+            raise ValueError(
+                f"each host must be named once, with all of its workers; {host.name!r} "
+                "is there twice"
+            )
+        seen.add(name)
+    if is_loopback(hosts[0].name) and not all(is_loopback(h.name) for h in hosts):
+        raise ValueError(
+            f"the first host must have a name by which the others reach it; "
+            f"{hosts[0].name!r} is each one's own"
+        )
+    return tuple(hosts)

@@ -1,0 +1,113 @@
+"""Options of `tfdp run` for islands, and which of them fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import click
+
+from tfdp.communication.cluster.address import split_address
+from tfdp.launch.cli import parameter_types as types
+from tfdp.launch.cli.node_options import NodeOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class IslandOptions:
+    """Options of `tfdp run` for islands.
+
+    Args:
+        is_used: Bool, whether workers are islands.
+        hub: String, `"host:port"`, or `None`: on this machine, for its islands only.
+        total: Int, islands of all machines, or `None`: those of this one.
+        first: Int, index of this machine's first one.
+    """
+
+    is_used: bool
+    hub: str | None
+    total: int | None
+    first: int
+
+    def check(self, num_workers: int, where: NodeOptions, others: list[str]) -> None:
+        """Refuse options that do not fit together.
+
+        Args:
+            num_workers: Int, islands of this machine.
+            where: `NodeOptions`.
+            others: List of strings, options in use that islands do not know.
+
+        Raises:
+            click.UsageError: If there are such.
+        """
+        if not self.is_used:
+            given = {
+                "--hub": self.hub is not None,
+                "--num-islands": self.total is not None,
+                "--first-island": bool(self.first),
+            }
+            if found := [name for name, is_given in given.items() if is_given]:
+                raise click.UsageError(f"{found[0]} is for --islands. Add it.")
+            return
+        if not where.is_one_machine:
+            others = [*others, "--hosts, --nodes and --rendezvous"]
+        if others:
+            raise click.UsageError(
+                f"--islands are jobs of their own, and know no {others[0]}: leave it "
+                "out. On several machines, run the same line on each, with --hub"
+            )
+        last = self.first + num_workers
+        if last > (self.total or num_workers):
+            raise click.UsageError(
+                "--num-islands must be at least --first-island plus -n. Received: "
+                f"--num-islands {self.total or num_workers}, --first-island "
+                f"{self.first}, -n {num_workers}"
+            )
+        if self.total not in (None, num_workers) and self.hub is None:
+            raise click.UsageError(
+                "Islands of several machines need --hub HOST:PORT, a port on the "
+                "machine with --first-island 0"
+            )
+
+
+def _address(text: str) -> str:
+    try:
+        split_address(text)
+    except ValueError:
+        raise ValueError("it is HOST:PORT") from None
+    return text
+
+
+# A command's function gets `islands`, an `IslandOptions`.
+island_options = types.option_group(
+    "islands",
+    IslandOptions,
+    click.option(
+        "--islands",
+        "is_used",
+        is_flag=True,
+        help="Each worker is a job of its own, an island, and meets the others in the "
+        "outer steps of DiLoCo only: one that fails stops no other.",
+    ),
+    click.option(
+        "--hub",
+        metavar="HOST:PORT",
+        type=types.Checked("address", _address),
+        help="Where islands of several machines meet; the machine with the first one "
+        "listens there.",
+    ),
+    click.option(
+        "--num-islands",
+        "total",
+        metavar="T",
+        type=types.COUNT,
+        help="Islands of all machines. Default: -n.",
+    ),
+    click.option(
+        "--first-island",
+        "first",
+        metavar="I",
+        default=0,
+        show_default=True,
+        type=types.NUMBER_OF_TIMES,
+        help="Index of this machine's first island.",
+    ),
+)

@@ -1,0 +1,140 @@
+"""The command `tfdp`: its subcommands, and errors in one sentence."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from tfdp.launch.cli.bench import bench
+from tfdp.launch.cli.convert import convert
+from tfdp.launch.cli.doctor import doctor
+from tfdp.launch.cli.json_screen import Entry
+from tfdp.launch.cli.plan import plan
+from tfdp.launch.cli.run import run
+
+_EXAMPLES = """\b
+Examples:
+  tfdp doctor                what tfdp sees on this machine
+  tfdp run -n 4 train.py     a script in 4 worker processes
+  tfdp run --help            the options of a command
+"""
+
+USAGE_ERROR = 2
+INTERRUPTED = 130
+
+
+def version() -> str:
+    """Return the version of the installed package, or says that there is none."""
+    try:
+        return importlib.metadata.version("tfdp")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+class _Commands(click.Group):
+    """The commands, of which a script is none."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Name the commands in the order in which they are given, not by letters."""
+        return list(self.commands)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Say how a script is run that stands in the place of a command."""
+        name = args[0]
+        is_script = name.endswith(".py") or os.path.isfile(name)
+        is_named = self.get_command(ctx, name) is not None or ctx.resilient_parsing
+        if is_script and not is_named:
+            raise click.UsageError(
+                f"A script is run by `tfdp run -n 2 {name}`, here with 2 workers. "
+                f"Received: {name}"
+            )
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=_Commands,
+    commands=[run, doctor, plan, convert, bench],
+    epilog=_EXAMPLES,
+    no_args_is_help=False,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(version(), prog_name="tfdp", message="%(prog)s %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Data-parallel training for Keras 3 on TensorFlow.
+
+    A script whose model is made in the scope of `tfdp.auto_strategy()` trains on all
+    devices of this machine by `python train.py`, and in several processes by
+    `tfdp run`.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit with its code.
+
+    Args:
+        arguments: Sequence of strings. Defaults to `sys.argv[1:]`.
+    """
+    run_command(cli, "tfdp", arguments)
+
+
+def run_command(
+    command: click.Command,
+    program: str,
+    arguments: Sequence[str] | None = None,
+    obj: object = None,
+) -> None:
+    """Run a command and exit with its code.
+
+    A wrong argument is answered by one sentence on stderr and exit code 2,
+    without the lines about usage that click would put around it.
+
+    Args:
+        command: The `click.Command`.
+        program: String, how it is called.
+        arguments: Sequence of strings. Defaults to `sys.argv[1:]`.
+        obj: What the command finds by `click.Context.find_object`. Defaults to `None`.
+    """
+    try:
+        code = command.main(
+            arguments, prog_name=program, standalone_mode=False, obj=obj
+        )
+    except click.ClickException as error:
+        text = f"{program}: error: {_describe(error)}"
+        if command is cli and _wants_json(arguments):
+            text = Entry(text, level="error").to_line().rstrip()
+        click.echo(text, err=True)
+        code = USAGE_ERROR
+    except (click.Abort, KeyboardInterrupt):
+        code = INTERRUPTED
+    sys.exit(code)
+
+
+def _wants_json(arguments: Sequence[str] | None) -> bool:
+    """Return whether `tfdp run` was asked for lines of JSON, also by a wrong line."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] != [run.name]:
+        return False
+    context = run.make_context(
+        "run", words[1:], resilient_parsing=True, ignore_unknown_options=True
+    )
+    return context.params.get("log_format") == "json"
+
+
+def _describe(error: click.ClickException) -> str:
+    """Return the message, with where to look if click itself has found the fault."""
+    message = error.format_message()
+    context = getattr(error, "ctx", None)
+    if context is None or "Received: " in message:
+        return message
+    end = "" if message.endswith((".", "?", "?)")) else "."
+    return f"{message}{end} See `{context.command_path} --help`."

@@ -1,0 +1,212 @@
+"""Options of `tfdp run` for several machines, and which of them fit together."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+import click
+
+from tfdp.communication.cluster.address import join_address
+from tfdp.launch.cli import parameter_types as types
+from tfdp.launch.cli.hosts import Host, parse_hosts, read_hostfile
+from tfdp.launch.rendezvous.address import is_link_local
+
+DEFAULT_PORT = 29400
+_JOIN_SECONDS = 300.0
+_PLACE = re.compile(r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:/@\[\]]+)(?::([0-9]{1,5}))?")
+
+
+class RendezvousAddress(NamedTuple):
+    """Address of the rendezvous.
+
+    Args:
+        host: String, name or IP address of node 0.
+        port: Int.
+    """
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return join_address(*self)
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeOptions:
+    """Options of `tfdp run` for several machines.
+
+    Args:
+        nodes: Int, number of machines on each of which the same line is run, or `None`.
+        node_rank: Int, this machine's, or `None`.
+        rendezvous: `RendezvousAddress`, or `None`.
+        join_timeout: Float, seconds, or `None`.
+        hosts: Tuple of `Host` to start by ssh, or `None`.
+        remote_python: String, the Python of these, or `None`.
+    """
+
+    nodes: int | None
+    node_rank: int | None
+    rendezvous: RendezvousAddress | None
+    join_timeout: float | None
+    hosts: tuple[Host, ...] | None
+    remote_python: str | None
+
+    @property
+    def join_seconds(self) -> float:
+        """Float, how long nodes wait for each other."""
+        return _JOIN_SECONDS if self.join_timeout is None else self.join_timeout
+
+    @property
+    def is_one_machine(self) -> bool:
+        """Bool, whether this machine runs all workers by itself."""
+        return self.hosts is None and self.rendezvous is None
+
+    def check(self, min_workers: int | None) -> None:
+        """Refuse options that do not fit together.
+
+        Args:
+            min_workers: Int, the option `--min-workers`, or `None`.
+
+        Raises:
+            click.UsageError: If there are such.
+        """
+        if self.hosts is None:
+            self._check_nodes()
+        else:
+            self._check_hosts()
+        if min_workers is not None and not self.is_one_machine:
+            raise click.UsageError(
+                "--min-workers leaves out workers of one machine; on several all start "
+                f"again together. Received: --min-workers {min_workers}"
+            )
+
+    def _check_nodes(self) -> None:
+        nodes, rank = self.nodes, self.node_rank
+        if self.remote_python is not None:
+            raise click.UsageError(
+                "--remote-python is for the machines of --hosts or --hostfile. "
+                f"Received: --remote-python {self.remote_python}"
+            )
+        if nodes is None:
+            given = [
+                ("--node-rank", rank),
+                ("--rendezvous", self.rendezvous),
+                ("--join-timeout", self.join_timeout),
+            ]
+            for option, value in given:
+                if value is not None:
+                    raise click.UsageError(
+                        f"{option} needs --nodes, the number of machines. "
+                        f"Received: {option} {value}"
+                    )
+            return
+        if self.rendezvous is None and nodes > 1:
+            raise click.UsageError(
+                "Several machines need --rendezvous HOST:PORT, the address of the "
+                f"first one by which the others reach it. Received: --nodes {nodes}"
+            )
+        if rank is not None and rank >= nodes:
+            ranks = f"from 0 to {nodes - 1}" if nodes > 1 else "0"
+            raise click.UsageError(
+                f"--node-rank must be {ranks}. "
+                f"Received: --node-rank {rank}, --nodes {nodes}"
+            )
+
+    def _check_hosts(self) -> None:
+        for option, value in (("--nodes", self.nodes), ("--node-rank", self.node_rank)):
+            if value is not None:
+                raise click.UsageError(
+                    f"{option} is for a line that is run on each machine; --hosts and "
+                    "--hostfile say by themselves how many there are. "
+                    f"Received: {option} {value}"
+                )
+
+
+def parse_address(text: str) -> RendezvousAddress:
+    """Read the value of `--rendezvous`; raise `ValueError` if it is none."""
+    match = _PLACE.fullmatch(text)
+    port = int(match[2] or DEFAULT_PORT) if match else 0
+    if match is None or not 1 <= port <= 65535:
+        raise ValueError(
+            "it must be HOST:PORT, the address of node 0 by which the other machines "
+            "reach it"
+        )
+    host = match[1].strip("[]")
+    if is_link_local(host):
+        raise ValueError(
+            "an address that begins with fe80 means another machine on each network "
+            "interface; give another one of node 0, or its name"
+        )
+    return RendezvousAddress(host, port)
+
+
+def _make(
+    nodes: int | None,
+    node_rank: int | None,
+    rendezvous: RendezvousAddress | None,
+    join_timeout: float | None,
+    hosts: tuple[Host, ...] | None,
+    hostfile: str | None,
+    remote_python: str | None,
+) -> NodeOptions:
+    if hosts is not None and hostfile is not None:
+        raise click.UsageError("Give --hosts or --hostfile, not both. Received: both")
+    if hostfile is not None:
+        try:
+            hosts = read_hostfile(hostfile)
+        except ValueError as error:
+            raise click.UsageError(
+                f"--hostfile: {error}. Received: --hostfile {hostfile}"
+            ) from error
+    return NodeOptions(nodes, node_rank, rendezvous, join_timeout, hosts, remote_python)
+
+
+# A command's function gets `where`, a `NodeOptions`.
+node_options = types.option_group(
+    "where",
+    _make,
+    click.option(
+        "--nodes",
+        metavar="N",
+        type=types.COUNT,
+        help="Number of machines; the same line is run on each of them.",
+    ),
+    click.option(
+        "--node-rank",
+        metavar="K",
+        type=types.WholeNumber(min=0),
+        help="Which of them this is. Default: the machine of --rendezvous is 0, the "
+        "others are ranked as they come.",
+    ),
+    click.option(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        type=types.Checked("place", parse_address),
+        help=f"Where the machines meet: at node 0. Default port: {DEFAULT_PORT}.",
+    ),
+    click.option(
+        "--join-timeout",
+        metavar="S",
+        type=types.SECONDS,
+        help="Seconds to wait for machines that are not there. Default: 300.",
+    ),
+    click.option(
+        "--hosts",
+        metavar="HOST:N,...",
+        type=types.Checked("hosts", parse_hosts),
+        help="Machines that are started from here by ssh, with N workers each.",
+    ),
+    click.option(
+        "--hostfile",
+        metavar="FILE",
+        type=types.FILE,
+        help="A file with one HOST:N in each line.",
+    ),
+    click.option(
+        "--remote-python",
+        metavar="PATH",
+        help="Python of the machines of --hosts. Default: the path of this one.",
+    ),
+)

@@ -1,0 +1,113 @@
+"""The tree of nodes, workers and replicas that `tfdp doctor` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.text import Text
+from rich.tree import Tree
+
+from tfdp.communication.cluster import Cluster, check_port_free, unreachable_workers
+from tfdp.ground.plans.topology import Topology
+from tfdp.ground.text import pluralize
+
+
+def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
+    """Say of each worker's port whether it answers, of this one's if it is free.
+
+    Args:
+        cluster: The `Cluster`.
+        timeout_seconds: Float, how long to wait for answers. Defaults to
+            `1.0`.
+
+    Returns:
+        List of strings, in the order of ranks.
+    """
+    silent = unreachable_workers(cluster, timeout_seconds)
+    states = [
+        "does not answer" if rank in silent else "answers"
+        for rank in range(cluster.num_workers)
+    ]
+    if not cluster.is_evaluator:
+        states[cluster.rank] = f"this task, {_own_port_state(cluster)}"
+    return states
+
+
+def _own_port_state(cluster: Cluster) -> str:
+    assert cluster.address is not None
+    try:
+        check_port_free(cluster.address)
+    except ValueError:
+        return "port taken: by its own training if that runs, else by another process"
+    return "port free"
+
+
+def draw_topology(
+    cluster: Cluster,
+    devices: Sequence[str],
+    states: Sequence[str],
+    topology: Topology,
+) -> Tree:
+    """Draw the tree of nodes, workers and replicas.
+
+    Args:
+        cluster: The `Cluster`.
+        devices: Sequence of strings, the devices that each worker trains on.
+            All workers have the same number of them.
+        states: Sequence of strings, what to say of each worker's port.
+        topology: The `Topology` of the cluster's replicas.
+
+    Returns:
+        A `rich.tree.Tree`.
+    """
+    # `Text`, for in a plain string an IPv6 address would be taken for markup.
+    tree = Tree(
+        Text(
+            f"{pluralize(topology.num_nodes, 'node')}, "
+            f"{pluralize(cluster.num_workers, 'worker')}, "
+            f"{pluralize(topology.num_replicas, 'replica')}, numbered by global rank"
+        )
+    )
+    for node_rank, ranks in enumerate(topology.nodes):
+        on_node: dict[int, list[int]] = {}
+        for rank in ranks:
+            on_node.setdefault(rank // len(devices), []).append(rank)
+        hosts = dict.fromkeys(cluster.hosts[worker] for worker in on_node)
+        node = tree.add(Text(f"node {node_rank}  {', '.join(hosts)}"))
+        for worker, replicas in on_node.items():
+            chief = " (chief)" if worker == 0 else ""
+            address = cluster.workers[worker]
+            branch = node.add(
+                Text(f"worker {worker}{chief}  {address}  {states[worker]}")
+            )
+            _add_replicas(branch, replicas, devices, topology)
+    for address in cluster.evaluators:
+        tree.add(Text(f"evaluator  {address}  takes no part in training"))
+    return tree
+
+
+def _add_replicas(
+    branch: Tree, ranks: Sequence[int], devices: Sequence[str], topology: Topology
+) -> None:
+    for rank in ranks:
+        device = devices[rank % len(devices)]
+        local_rank = topology.local_rank(rank)
+        branch.add(Text(f"replica {rank}  {device}  local rank {local_rank}"))
+
+
+def describe_unevenness(topology: Topology) -> str | None:
+    """Say what follows from nodes that have unequally many replicas.
+
+    Args:
+        topology: The `Topology` of the cluster's replicas.
+
+    Returns:
+        String, or `None` if the nodes are even.
+    """
+    if topology.is_even:
+        return None
+    sizes = ", ".join(str(len(node)) for node in topology.nodes)
+    return (
+        f"The nodes are uneven, with {sizes} replicas: hierarchical algorithms fall "
+        "back to flat ones."
+    )

@@ -1,0 +1,151 @@
+"""Address of the rendezvous: where node 0 listens, and whether this machine is it."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+
+from tfdp.communication.transport.addresses import is_own
+from tfdp.launch.rendezvous.failure import RendezvousError
+
+_BACKLOG = 128
+# A host may have IPv6 only.
+_LOOPBACKS = ("127.0.0.1", "::1")
+
+
+def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
+    """Listen at the rendezvous, if it is an address of this machine.
+
+    Args:
+        host: String, name or IP address.
+        port: Int.
+        is_node_0: Bool, whether this machine is node 0 in any case, for the user says
+            so.
+
+    Returns:
+        The listening socket; or `None` if the address is another machine's, or
+        another node of this one has it already.
+
+    Raises:
+        RendezvousError: If the name is not known, or node 0 cannot have the port.
+    """
+    reasons: list[OSError] = []
+    for family, address in resolve(host, port):
+        try:
+            return _listen_at(host, family, address)
+        except OSError as error:
+            reasons.append(error)
+    if not is_node_0:
+        return None
+    # Its name may be that of a router, or of a service, that leads here.
+    if all(error.errno == errno.EADDRNOTAVAIL for error in reasons):
+        try:
+            return _listen_everywhere(port)
+        except OSError as error:
+            reasons = [error]
+    reason = next(e for e in reasons if e.errno != errno.EADDRNOTAVAIL)
+    taken = reason.errno == errno.EADDRINUSE
+    why = "another process has it" if taken else os.strerror(reason.errno or 0)
+    raise RendezvousError(
+        f"Node 0 cannot open port {port}: {why}. Give another one with --rendezvous, "
+        f"on all machines. Received: --rendezvous {host}:{port}"
+    ) from reason
+
+
+def resolve(host: str, port: int) -> list[tuple[int, tuple]]:
+    """Look a host up.
+
+    Args:
+        host: String, name or IP address.
+        port: Int.
+
+    Returns:
+        List of the family and the address of a socket.
+
+    Raises:
+        RendezvousError: If nobody knows the name.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # the latter by a label such as ""
+        reason = error.strerror if isinstance(error, OSError) else "it is no name"
+        raise RendezvousError(
+            f"The host of --rendezvous is not known here ({reason}). Give the "
+            "name or the IP address of node 0 by which the other machines reach it. "
+            f"Received: {host}"
+        ) from error
+    return list(dict.fromkeys((int(each[0]), tuple(each[4])) for each in found))
+
+
+def own_address(listener: socket.socket) -> tuple[str, int]:
+    """Return the address at which this machine itself reaches a listening socket.
+
+    Args:
+        listener: Listening socket.
+
+    Returns:
+        The IP address and the port.
+    """
+    # With the interface of an address that has one.
+    numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    host = socket.getnameinfo(listener.getsockname(), numeric)[0]
+    port = listener.getsockname()[1]
+    if ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        return next(filter(is_own, _LOOPBACKS), _LOOPBACKS[0]), port
+    return host, port
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine itself reaches a host by this name.
+
+    Args:
+        host: String, name or IP address.
+
+    Example:
+
+    >>> is_loopback("localhost"), is_loopback("127.0.1.1"), is_loopback("10.0.0.1")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host.lower().rstrip(".") in ("localhost", "localhost.localdomain")
+
+
+def is_link_local(host: str) -> bool:
+    """Return whether a host is an IPv6 address that counts on one interface only.
+
+    Args:
+        host: String, name or IP address.
+
+    Example:
+
+    >>> is_link_local("fe80::1%eth0"), is_link_local("fd00::1"), is_link_local("fe80")
+    (True, False, False)
+    """
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return address.version == 6 and address.is_link_local
+
+
+def _listen_at(host: str, family: int, address: tuple) -> socket.socket:
+    listener = socket.create_server(address, family=family, backlog=_BACKLOG)
+    # Debian gives a machine's own name an address that no other machine reaches.
+    if is_loopback(address[0]) and not is_loopback(host):
+        listener.close()
+        return _listen_everywhere(address[1])
+    return listener
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    dual = socket.has_dualstack_ipv6()
+    return socket.create_server(
+        ("", port),
+        family=socket.AF_INET6 if dual else socket.AF_INET,
+        dualstack_ipv6=dual,
+        backlog=_BACKLOG,
+    )

@@ -1,0 +1,385 @@
+"""Course of a job on several nodes, as node 0 decides it.
+
+    gathering -> preparing -> running -> stopping -> pausing -> gathering ...
+                                 |           |
+                                 +-> ended <-+
+
+All nodes come, offer ports, and start their workers together. The first failure, of a
+worker or of a node, stops the workers of all; once these have ended, the policy says
+whether all start again. A node that has gone may come back until then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfdp.communication.cluster.tf_config import shorten
+from tfdp.ground.text import pluralize
+from tfdp.launch.rendezvous.failure import (
+    LOST_EXIT_SECONDS,
+    NODE_LOST,
+    Failure,
+    MalformedMessage,
+    RendezvousError,
+)
+from tfdp.launch.rendezvous.hello import Hello
+from tfdp.launch.rendezvous.reports import Reports
+from tfdp.launch.rendezvous.restarts import Restarts
+from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Link, Node, Roster
+
+# What the others report of a lost worker may come before the report of its own node,
+# which does not come where that node is silent.
+_SETTLE_SECONDS = 1.0
+_NOTICE_SECONDS = 10.0
+# Beside the grace of workers that save, and then of those that are asked to end.
+_STOP_SECONDS = 30.0
+
+
+class Phase(enum.Enum):
+    """Where a job stands."""
+
+    GATHERING = "waits for nodes"
+    PREPARING = "waits for the ports of all"
+    RUNNING = "workers run"
+    STOPPING = "workers are being stopped"
+    PAUSING = "waits before the next attempt"
+    ENDED = "is over"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verdict:
+    """Why the workers of all are stopped.
+
+    Args:
+        code: Int, the exit code if nothing follows.
+        failure: `Failure`, or `None` if the job was told to end.
+    """
+
+    code: int = 0
+    failure: Failure | None = None
+
+
+class Coordinator:
+    """State of a job on several nodes; to be called from one thread.
+
+    Args:
+        own: `Hello` of node 0, with which those of the others have to agree.
+        join_seconds: Float, how long to wait for nodes that are not there.
+        make_restarts: Function of the number of workers of all nodes that makes the
+            `Restarts`, which decide whether the job starts again.
+        clock: Function that returns seconds. Defaults to `time.monotonic`.
+
+    Attributes:
+        phase: `Phase`.
+    """
+
+    def __init__(
+        self,
+        own: Hello,
+        join_seconds: float,
+        make_restarts: Callable[[int], Restarts],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.phase = Phase.GATHERING
+        self._own = own
+        self._join_seconds = join_seconds
+        self._make_restarts = make_restarts
+        self._restarts: Restarts | None = None
+        self._clock = clock
+        self._roster = Roster(own)
+        self._attempt = 0
+        self._has_started = False
+        self._started_at = self._noticed_at = self._stopped_at = clock()
+        # The end of the phase: of the wait for nodes, or of the pause.
+        self._until = clock() + join_seconds
+        self._reports = Reports(self._roster)
+        self._decide_at: float | None = None
+        self._verdict = _Verdict()
+        # The code of workers that have saved because of a signal.
+        self._saved_code: int | None = None
+        self._turns = {
+            Phase.GATHERING: self._look_who_is_there,
+            Phase.PREPARING: self._look_for_ports,
+            Phase.RUNNING: self._look_for_ends,
+            Phase.STOPPING: self._look_for_stops,
+            Phase.PAUSING: self._look_at_clock,
+        }
+
+    @property
+    def is_over(self) -> bool:
+        """Bool, whether the job has ended."""
+        return self.phase is Phase.ENDED
+
+    def join(self, link: Link, hello: Hello) -> None:
+        """Take a node in.
+
+        Args:
+            link: `Link` to it.
+            hello: `Hello`.
+
+        Raises:
+            RendezvousError: If it cannot be one of this job.
+        """
+        if hello.node_rank is not None:
+            self._replace_silent(hello.node_rank)
+        if sentence := self._roster.objection(hello):
+            raise RendezvousError(sentence)
+        is_back = self._has_started
+        node = self._roster.add(link, hello)
+        if is_back:
+            self._tell(f"{node} has come back and joins at the next start")
+
+    def receive(self, link: Link, message: Mapping[str, Any]) -> None:
+        """Act on a message of a node.
+
+        Args:
+            link: `Link` to it.
+            message: Mapping.
+
+        Raises:
+            MalformedMessage: If no node says such a thing.
+        """
+        node = self._roster.of(link)
+        if node is None or self.is_over:
+            return
+        kind = message.get("type")
+        if kind == "leaving":
+            self._leave(node, message)
+        elif message.get("attempt") != self._attempt:
+            return  # of an attempt that is over
+        elif kind == "ports":
+            node.ports = _ports(message, node.hello.num_workers)
+        elif kind == "failed":
+            self._report(node, Failure.from_message(message))
+        elif kind == "done":
+            node.is_done = node.has_stopped = True
+        elif kind == "stopped":
+            node.has_stopped = True
+            code = message.get("code")
+            if message.get("has_saved") is True and isinstance(code, int):
+                self._saved_code = code
+
+    def gone(self, link: Link, how: str) -> None:
+        """Take note that a connection has ended.
+
+        Args:
+            link: `Link` to the node.
+            how: String, such as `"has ended its connection"`.
+        """
+        node = self._roster.of(link)
+        if node is None or self.is_over:
+            return
+        self._roster.nodes.remove(node)
+        if self.phase is Phase.PREPARING:
+            self._gather()
+        elif self.phase is Phase.RUNNING and not node.is_done:
+            self._lose(node, how)
+
+    def tick(self) -> None:
+        """Act on what is there; to be called several times a second."""
+        if not self.is_over:
+            self._turns[self.phase](self._clock())
+
+    def _look_who_is_there(self, now: float) -> None:
+        if self._roster.is_complete:
+            self._prepare()
+        elif now >= self._until:
+            self._give_up()
+        elif now - self._noticed_at >= _NOTICE_SECONDS:
+            self._noticed_at = now
+            here = len(self._roster.nodes)
+            self._tell(
+                f"waiting for {self._roster.missing()}; {here} of "
+                f"{pluralize(self._own.nodes, 'node')} {'is' if here == 1 else 'are'} "
+                "here"
+            )
+
+    def _look_for_ports(self, now: float) -> None:
+        if all(node.ports is not None for node in self._roster.nodes):
+            places = self._places()
+            each = [(host, port) for host, ports in places for port in ports]
+            # Two nodes of one machine may have found the same port free.
+            self._start(places) if len(set(each)) == len(each) else self._prepare()
+        elif now >= self._until:
+            self._give_up()
+
+    def _look_for_ends(self, now: float) -> None:
+        if self._decide_at is not None and now >= self._decide_at:
+            self._decide()
+        elif all(node.is_done for node in self._roster.nodes):
+            self._end(0)
+
+    def _look_for_stops(self, now: float) -> None:
+        seconds = now - self._stopped_at
+        for node in [n for n in self._roster.nodes if not n.has_stopped]:
+            if seconds >= 2 * node.hello.grace_seconds + _STOP_SECONDS:
+                self._drop(node, seconds)
+        if all(node.has_stopped for node in self._roster.nodes):
+            self._after_stop(now)
+
+    def _look_at_clock(self, now: float) -> None:
+        if now >= self._until:
+            self._gather()
+
+    def _give_up(self) -> None:
+        here = len(self._roster.nodes)
+        came = "came"
+        if self._has_started:
+            came = "is here" if here == 1 else "are here"
+        self._end(
+            self._verdict.code or NODE_LOST,
+            f"waited {self._join_seconds:g} s for "
+            f"{pluralize(self._own.nodes, 'node')}, and {here} {came}: "
+            f"{self._roster.here()}. Start the same `tfdp run` on the others, "
+            "and see whether they reach the rendezvous",
+        )
+
+    def _replace_silent(self, rank: int) -> None:
+        """Give up a node whose network has gone when it comes back with another."""
+        old = self._roster.at(rank)
+        if old is not None and old.link.silent_seconds > DOUBTFUL_SECONDS:
+            self.gone(old.link, "has come back with another connection")
+
+    def _drop(self, node: Node, seconds: float) -> None:
+        """Go on without a node that is heard of but does not stop its workers."""
+        text = f"{node} has not stopped its workers within {seconds:.0f} s"
+        node.link.send({"type": "end", "code": self._verdict.code, "text": text})
+        self.gone(node.link, "has not stopped")
+        self._tell(f"{text}; nobody waits for it any more")
+
+    def _gather(self) -> None:
+        if not self._has_started:
+            self._roster.unsettle()
+        self.phase = Phase.GATHERING
+        self._until = self._clock() + self._join_seconds
+        # Who is missing is told at once.
+        self._noticed_at = self._clock() - _NOTICE_SECONDS
+
+    def _prepare(self) -> None:
+        if not self._roster.is_settled:
+            self._roster.settle()
+        self._roster.nodes.sort(key=lambda node: node.rank or 0)
+        self._attempt += 1
+        self.phase = Phase.PREPARING
+        self._until = self._clock() + self._join_seconds
+        for node in self._roster.nodes:
+            node.ports = None
+            node.link.send(
+                {
+                    "type": "prepare",
+                    "attempt": self._attempt,
+                    "node_rank": node.rank,
+                    "first_rank": self._roster.first_rank(node),
+                    "num_workers": self._roster.num_workers,
+                }
+            )
+
+    def _places(self) -> list[tuple[str, list[int]]]:
+        """List the address and the ports of each node."""
+        hosts = self._roster.hosts()
+        ports = [node.ports or [] for node in self._roster.nodes]
+        return list(zip(hosts, ports, strict=True))
+
+    def _start(self, places: list[tuple[str, list[int]]]) -> None:
+        message = {"type": "start", "attempt": self._attempt, "nodes": places}
+        self._reports, self._decide_at = Reports(self._roster), None
+        self._verdict, self._saved_code = _Verdict(), None
+        self.phase, self._started_at = Phase.RUNNING, self._clock()
+        self._has_started = True
+        for node in self._roster.nodes:
+            node.is_done = node.has_stopped = False
+            node.link.send(message)
+
+    def _report(self, node: Node, failure: Failure) -> None:
+        if not self._roster.has(node, failure.rank):
+            raise MalformedMessage
+        if self.phase is not Phase.RUNNING:
+            return
+        if self._reports.add(failure):
+            self._decide()
+        elif self._decide_at is None and failure.lost_rank is not None:
+            is_silent = self._roster.silent_seconds(failure.lost_rank) is not None
+            seconds = _SETTLE_SECONDS if is_silent else LOST_EXIT_SECONDS
+            self._decide_at = self._clock() + seconds
+
+    def _decide(self) -> None:
+        cause = self._reports.cause()
+        sentence = self._reports.sentence()
+        self._stop(_Verdict(cause.code, cause), sentence, rank=cause.rank)
+
+    def _lose(self, node: Node, how: str) -> None:
+        first = self._roster.first_rank(node)
+        failure = Failure(first, NODE_LOST, f"was lost with {node}, which {how},")
+        self._stop(
+            _Verdict(NODE_LOST, failure),
+            f"{node} was lost: it {how}; the workers of all nodes were stopped",
+        )
+
+    def _leave(self, node: Node, message: Mapping[str, Any]) -> None:
+        """End all because a node was told to end; before the start, let it go."""
+        why, code = message.get("why"), message.get("code")
+        signum = message.get("signal")
+        is_right = isinstance(code, int) and isinstance(signum, int)
+        if not is_right or not isinstance(why, str):
+            raise MalformedMessage
+        assert isinstance(code, int)
+        if not self._has_started and node.hello.node_rank != 0:
+            node.link.send({"type": "end", "code": code, "text": ""})
+            self.gone(node.link, "has left")
+        elif self.phase is Phase.RUNNING:
+            order = {"signal": signum, "by": node.rank}
+            self._stop(_Verdict(code), f"{shorten(why)} on {node}: all stop", **order)
+        elif self.phase is Phase.STOPPING:
+            self._verdict = _Verdict(code)
+        else:
+            self._end(code, f"{shorten(why)} on {node}: the job does not go on")
+
+    def _stop(self, verdict: _Verdict, text: str, **order: Any) -> None:
+        self._verdict = verdict
+        self.phase, self._stopped_at = Phase.STOPPING, self._clock()
+        message = {
+            "type": "stop",
+            "attempt": self._attempt,
+            "code": verdict.code,
+            "text": text,
+        }
+        for node in self._roster.nodes:
+            node.link.send({**message, **order})
+
+    def _after_stop(self, now: float) -> None:
+        failure = self._verdict.failure
+        if failure is None:
+            code = self._verdict.code
+            self._end(code if self._saved_code is None else self._saved_code)
+            return
+        seconds = now - self._started_at
+        if self._restarts is None:
+            self._restarts = self._make_restarts(self._roster.num_workers)
+        decision = self._restarts.after(failure, seconds)
+        if decision is None:
+            self._end(self._verdict.code)
+            return
+        self.phase, self._until = Phase.PAUSING, now + decision.pause_seconds
+        for node in self._roster.nodes:
+            node.link.send({"type": "restart", "text": decision.line})
+
+    def _end(self, code: int, text: str = "") -> None:
+        self.phase = Phase.ENDED
+        for node in self._roster.nodes:
+            node.link.send({"type": "end", "code": code, "text": text})
+
+    def _tell(self, text: str) -> None:
+        for node in self._roster.nodes:
+            node.link.send({"type": "notice", "text": text})
+
+
+def _ports(message: Mapping[str, Any], count: int) -> list[int]:
+    ports = message.get("ports")
+    is_right = isinstance(ports, list) and len(ports) == count
+    if not is_right or not all(each in range(1, 65536) for each in ports or ()):
+        raise MalformedMessage
+    return list(ports or ())

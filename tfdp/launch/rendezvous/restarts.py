@@ -1,0 +1,177 @@
+"""Restart policy: when a failed job starts again, and with which workers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tfdp.communication.coordination.preemption import PREEMPTED
+from tfdp.ground.text import pluralize
+from tfdp.launch.rendezvous.failure import Failure
+
+# An attempt that has trained for so long failed for no reason of its start.
+_STABLE_SECONDS = 60.0
+# Consecutive attempts that one worker may end before it is left out.
+_TOLERATED = 2
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RestartDecision:
+    """The attempt that follows.
+
+    Args:
+        pause_seconds: Float, how long to wait before.
+        line: String, for the screen and for the history.
+    """
+
+    pause_seconds: float
+    line: str
+
+
+class Restarts:
+    """Policy that decides what follows the end of an attempt.
+
+    Workers have slots, each with its share of the machine. The one that is left out
+    is that whose worker failed again and again. The batch size of Keras is that of all
+    replicas, so that with fewer workers each one's share grows and the training stays
+    the same.
+
+    Args:
+        num_workers: Int, that were asked for.
+        max_restarts: Int. Defaults to 0, never.
+        min_workers: Int, with how many workers it still makes sense, or `None` for
+            all of them. Defaults to `None`.
+        grow_after_seconds: Float, for how long it trains with fewer workers before all
+            are tried again; 0: never. Doubled each time that this fails. Defaults to
+            600.0.
+
+    Attributes:
+        slots: Tuple of ints, the slot of each worker of the next attempt, by rank.
+        count: Int, restarts so far, of those that are limited.
+
+    Example:
+
+    >>> restarts = Restarts(4, max_restarts=5, min_workers=2)
+    >>> killed = Failure(rank=2, code=137, reason="was killed")
+    >>> restarts.after(killed, 5.0).pause_seconds, restarts.slots
+    (1.0, (0, 1, 2, 3))
+    >>> restarts.after(killed, 5.0).pause_seconds, restarts.slots  # again, at once
+    (2.0, (0, 1, 3))
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        max_restarts: int = 0,
+        min_workers: int | None = None,
+        grow_after_seconds: float = 600.0,
+    ) -> None:
+        self.count = 0
+        self.slots = tuple(range(num_workers))
+        self._all = self.slots
+        self._max_restarts = max_restarts
+        self._least = min_workers or num_workers
+        self._failed_slot: int | None = None
+        self._in_a_row = 0
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._wait = self._first_wait = grow_after_seconds
+        # Slots that were left out and are tried again.
+        self._on_trial: frozenset[int] = frozenset()
+
+    @property
+    def grow_after_seconds(self) -> float | None:
+        """Seconds of the next attempt before all are tried; `None` for ever."""
+        return self._wait if self._wait and self.slots != self._all else None
+
+    def after(
+        self, failure: Failure | None, seconds: float, *, saved_to_grow: bool = False
+    ) -> RestartDecision | None:
+        """Decide what follows an attempt, and set `slots` for it.
+
+        Args:
+            failure: `Failure` of the worker that failed first, or `None` if the job is
+                done or was stopped.
+            seconds: Float, how long the attempt lasted.
+            saved_to_grow: Bool, whether the workers were asked to save and end, so that
+                the job continues with more workers, and did. Defaults to `False`.
+
+        Returns:
+            `RestartDecision`, or `None` if nothing follows: the job is done, was
+            stopped or preempted, or has failed too often.
+        """
+        if saved_to_grow:
+            return self._grow(seconds)
+        if failure is None or failure.code in (0, PREEMPTED):
+            return None
+        failed = self.slots[failure.rank]
+        cause = f"worker {failure.rank} {failure.reason} after {seconds:.0f} s"
+        is_stable = seconds >= _STABLE_SECONDS
+        can_lose_one = len(self.slots) > self._least
+        if failed in self._on_trial and not is_stable and can_lose_one:
+            return self._end_trial(cause, failed)
+        if self.count >= self._max_restarts:
+            return None
+        self.count += 1
+        if is_stable:
+            self._begin_afresh()
+        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        self._blame(failed)
+        return RestartDecision(
+            pause,
+            f"restart {self.count} of {self._max_restarts}: {cause}; "
+            f"{self._who_starts()} again in {pause:g} s",
+        )
+
+    def _grow(self, seconds: float) -> RestartDecision:
+        """Try all slots again: no failure, and so not counted."""
+        fewer = pluralize(len(self.slots), "worker")
+        self._bring_back()
+        return RestartDecision(
+            0.0,
+            f"growth: training is saved after {seconds:.0f} s with {fewer}; "
+            f"{self._who_starts()} again",
+        )
+
+    def _end_trial(self, cause: str, failed: int) -> RestartDecision:
+        """Leave out a slot that was brought back and failed at once, for longer.
+
+        It was the launcher's own attempt, and not counted: else a device that stays
+        broken would use all restarts up.
+        """
+        self._leave_out(failed)
+        self._wait *= 2
+        return RestartDecision(
+            _FIRST_PAUSE_SECONDS,
+            f"trial failed: {cause}; {self._who_starts()} again in "
+            f"{_FIRST_PAUSE_SECONDS:g} s",
+        )
+
+    def _begin_afresh(self) -> None:
+        """Forget failures after a stable run, and bring back what was left out."""
+        if self._on_trial:
+            self._wait = self._first_wait
+        self._failed_slot, self._pause = None, _FIRST_PAUSE_SECONDS
+        self._bring_back()
+
+    def _bring_back(self) -> None:
+        self._on_trial = frozenset(self._all) - frozenset(self.slots)
+        self.slots = self._all
+
+    def _blame(self, failed: int) -> None:
+        """Leave a slot out whose worker failed first too often in a row."""
+        self._in_a_row = self._in_a_row + 1 if failed == self._failed_slot else 1
+        self._failed_slot = failed
+        if self._in_a_row >= _TOLERATED and len(self.slots) > self._least:
+            self._leave_out(failed)
+            self._failed_slot, self._in_a_row = None, 0
+
+    def _leave_out(self, slot: int) -> None:
+        self.slots = tuple(other for other in self.slots if other != slot)
+        self._on_trial -= {slot}
+
+    def _who_starts(self) -> str:
+        left_out = sorted(set(self._all) - set(self.slots))
+        names = ", ".join(map(str, left_out))
+        without = f" (without slot {names})" if left_out else ""
+        start = "starts" if len(self.slots) == 1 else "start"
+        return f"{pluralize(len(self.slots), 'worker')}{without} {start}"

@@ -1,0 +1,110 @@
+"""Thread of node 0 that serves the connections of all nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import threading
+
+from tfdp.communication.connection.acceptor import Acceptor
+from tfdp.communication.connection.handshake import Authenticated
+from tfdp.launch.rendezvous.channel import Channel
+from tfdp.launch.rendezvous.coordinator import Coordinator
+from tfdp.launch.rendezvous.failure import Lost, MalformedMessage, RendezvousError
+from tfdp.launch.rendezvous.hello import Hello
+from tfdp.launch.rendezvous.messages import MAX_REPORT_BYTES, SERVICE
+
+_logger = logging.getLogger("tfdp.rendezvous")
+
+_HELLO_SECONDS = 5.0
+_TICK_SECONDS = 0.05
+# For the last words to all nodes.
+_GOODBYE_SECONDS = 3.0
+_CANCEL_SECONDS = 1.0
+
+
+class Server:
+    """Server of the rendezvous, in a thread of its own.
+
+    Args:
+        listener: Listening socket, which it closes at the end.
+        secret: String, the job's.
+        coordinator: `Coordinator`, called from the thread alone.
+    """
+
+    def __init__(
+        self, listener: socket.socket, secret: str, coordinator: Coordinator
+    ) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._coordinator = coordinator
+        self._handlers: set[asyncio.Task[None]] = set()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run()),
+            name="tfdp-rendezvous-server",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say the last words and wait for the end of the thread."""
+        self._is_closing.set()
+        self._thread.join()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def accepted(sock: socket.socket, peer: Authenticated) -> None:
+            loop.call_soon_threadsafe(self._begin, sock, peer)
+
+        acceptor = Acceptor(
+            self._secret,
+            SERVICE,
+            [self._listener],
+            accepted,
+            lacks_files=functools.cache(_logger.warning),  # once
+        )
+        try:
+            while not self._is_closing.is_set():
+                self._coordinator.tick()
+                await asyncio.sleep(_TICK_SECONDS)
+        finally:
+            acceptor.close()
+        await asyncio.sleep(0)  # what it has accepted last begins
+        # The nodes end their connections once they know that the job is over.
+        seconds = _GOODBYE_SECONDS if self._coordinator.is_over else 0.0
+        while self._handlers:
+            _, late = await asyncio.wait(self._handlers, timeout=seconds)
+            # More than once, for the reason that `Member.close` gives.
+            for task in late:
+                task.cancel()
+            seconds = _CANCEL_SECONDS
+
+    def _begin(self, sock: socket.socket, peer: Authenticated) -> None:
+        task = asyncio.create_task(self._serve(sock, peer))
+        self._handlers.add(task)
+        task.add_done_callback(self._handlers.discard)
+
+    async def _serve(self, sock: socket.socket, peer: Authenticated) -> None:
+        streams = await asyncio.open_connection(sock=sock, limit=MAX_REPORT_BYTES)
+        channel = Channel(*streams, peer)
+        beats = asyncio.create_task(channel.beat())
+        how = "has ended its connection"
+        try:
+            hello = Hello.from_message(await channel.receive(_HELLO_SECONDS))
+            self._coordinator.join(channel, hello)
+            while True:
+                self._coordinator.receive(channel, await channel.receive())
+        except RendezvousError as error:
+            channel.send({"type": "refused", "text": str(error)})
+        except Lost as error:
+            how = str(error)
+        except MalformedMessage:
+            how = "has sent what is no message"
+        finally:
+            beats.cancel()
+            self._coordinator.gone(channel, how)
+            await channel.close()

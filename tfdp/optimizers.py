@@ -1,0 +1,285 @@
+"""LARS: momentum steps whose length follows the norm of each layer's weights."""
+
+from __future__ import annotations
+
+import numbers
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp.ground import user_code
+from tfdp.ground.arguments import checked_bool, checked_number
+
+# What Keras's layers call their biases and the parameters of normalisation. Most
+# have one axis, but the biases of attention and of GRU have two.
+_EXCLUDED_NAMES = ("bias", "beta", "gamma")
+
+
+@keras.saving.register_keras_serializable(package="tfdp")
+class LARS(keras.optimizers.Optimizer):
+    """Layer-wise adaptive rate scaling, for training with large batches.
+
+    Each variable `w` with gradient `g` takes a step with momentum, whose
+    learning rate is scaled by a trust ratio of its own:
+
+    ```python
+    trust_ratio = trust_coefficient * norm(w) / (
+        norm(g) + weight_decay * norm(w) + epsilon
+    )
+    velocity = momentum * velocity + learning_rate * trust_ratio * (
+        g + weight_decay * w
+    )
+    w = w - velocity
+    ```
+
+    The trust ratio is 1 where `norm(w)` or `norm(g)` is zero. With
+    `nesterov=True` the last line takes the velocity one step ahead: `momentum *
+    velocity` and the new term once more.
+
+    Biases and the parameters of normalisation take `g` for the whole bracket
+    and 1 for the trust ratio: plain momentum, no decay. They are the variables
+    with at most one axis and those whose name is `bias`, `beta` or `gamma`.
+    More can be excluded before the first step, from either part alone:
+    `exclude_from_layer_adaptation` takes the trust ratio away,
+    `exclude_from_weight_decay` the decay (in the ratio too). As in Keras, these
+    two calls are not part of the config.
+
+    A sparse gradient, as an Embedding has, is made dense first, with rows that
+    occur twice summed. Norms are taken in float32 or wider.
+
+    Args:
+        learning_rate: A float, a `keras.optimizers.schedules.LearningRateSchedule`
+            or a callable without arguments. Since the trust ratio is small, it is
+            larger than that of SGD: 1 to 30 is usual for large batches, with
+            warmup. Defaults to `0.1`.
+        momentum: Float between 0 and 1. Defaults to `0.9`.
+        trust_coefficient: Float above 0, the length of a step relative to the
+            norm of the weights at a learning rate of 1. Defaults to `0.001`.
+        weight_decay: Float of at least 0, or `None` for 0. It is part of the
+            gradient and of the trust ratio as written above; it is not the
+            decoupled decay that Keras means by this argument elsewhere.
+            Defaults to `0.0005`.
+        nesterov: Bool. Defaults to `False`.
+        epsilon: Float of at least 0. Defaults to `0.0`.
+        exclude_biases_and_norms: Bool, whether biases and the parameters of
+            normalisation are excluded as said above. Defaults to `True`.
+        **kwargs: What all optimizers of Keras take: `clipnorm`, `clipvalue`,
+            `global_clipnorm`, `use_ema`, `ema_momentum`,
+            `ema_overwrite_frequency`, `loss_scale_factor`,
+            `gradient_accumulation_steps` and `name`.
+
+    Raises:
+        ValueError: If a value is out of range or an argument is unknown.
+
+    Example:
+
+    >>> kernel = keras.Variable([[3.0, 4.0]])
+    >>> optimizer = LARS(1.0, trust_coefficient=0.5, weight_decay=None)
+    >>> optimizer.apply([tf.constant([[300.0, 400.0]])], [kernel])
+    >>> kernel.numpy().tolist()
+    [[1.5, 2.0]]
+
+    Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional
+    Networks", https://arxiv.org/abs/1708.03888, equation 6 and algorithm 1. The
+    exclusions are those of later practice, Goyal et al. 2017,
+    https://arxiv.org/abs/1706.02677, for the decay.
+    """
+
+    # The momentum contains the learning rate, as that of `SGD` does.
+    rate_in_slots = True
+
+    def __init__(
+        self,
+        learning_rate: Any = 0.1,
+        momentum: float = 0.9,
+        trust_coefficient: float = 0.001,
+        weight_decay: float | None = 0.0005,
+        nesterov: bool = False,
+        epsilon: float = 0.0,
+        exclude_biases_and_norms: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        not_negative = "a number of at least zero"
+        if isinstance(learning_rate, (numbers.Real, np.bool_)):
+            what = f"{not_negative}, a schedule or a callable"
+            rate = checked_number("learning_rate", learning_rate, what, least=0)
+            learning_rate = float(rate)
+        momentum = checked_number(
+            "momentum", momentum, "a number from 0 to 1", least=0, most=1
+        )
+        trust_coefficient = checked_number(
+            "trust_coefficient",
+            trust_coefficient,
+            "a number greater than zero",
+            above=0,
+        )
+        if weight_decay is not None:
+            weight_decay = checked_number(
+                "weight_decay", weight_decay, f"{not_negative}, or None", least=0
+            )
+        epsilon = checked_number("epsilon", epsilon, not_negative, least=0)
+        nesterov = checked_bool("nesterov", nesterov)
+        excludes = checked_bool("exclude_biases_and_norms", exclude_biases_and_norms)
+        if nesterov and not momentum:
+            user_code.warn(
+                "`nesterov=True` changes nothing without momentum. Give a "
+                f"`momentum` above zero. Received: momentum={momentum!r}"
+            )
+        super().__init__(
+            learning_rate=learning_rate, weight_decay=weight_decay, **kwargs
+        )
+        self.momentum = momentum
+        self.trust_coefficient = trust_coefficient
+        self.nesterov = nesterov
+        self.epsilon = epsilon
+        self.exclude_biases_and_norms = excludes
+        self.exclude_from_layer_adaptation()
+
+    def exclude_from_layer_adaptation(
+        self,
+        var_list: Sequence[Any] | None = None,
+        var_names: Sequence[str] | None = None,
+    ) -> None:
+        """Exclude variables from the trust ratio, before the first step.
+
+        A second call replaces the first. Biases and the parameters of
+        normalisation stay excluded, see `exclude_biases_and_norms`.
+
+        Args:
+            var_list: List of variables.
+            var_names: List of strings, regular expressions. A variable in whose
+                path one of them is found is excluded.
+
+        Raises:
+            ValueError: If the optimizer is built, or `var_names` is one string.
+        """
+        if self.built:
+            raise ValueError(
+                "`exclude_from_layer_adaptation()` must be called before the "
+                "optimizer is built, which the first step does."
+            )
+        if isinstance(var_names, str):
+            raise ValueError(
+                "`var_names` must be a list of strings. "
+                f"Received: var_names={var_names!r}"
+            )
+        self._excluded_keys = frozenset(self._var_key(v) for v in var_list or ())
+        self._excluded_names = "|".join(var_names or ())
+
+    def exclude_alike(
+        self, other: LARS, variables: Sequence[Any], theirs: Sequence[Any]
+    ) -> None:
+        """Exclude from another one's adaptation what this one excludes.
+
+        Args:
+            other: `LARS`, not built.
+            variables: Sequence of variables of this one.
+            theirs: Sequence of variables of the other, which stand for them.
+        """
+        other._excluded_keys = frozenset(
+            other._var_key(its)
+            for own, its in zip(variables, theirs, strict=True)
+            if self._is_excluded_from_adaptation(own)
+        )
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make a velocity for each variable, unless the momentum is zero."""
+        if self.built:
+            return
+        super().build(variables)
+        self.momentums = []
+        if self.momentum:
+            self.momentums = self.add_optimizer_variables(variables, "momentum")
+        # By position: under a strategy `update_step` meets the variables of one
+        # replica, which have other names.
+        self._excluded = frozenset(
+            index
+            for index, variable in enumerate(variables)
+            if self.exclude_biases_and_norms and _is_bias_or_norm(variable)
+        )
+        self._unadapted = self._excluded | {
+            index
+            for index, variable in enumerate(variables)
+            if self._is_excluded_from_adaptation(variable)
+        }
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        """Update one variable and its velocity."""
+        index = self._get_variable_index(variable)
+        dtype = _norm_dtype(variable.dtype)
+        gradient = _densify(gradient, variable, dtype)
+        weights = tf.cast(tf.convert_to_tensor(variable), dtype)
+        rate = tf.cast(tf.convert_to_tensor(learning_rate), dtype)  # []
+        decay = self._decay_of(variable, index)
+        if index not in self._unadapted:
+            rate *= self._trust_ratio(weights, gradient, decay)
+        step = rate * (gradient + decay * weights if decay else gradient)
+        if self.momentums:
+            velocity = self.momentums[index]
+            previous = tf.cast(tf.convert_to_tensor(velocity), dtype)
+            following = self.momentum * previous + step
+            self.assign(velocity, following)
+            step = self.momentum * following + step if self.nesterov else following
+        self.assign_sub(variable, step)
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config() | {
+            "momentum": self.momentum,
+            "trust_coefficient": self.trust_coefficient,
+            "nesterov": self.nesterov,
+            "epsilon": self.epsilon,
+            "exclude_biases_and_norms": self.exclude_biases_and_norms,
+        }
+
+    def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
+        """Skip Keras's decoupled decay: `update_step` decays.
+
+        Guarded by test_weight_decay_is_applied_once.
+        """
+
+    def _is_excluded_from_adaptation(self, variable: Any) -> bool:
+        if self._var_key(variable) in self._excluded_keys:
+            return True
+        path = getattr(variable, "path", variable.name)
+        return bool(self._excluded_names and re.search(self._excluded_names, path))
+
+    def _decay_of(self, variable: Any, index: int) -> float:
+        if index in self._excluded or not self._use_weight_decay(variable):
+            return 0.0
+        return self.weight_decay or 0.0
+
+    def _trust_ratio(
+        self, weights: tf.Tensor, gradient: tf.Tensor, decay: float
+    ) -> tf.Tensor:
+        weight_norm, gradient_norm = _norm(weights), _norm(gradient)  # [], []
+        ratio = (self.trust_coefficient * weight_norm) / (
+            gradient_norm + decay * weight_norm + self.epsilon
+        )
+        has_ratio = (weight_norm > 0) & (gradient_norm > 0)
+        return tf.where(has_ratio, ratio, tf.ones_like(ratio))  # []
+
+
+def _is_bias_or_norm(variable: Any) -> bool:
+    name = variable.name.split("/")[-1].partition(":")[0]
+    return len(variable.shape) <= 1 or name in _EXCLUDED_NAMES
+
+
+def _norm_dtype(dtype: Any) -> tf.DType:
+    """Dtype to compute norms in: squares of half precision leave its range."""
+    return tf.float64 if tf.as_dtype(dtype) == tf.float64 else tf.float32
+
+
+def _densify(gradient: Any, variable: Any, dtype: tf.DType) -> tf.Tensor:
+    """Convert a gradient to one tensor: a norm needs rows that occur twice as a sum."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, dtype)
+        return tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])
+    return tf.cast(tf.convert_to_tensor(gradient), dtype)
+
+
+def _norm(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.sqrt(tf.reduce_sum(tf.square(tensor)))  # []

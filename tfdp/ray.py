@@ -1,0 +1,42 @@
+"""Ray Train for Keras 3: a trainer, a callback that reports, shards of Ray Data.
+
+Needs `pip install tfdp[ray]`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tfdp.features.ray.datasets import dataset_shard
+    from tfdp.features.ray.report import ReportCallback
+    from tfdp.features.ray.trainer import KerasTrainer
+
+_HOMES = {
+    "KerasTrainer": "tfdp.features.ray.trainer",
+    "ReportCallback": "tfdp.features.ray.report",
+    "dataset_shard": "tfdp.features.ray.datasets",
+}
+__all__ = ["KerasTrainer", "ReportCallback", "dataset_shard"]
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of this package
+
+    def __getattr__(name: str) -> Any:
+        # Loaded late: the driver of a job needs Ray, and no TensorFlow.
+        if name not in _HOMES:
+            raise AttributeError(f"module 'tfdp.ray' has no attribute {name!r}")
+        try:
+            return getattr(importlib.import_module(_HOMES[name]), name)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "ray":
+                raise
+            raise ImportError(
+                "`tfdp.ray` needs Ray Train: pip install 'tfdp[ray]'. "
+                f"Received: tfdp.ray.{name}"
+            ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

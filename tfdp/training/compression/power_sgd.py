@@ -1,0 +1,236 @@
+"""`PowerSGD`: gradients of matrices as products of two thin ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.ground.arguments import checked_integer
+from tfdp.training.compression.compressor import Compressor, GradientBucket, State
+from tfdp.training.compression.replica_group import ReplicaGroup
+
+# A matrix is compressed where its factors have at most this part of its elements.
+_MOST_SHARE = 0.5
+# Of the first guess, alike on all replicas.
+_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Matrix:
+    """Where a matrix of a bucket lies, and the rank that it is reduced in."""
+
+    begin: int
+    num_rows: int
+    num_columns: int
+    rank: int
+
+    @property
+    def size(self) -> int:
+        return self.num_rows * self.num_columns
+
+    @property
+    def stop(self) -> int:
+        return self.begin + self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(Compressor):
+    """Gradients of matrices in a low rank, by a step of power iteration.
+
+    The gradient M of a variable, a matrix of its first axes and its last ones, cut
+    where the factors are smallest, travels as P = M Q and then, with P made
+    orthonormal, as Q = M^T P: two all-reduces of thin matrices, by whatever algorithm
+    the bucket has. The next step begins with this Q.
+    What P Q^T lacks of a replica's gradient is added to its next one. Vectors and
+    matrices that would gain less than a half travel as they are.
+
+    Args:
+        rank: Int, columns of P and Q. Defaults to 4.
+        start_step: Int, updates at the beginning that are not compressed. Defaults
+            to 10.
+
+    Raises:
+        ValueError: If a value is not an integer, or too small.
+
+    Example:
+
+    >>> PowerSGD(rank=2)
+    PowerSGD(rank=2, start_step=10)
+
+    Source: Vogels et al. 2019, https://arxiv.org/abs/1905.13727.
+    """
+
+    rank: int = 4
+    start_step: int = 10
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank", checked_integer("rank", self.rank, 1))
+        start_step = checked_integer("start_step", self.start_step, 0)
+        object.__setattr__(self, "start_step", start_step)
+
+    def state(self, bucket: GradientBucket) -> State:
+        """Return the errors to feed back, the factors Q, and the updates made."""
+        matrices = self._matrices(bucket)
+        count = sum(matrix.size for matrix in matrices)
+        return {
+            "residual": np.zeros([count], bucket.dtype),
+            "factors": np.concatenate(
+                [np.zeros([0], bucket.dtype)]
+                + [_first_guess(matrix).astype(bucket.dtype) for matrix in matrices]
+            ),
+            "steps": np.zeros([], "int64"),
+        }
+
+    def reduce(
+        self, bucket: GradientBucket, state: State, group: ReplicaGroup
+    ) -> tuple[tf.Tensor, State]:
+        """See `Compressor`: two all-reduces, or one at the beginning."""
+        matrices = self._matrices(bucket)
+        if not matrices:
+            return group.all_reduce(bucket.flat), state
+        residual, factors, steps = (
+            state[name] for name in ("residual", "factors", "steps")
+        )
+
+        def plain() -> list[tf.Tensor]:
+            return [group.all_reduce(bucket.flat), residual, factors]
+
+        def compressed() -> list[tf.Tensor]:
+            return _reduce(bucket, matrices, residual, factors, group)
+
+        if self.start_step:
+            # The counter is alike on all replicas, which take one branch.
+            flat, residual, factors = tf.cond(
+                steps < self.start_step, plain, compressed
+            )
+        else:
+            flat, residual, factors = compressed()
+        return flat, {"residual": residual, "factors": factors, "steps": steps + 1}
+
+    def wire_ratio(self, bucket: GradientBucket) -> float:
+        """See `Compressor`: factors, and what is not compressed."""
+        matrices = self._matrices(bucket)
+        saved = sum(
+            matrix.size - matrix.rank * (matrix.num_rows + matrix.num_columns)
+            for matrix in matrices
+        )
+        return 1 - saved / bucket.size
+
+    def __str__(self) -> str:
+        return f"PowerSGD of rank {self.rank}"
+
+    def _matrices(self, bucket: GradientBucket) -> list[_Matrix]:
+        return list(self._find_matrices(bucket))
+
+    def _find_matrices(self, bucket: GradientBucket) -> Iterator[_Matrix]:
+        begin = 0
+        for entry in bucket.entries:
+            size = entry.num_elements
+            rows, columns = _rows_and_columns(entry.shape)
+            rank = min(self.rank, rows, columns)
+            if rank * (rows + columns) <= _MOST_SHARE * size:
+                yield _Matrix(begin, rows, columns, rank)
+            begin += size
+
+
+def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Cut the axes of a variable in two, so that factors are the smallest.
+
+    Example: the projection of an attention layer to heads.
+
+    >>> _rows_and_columns((512, 8, 64))
+    (512, 512)
+    """
+    cuts = [
+        (math.prod(shape[:axis]), math.prod(shape[axis:]))
+        for axis in reversed(range(1, len(shape)))
+    ]
+    return min(cuts, key=sum, default=(1, math.prod(shape)))
+
+
+def _first_guess(matrix: _Matrix) -> np.ndarray:
+    random = np.random.default_rng(_SEED)
+    return random.standard_normal(matrix.num_columns * matrix.rank)
+
+
+def _reduce(
+    bucket: GradientBucket,
+    matrices: list[_Matrix],
+    residual: tf.Tensor,
+    factors: tf.Tensor,
+    group: ReplicaGroup,
+) -> list[tf.Tensor]:
+    """Reduce a bucket by the factors of its matrices.
+
+    Returns:
+        List of the sum, the new residual and the new factors.
+    """
+    flat: Any = bucket.flat
+    rests = _rests(matrices, bucket.size)
+    errors = tf.split(residual, [matrix.size for matrix in matrices])
+    wanted = [
+        tf.reshape(flat[m.begin : m.stop] + error, [m.num_rows, m.num_columns])
+        for m, error in zip(matrices, errors, strict=True)
+    ]
+    sizes = [matrix.num_columns * matrix.rank for matrix in matrices]
+    right = [
+        tf.reshape(part, [matrix.num_columns, matrix.rank])
+        for matrix, part in zip(matrices, tf.split(factors, sizes), strict=True)
+    ]
+    left = [tf.matmul(m, q) for m, q in zip(wanted, right, strict=True)]
+    *left, rest = _sum_together(
+        [*left, tf.concat([flat[a:b] for a, b in rests] + [flat[:0]], axis=0)], group
+    )
+    # In one thread, so that all replicas get the same.
+    left = [tf.linalg.qr(p).q for p in left]
+    own = [tf.matmul(m, p, transpose_a=True) for m, p in zip(wanted, left, strict=True)]
+    sums = _sum_together(own, group)
+    errors = [
+        m - tf.matmul(p, q, transpose_b=True)
+        for m, p, q in zip(wanted, left, own, strict=True)
+    ]
+    products = [
+        tf.matmul(p, q, transpose_b=True) for p, q in zip(left, sums, strict=True)
+    ]
+    means = [total / group.size for total in sums]
+    parts = _in_order(matrices, products, rests, rest)
+    return [_flattened(parts), _flattened(errors), _flattened(means)]
+
+
+def _rests(matrices: list[_Matrix], size: int) -> list[tuple[int, int]]:
+    """Ranges of a bucket between its matrices."""
+    begins = [0, *(matrix.stop for matrix in matrices)]
+    stops = [*(matrix.begin for matrix in matrices), size]
+    return list(zip(begins, stops, strict=True))
+
+
+def _in_order(
+    matrices: list[_Matrix],
+    products: list[tf.Tensor],
+    rests: list[tuple[int, int]],
+    rest: tf.Tensor,
+) -> list[tf.Tensor]:
+    """Parts of a bucket as they lie in it: rests and matrices in turn."""
+    parts = tf.split(rest, [stop - begin for begin, stop in rests])
+    ordered = [parts[0]]
+    for product, part in zip(products, parts[1:], strict=True):
+        ordered += [product, part]
+    return ordered
+
+
+def _sum_together(tensors: list[tf.Tensor], group: ReplicaGroup) -> list[tf.Tensor]:
+    total = group.all_reduce(_flattened(tensors))
+    parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
+    return [
+        tf.reshape(part, tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+def _flattened(tensors: list[tf.Tensor]) -> tf.Tensor:
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)

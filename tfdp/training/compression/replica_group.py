@@ -1,0 +1,103 @@
+"""The replicas of a reduction, as a compressor sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdp.communication.collectives import (
+    ProcessGroup,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
+
+
+class ReplicaGroup:
+    """Replicas that a compressor reduces over, and collectives between them.
+
+    Every replica has to call the same collectives in the same order. Integers and
+    floats travel in as many bytes as they have; TensorFlow's own transport moves
+    no integers of less than 32 bits, so that smaller ones are sent as `tf.bitcast`
+    makes int32 of them.
+
+    Args:
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        channel: Int, the chain of the launch order.
+        sum_all: Callable such as `tfdp.communication.collectives.ring`, the algorithm
+            of `all_reduce`. Defaults to that of the group's transport.
+
+    Source: the hooks of PyTorch's DDP, which get a process group,
+    https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        replica: int,
+        channel: int,
+        sum_all: Callable[..., tf.Tensor] = all_reduce,
+    ) -> None:
+        self._group, self._replica, self._channel = group, replica, channel
+        self._sum_all = sum_all
+
+    @property
+    def size(self) -> int:
+        """Int, the number of replicas."""
+        return self._group.size
+
+    @property
+    def position(self) -> int:
+        """Int, the calling replica's position, from 0 to `size - 1`."""
+        return self._group.position(self._replica)
+
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Sum a tensor over the replicas, alike on all of them."""
+        return self._sum_all(
+            tensor, self._group, self._replica, channel=self._channel, is_alone=False
+        )
+
+    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Concatenate the replicas' tensors along the first axis, by position."""
+        return all_gather(tensor, self._group, self._replica, channel=self._channel)
+
+    def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Send row i of a tensor of shape `[size, ...]` to position i."""
+        return all_to_all(tensor, self._group, self._replica, channel=self._channel)
+
+    def reduce_scatter(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Sum a tensor of shape `[size * n, ...]` and keep the own `n` rows."""
+        return reduce_scatter(tensor, self._group, self._replica, channel=self._channel)
+
+
+class NodeGroup(ReplicaGroup):
+    """Nodes that a compressor reduces over, where all replicas of a node do the same.
+
+    Args:
+        across: `ProcessGroup` of the replicas with one index in their nodes.
+        node: `ProcessGroup` of the calling replica's node.
+        replica: Int, index of the calling replica among the local ones.
+        channel: Int, the chain of the launch order.
+    """
+
+    def __init__(
+        self, across: ProcessGroup, node: ProcessGroup, replica: int, channel: int
+    ) -> None:
+        super().__init__(across, replica, channel)
+        self._node = node
+
+    def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Sum a tensor over the nodes; each replica of a node sends a slice."""
+        replica, channel = self._replica, self._channel
+        flat = tf.reshape(tensor, [-1])
+        length, size = flat.shape.num_elements(), self._node.size
+        slice_size = -(-length // size)
+        padded = tf.pad(flat, [[0, size * slice_size - length]])
+        begin = self._node.position(replica) * slice_size
+        own = padded[begin : begin + slice_size]
+        total = all_reduce(own, self._group, replica, channel=channel, is_alone=False)
+        whole = all_gather(total, self._node, replica, channel=channel)
+        return tf.reshape(whole[:length], tensor.shape)

@@ -1,0 +1,195 @@
+"""Change of the global batch size between an interrupted run and its continuation.
+
+Positions are carried over in samples, and rounded down to a batch of the new size: a
+few samples may be seen twice, and none is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfdp.ground.text import pluralize
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchChange:
+    """Change of the global batch size with the number of replicas.
+
+    Args:
+        before: Int, samples of a batch in the interrupted run.
+        now: Int, samples of a batch in the run that continues it.
+        keeps_updates: Bool, whether an update has as many samples as before, since it
+            accumulates fewer or more batches. Defaults to `False`.
+
+    Example:
+
+    >>> change = BatchChange(before=24, now=16)
+    >>> change.floor(5), change.ceil(5)  # of 120 samples
+    (7, 8)
+    """
+
+    before: int
+    now: int
+    keeps_updates: bool = False
+
+    @property
+    def ratio(self) -> float:
+        """Float, factor by which the batch of an update has grown."""
+        return 1.0 if self.keeps_updates else self.now / self.before
+
+    def can_carry(self, num_batches: int) -> bool:
+        """Return whether accumulated batches are a whole number of new batches."""
+        return num_batches * self.before % self.now == 0
+
+    def floor(self, num_batches: int) -> int:
+        """Return the number of new batches in old ones, rounded down."""
+        return num_batches * self.before // self.now
+
+    def ceil(self, num_batches: int) -> int:
+        """Return the number of new batches in old ones, rounded up."""
+        return -(-num_batches * self.before // self.now)
+
+    def fits(self, before: int | None, now: int | None) -> bool:
+        """Return whether old and new batches can have as many samples."""
+        if before is None or now is None:
+            return before == now
+        # The last batch of either may have any size, or be left out.
+        return (before - 1) * self.before < (now + 1) * self.now and (
+            now - 1
+        ) * self.now < (before + 1) * self.before
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """Batch settings of a run.
+
+    Args:
+        replicas: Int, number of replicas.
+        batch_size: Int, samples of a global batch, or `None` if unknown.
+        steps_per_epoch: Int, the argument of `fit`, or `None`.
+        accumulated: Int, batches of an update. Defaults to 1.
+    """
+
+    replicas: int
+    batch_size: int | None
+    steps_per_epoch: int | None
+    accumulated: int = 1
+
+
+def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
+    """Return the change that keeps the batch size of each replica.
+
+    Args:
+        then: `Batches` of the run that was interrupted.
+        now: `Batches` of the run that goes on.
+
+    Returns:
+        `BatchChange`, or `None` for as many replicas: nothing may change then.
+
+    Raises:
+        ValueError: If the batches of now are not those that the replicas need.
+
+    Example:
+
+    >>> change_for_replicas(Batches(4, 128, None), Batches(3, 96, None))
+    BatchChange(before=128, now=96, keeps_updates=False)
+    """
+    if then.replicas == now.replicas:
+        return None
+    if then.batch_size is None or now.batch_size is None:
+        raise ValueError(
+            f"it is of {pluralize(then.replicas, 'replica')} and not {now.replicas}, "
+            "and the data does not tell the size of its batches, which has to change "
+            "with them"
+        )
+    if now.batch_size * then.replicas != then.batch_size * now.replicas:
+        needed = then.batch_size * now.replicas / then.replicas
+        raise ValueError(
+            f"it is of {pluralize(then.replicas, 'replica')} with a batch size of "
+            f"{then.batch_size}, which has to be {needed:g} with "
+            f"{pluralize(now.replicas, 'replica')} and is {now.batch_size}"
+        )
+    change = BatchChange(then.batch_size, now.batch_size)
+    _check_epochs(then, now, change)
+    return change
+
+
+def change_for_updates(
+    then: Batches, now: Batches, waiting: int, num_batches: int
+) -> BatchChange | None:
+    """Return the change that keeps the samples of an update, by its accumulation.
+
+    Args:
+        then: `Batches` of the run that was interrupted.
+        now: `Batches` of the run that goes on.
+        waiting: Int, batches of then that wait for an update.
+        num_batches: Int, batches of then since its epoch began.
+
+    Returns:
+        `BatchChange`, or `None` if it is not of that kind.
+
+    Raises:
+        ValueError: If what waits cannot be carried over.
+
+    Example:
+
+    >>> change_for_updates(Batches(4, 128, None, 1), Batches(2, 64, None, 2), 0, 9)
+    BatchChange(before=128, now=64, keeps_updates=True)
+    """
+    if None in (then.batch_size, now.batch_size) or then.batch_size == now.batch_size:
+        return None
+    assert then.batch_size is not None
+    assert now.batch_size is not None
+    if then.batch_size * then.accumulated != now.batch_size * now.accumulated:
+        return None
+    change = BatchChange(then.batch_size, now.batch_size, keeps_updates=True)
+    _check_epochs(then, now, change)
+    if waiting > num_batches and not change.can_carry(waiting):
+        raise ValueError(
+            f"{pluralize(waiting, 'batch', 'batches')} of size {change.before} waited "
+            "for an update, from the epoch before too, and cannot be made of batches "
+            f"of {change.now}"
+        )
+    return change
+
+
+def _check_epochs(then: Batches, now: Batches, change: BatchChange) -> None:
+    if not change.fits(then.steps_per_epoch, now.steps_per_epoch):
+        raise ValueError(
+            "an epoch has to stay as many samples: `steps_per_epoch` was "
+            f"{then.steps_per_epoch} with batches of {change.before}, and is "
+            f"{now.steps_per_epoch} with batches of {change.now}"
+        )
+
+
+def convert_position(
+    snapshot: dict[str, Any],
+    num_batches: int,
+    change: BatchChange,
+    *,
+    keeps_iterator: bool,
+    group: int,
+) -> tuple[dict[str, Any], int]:
+    """Convert a position in the data to batches of another size.
+
+    Args:
+        snapshot: Dict, what `Position.snapshot` returned when the epoch began.
+        num_batches: Int, batches that were taken since.
+        change: `BatchChange`.
+        keeps_iterator: Bool, whether one iterator goes through all epochs.
+        group: Int, batches that are taken at a time.
+
+    Returns:
+        Tuple of a snapshot and a number of batches.
+    """
+    taken = list(snapshot["taken"])
+    # Those of epochs that are over were read to their end.
+    fresh = [change.ceil(count) for count in taken]
+    begun = 0
+    if keeps_iterator and taken:
+        begun = fresh[-1] = change.floor(taken[-1])
+        num_batches += taken[-1]
+    since = change.floor(num_batches) - begun
+    progress = {"steps_seen": begun, "num_batches": None, "taken": fresh}
+    return {**snapshot, **progress}, since - since % group

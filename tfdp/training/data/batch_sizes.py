@@ -1,0 +1,111 @@
+"""Sizes of a dataset's batches, as far as they are known before the data is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.text import pluralize
+from tfdp.training.data.stages import CHOOSE, MAPS, PASS_ON
+
+# Stages after `batch` that pass each batch on, and those that choose and order them
+# by what workers compare. Of other stages the sizes are not known.
+_PASS_ON = {
+    *(*MAPS, *PASS_ON, "CacheDataset", "AssertCardinalityDataset"),
+    *("ParseExampleDataset", "SnapshotDataset"),
+}
+_CHOOSE = {
+    *(*CHOOSE, "ShuffleDataset", "ShardDataset", "ConcatenateDataset", "ZipDataset")
+}
+
+
+def batch_size_of(dataset: tf.data.Dataset) -> int | None:
+    """Return the batch size of a dataset, or `None` where it does not show."""
+    found = _size_in_spec(dataset) or _compat.dataset_batch_size(dataset)
+    return found if found > 0 else None
+
+
+def sizes_of_batches(dataset: tf.data.Dataset) -> dict[str, Any] | None:
+    """Return what determines the number of rows of every batch of a dataset.
+
+    Nothing is read: sizes are known by the shapes, or by a `batch` of which the number
+    of rows is known. With equal results on two workers, batch i has equally many rows
+    on both, whatever they hold; unless a `map` after `batch` takes some away.
+
+    Args:
+        dataset: `tf.data.Dataset` of batches.
+
+    Returns:
+        Dict to be compared and to be sent as JSON, or `None` where it is not known.
+
+    Example:
+
+    >>> sizes_of_batches(tf.data.Dataset.range(21).batch(8))
+    {'size': 8, 'last': 5}
+    """
+    if size := _size_in_spec(dataset):
+        return {"size": size}
+    num_batches = _length(dataset)
+    if num_batches == tf.data.UNKNOWN_CARDINALITY:
+        return None
+    sources = _compat.dataset_sources(dataset)
+    if batch_size := _compat.size_of_batch_stage(dataset):
+        return _sizes_of(_length(sources[0]), batch_size)
+    kind = _compat.kind_of_part(dataset)
+    if kind not in _PASS_ON | _CHOOSE:
+        return None
+    parts = [part for source in sources if (part := sizes_of_batches(source))]
+    if len(parts) < len(sources):
+        return None
+    first, is_one = parts[0], len(parts) == 1
+    if kind in _PASS_ON or (is_one and first.keys() == {"size"}):
+        return first
+    lengths = [_length(source) for source in sources]
+    if kind == "TakeDataset" and "last" in first and num_batches < lengths[0]:
+        return {"size": first["size"]}
+    of = [
+        part | {"batches": length} for part, length in zip(parts, lengths, strict=True)
+    ]
+    return {"by": kind, "of": of}
+
+
+def describe_sizes(sizes: dict[str, Any]) -> str:
+    """Describe the sizes of batches for a message.
+
+    Args:
+        sizes: Dict, as `sizes_of_batches` returns it.
+
+    Example:
+
+    >>> describe_sizes({"size": 8, "last": 5})
+    'batches of 8 rows and a last one of 5'
+    """
+    if "of" in sizes:
+        parts = [f"{describe_sizes(p)} ({p['batches']} in all)" for p in sizes["of"]]
+        return f"a {sizes['by']} of {' and '.join(parts)}"
+    last = f" and a last one of {sizes['last']}" if "last" in sizes else ""
+    return f"batches of {pluralize(sizes['size'], 'row')}{last}"
+
+
+def _sizes_of(num_rows: int, size: int) -> dict[str, Any] | None:
+    if num_rows == tf.data.UNKNOWN_CARDINALITY:
+        return None
+    is_whole = num_rows == tf.data.INFINITE_CARDINALITY or num_rows % size == 0
+    return {"size": size} | ({} if is_whole else {"last": num_rows % size})
+
+
+def _length(dataset: tf.data.Dataset) -> int:
+    return int(dataset.cardinality().numpy())
+
+
+def _size_in_spec(dataset: tf.data.Dataset) -> int:
+    """The size that the shapes of a dataset tell, or 0."""
+    sizes = {
+        spec.shape[0]
+        for spec in tf.nest.flatten(dataset.element_spec)
+        if isinstance(spec, tf.TensorSpec) and spec.shape.rank
+    }
+    known = sizes - {None}
+    return known.pop() if len(known) == 1 else 0

@@ -1,0 +1,294 @@
+"""Validation of the data of Keras's loops, with one sentence for each error."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.training.data.rows import (
+    BETWEEN_NAMES,
+    UNEQUAL_ROWS,
+    check_parts,
+    named_leaves,
+    parts_with_rows,
+    unequal_rows,
+)
+
+_PARTS = ("x", "y", "sample_weight")
+# TensorFlow's messages for an error in a data graph, and for one in Python.
+_IN_GRAPH = re.compile(re.escape(UNEQUAL_ROWS) + r" Received: (.*) with\] \[([\d ]+)\]")
+_IN_PYTHON = re.compile(
+    r"(All batches of a generator must have the same structure\. |"
+    r"`rows\([\d, ]+\)` of \w+ must return |`num_rows` of \w+ must return ).*"
+)
+
+
+def check_arrays(model: Any, arguments: dict[str, Any]) -> None:
+    """Raise if the arrays for `fit`, `evaluate` or `predict` cannot be divided.
+
+    Args:
+        model: The Keras model.
+        arguments: Dict, the arguments of the call by name. What is no nest of
+            arrays is left to Keras.
+
+    Raises:
+        ValueError: If there is no array, a scalar, or arrays of different lengths.
+    """
+    given = {name: arguments.get(name) for name in _PARTS}
+    _check_features(model, given["x"], given["y"])
+    _check_all(given)
+    validation = arguments.get("validation_data")
+    if isinstance(validation, (tuple, list)):
+        name = "validation_data"
+        _check_all({f"{name}[{i}]": part for i, part in enumerate(validation)})
+
+
+def check_batch(strategy: Any, model: Any, arguments: dict[str, Any]) -> None:
+    """Raise if the arrays for `train_on_batch` and its like cannot be divided.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model.
+        arguments: Dict, the arguments of the call by name.
+
+    Raises:
+        ValueError: If there is no array, or arrays have different numbers of rows.
+    """
+    given = {name: arguments.get(name) for name in _PARTS}
+    _check_features(model, given["x"], given["y"])
+    if strategy.num_replicas_in_sync > 1:
+        _check_alike(given)
+
+
+def describe_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Describe arrays for the other workers.
+
+    Args:
+        given: Dict of nests of arrays by name.
+
+    Returns:
+        Dict with rows, shape and dtype of each array by name, or `None` if there is
+        anything but arrays.
+
+    Example:
+
+    >>> describe_arrays({"x": {"a": tf.zeros([8, 3])}, "y": None})
+    {"x['a']": {'rows': 8, 'shape': [None, 3], 'dtype': 'float32'}}
+    """
+    arrays = named_arrays(given)
+    if arrays is None:
+        return None
+    return {name: _described(leaf) for name, leaf in arrays.items()}
+
+
+def named_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Return arrays by names that tell their places.
+
+    Args:
+        given: Dict of nests of arrays by name.
+
+    Returns:
+        Dict, or `None` if there is anything but arrays.
+    """
+    if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
+        return None
+    return {
+        where: leaf
+        for name, part in given.items()
+        for where, leaf in named_leaves(part, name).items()
+        if leaf is not None
+    }
+
+
+def _described(array: Any) -> dict[str, Any]:
+    shape = tf.TensorShape(array.shape)
+    dtype = getattr(array, "dtype", None)
+    name: Any = str(getattr(dtype, "name", dtype))
+    if dtype is None:  # a table, with a type for each column
+        name = [str(column) for column in getattr(array, "dtypes", [])]
+    if not shape.rank:
+        return {"shape": [], "dtype": name}
+    return {"rows": shape[0], "shape": [None, *shape[1:]], "dtype": name}
+
+
+def check_element(model: Any, spec: Any) -> None:
+    """Raise if an element of a dataset holds no features.
+
+    Args:
+        model: The Keras model.
+        spec: Nest of specs, `None` for what is left out.
+
+    Raises:
+        ValueError: If so, unless the model has a step of its own.
+    """
+    parts = spec if isinstance(spec, tuple) else (spec,)
+    _check_features(model, *(*parts, None)[:2])
+
+
+def check_structure(data: Any) -> Any:
+    """Wrap a generator to raise at the first batch with another structure.
+
+    Args:
+        data: Data of a loop; anything but a generator is returned as it is.
+
+    Raises:
+        ValueError: When such a batch is taken.
+
+    Example:
+
+    >>> list(check_structure(batch for batch in [(0, {"a": 1}), (0, None)]))
+    Traceback (most recent call last):
+    ...
+    ValueError: All batches of a generator must have the same structure. Received: \
+batch 2 of (array, None), after (array, {'a': array})
+    """
+    if not isinstance(data, types.GeneratorType):
+        return data
+    checked = _checked(data)
+    checked.__name__ = data.__name__  # type: ignore[attr-defined]  # for messages
+    return checked
+
+
+@contextlib.contextmanager
+def translate_errors() -> Iterator[None]:
+    """Replace TensorFlow's errors inside by the original message.
+
+    Raises:
+        ValueError: Instead of `tf.errors.InvalidArgumentError`.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        sentence = _original_message(str(error))
+        if sentence is None:
+            raise
+        raise ValueError(sentence) from None
+
+
+def _original_message(text: str) -> str | None:
+    if found := _IN_PYTHON.search(text):
+        return found.group()
+    if found := _IN_GRAPH.search(text):
+        names, rows = found.groups()
+        names = names.replace("\\", "")  # TensorFlow escapes quotes
+        return unequal_rows(names.split(BETWEEN_NAMES), [int(n) for n in rows.split()])
+    return None
+
+
+def _checked(batches: types.GeneratorType) -> Generator[Any, None, None]:
+    first = None
+    for number, batch in enumerate(batches, start=1):
+        structure = _structure_of(batch)
+        first = first or structure
+        if structure != first:
+            raise ValueError(
+                "All batches of a generator must have the same structure. Received: "
+                f"batch {number} of {structure}, after {first}"
+            )
+        if _is_empty(batch):
+            raise _without_features("batch", batch)
+        yield batch
+
+
+def _structure_of(batch: Any) -> str:
+    """Describe the structure of a batch, the same for dicts of any order."""
+    if batch is None:
+        return "None"
+    if isinstance(batch, dict):
+        items = sorted(batch.items(), key=lambda item: repr(item[0]))
+        return (
+            "{" + ", ".join(f"{k!r}: {_structure_of(part)}" for k, part in items) + "}"
+        )
+    if not isinstance(batch, (tuple, list)):
+        return "array"
+    parts = [_structure_of(part) for part in batch]
+    if isinstance(batch, list):
+        return f"[{', '.join(parts)}]"
+    if hasattr(batch, "_fields"):
+        return f"{type(batch).__name__}({', '.join(parts)})"
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+def _check_features(model: Any, x: Any, y: Any) -> None:
+    if not _is_empty(x) or (not _is_empty(y) and _compat.overridden(model)):
+        return
+    raise _without_features("x", x)
+
+
+def _without_features(name: str, data: Any) -> ValueError:
+    return ValueError(
+        "The data holds no features: `x` must be an array, a dataset, or a structure "
+        f"with at least one array. Received: {name}={data!r}"
+    )
+
+
+def _is_empty(data: Any) -> bool:
+    return all(leaf is None for leaf in keras.tree.flatten(data))
+
+
+def _check_all(given: dict[str, Any]) -> None:
+    """Check arrays of all samples; of anything else Keras takes care."""
+    if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
+        return
+    for name, part in given.items():
+        for where, leaf in named_leaves(part, name).items():
+            if leaf is not None and tf.TensorShape(leaf.shape).rank == 0:
+                raise ValueError(
+                    f"`{where}` must have the samples along its first axis. Received: "
+                    f"the scalar {leaf}"
+                )
+    _check_alike(given)
+
+
+def _check_alike(given: dict[str, Any]) -> None:
+    parts: dict[str, Any] = {}
+    for name, part in given.items():
+        parts.update(parts_with_rows(part, name))
+    check_parts(parts)
+
+
+def _is_array(leaf: Any) -> bool:
+    return leaf is None or hasattr(leaf, "shape")
+
+
+def source_name(source: Any) -> str:
+    """Return what the data given to a loop of Keras is called in messages.
+
+    Args:
+        source: Arrays, a dataset, a `PyDataset`, a torch `DataLoader` or a generator.
+
+    Example:
+
+    >>> source_name(batch for batch in ())
+    'the generator `<genexpr>`'
+    >>> source_name(tf.data.Dataset.range(4).batch(2))
+    'the `tf.data.Dataset` of `RangeDataset`'
+    """
+    name = type(source).__name__
+    if isinstance(source, keras.utils.PyDataset):
+        return f"the `PyDataset` `{name}`"
+    if isinstance(source, tf.data.Dataset):
+        return _dataset_name(source)
+    if isinstance(source, (tf.Tensor, list, tuple, dict)) or hasattr(source, "shape"):
+        return "the arrays"
+    if hasattr(source, "dataset") and hasattr(source, "batch_size"):
+        return f"the `{name}` of `{type(source.dataset).__name__}`"
+    if hasattr(source, "__next__"):
+        return f"the generator `{getattr(source, '__name__', name)}`"
+    return f"the `{name}`"
+
+
+def _dataset_name(dataset: tf.data.Dataset) -> str:
+    """Name a dataset after the files, tensors or function that it begins with."""
+    if _compat.calls_python(dataset, counts_pure=True):
+        return "the `tf.data.Dataset` that calls Python"
+    *_, first = _compat.dataset_inputs(dataset)
+    kind = type(first).__name__.strip("_")
+    return f"the `tf.data.Dataset` of `{kind}`"

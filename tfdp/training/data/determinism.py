@@ -1,0 +1,154 @@
+"""Determinism of a data pipeline: whether a script gets the same batches again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import _compat
+from tfdp.training.data.stages import BATCHES, MAPS, PASS_ON
+
+RANDOM_OPS = (
+    *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
+    *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
+)
+# Datasets that create one iterator of each input in a pass.
+_ONE_PASS_DATASETS = (
+    *(*BATCHES, *MAPS, *PASS_ON, "PaddedBatchDataset", "TakeDataset", "SkipDataset"),
+    *("FilterDataset", "ShuffleDataset", "ZipDataset", "AssertCardinalityDataset"),
+    *("TensorDataset", "TensorSliceDataset", "RangeDataset", "RebatchDataset"),
+    *("InterleaveDataset", "ParallelInterleaveDataset", "FlatMapDataset"),
+    "TFRecordDatasetV2",
+)
+# Datasets that keep the order of samples after they are batched.
+_ORDER_KEEPING_DATASETS = (*MAPS, *PASS_ON, "CacheDataset", "ModelDataset")
+
+
+def nondeterminism_of(
+    source: Any, *, is_ordered: bool, chosen_seed: int | None = None
+) -> str | None:
+    """Name what keeps a pipeline from giving the same batches again.
+
+    Args:
+        source: Source of Keras's data adapter.
+        is_ordered: Bool, whether the order of arrays is known.
+        chosen_seed: Int, a global seed that the next run will not have, or `None`.
+            Defaults to `None`.
+
+    Returns:
+        String that names it, or `None`.
+    """
+    if isinstance(source, tf.data.Dataset):
+        return _nondeterminism_of_dataset(source, chosen_seed)
+    if isinstance(source, keras.utils.PyDataset):
+        return _nondeterminism_of_py_dataset(source, is_ordered)
+    if callable(source):
+        return "a Python generator begins anew"
+    if _compat.is_torch_dataloader(source):
+        is_plain = type(source.sampler).__name__ == "SequentialSampler"
+        return None if is_plain else "a torch `DataLoader` is shuffled"
+    return None if is_ordered else "arrays are shuffled without a seed"
+
+
+def draws_seeds_once(dataset: Any) -> bool:
+    """Return whether each shuffle draws its seeds once in an epoch.
+
+    Otherwise it draws them as often as it is reached, so that the order of an epoch
+    depends on the batches that were read in those before.
+    """
+    kinds = _compat.kinds_of_parts(dataset)
+    # Of a dataset that a function captures, an iterator begins whenever it is called.
+    is_once = all(kind in _ONE_PASS_DATASETS for kind in kinds)
+    return is_once and not _compat.captures_dataset(dataset)
+
+
+def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
+    """Name what makes the order of samples depend on the batch size.
+
+    Args:
+        source: Source of Keras's data adapter.
+        shuffles_batches: Bool, whether arrays are shuffled in batches.
+
+    Returns:
+        String, or `None` if they come in the same order.
+    """
+    if shuffles_batches:
+        return "the size of its batches has changed, and arrays are shuffled in batches"
+    if not isinstance(source, tf.data.Dataset):
+        return None
+    for kind in _compat.kinds_of_parts(source):
+        if kind in (*BATCHES, "PaddedBatchDataset"):
+            return None
+        if kind not in _ORDER_KEEPING_DATASETS:
+            return f"the size of its batches has changed, and a {kind} comes after them"
+    return None
+
+
+def _nondeterminism_of_dataset(
+    dataset: tf.data.Dataset, chosen_seed: int | None
+) -> str | None:
+    unseeded = _compat.unseeded_parts(dataset)
+    if "ShuffleDataset" in unseeded:
+        return "`Dataset.shuffle` has no seed"
+    if unseeded:
+        return f"a {unseeded[0]} has no seed"
+    if _compat.is_unordered(dataset):
+        return "the dataset is asked for speed, and not for one order (`deterministic`)"
+    if chosen_seed in {seed for seed, _ in _compat.shuffle_seeds(dataset)}:
+        return "the global seed, which `Dataset.shuffle` depends on, was not set"
+    if _compat.calls_python(dataset):
+        return "a Python generator or function in the dataset has state of its own"
+    for name, attributes in _compat.operations_in(dataset):
+        if name not in RANDOM_OPS:
+            continue
+        seed, seed2 = attributes["seed"].i, attributes["seed2"].i
+        if (seed, seed2) == (0, 0) or seed == chosen_seed:
+            return f"the random operation {name} in the dataset has no seed"
+    return None
+
+
+def _nondeterminism_of_py_dataset(source: Any, is_ordered: bool) -> str | None:
+    if not is_ordered:
+        return "a `PyDataset` is shuffled"
+    for name in ("on_epoch_begin", "on_epoch_end"):
+        if getattr(type(source), name) is not getattr(keras.utils.PyDataset, name):
+            return f"a `PyDataset` changes in `{name}`"
+    return None
+
+
+def common_seed(worker_group: WorkerGroup) -> int:
+    """Return a seed that the first worker draws for all."""
+    return int(worker_group.all_gather("a seed", str(new_seed()))[0])
+
+
+def new_seed() -> int:
+    """Draw a seed from the operating system: the user's generators stay untouched."""
+    return random.SystemRandom().getrandbits(30)
+
+
+class SeededShuffle:
+    """Factory of a dataset of shuffled arrays, with another seed in each epoch.
+
+    TensorFlow repeats the permutation of a seeded dataset, and that of one without a
+    seed cannot be repeated.
+
+    Args:
+        first: Int, the seed of the first epoch.
+        make: Callable that returns the dataset.
+    """
+
+    def __init__(self, first: int, make: Callable) -> None:
+        self.first = first
+        self.epoch = 0
+        self._make = make
+
+    def __call__(self) -> Any:
+        with _compat.temporary_seed(self.first + self.epoch):
+            dataset = self._make()
+        self.epoch += 1
+        return dataset

@@ -1,0 +1,123 @@
+"""Specs of the elements of a `PerReplicaDataset`, and empty elements of a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.training.data.rows import named_leaves
+
+
+def element_spec_of(value: Any, source: Any) -> Any:
+    """Return the element spec of a `PerReplicaDataset` or iterator over a source."""
+    parts = source.element_spec[0]
+    if value.read_options.by_weight:
+        any_rows = tf.nest.map_structure(_of_any_rows, parts[0])
+        parts = (any_rows,) * value.strategy.extended.num_local
+    return _per_replica_spec(parts)
+
+
+def _of_any_rows(spec: Any) -> Any:
+    """Return the spec of any number of rows of a tensor."""
+    if not getattr(getattr(spec, "shape", None), "rank", None):
+        return spec
+    shape = [None, *spec.shape[1:]]
+    if isinstance(spec, tf.RaggedTensorSpec):
+        kinds = spec.ragged_rank, spec.row_splits_dtype
+        return tf.RaggedTensorSpec(shape, spec.dtype, *kinds)
+    return type(spec)(shape, spec.dtype)
+
+
+def _per_replica_spec(specs: tuple) -> Any:
+    if len(specs) == 1:
+        return specs[0]
+
+    def of_replicas(*own: Any) -> Any:
+        # None is the same object for all replicas, and stays it.
+        is_none = isinstance(own[0], _compat.NoneTensorSpec)
+        return own[0] if is_none else _compat.PerReplicaSpec(*own)
+
+    return tf.nest.map_structure(of_replicas, *specs)
+
+
+def empty_of(spec: Any) -> Any:
+    """Return an empty batch of a spec, for a worker that has run out of data."""
+    if isinstance(spec, _compat.NoneTensorSpec):
+        return None
+    if isinstance(spec, tf.OptionalSpec):
+        return _compat.empty_optional(spec)
+    if isinstance(spec, tf.SparseTensorSpec):
+        shape = [0, *(size or 0 for size in spec.shape[1:])]
+        indices = tf.zeros([0, len(shape)], tf.int64)
+        return tf.SparseTensor(indices, tf.zeros([0], spec.dtype), shape)
+    if isinstance(spec, tf.RaggedTensorSpec):
+        rows: list = [[]] if spec.ragged_rank else []
+        empty = tf.ragged.constant(rows, spec.dtype, ragged_rank=spec.ragged_rank)
+        return empty[:0]
+    shape = [0, *(size or 0 for size in spec.shape[1:])] if spec.shape.rank else []
+    return tf.zeros(shape, spec.dtype)
+
+
+def describe_spec(spec: Any) -> dict[str, Any]:
+    """Describe the spec of an element, to be compared between workers.
+
+    Args:
+        spec: Nest of type specs.
+
+    Returns:
+        Dict by the path of each part, which can be sent as JSON. The number of rows is
+        left out.
+
+    Example:
+
+    >>> describe_spec({"a": tf.TensorSpec([8, 3])})
+    {"['a']": {'kind': 'TensorSpec', 'dtype': 'float32', 'shape': [None, 3]}}
+    """
+    return {where: _described(leaf) for where, leaf in named_leaves(spec).items()}
+
+
+def _described(spec: Any) -> dict[str, Any]:
+    shape = getattr(spec, "shape", None)
+    sizes = None
+    if isinstance(shape, tf.TensorShape) and shape.rank is not None:
+        sizes = [None, *shape.as_list()[1:]] if shape.rank else []
+    dtype = getattr(getattr(spec, "dtype", None), "name", None)
+    return {"kind": type(spec).__name__, "dtype": dtype, "shape": sizes}
+
+
+def without_unknown_sizes(described: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave the sizes out of descriptions that are not known on all workers.
+
+    Args:
+        described: Sequence, what `describe_spec` returned on each worker.
+
+    Example:
+
+    >>> parts = [{"": {"shape": [None, 3, 4]}}, {"": {"shape": [None, 3, None]}}]
+    >>> without_unknown_sizes(parts)[0]
+    {'': {'shape': [None, 3, None]}}
+    """
+    return [
+        {
+            name: leaf | {"shape": _known_sizes(leaf["shape"], name, described)}
+            for name, leaf in own.items()
+        }
+        for own in described
+    ]
+
+
+def _known_sizes(
+    own: list | None, name: str, described: Sequence[dict[str, Any]]
+) -> list | None:
+    others = [each[name]["shape"] for each in described if name in each]
+    if own is None or None in others:
+        return None
+    if any(len(other) != len(own) for other in others):
+        return own
+    return [
+        None if None in found else size
+        for size, *found in zip(own, *others, strict=True)
+    ]

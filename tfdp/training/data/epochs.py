@@ -1,0 +1,317 @@
+"""Epochs: number of steps and shuffle order, the same on all workers."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdp.communication.cluster.islands import Island
+from tfdp.communication.coordination.data_wait import data_wait
+from tfdp.communication.coordination.progress import progress
+from tfdp.ground import _compat, user_code
+from tfdp.ground.base import loops, stand_in_seed
+from tfdp.ground.base.context import is_tfdp
+from tfdp.training.data import position as data_position
+from tfdp.training.data.batch_labels import class_labels
+from tfdp.training.data.checks import source_name
+from tfdp.training.data.determinism import SeededShuffle, common_seed, new_seed
+from tfdp.training.data.distribute import (
+    is_endless,
+    island_in_training,
+    rows_of_island,
+    steps_per_batch,
+)
+from tfdp.training.data.fingerprints import ArrayValues
+from tfdp.training.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
+from tfdp.training.data.own_data import num_own_steps
+from tfdp.training.data.own_rows import with_own_rows
+from tfdp.training.data.per_replica_dataset import PerReplicaDataset, ReadOptions
+from tfdp.training.data.read_counts import is_counting
+from tfdp.training.data.same_datasets import check_same_values, stops_at_shortest
+from tfdp.training.data.uneven_inputs import (
+    CountedIterator,
+    ShortestIterator,
+    StockDataset,
+)
+
+# The names of what Keras's epoch iterators read.
+_sources: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
+    """Create Keras's epoch iterator, alike on all workers."""
+    strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
+    has_workers = is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
+    if is_tfdp(strategy):
+        _sources[iterator] = source_name(kwargs.get("x"))
+        progress.reads(_sources[iterator])
+    if has_workers:
+        _agree_on_order(strategy, kwargs)
+        kwargs = with_own_rows(strategy, kwargs)
+    with data_wait.reading():  # Keras takes the first batch of a generator
+        original(iterator, *args, **kwargs)
+    if has_workers:
+        _agree(
+            strategy,
+            iterator,
+            stops=stops_at_shortest(strategy),
+            by_weight=_is_divided_by_weight(strategy, iterator),
+        )
+    if is_tfdp(strategy):
+        _warn_of_no_end(strategy, iterator)
+        _count_reads(strategy, iterator)
+    island = island_in_training() if is_tfdp(strategy) else None
+    loops.data_is_read()
+    if _compat.holds_arrays(iterator.data_adapter):
+        loops.note_batch_rows(iterator.data_adapter.batch_size)
+
+    def of_epoch() -> Any:
+        return _dataset(strategy, iterator, island)
+
+    is_shuffled = _compat.shuffles_arrays(iterator.data_adapter)
+    has_seed = _compat.global_seed() not in (None, stand_in_seed.seed())
+    if island is not None and is_shuffled and not has_seed:
+        # All islands alike, each of which takes its rows.
+        _compat.set_dataset_of_epoch(iterator, SeededShuffle(island.seed, of_epoch))
+    position = data_position.current()
+    if position is not None and position.iterator is None:
+        if _compat.shuffles_arrays(iterator.data_adapter) and not _has_order(iterator):
+            _compat.set_dataset_of_epoch(
+                iterator,
+                SeededShuffle(new_seed(), of_epoch),
+            )
+        extended = strategy.extended
+        position.attach(
+            iterator,
+            stand_in_seed.seed(),
+            getattr(extended, "worker_group", None),
+        )
+
+
+def _count_reads(strategy: Any, iterator: Any) -> None:
+    """Count the reads of a dataset of TensorFlow's, where somebody watches them."""
+    dataset = _compat.distributed_dataset(iterator)
+    is_stock = isinstance(dataset, _compat.DistributedDatasetsFromFunction)
+    if not is_counting() or not is_stock or isinstance(dataset, PerReplicaDataset):
+        return
+    is_alone = strategy.extended.worker_group.num_workers == 1
+    # A worker that asks the others waits for them, not for data.
+    if is_alone or not _compat.syncs_end_of_data(dataset):
+        _compat.set_distributed_dataset(
+            iterator, StockDataset(dataset, CountedIterator)
+        )
+
+
+def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
+    """Return whether the rows of each batch follow the speed of the workers."""
+    is_for_training = loops.awaiting_training_data() is not None
+    if strategy.extended.balance is None or not is_for_training:
+        return False
+    dataset = _compat.distributed_dataset(iterator)
+    if isinstance(dataset, PerReplicaDataset) and dataset.batches is not None:
+        return True
+    user_code.warn(
+        "`--rebalance` has no effect on this data: it is divided among workers by "
+        "the dataset's own sharding, and not by tfdp. Batches of all workers, with "
+        "`AutoShardPolicy.AUTO` or `DATA`, can be rebalanced."
+    )
+    return False
+
+
+def _agree(strategy: Any, iterator: Any, *, stops: bool, by_weight: bool) -> None:
+    lengths = _gather_lengths(strategy, iterator.data_adapter)
+    if stops:
+        _warn_of_dropped_batches(strategy.extended, lengths)
+    _agree_on_steps(iterator, agreed_steps(lengths, stops=stops))
+
+    def of_loop(dataset: Any) -> Any:
+        return _of_loop(dataset, lengths, stops=stops, by_weight=by_weight)
+
+    _compat.set_distributed_dataset(
+        iterator, of_loop(_compat.distributed_dataset(iterator))
+    )
+    _agree_on_shuffling(strategy, iterator, of_loop)
+
+
+def begin_epoch(original: Callable, iterator: Any) -> Any:
+    """Record that a loop begins an epoch, and of which data."""
+    progress.epoch_begins()
+    progress.reads(_sources.get(iterator, ""))
+    return original(iterator)
+
+
+def next_step(original: Callable, iterator: Any) -> Any:
+    """Record the step that a loop begins."""
+    step = original(iterator)
+    progress.step_begins(step[0])
+    return step
+
+
+def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None:
+    """Shuffle the user's arrays alike on all workers.
+
+    Workers that were seeded alike already do. Otherwise all take the first
+    one's seeds, another one in each epoch: TensorFlow repeats the permutation of a
+    seeded dataset, and without a seed users expect a new one in each epoch.
+    """
+    if not _compat.shuffles_arrays(iterator.data_adapter):
+        return
+    extended = strategy.extended
+    same, _ = extended.worker_group.all_equal("shuffling", _compat.random_state())
+    if same and _compat.global_seed() != stand_in_seed.seed():
+        return  # the user's own seed, as on one device
+    if not same:
+        _warn_of_seeds()
+    first = common_seed(extended.worker_group)
+
+    def of_epoch() -> Any:
+        return of_loop(_dataset(strategy, iterator))
+
+    _compat.set_dataset_of_epoch(iterator, SeededShuffle(first, of_epoch))
+
+
+def _agree_on_order(strategy: Any, arguments: dict[str, Any]) -> None:
+    """Have Keras shuffle the batches of a `PyDataset` alike on all workers.
+
+    It draws their order from Python's generator, which the strategy has seeded; since
+    then a worker may have drawn more than another.
+    """
+    is_py_dataset = isinstance(arguments.get("x"), keras.utils.PyDataset)
+    if not is_py_dataset or not arguments.get("shuffle"):
+        return
+    worker_group = strategy.extended.worker_group
+    state = hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
+    same, _ = worker_group.all_equal("Python's random state", state)
+    if not same:
+        _warn_of_seeds()
+        random.seed(common_seed(worker_group))
+
+
+def _warn_of_seeds() -> None:
+    user_code.warn(
+        "Workers have different random seeds. They shuffle in the first "
+        "worker's order; call `keras.utils.set_random_seed` with one seed on "
+        "all of them."
+    )
+
+
+def _has_order(iterator: Any) -> bool:
+    """Return whether the order of shuffled arrays can be repeated."""
+    is_seeded = isinstance(_compat.dataset_maker(iterator), SeededShuffle)
+    return is_seeded or _compat.global_seed() is not None
+
+
+def _dataset(strategy: Any, iterator: Any, island: Island | None = None) -> Any:
+    """Distribute the dataset of the arrays that Keras was given."""
+    dataset = iterator.data_adapter.get_tf_dataset()
+    if island is not None:
+        dataset = rows_of_island(dataset, island)
+    return strategy.experimental_distribute_dataset(dataset)
+
+
+def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
+    """Gather the length of each worker's data, and compare the first batch.
+
+    Raises:
+        ValueError: If first batches hold other labels.
+    """
+    source = _compat.source_of(adapter)
+    steps, each = adapter.num_batches, steps_per_batch(strategy, source)
+    own_steps = num_own_steps(strategy, source)
+    if own_steps is not None:
+        steps, each = (own_steps if own_steps >= 0 else None), 1
+    elif steps is not None:
+        steps = math.ceil(steps * each)
+    if steps is None and is_endless(source):
+        steps = ENDLESS
+    length = Length(steps, each)
+    if _compat.holds_arrays(adapter):
+        rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
+        length = Length(steps, each, *rows)
+    values = ArrayValues(class_labels(_compat.first_batch_of(adapter)))
+    worker_group, topic = strategy.extended.worker_group, "the number of batches"
+    told = worker_group.all_gather_values(topic, [length, values.fingerprints()])
+    lengths, labels = zip(*told, strict=True)
+    check_same_values(worker_group, topic, labels, values)
+    return [Length(*each) for each in lengths]
+
+
+def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
+    """Warn of batches that are dropped, the first time."""
+    dropped = dropped_batches(lengths)
+    if not dropped:
+        return
+    given = ", ".join(f"{length} on worker {r}" for r, length in enumerate(lengths))
+    user_code.warn(
+        f'Workers have different numbers of batches: {given}. With `uneven="stop"` '
+        "each pass of `fit` over the data ends for all of them with the shortest. "
+        f"Left out are {dropped}.",
+        once_for=extended,
+    )
+
+
+def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
+    """Warn of an epoch that never ends, as Keras's documentation does."""
+    has_end = iterator.steps_per_epoch or iterator.num_batches
+    if has_end or not is_endless(_compat.source_of(iterator.data_adapter)):
+        return
+    if strategy.extended.worker_group.is_chief:
+        user_code.warn(
+            "The dataset never ends, and this pass over it has no number of steps: it "
+            "runs until a callback stops it. Give `steps_per_epoch` to `fit`, `steps` "
+            "to `evaluate` and `predict`, or leave out `repeat()`."
+        )
+
+
+def _agree_on_steps(iterator: Any, steps: int | None) -> None:
+    """Set the number of steps of an epoch that all workers agreed on."""
+    adapter = iterator.data_adapter
+    if adapter.num_batches != steps:
+        iterator.data_adapter = _WithLength(adapter, steps)
+        iterator.reset()
+
+
+def _of_loop(
+    dataset: Any, lengths: list[Length], *, stops: bool, by_weight: bool
+) -> Any:
+    """Return the dataset of a loop, which ends for all workers at the same step.
+
+    Args:
+        dataset: A distributed dataset.
+        lengths: List of `Length`, of all workers.
+        stops: Bool, whether the end of one worker's data is that of all.
+        by_weight: Bool, see `ReadOptions`.
+
+    Returns:
+        A distributed dataset.
+    """
+    # Of arrays all know how many rows there are, though the dataset does not.
+    is_settled = len(set(lengths)) == 1 and lengths[0].batch_rows is not None
+    if isinstance(dataset, PerReplicaDataset):
+        before = dataset.read_options
+        asks_workers = before.asks_workers and not is_settled
+        counts_rows = before.same_rows or is_settled
+        return dataset.read(ReadOptions(asks_workers, counts_rows, stops, by_weight))
+    num_endless = sum(length.is_endless for length in lengths)
+    if 0 < num_endless < len(lengths):
+        dataset = _compat.with_end_of_data_sync(dataset)
+    if stops and not is_settled and _compat.syncs_end_of_data(dataset):
+        return StockDataset(dataset, ShortestIterator)
+    return dataset
+
+
+class _WithLength:
+    """Data adapter of Keras with another number of batches."""
+
+    def __init__(self, adapter: Any, num_batches: int | None) -> None:
+        self._adapter = adapter
+        self.num_batches = num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._adapter, name)

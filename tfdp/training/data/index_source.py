@@ -1,0 +1,139 @@
+"""Elements that are loaded by their index: of Grain, ArrayRecord, tfds and the like."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.arguments import is_integer, plain
+from tfdp.training.data.stages import no_autograph
+
+
+@_compat.filter_traceback
+def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
+    """Elements of a random-access source, each loaded where it is trained on.
+
+    Anything with `len(source)` and `source[index]` will do: a `grain.MapDataset`
+    before `batch`, an `ArrayRecordDataSource`, `tfds.data_source(...)`, a dataset of
+    PyTorch's, a list. Go on as with any `tf.data.Dataset`: `map`, then `batch` by the
+    global size. Of N workers each then loads an N-th of every batch, as `map` does.
+
+    `source[index]` runs in threads of this process. It has to give the same for an
+    index whenever it is called, as Grain's `random_map` with a seed does.
+
+    Args:
+        source: The source. Its elements are arrays, numbers or strings, or nests of
+            them, with the shapes and types of the first one.
+        seed: Int, by which indices are shuffled, in another order in each epoch; or
+            `None`, the order of the indices. Defaults to `None`.
+
+    Returns:
+        `tf.data.Dataset` of `len(source)` elements.
+
+    Raises:
+        ValueError: If `source` has no length or no element, or an element is no array;
+            when an element is loaded, if it differs from the first one in its
+            structure, a shape or a type.
+
+    Example:
+
+    >>> squares = [{"x": np.float32(x), "y": x * x} for x in range(5)]
+    >>> for batch in from_source(squares).batch(3).as_numpy_iterator():
+    ...     print(batch["x"], batch["y"])
+    [0. 1. 2.] [0 1 4]
+    [3. 4.] [ 9 16]
+    """
+    if seed is not None and not is_integer(seed):
+        raise ValueError(f"`seed` must be an integer or None. Received: seed={seed!r}")
+    seed = plain(seed)
+    num_elements = _length(source)
+    if num_elements == 0:
+        raise ValueError(f"`source` has no element. Received: source={source!r}")
+    first = keras.tree.lists_to_tuples(source[0])
+    parts = [_spec_of(part) for part in tf.nest.flatten(first)]
+    specs = [spec for spec in parts if spec is not None]
+    if len(specs) < len(parts):
+        raise ValueError(
+            "Elements of `source` must be arrays, numbers or strings, or nests of them."
+            f" Received: source[0]={first!r}"
+        )
+
+    def load(index: np.ndarray) -> list[np.ndarray]:
+        return _parts(source[int(index)], int(index), first, specs)
+
+    @no_autograph
+    def element(index: tf.Tensor) -> Any:
+        dtypes = [spec.dtype for spec in specs]
+        # Not stateful: called for the rows of this worker only.
+        parts = tf.numpy_function(load, [index], dtypes, stateful=False)
+        for part, spec in zip(parts, specs, strict=True):
+            part.set_shape(spec.shape)
+        return tf.nest.pack_sequence_as(first, parts)
+
+    indices = tf.data.Dataset.range(num_elements)
+    if seed is not None:
+        indices = indices.shuffle(num_elements, seed=seed)
+    return indices.map(element, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def _length(source: Any) -> int:
+    try:
+        if not hasattr(source, "__getitem__"):
+            raise TypeError
+        return operator.index(len(source))
+    except TypeError:
+        raise ValueError(
+            "`source` must have a length and an element for each index, as a "
+            "`grain.MapDataset` or a list has, and not only an iterator. "
+            f"Received: source={source!r}"
+        ) from None
+
+
+def _spec_of(part: Any) -> tf.TensorSpec | None:
+    """Return the spec of an array, a number or a string; `None` of anything else."""
+    if part is None:
+        return None
+    array = np.asarray(part)
+    if array.dtype == object and not all(
+        isinstance(s, (str, bytes)) for s in array.flat
+    ):
+        return None  # TensorFlow would take it for strings
+    try:
+        return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))
+    except TypeError:
+        return None
+
+
+def _parts(
+    element: Any, index: int, first: Any, specs: list[tf.TensorSpec]
+) -> list[np.ndarray]:
+    """Flatten an element, and compare it with the first one."""
+    element = keras.tree.lists_to_tuples(element)
+    parts = tf.nest.flatten(element)
+    found = [_spec_of(part) for part in parts]
+    try:
+        tf.nest.assert_same_structure(first, element)
+    except (TypeError, ValueError):
+        found = []
+    if found != specs:
+        raise ValueError(
+            "All elements of a source must have the structure, shapes and types of the "
+            f"first. Received: {_described(element)} at {index}, after "
+            f"{_described(first)}"
+        )
+    return [np.asarray(part) for part in parts]
+
+
+def _described(element: Any) -> str:
+    def described(part: Any) -> str:
+        spec = _spec_of(part)
+        if spec is None:
+            return type(part).__name__
+        return f"{spec.dtype.name}{list(spec.shape)}"
+
+    return str(keras.tree.map_structure(described, element, none_is_leaf=True))

@@ -1,0 +1,224 @@
+"""Load balancing: division of a batch by weights that follow the workers' speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.training.data.rows import count_of, has_rows, take_rows
+
+# The weight of every worker where rows are divided equally.
+EQUAL = 1000
+# Times that differ by fewer percent are equal.
+_NEGLIGIBLE_PERCENT = 5
+# The most measurements before a reverted change is tried again: a host may become slow
+# later on.
+_MOST_PATIENCE = 8
+
+
+class LoadBalancer:
+    """Weights by which rows are divided among replicas, the same on all workers.
+
+    Args:
+        num_workers: Int.
+        num_local: Int, replicas of a worker, which divide its rows equally.
+    """
+
+    def __init__(self, num_workers: int, num_local: int) -> None:
+        self.worker_weights: tuple[int, ...] = (EQUAL,) * num_workers
+        self._search = WeightSearch()
+        self._num_local = num_local
+        # Read by each step, so that all workers change at the same one.
+        self.weights = _compat.plain_variable(
+            self._replica_weights(), tf.int64, "CPU:0"
+        )
+
+    def rows(self, num_rows: int) -> list[int]:
+        """Return the number of rows of each worker.
+
+        Args:
+            num_rows: Int, rows of the global batch.
+        """
+        rows = rows_by_weight(num_rows, self._replica_weights()).numpy()
+        return rows.reshape(-1, self._num_local).sum(axis=1).tolist()
+
+    def update(self, num_rows: int, microseconds: Sequence[int]) -> None:
+        """Update the weights by measured times; called by all workers alike.
+
+        Args:
+            num_rows: Int, rows of the global batch.
+            microseconds: Sequence of ints, time of each worker's own part of a step
+                with the current weights.
+        """
+        rows = self.rows(num_rows)
+        self.set(self._search.next(self.worker_weights, rows, microseconds))
+
+    def set(self, worker_weights: Sequence[int]) -> None:
+        """Set the weights from the next step on; called by all workers alike.
+
+        Args:
+            worker_weights: Sequence of positive ints.
+        """
+        self.worker_weights = tuple(worker_weights)
+        self.weights.assign(self._replica_weights())
+
+    def _replica_weights(self) -> list[int]:
+        return [w for w in self.worker_weights for _ in range(self._num_local)]
+
+
+class WeightSearch:
+    """Search for the weights with the shortest step.
+
+    Where cores are shared, or times are mostly noise, fewer rows need not make a
+    worker faster. A change after which the slowest worker takes longer than its best
+    is reverted, and the next one is tried later each time.
+
+    Example:
+
+    >>> search = WeightSearch()
+    >>> search.next((1000, 1000), [8, 8], [100, 300])
+    (1250, 750)
+    >>> search.next((1250, 750), [10, 6], [400, 300])
+    (1000, 1000)
+    """
+
+    def __init__(self) -> None:
+        # The time of the slowest worker and the weights with which it was least.
+        self._best: tuple[int, tuple[int, ...]] | None = None
+        self._patience = 1
+        self._num_to_wait = 0
+
+    def next(
+        self, weights: tuple[int, ...], rows: Sequence[int], microseconds: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Return the weights to try next; all workers give it the same arguments.
+
+        Args:
+            weights: Tuple of ints, the current weights of the workers.
+            rows: Sequence of ints, rows of each worker with them.
+            microseconds: Sequence of ints, time of each worker's own part of a step.
+        """
+        if self._num_to_wait:
+            self._num_to_wait -= 1
+            return weights
+        slowest = max(microseconds)
+        least, best = self._best or (slowest, weights)
+        if weights != best and not _is_close(slowest, least):
+            self._best = None
+            self._num_to_wait = self._patience
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+            return best
+        if weights == best or slowest < least:
+            self._best = slowest, weights
+        return next_weights(weights, rows, microseconds)
+
+
+def next_weights(
+    weights: Sequence[int], rows: Sequence[int], microseconds: Sequence[int]
+) -> tuple[int, ...]:
+    """Move the weights half of the way towards equal times of all workers.
+
+    In whole numbers, so that all workers compute the same.
+
+    Args:
+        weights: Sequence of ints, the current weights of the workers.
+        rows: Sequence of ints, rows of each worker with them.
+        microseconds: Sequence of ints, time of each worker's own part of a step.
+
+    Returns:
+        Tuple of ints.
+
+    Example:
+
+    >>> next_weights([1000, 1000], [8, 8], [100, 300])
+    (1250, 750)
+    >>> next_weights([1500, 500], [12, 4], [150, 152])
+    (1500, 500)
+    """
+    if _is_close(max(microseconds), min(microseconds)):
+        return tuple(weights)
+    speeds = [Fraction(n, max(1, t)) for n, t in zip(rows, microseconds, strict=True)]
+    whole, sum_of_speeds = EQUAL * len(weights), sum(speeds)
+    aims = [whole * speed / sum_of_speeds for speed in speeds]
+    moved = [(now + aim) / 2 for now, aim in zip(weights, aims, strict=True)]
+    return tuple(max(1, round(weight)) for weight in moved)
+
+
+def _is_close(longer: int, shorter: int) -> bool:
+    return 100 * longer <= (100 + _NEGLIGIBLE_PERCENT) * max(1, shorter)
+
+
+def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """Compute the number of rows of each replica.
+
+    Each gets one; the others go by weight, in whole rows by largest remainder. Equal
+    weights make the parts of `tfdp.training.data.rows`. A batch of fewer rows than
+    replicas has one for each of the first.
+
+    Args:
+        num_rows: Scalar int64 tensor, the rows of the batch.
+        weights: Tensor of shape `[num_replicas]`, int64, positive. The square of the
+            rows times the sum of the weights must stay below 2 ** 63.
+
+    Returns:
+        Tensor of shape `[num_replicas]`, int64, which sums to `num_rows`.
+
+    Example:
+
+    >>> rows_by_weight(10, [1000, 3000]).numpy().tolist()
+    [3, 7]
+    >>> rows_by_weight(10, [1, 9999, 10000]).numpy().tolist()
+    [1, 4, 5]
+
+    Source: largest remainders are the method of Hamilton and Hare.
+    """
+    num_rows = tf.cast(num_rows, tf.int64)
+    weights = tf.cast(weights, tf.int64)
+    count = tf.size(weights, tf.int64)
+    left = tf.maximum(num_rows - count, 0)
+    # By how much a replica's quota is above the row that it has in any case.
+    above = tf.maximum(weights * num_rows - tf.reduce_sum(weights), 0)
+    total = tf.maximum(tf.reduce_sum(above), 1)
+    whole, rest = above * left // total, above * left % total  # [num_replicas]
+    # Of equal remainders the first one comes first.
+    order = tf.argsort(rest, direction="DESCENDING", stable=True)
+    place = tf.cast(tf.math.invert_permutation(order), tf.int64)
+    rows = 1 + whole + tf.cast(place < left - tf.reduce_sum(whole), tf.int64)
+    one_each = tf.cast(tf.range(count) < num_rows, tf.int64)
+    return tf.where(num_rows < count, one_each, rows)
+
+
+def rows_of_ranks_by_weight(batch: Any, ranks: list[int], weights: tf.Tensor) -> tuple:
+    """Take the rows of some replicas from a nest of batched tensors.
+
+    Args:
+        batch: Nest of tensors, ragged or sparse ones too, with the rows along
+            the first axis; scalars and `None` are given to every replica.
+        ranks: List of ints, the replicas.
+        weights: Tensor of shape `[num_replicas]`, int64, see `rows_by_weight`.
+
+    Returns:
+        Tuple of such nests, one for each of `ranks`.
+
+    Example:
+
+    >>> parts = rows_of_ranks_by_weight(tf.range(8), [0, 1], [1, 3])
+    >>> [part.numpy().tolist() for part in parts]
+    [[0, 1], [2, 3, 4, 5, 6, 7]]
+    """
+
+    def take(tensor: Any, rank: int) -> Any:
+        if not has_rows(tensor):
+            # One object for all replicas would not be a value of each.
+            return tf.identity(tensor) if isinstance(tensor, tf.Tensor) else tensor
+        rows = rows_by_weight(count_of(tensor), weights)
+        return take_rows(tensor, tf.reduce_sum(rows[:rank]), rows[rank])
+
+    return tuple(
+        tf.nest.map_structure(lambda tensor, rank=rank: take(tensor, rank), batch)
+        for rank in ranks
+    )

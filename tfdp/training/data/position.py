@@ -1,0 +1,325 @@
+"""Position of `fit` in its data, which a resumed run restores.
+
+A pipeline with seeds gives the same batches again. So the position is the number of
+batches that were taken, and it is restored by skipping them. A shuffle with a seed has
+another order each time that the dataset is iterated over: the number of iterators is
+part of the position.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import _compat
+from tfdp.ground.text import pluralize
+from tfdp.training.data.batch_change import BatchChange, convert_position
+from tfdp.training.data.batch_sizes import batch_size_of
+from tfdp.training.data.determinism import (
+    SeededShuffle,
+    batch_dependence_of,
+    draws_seeds_once,
+    nondeterminism_of,
+)
+from tfdp.training.data.file_shards import FileShard
+
+_tracked: list[DataPosition | None] = []
+_NUM_BATCHES = "the number of batches"
+
+
+class DataPosition:
+    """DataPosition in the data of one `fit`.
+
+    Attributes:
+        exit_stack: `contextlib.ExitStack`, closed when `fit` ends, however it ends.
+        last_logs: Dict or `None`, the logs of the last batch before the run was
+            interrupted, while the epoch it was in goes on.
+        nondeterminism: String or `None`, what keeps the position from being restored.
+    """
+
+    def __init__(self) -> None:
+        self.exit_stack = contextlib.ExitStack()
+        self.last_logs: dict[str, Any] | None = None
+        self.nondeterminism: str | None = None
+        self._dependence: str | None = None
+        self.iterator: Any = None
+        self._make: Callable = iter
+        self._order: SeededShuffle | None = None
+        # The number of batches that each iterator has given so far.
+        self._taken: list[int] = []
+        self._skipped = 0
+        self._chosen_seed: int | None = None
+
+    def attach(
+        self,
+        iterator: Any,
+        chosen_seed: int | None = None,
+        worker_group: WorkerGroup | None = None,
+    ) -> None:
+        """Count the batches of an epoch iterator of Keras from now on.
+
+        Args:
+            iterator: `TFEpochIterator`, not begun yet.
+            chosen_seed: Int, the global seed that workers took for want of one of the
+                user's, another one in each run; or `None`. Defaults to `None`.
+            worker_group: `WorkerGroup` of workers, each of which may read data of
+                its own, or `None` for one worker. Defaults to `None`.
+        """
+        self.iterator = iterator
+        self._chosen_seed = chosen_seed
+        self._make = _compat.dataset_maker(iterator)
+        self._order = self._make if isinstance(self._make, SeededShuffle) else None
+        _compat.set_dataset_of_epoch(iterator, self._begin_iterator)
+        facts = {
+            "description": self._describe(),
+            "nondeterminism": self._own_nondeterminism(),
+            "dependence": self._own_batch_dependence(),
+            "batch size": self._batch_size(),
+        }
+        of_all: list[Any] = [facts]
+        if worker_group is not None:
+            of_all = worker_group.all_gather_values("the position in the data", facts)
+        self._descriptions = [item["description"] for item in of_all]
+        # If one worker cannot restore its position, none does.
+        self.nondeterminism = _first(item["nondeterminism"] for item in of_all)
+        self._dependence = _first(item["dependence"] for item in of_all)
+        self._first_batch_size = of_all[0]["batch size"]
+
+    @property
+    def dataset(self) -> Any:
+        """The distributed dataset that Keras iterates over in an epoch."""
+        return _compat.distributed_dataset(self.iterator)
+
+    def _own_nondeterminism(self) -> str | None:
+        adapter = self.iterator.data_adapter
+        source = _compat.source_of(adapter)
+        shuffles = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
+        has_order = self._order is not None or _compat.global_seed() is not None
+        is_py_dataset = hasattr(adapter, "py_dataset")
+        is_ordered = not shuffles or (has_order and not is_py_dataset)
+        return nondeterminism_of(
+            source, is_ordered=is_ordered, chosen_seed=self._chosen_seed
+        )
+
+    def fit_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `fit` that have to be equal in a resumed run."""
+        return {
+            "batch_size": self._first_batch_size,
+            "steps_per_epoch": self.iterator.steps_per_epoch,
+            "steps_per_execution": self.iterator.steps_per_execution,
+        }
+
+    def _batch_size(self) -> int | None:
+        dataset = _compat.source_of(self.iterator.data_adapter)
+        batch_size = getattr(self.iterator.data_adapter, "batch_size", None)
+        if batch_size is None and isinstance(dataset, tf.data.Dataset):
+            batch_size = batch_size_of(dataset)
+        return batch_size
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the position between two epochs, for JSON."""
+        return {
+            **_compat.epoch_progress(self.iterator),
+            "taken": list(self._taken),
+            "order": None if self._order is None else self._order.first,
+            "description": _one_if_alike(self._descriptions),
+        }
+
+    def difference_to(
+        self, snapshot: dict[str, Any], change: BatchChange | None = None
+    ) -> str | None:
+        """Describe how the data differs from that of a snapshot, or return `None`.
+
+        Args:
+            snapshot: Dict, what `snapshot` returned.
+            change: `BatchChange`, if batches have another size now. Defaults to
+                `None`.
+        """
+        difference = _difference(snapshot["description"], self._descriptions, change)
+        if difference is not None:
+            return difference
+        if (snapshot["order"] is None) != (self._order is None):
+            return "arrays are shuffled with another seed"
+        return self.nondeterminism or (None if change is None else self._dependence)
+
+    def convert_position(
+        self, snapshot: dict[str, Any], num_batches: int, change: BatchChange
+    ) -> tuple[dict[str, Any], int]:
+        """Convert a snapshot, and the batches since, to the present batch size."""
+        return convert_position(
+            snapshot,
+            num_batches,
+            change,
+            keeps_iterator=self.iterator.steps_per_epoch is not None,
+            group=self.iterator.steps_per_execution,
+        )
+
+    def _own_batch_dependence(self) -> str | None:
+        """Name what makes the order of the samples depend on the batch size."""
+        adapter = self.iterator.data_adapter
+        if self.iterator.steps_per_epoch and adapter.num_batches is not None:
+            return "the size of its batches has changed, and epochs end in its midst"
+        shuffles = getattr(adapter, "_shuffle", False)
+        source = _compat.source_of(adapter)
+        return batch_dependence_of(source, shuffles_batches=shuffles == "batch")
+
+    def restore(self, snapshot: dict[str, Any], num_batches: int) -> None:
+        """Restore a position, so that the next epoch goes on there.
+
+        Args:
+            snapshot: Dict, what `snapshot` returned when the epoch began.
+            num_batches: Int, batches of it that were taken since.
+        """
+        taken = snapshot["taken"]
+        if self._order is not None:
+            self._order.first = snapshot["order"]
+        keeps_one = self.iterator.steps_per_epoch is not None and bool(taken)
+        current = self._repeat(taken, keeps_one)
+        _compat.set_epoch_progress(self.iterator, snapshot, current)
+        self._skipped = num_batches
+
+    def restore_length(self, snapshot: dict[str, Any]) -> None:
+        """Restore only the length of an epoch: the data itself begins anew."""
+        _compat.set_epoch_progress(self.iterator, {**snapshot, "steps_seen": 0}, None)
+
+    def enumerate(self, batches: Iterator) -> Iterator:
+        """Iterate over an epoch of Keras, without the batches that were taken before.
+
+        Args:
+            batches: Iterator of Keras's: first and last step, and the data.
+        """
+        skipped, self._skipped = self._skipped, 0
+        for first, last, data in batches:
+            self._taken[-1] += last - first + 1
+            if first < skipped:
+                _skip(data, last - first + 1)
+            else:
+                yield first, last, data
+
+    def _begin_iterator(self) -> Any:
+        self._taken.append(0)
+        return self._make()
+
+    def _repeat(self, taken: list[int], keeps_one: bool) -> Any:
+        """Create the iterators of the epochs before, as far as they matter.
+
+        Returns:
+            The last one, at its position, if it is to be kept.
+        """
+        source = _compat.source_of(self.iterator.data_adapter)
+        is_dataset = isinstance(source, tf.data.Dataset)
+        matters = is_dataset and _compat.reshuffles(source)
+        reads = matters and not draws_seeds_once(source)
+        last = len(taken) - 1
+        for number in range(len(self._taken), len(taken)):
+            is_kept = keeps_one and number == last
+            if reads or is_kept:
+                if self._order is not None:
+                    self._order.epoch = number
+                current = iter(self._make())
+                _skip(current, taken[number])
+                if is_kept:
+                    self._taken = list(taken)
+                    return current
+            elif matters and taken[number]:
+                _compat.begin_shuffles(source)
+            elif matters:
+                # Keras made it and read nothing: of several shuffles only the last
+                # has drawn a seed.
+                iter(source)
+        self._taken = list(taken)
+        if self._order is not None:
+            self._order.epoch = len(taken)
+        return None
+
+    def _describe(self) -> dict[str, Any]:
+        """Return the properties that identify a pipeline."""
+        adapter = self.iterator.data_adapter
+        source = _compat.source_of(adapter)
+        is_dataset = isinstance(source, tf.data.Dataset)
+        seeds = _compat.shuffle_seeds(source) if is_dataset else []
+        uses_global = self._order is None and _compat.shuffles_arrays(adapter)
+        return {
+            "the kind of the data": type(source).__name__.strip("_"),
+            _NUM_BATCHES: adapter.num_batches,
+            "the seeds of `Dataset.shuffle`": [list(pair) for pair in seeds],
+            "the global seed": _compat.global_seed() if uses_global else None,
+            **(_describe_files(source) if is_dataset else {}),
+        }
+
+
+@contextlib.contextmanager
+def tracking(position: DataPosition | None) -> Iterator[None]:
+    """Attach a position to the next epoch iterator that Keras makes; or none."""
+    _tracked.append(position)
+    try:
+        yield
+    finally:
+        _tracked.pop()
+        if position is not None:
+            position.exit_stack.close()
+
+
+def current() -> DataPosition | None:
+    """Return the position of the running loop, or `None`."""
+    return _tracked[-1] if _tracked else None
+
+
+def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
+    """Enumerate Keras's batches of an epoch, in place of Keras's method."""
+    position = current()
+    batches = original(iterator)
+    if position is None or position.iterator is not iterator:
+        return batches
+    return position.enumerate(batches)
+
+
+def _describe_files(dataset: tf.data.Dataset) -> dict[str, Any]:
+    """Return the properties of the files that workers share, if they do."""
+    shard = FileShard.of_dataset(dataset)
+    if shard is None:
+        return {}
+    return {
+        "the set of files": shard.digest,
+        "the number of workers that share files": shard.num_workers,
+    }
+
+
+def _one_if_alike(descriptions: list[dict]) -> Any:
+    """Return one description where all workers' are equal, or else the list."""
+    alike = all(other == descriptions[0] for other in descriptions)
+    return descriptions[0] if alike else descriptions
+
+
+def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str | None:
+    """Describe how the data differs from a saved description, or return `None`."""
+    if isinstance(then, dict):
+        then = [then] * len(now)
+    if len(then) != len(now):
+        had = pluralize(len(then), "worker")
+        return f"{had} had data of their own, and there are {len(now)}"
+    for before, after in zip(then, now, strict=True):
+        for name, value in before.items():
+            is_alike = after.get(name) == value
+            if change is not None and name == _NUM_BATCHES:
+                is_alike = change.fits(value, after.get(name))
+            if not is_alike:
+                return f"{name} was {value} and is {after.get(name)}"
+    return None
+
+
+def _first(found: Iterable[str | None]) -> str | None:
+    """Return the first that is not `None`."""
+    return next((item for item in found if item is not None), None)
+
+
+def _skip(iterator: Any, count: int) -> None:
+    """Skip batches, or as many as there are."""
+    local = getattr(iterator, "components", iterator)
+    for _ in itertools.islice(local, count):
+        pass

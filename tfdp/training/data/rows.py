@@ -1,0 +1,389 @@
+"""Equal division of a global batch among replicas.
+
+The numbers of rows of two replicas differ by one at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdp.training.data.stages import of_element
+
+UNEQUAL_ROWS = (
+    "All parts of a batch must have the same number of rows, of which each replica "
+    "gets some."
+)
+# Between the names of parts in the error of a graph, which tells their rows after it.
+BETWEEN_NAMES = " | "
+
+
+class Part(NamedTuple):
+    """Which part of a global batch a worker's rows are.
+
+    Args:
+        total: Scalar int64 tensor, rows of the global batch.
+        static_total: Int, where all batches have as many rows, or `None`.
+        first_rank: Int, the replica that has the first of the worker's rows.
+        is_shared: Bool, whether the memory of the rows may be the user's own array,
+            and not that of a batch which has just been made.
+    """
+
+    total: tf.Tensor
+    static_total: int | None
+    first_rank: int
+    is_shared: bool
+
+
+class OtherRows(NamedTuple):
+    """A part of a batch that has another number of rows than its first part.
+
+    Args:
+        rows: Tensor, the rows of a replica, by the number that the part has.
+    """
+
+    rows: Any
+
+
+def divide_batches(
+    dataset: tf.data.Dataset,
+    ranks: list[int],
+    num_replicas: int,
+    *,
+    checks: bool | None = None,
+    others: Collection[int] = (),
+) -> tf.data.Dataset:
+    """Divide each global batch among ranks, and count its rows.
+
+    Args:
+        dataset: `tf.data.Dataset` of global batches.
+        ranks: List of ints.
+        num_replicas: Int, on all workers.
+        checks: Bool, whether the parts of a batch have to have equally many rows, but
+            those that are known to have another number, which divides as that does.
+            Defaults to `None`: where there are several replicas.
+        others: Collection of ints, the places of flat parts that are divided by
+            themselves, each an `OtherRows`. Defaults to none.
+
+    Returns:
+        `tf.data.Dataset` of pairs, as long as `dataset`: a tuple with the rows of each
+        rank, and the number of rows of the global batch, a float32 scalar.
+
+    Raises:
+        ValueError: If the parts of a batch are known to differ in their rows. If
+            only a batch itself shows it, `tf.errors.InvalidArgumentError` when it
+            is read.
+    """
+    if checks is None:
+        checks = num_replicas > 1
+    if checks:
+        alike = _without_others(dataset.element_spec, num_replicas, others)
+        check_parts(alike)
+
+    def divide(element: Any) -> Any:
+        if checks:
+            _assert_rows(
+                {n: p for n, p in parts_with_rows(element).items() if n in alike}
+            )
+        parts = tuple(
+            _marked(rows_of_rank(element, rank, num_replicas), others) for rank in ranks
+        )
+        # Stateful, so that TensorFlow keeps from parallel calls, which read ahead.
+        return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
+
+    return dataset.map(of_element(dataset, divide))
+
+
+def flatten_local_replicas(divided: tf.data.Dataset) -> tf.data.Dataset:
+    """Make one element of the rows of each rank.
+
+    Args:
+        divided: `tf.data.Dataset` as `divide_batches` returns it.
+
+    Returns:
+        `tf.data.Dataset`, as many times longer as there are ranks.
+
+    Example:
+
+    >>> batches = tf.data.Dataset.range(5).batch(5)
+    >>> rows = flatten_local_replicas(divide_batches(batches, [0, 1], 2))
+    >>> [part.tolist() for part in rows.as_numpy_iterator()]
+    [[0, 1, 2], [3, 4]]
+    """
+
+    def of_ranks(parts: tuple, total: tf.Tensor) -> tf.data.Dataset:
+        del total
+        joined = tf.data.Dataset.from_tensors(parts[0])
+        for part in parts[1:]:
+            joined = joined.concatenate(tf.data.Dataset.from_tensors(part))
+        return joined
+
+    return divided.flat_map(of_ranks)
+
+
+def rows_of_rank(
+    batch: Any, rank: int, num_replicas: int, part: Part | None = None
+) -> Any:
+    """Take the rows of one replica from a nest of batched tensors.
+
+    Args:
+        batch: Nest of tensors, ragged or sparse ones too, with the rows along
+            the first axis; scalars and `None` are given to every replica.
+        rank: Int, the replica.
+        num_replicas: Int, on all workers.
+        part: `Part` or `None`. Defaults to `None`: `batch` is a global batch.
+
+    Returns:
+        The same nest.
+    """
+
+    def take(tensor: Any) -> Any:
+        if not has_rows(tensor):
+            return tensor
+        total = count_of(tensor) if part is None else part.total
+        begin, size = _bounds(total, rank, num_replicas)
+        if part is not None:
+            begin -= _bounds(total, part.first_rank, num_replicas)[0]
+        rows = take_rows(tensor, begin, size)
+        if isinstance(tensor, tf.RaggedTensor) or tensor.shape.rank is None:
+            return rows
+        static = tensor.shape[0] if part is None else part.static_total
+        shape = [_static_num_rows(static, num_replicas), *tensor.shape[1:]]
+        rows.set_shape(shape)
+        if isinstance(tensor, tf.SparseTensor):
+            return rows
+        if shape[0] is None:
+            # Replicas that knew different numbers could trace different steps, of
+            # which only some have a collective.
+            rows = tf.compat.v1.placeholder_with_default(rows, shape)
+        # A slice shares the memory of the batch, which may be the user's own
+        # array; operations that work in place would overwrite it.
+        is_shared = part is None or part.is_shared
+        return tf.raw_ops.DeepCopy(x=rows) if is_shared and _can_copy(rows) else rows
+
+    return tf.nest.map_structure(take, batch)
+
+
+def has_rows(tensor: Any) -> bool:
+    """Return whether a leaf of a batch is divided among replicas.
+
+    Scalars are not, nor is what stands for `None`.
+    """
+    shape = getattr(tensor, "shape", None)
+    return shape is not None and tf.TensorShape(shape).rank != 0
+
+
+def check_parts(parts: dict[str, Any]) -> None:
+    """Raise if parts of a batch have different numbers of rows, as far as known.
+
+    Args:
+        parts: Dict of arrays, tensors or their specs, by name.
+
+    Raises:
+        ValueError: If they differ, with the rows of each part.
+
+    Example:
+
+    >>> check_parts({"x": tf.zeros([8, 3]), "y": tf.zeros([6])})
+    Traceback (most recent call last):
+    ...
+    ValueError: All parts of a batch must have the same number of rows, of which \
+each replica gets some. Received: x with 8 rows, y with 6
+    """
+    rows = {name: tf.TensorShape(part.shape)[0] for name, part in parts.items()}
+    known = {name: size for name, size in rows.items() if size is not None}
+    if len(set(known.values())) > 1:
+        raise ValueError(unequal_rows(list(known), list(known.values())))
+
+
+def unequal_rows(names: list[str], rows: list[int]) -> str:
+    """Format the error message of parts of a batch with different numbers of rows."""
+    (first, most), *others = zip(names, rows, strict=True)
+    unit = "row" if most == 1 else "rows"
+    listed = [f"{first} with {most} {unit}", *(f"{n} with {r}" for n, r in others)]
+    return f"{UNEQUAL_ROWS} Received: {', '.join(listed)}"
+
+
+def parts_with_rows(batch: Any, name: str = "batch") -> dict[str, Any]:
+    """Return the leaves of a batch that are divided among replicas, by name.
+
+    Args:
+        batch: Nest of arrays, tensors or their specs.
+        name: String, name of the batch. Defaults to `"batch"`.
+
+    Example:
+
+    >>> list(parts_with_rows(({"a": tf.zeros([8, 3])}, None, tf.zeros([8]))))
+    ["batch[0]['a']", 'batch[2]']
+    """
+    leaves = named_leaves(batch, name)
+    return {where: leaf for where, leaf in leaves.items() if has_rows(leaf)}
+
+
+def named_leaves(nest: Any, name: str = "") -> dict[str, Any]:
+    """Return the leaves of a nest by a name and their places in it."""
+    return {
+        name + "".join(f"[{step!r}]" for step in path): leaf
+        for path, leaf in keras.tree.flatten_with_path(nest)
+    }
+
+
+def _marked(batch: Any, others: Collection[int]) -> Any:
+    if not others:
+        return batch
+    parts = [
+        OtherRows(part) if place in others else part
+        for place, part in enumerate(tf.nest.flatten(batch))
+    ]
+    return tf.nest.pack_sequence_as(batch, parts)
+
+
+def _without_others(
+    spec: Any, num_replicas: int, others: Collection[int]
+) -> dict[str, Any]:
+    """Return the parts that must have as many rows as the first one.
+
+    Dense parts that always have another number of rows, as two datasets of other batch
+    sizes have that are zipped, are divided by themselves where all numbers divide.
+    """
+    without_rows = tf.TensorSpec([])
+    flat = [
+        without_rows if place in others else part
+        for place, part in enumerate(tf.nest.flatten(spec))
+    ]
+    parts = parts_with_rows(tf.nest.pack_sequence_as(spec, flat))
+    first = _static_num_rows(
+        _first_size(next(iter(parts.values()), None)), num_replicas
+    )
+    if first is None or num_replicas == 1:
+        return parts
+    return {
+        name: part
+        for name, part in parts.items()
+        if not isinstance(part, tf.TensorSpec)
+        or _static_num_rows(part.shape[0], num_replicas) in (None, first)
+    }
+
+
+def _first_size(part: Any) -> int | None:
+    return None if part is None else tf.TensorShape(part.shape)[0]
+
+
+def _assert_rows(parts: dict[str, Any]) -> None:
+    """Assert in a graph that parts have equal numbers of rows, unless all is known."""
+    static = {part.shape[0] for part in parts.values()}
+    if len(parts) < 2 or (len(static) == 1 and None not in static):
+        return
+    counts = tf.stack([count_of(part) for part in parts.values()])  # [num_parts]
+    text = f"{UNEQUAL_ROWS} Received: {BETWEEN_NAMES.join(parts)} with"
+    are_equal = tf.reduce_all(counts == counts[0])
+    tf.debugging.Assert(are_equal, [text, counts], summarize=len(parts))
+
+
+def count_of(tensor: Any) -> tf.Tensor:
+    """Count the rows of a tensor, ragged or sparse ones too: scalar, int64."""
+    if isinstance(tensor, tf.SparseTensor):
+        return tensor.dense_shape[0]
+    if isinstance(tensor, tf.RaggedTensor):
+        return tensor.nrows()
+    return tf.shape(tensor, tf.int64)[0]
+
+
+def take_rows(tensor: Any, begin: tf.Tensor, size: tf.Tensor) -> Any:
+    """Take rows of a tensor, ragged or sparse ones too.
+
+    Args:
+        tensor: The tensor.
+        begin: Scalar int64 tensor, the first row.
+        size: Scalar int64 tensor, number of rows.
+    """
+    if isinstance(tensor, tf.SparseTensor):
+        rest = tf.cast(tensor.dense_shape[1:], tf.int64)
+        start = tf.concat([[begin], tf.zeros_like(rest)], 0)
+        rows = tf.sparse.slice(tensor, start, tf.concat([[size], rest], 0))
+        # The slice forgets the length of every axis, from which Keras builds layers.
+        rows.set_shape([None, *tensor.shape[1:]])
+        return rows
+    return tensor[begin : begin + size]
+
+
+def first_tensor(batch: Any) -> Any:
+    """Return the first tensor of a nest that has rows, or `None`."""
+    for item in tf.nest.flatten(batch):
+        if tf.is_tensor(item) and item.shape.rank != 0:
+            return item
+    return None
+
+
+def num_rows(tensor: Any) -> tf.Tensor:
+    """Count the rows of a tensor, ragged or sparse ones too: scalar, float32."""
+    is_dense = not isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor))
+    count = tf.shape(tensor)[0] if is_dense else count_of(tensor)
+    return tf.cast(count, tf.float32)
+
+
+def _bounds(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
+    num_rows = tf.cast(num_rows, tf.int64)
+    least, extra = num_rows // num_replicas, num_rows % num_replicas
+    begin = rank * least + tf.minimum(tf.cast(rank, tf.int64), extra)
+    return begin, least + tf.cast(rank < extra, tf.int64)
+
+
+def bounds_of_ranks(
+    num_rows: Any, ranks: Sequence[int], num_replicas: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Compute which rows of a batch consecutive replicas have.
+
+    Args:
+        num_rows: Int or scalar tensor, rows of the global batch.
+        ranks: Sequence of ints.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        Pair of scalar int64 tensors, the first row and the one after the last.
+
+    Example:
+
+    >>> [int(bound) for bound in bounds_of_ranks(5, [1, 2], 3)]
+    [2, 5]
+    """
+    begin, _ = _bounds(num_rows, ranks[0], num_replicas)
+    last, size = _bounds(num_rows, ranks[-1], num_replicas)
+    return begin, last + size
+
+
+def rows_of_worker(num_rows: int, ranks: Sequence[int], num_replicas: int) -> range:
+    """Compute which rows of a batch a worker's replicas have, without TensorFlow.
+
+    Args:
+        num_rows: Int, rows of the global batch.
+        ranks: Sequence of ints, consecutive.
+        num_replicas: Int, on all workers.
+
+    Example:
+
+    >>> rows_of_worker(5, [1, 2], 3)
+    range(2, 5)
+    """
+    least, extra = divmod(num_rows, num_replicas)
+    begin, end = ranks[0], ranks[-1] + 1
+    return range(begin * least + min(begin, extra), end * least + min(end, extra))
+
+
+def rows_to_read(num_rows: int, ranks: Sequence[int], num_replicas: int) -> range:
+    """Return `rows_of_worker`, or where it has none one row, which tells shapes."""
+    own = rows_of_worker(num_rows, ranks, num_replicas)
+    start = min(own.start, num_rows - 1)
+    return range(start, max(own.stop, start + 1))
+
+
+def _static_num_rows(rows: int | None, num_replicas: int) -> int | None:
+    """Return the rows of a replica where they are known and equal for all."""
+    return None if rows is None or rows % num_replicas else rows // num_replicas
+
+
+def _can_copy(tensor: tf.Tensor) -> bool:
+    return tensor.dtype not in (tf.string, tf.resource, tf.variant)

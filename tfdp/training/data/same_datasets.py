@@ -1,0 +1,191 @@
+"""Comparison of the workers' datasets: order, shards, length and rows of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.coordination.differences import describe_difference
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import _compat, user_code
+from tfdp.ground.base import loops
+from tfdp.training.data.batch_sizes import describe_sizes, sizes_of_batches
+from tfdp.training.data.element_specs import describe_spec, without_unknown_sizes
+from tfdp.training.data.fingerprints import ArrayValues, find_difference
+from tfdp.training.data.lengths import Length
+from tfdp.training.data.per_replica_dataset import ReadOptions
+from tfdp.training.data.stages import is_of_arrays
+
+_TOPIC = "a dataset's order and length"
+
+
+def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
+    """Compare a dataset with those of the other workers.
+
+    Returns:
+        `ReadOptions`: whether some workers may run out of data before others, and
+        whether their batches have equally many rows.
+
+    Raises:
+        ValueError: If workers would shuffle differently, or have other elements, or
+            make them of tensors with other values.
+    """
+    worker_group = strategy.extended.worker_group
+    if worker_group.num_workers == 1:
+        return ReadOptions(asks_workers=False)
+    values = values_of_sources(dataset)
+    own = [
+        _compat.shuffle_seeds(dataset),
+        int(dataset.cardinality().numpy()),
+        sizes_of_batches(dataset),
+        _compat.shards_of(dataset),
+        describe_spec(dataset.element_spec),
+        values.fingerprints(),
+    ]
+    told = worker_group.all_gather_values(_TOPIC, own)
+    seeds, lengths, sizes, shards, specs, sources = zip(*told, strict=True)
+    check_same_elements(worker_group, specs)
+    _check_same_shuffle(list(seeds))
+    check_not_sharded(shards)
+    check_same_values(worker_group, _TOPIC, sources, values)
+    if _lengths_differ(strategy, list(lengths)):
+        return ReadOptions(asks_workers=True, same_rows=False)
+    return ReadOptions(asks_workers=False, same_rows=_same_rows(sizes))
+
+
+def values_of_sources(dataset: tf.data.Dataset) -> ArrayValues:
+    """Return the values of the tensors and file names that a dataset is made of.
+
+    What `map` and the like make of them may be random and differ. Arrays that `fit` was
+    given are compared before, see `tfdp.training.keras_hooks.loop_agreement`.
+    """
+    is_of_fit = any(is_of_arrays(part) for part in _compat.dataset_inputs(dataset))
+    sources = {} if is_of_fit else _compat.sources_of(dataset)
+    return ArrayValues(sources, are_sources=True)
+
+
+def check_same_values(
+    worker_group: WorkerGroup, topic: str, told: Sequence[dict], values: ArrayValues
+) -> None:
+    """Raise if data that all workers should read alike has other values on some.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        topic: String, what is compared, for messages.
+        told: Sequence, for each worker the fingerprints of its values.
+        values: `ArrayValues` of this worker.
+
+    Raises:
+        ValueError: If so.
+    """
+    found = find_difference(worker_group, topic, told, values)
+    if found:
+        worker_group.leave()
+        raise ValueError(
+            "Workers have data of different values, so that some rows would be read "
+            "twice and others never. Draw, shuffle, split and list data alike on every "
+            "worker, by one seed and in sorted order, or give each a `tf.data.Dataset` "
+            f"of its own with `AutoShardPolicy.OFF`. Received: {found}"
+        )
+
+
+def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> None:
+    """Raise if elements have another structure, dtype or shape on some worker.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        specs: Sequence, for each worker the description of its elements.
+
+    Raises:
+        ValueError: If so: steps would differ, of which some wait for ever.
+    """
+    found = describe_difference(dict(enumerate(without_unknown_sizes(specs))))
+    if found:
+        worker_group.leave()
+        raise ValueError(
+            "Workers have datasets of different elements. Every worker has to make the "
+            f"same pipeline. Received: batch{found}"
+        )
+
+
+def _check_same_shuffle(seeds: list) -> None:
+    """Raise if workers would shuffle a dataset differently."""
+    unseeded = any([0, 0] in own for own in seeds)
+    if unseeded or any(own != seeds[0] for own in seeds):
+        raise ValueError(
+            "Workers would shuffle this dataset differently, so that samples are "
+            "read twice or not at all. Give `shuffle` the same `seed` on every "
+            "worker, or make the dataset after the strategy, which agrees on "
+            f"one. Received: the seeds {seeds[0]} on worker 0, {seeds[-1]} on "
+            f"worker {len(seeds) - 1}"
+        )
+
+
+def check_not_sharded(shards: Sequence[list]) -> None:
+    """Warn if each worker has a shard of the data, of which it would train on a part.
+
+    Args:
+        shards: Sequence, for each worker the number of shards and the index of each
+            `Dataset.shard` in its dataset.
+    """
+    if all(own == shards[0] for own in shards):
+        return
+    calls = ", ".join(
+        f"{_shard_calls(own)} on worker {rank}" for rank, own in enumerate(shards)
+    )
+    user_code.warn(
+        "This dataset is divided twice, so that some of its elements are never read: "
+        "each worker has a shard of its own, and takes its rows of each batch of that. "
+        "Leave `shard` out, and batch by the global batch size on every worker; or "
+        f"keep it and set `AutoShardPolicy.OFF`. Received: {calls}"
+    )
+
+
+def _shard_calls(shards: list) -> str:
+    calls = [f"`shard({count}, {index})`" for count, index in shards]
+    return ", ".join(calls) or "no `shard`"
+
+
+def stops_at_shortest(strategy: Any) -> bool:
+    """Return whether the data ends for all workers with the shortest.
+
+    Only that which a `fit` trains on: all other samples count, each by itself.
+    """
+    is_for_training = loops.awaiting_training_data() is not None
+    return is_for_training and strategy.extended.options.uneven == "stop"
+
+
+def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
+    """Return whether some workers may run out of data before others."""
+    same = len(set(lengths)) == 1
+    # `epochs` warns of batches that are dropped, where their number is known.
+    if not same and not stops_at_shortest(strategy):
+        listed = ", ".join(
+            f"{Length.of_cardinality(n)} on worker {r}" for r, n in enumerate(lengths)
+        )
+        user_code.warn(
+            "Workers have datasets of different length; each should read the same "
+            "global batches. All go on until the longest ends, those without data "
+            f"with empty batches. Received batches: {listed}"
+        )
+    return not same or lengths[0] == tf.data.UNKNOWN_CARDINALITY
+
+
+def _same_rows(sizes: Sequence[dict[str, Any] | None]) -> bool:
+    """Return whether batches are known to have equally many rows on all workers."""
+    known = [each for each in sizes if each is not None]
+    if len(known) < len(sizes):
+        return False
+    same = all(each == known[0] for each in known)
+    if not same:
+        listed = ", ".join(
+            f"{describe_sizes(each)} on worker {r}" for r, each in enumerate(known)
+        )
+        user_code.warn(
+            "Workers have datasets with batches of different sizes; each should read "
+            "the same global batches, of which it takes its rows, or data of its own "
+            f"with `AutoShardPolicy.OFF`. Received: {listed}"
+        )
+    return same

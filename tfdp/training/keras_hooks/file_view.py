@@ -1,0 +1,299 @@
+"""Keras optimizer that files hold, as a view of a `DistributedOptimizer`.
+
+That is what files hold: accumulation as `gradient_accumulation_steps`, loss scaling
+as a `LossScaleOptimizer`, sharded state as if it were whole. What is loaded into the
+view goes back the same way, and what a built optimizer had is taken over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdp.ground import _compat
+from tfdp.ground.base.context import num_replicas_of
+from tfdp.ground.base.param_groups import innermost, is_multi
+from tfdp.training.sharding import ShardedState
+from tfdp.training.sharding.full_state import FullState
+from tfdp.training.sharding.state_tensors import StateTensor
+from tfdp.training.step.accumulation import AccumulationState
+from tfdp.training.step.loss_scale import LossScale, LossScaling
+
+
+class VariableView:
+    """Stand-in for a variable: read when a file is written, assigned on loading.
+
+    Args:
+        name: String.
+        shape: Tuple of ints.
+        read: Callable that returns the value as an array.
+        write: Callable that takes a loaded array.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], read: Callable, write: Callable
+    ) -> None:
+        self.name = self.path = name
+        self.shape = shape
+        self.numpy = read
+        self.assign = write
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        del copy
+        return np.asarray(self.numpy(), dtype)
+
+
+def keras_view(distributed: Any, full_state: FullState) -> Any:
+    """Make the optimizer that a file should hold, sharing the state of another.
+
+    Args:
+        distributed: `DistributedOptimizer`, built or not.
+        full_state: `FullState`, what is known of sharded state.
+
+    Returns:
+        A Keras optimizer of the class of the wrapped one, or a
+        `LossScaleOptimizer` around it.
+    """
+    view, features = distributed.inner_optimizer, distributed.features
+    if distributed.is_sharded:
+        view = _with_full_state(view, distributed.shards, full_state)
+    if features.steps > 1:
+        view = _accumulating(
+            view, features.steps, accumulated_gradients_of(distributed, full_state)
+        )
+    scaling, scale = features.scaling, features.scale
+    if scaling is None:
+        return view
+    if scaling.growth_steps is None:
+        return _compat.with_fixed_scale(view, scaling.initial_scale)
+    return _compat.loss_scale_optimizer(
+        view,
+        initial_scale=scaling.initial_scale,
+        growth_steps=scaling.growth_steps,
+        counters=None if scale is None else (scale.good_steps, scale.value),
+    )
+
+
+def sharded_tensors(distributed: Any) -> list[StateTensor]:
+    """State tensors that are sharded: slots, and gradients accumulated in shards.
+
+    Args:
+        distributed: `DistributedOptimizer`.
+
+    Returns:
+        List of `StateTensor`, empty where every replica has everything.
+    """
+    shards, accumulation = distributed.shards, distributed.features.accumulation
+    if shards is None:
+        return []
+    tensors = shards.tensors()
+    if distributed.accumulates_sums and accumulation is not None:
+        tensors += shards.accumulated(accumulation.sums).values()
+    return tensors
+
+
+def _with_full_state(
+    optimizer: Any, shards: ShardedState, full_state: FullState
+) -> Any:
+    """View of an optimizer with sharded state, as if its slots were whole.
+
+    Args:
+        optimizer: The user's Keras optimizer.
+        shards: `ShardedState`, where its state lies.
+        full_state: `FullState`, what is known of it.
+
+    Returns:
+        A Keras optimizer of the same class.
+    """
+    views = {}
+    for group in innermost(optimizer):
+        sharded = shards.parts.get(id(group))
+        views[id(group)] = group
+        if sharded is not None:
+            entries = [_view_of(tensor, full_state) for tensor in shards.state(sharded)]
+            num_averages = len(sharded.variables) if group.use_ema else 0
+            views[id(group)] = _compat.with_state(group, entries, num_averages)
+    if not is_multi(optimizer):
+        return views[id(optimizer)]
+    return _compat.multi_with_parts(optimizer, views, None)
+
+
+def _view_of(tensor: StateTensor, full_state: FullState) -> VariableView:
+    def write(value: Any) -> None:
+        flat = np.asarray(value).ravel()
+        for shard in tensor.local_shards:
+            shard.write(flat[shard.start : shard.stop])
+
+    return VariableView(
+        tensor.name, tensor.shape, lambda: full_state.read(tensor), write
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulatedGradients:
+    """Accumulated gradients, as one device would hold them."""
+
+    accumulation: AccumulationState
+    scale: LossScale | None
+    num_replicas: int
+    # Each with what is known of it, where slices are accumulated.
+    slices: list[tuple[StateTensor, FullState]] | None = None
+
+    @property
+    def steps(self) -> int:
+        return int(self.accumulation.steps.numpy())
+
+    def view_of_sum(self, index: int) -> VariableView:
+        """View of the sum over replicas, of which each holds an N-th between steps.
+
+        Keras accumulates unscaled gradients, tfdp scaled ones.
+        """
+        if self.slices is not None:
+            # Slices are those of the sum over replicas, and each has one owner.
+            inner, divisor = _view_of(*self.slices[index]), 1
+        else:
+            inner = self._local_sum(self.accumulation.sums[index])
+            divisor = self.num_replicas
+
+        def factor() -> float:
+            return 1.0 if self.scale is None else float(self.scale.value.numpy())
+
+        def read() -> np.ndarray:
+            total = inner.numpy()
+            total = total / np.asarray(factor(), total.dtype)
+            # An overflow would be skipped here; Keras looks at new gradients only.
+            return total if np.isfinite(total).all() else np.zeros_like(total)
+
+        def write(value: Any) -> None:
+            inner.assign(np.asarray(value) * (factor() / divisor))
+
+        return VariableView(inner.path, inner.shape, read, write)
+
+    def _local_sum(self, variable: Any) -> VariableView:
+        return VariableView(
+            variable.path,
+            tuple(variable.shape),
+            lambda: _compat.sum_of_local_parts(variable, self.num_replicas),
+            variable.assign,
+        )
+
+    def counter(self, iterations: Any) -> VariableView:
+        """View of the counter of updates as one of micro-batches, as Keras has it."""
+        count = self.accumulation.count
+
+        def read() -> np.ndarray:
+            updates = int(iterations.numpy())
+            return np.asarray(updates * self.steps + int(count.numpy()))
+
+        def write(value: Any) -> None:
+            updates, rest = divmod(int(np.asarray(value)), self.steps)
+            iterations.assign(updates)
+            count.assign(rest)
+
+        return VariableView(iterations.path, (), read, write)
+
+
+def accumulated_gradients_of(
+    distributed: Any, full_state: FullState
+) -> AccumulatedGradients | None:
+    """Accumulated gradients of a `DistributedOptimizer`, or `None`."""
+    features, shards = distributed.features, distributed.shards
+    accumulation, slices = features.accumulation, None
+    if accumulation is None:
+        return None
+    if distributed.accumulates_sums:
+        tensors = shards.accumulated(accumulation.sums)
+        trained = _compat.trained_by(distributed)
+        slices = [(tensors[id(variable)], full_state) for variable in trained]
+    replicas = num_replicas_of(distributed)
+    return AccumulatedGradients(accumulation, features.scale, replicas, slices)
+
+
+def _accumulating(optimizer: Any, steps: int, sums: AccumulatedGradients | None) -> Any:
+    parts = innermost(optimizer)
+    views = {id(p): _accumulating_view(optimizer, p, steps, sums) for p in parts}
+    if not is_multi(optimizer):
+        return views[id(optimizer)]
+    counter = sums and sums.counter(_compat.own_variables(optimizer)[0])
+    return _compat.multi_with_parts(optimizer, views, counter)
+
+
+def _accumulating_view(
+    outer: Any, optimizer: Any, steps: int, sums: AccumulatedGradients | None
+) -> Any:
+    """View of an optimizer with the variables of Keras's accumulation."""
+    if sums is None:
+        return _compat.as_accumulating(optimizer, steps, None)
+    entries = [
+        sums.view_of_sum(_compat.index_in(outer, variable))
+        for variable in _compat.trained_by(optimizer)
+    ]
+    own = _compat.own_variables(optimizer)
+    head = _compat.num_variables_before_accumulators(optimizer)
+    variables = [sums.counter(own[0]), *own[1:head], *entries, *own[head:]]
+    return _compat.as_accumulating(optimizer, steps, variables)
+
+
+def take_accumulated_gradients(
+    optimizer: Any,
+    steps: int,
+    accumulation: AccumulationState | None,
+    trained: list[Any],
+    scale: float,
+) -> None:
+    """Move what a built optimizer has accumulated, and free its accumulators.
+
+    Args:
+        optimizer: Keras optimizer, maybe built for `gradient_accumulation_steps`.
+        steps: Int, those.
+        accumulation: `AccumulationState` to fill, or `None` where there is none.
+        trained: List of the variables whose sums it holds.
+        scale: Float, the loss scale, by which Keras had divided.
+    """
+    positions = {id(variable): index for index, variable in enumerate(trained)}
+    parts = [group for group in innermost(optimizer) if _compat.has_accumulators(group)]
+    for group in parts:
+        sums = _compat.take_accumulators(group)
+        iterations = _compat.own_variables(group)[0]
+        updates, count = divmod(int(iterations.numpy()), steps)
+        iterations.assign(updates)
+        if accumulation is None:
+            continue
+        accumulation.count.assign(count)
+        for variable, total in zip(_compat.trained_by(group), sums, strict=True):
+            if total is not None:
+                own = accumulation.sums[positions[id(variable)]]
+                _compat.copy_local_parts(total, own, scale)
+    if parts and is_multi(optimizer):
+        iterations = _compat.own_variables(optimizer)[0]
+        iterations.assign(int(iterations.numpy()) // steps)
+
+
+def loss_scaling_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScaling:
+    """Settings of Keras's loss scaling."""
+    return LossScaling(
+        initial_scale=float(optimizer.initial_scale),
+        growth_steps=int(optimizer.dynamic_growth_steps),
+    )
+
+
+def pop_accumulation_steps(optimizer: Any) -> int:
+    """Remove `gradient_accumulation_steps` from an optimizer, and return it.
+
+    Raises:
+        ValueError: If the optimizers of a `MultiOptimizer` have different ones.
+    """
+    parts = innermost(optimizer)
+    found = {group.gradient_accumulation_steps or 1 for group in parts}
+    if len(found) > 1:
+        raise ValueError(
+            "The optimizers of a `MultiOptimizer` must accumulate alike. Received: "
+            f"gradient_accumulation_steps={sorted(found)}"
+        )
+    for group in parts:
+        group.gradient_accumulation_steps = None
+    return found.pop() if found else 1

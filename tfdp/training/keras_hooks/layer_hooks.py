@@ -1,0 +1,252 @@
+"""Layers under several replicas: moments, convolutions, seeds.
+
+Each function that `tfdp.training.keras_hooks.install` names takes the place of one of
+Keras, is called with the original first, and hands over to it where no tfdp strategy is
+in force.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base import loops, program_trace, xla
+from tfdp.ground.base.context import is_tfdp, replica_context
+from tfdp.training.reduction.training_group import training_group
+
+# An odd number far from the increments of the counter beside it.
+_SEED_STRIDE = 1_000_003
+
+
+def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
+    """Synchronized moments, by one all-reduce in place of three."""
+    if program_trace.current() is not None and replica_context() is not None:
+        return synchronized_moments(_OneDevice(), x, axes, keepdims)
+    context = replica_context()
+    if context is None:
+        return original(x, axes, keepdims)
+    return synchronized_moments(context, x, axes, keepdims)
+
+
+def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
+    """Masked moments over the global batch; Keras takes the replica's own samples."""
+    is_synchronized = _is_synchronized(layer)
+    if (trace := program_trace.current()) is not None:
+        if is_synchronized or trace.is_eager:
+            return original(layer, inputs, mask)
+        return _moments_of_own_rows(original, layer, inputs, mask)
+    context = replica_context()
+    if context is not None and is_synchronized and not layer.synchronized:
+        mask = tf.ones(tf.shape(inputs)[:-1], tf.bool) if mask is None else mask
+    if context is None or mask is None or not is_synchronized:
+        return original(layer, inputs, mask)
+    kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
+    axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
+    return synchronized_masked_moments(context, inputs, mask, axes)
+
+
+def normalize(
+    original: Callable, layer: Any, inputs: Any, training: Any = None, mask: Any = None
+) -> Any:
+    """Normalize the rows of each replica by themselves, in an eager step of all."""
+    trace = program_trace.current()
+    is_eager = trace is not None and trace.is_eager
+    counts = trace.row_counts if is_eager else []  # type: ignore[union-attr]
+    is_local = bool(training) and layer.trainable and not _is_synchronized(layer)
+    if len(counts) < 2 or not is_local:
+        return original(layer, inputs, training=training, mask=mask)
+    each, begin, outputs = inputs.shape[0] // sum(counts), 0, []
+    statistics = list(layer.non_trainable_variables)
+    before = [tf.convert_to_tensor(variable) for variable in statistics]
+    means = [tf.zeros_like(value) for value in before]
+    for count in filter(None, counts):
+        own = slice(begin, begin + count * each)
+        begin = own.stop
+        masked = None if mask is None else mask[own]
+        for variable, value in zip(statistics, before, strict=True):
+            variable.assign(value)
+        outputs.append(original(layer, inputs[own], training=training, mask=masked))
+        for index, variable in enumerate(statistics):
+            means[index] += tf.convert_to_tensor(variable) * (count / sum(counts))
+    for variable, mean in zip(statistics, means, strict=True):
+        variable.assign(mean)
+    return tf.concat(outputs, axis=0)
+
+
+def _is_synchronized(layer: Any) -> bool:
+    """Whether moments are global, by the layer or by an option of the strategy."""
+    strategy = tf.distribute.get_strategy()
+    by_option = is_tfdp(strategy) and strategy.extended.options.sync_batch_norm
+    return layer.synchronized or by_option
+
+
+def rematerialize(original: Callable, function: Callable) -> Callable:
+    """Compute a function again for the backward pass, keyword arguments or not.
+
+    In a graph TensorFlow's `recompute_grad` takes none.
+    """
+    if not is_tfdp(tf.distribute.get_strategy()):
+        return original(function)
+
+    @functools.wraps(function)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(function)
+        def with_keywords(*inputs: Any) -> Any:
+            return function(*inputs, **kwargs)
+
+        return original(with_keywords)(*args)
+
+    return compute
+
+
+def give_a_row(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give a replica without samples a row to convolve or pool, and no row back.
+
+    TensorFlow's convolutions by oneDNN, in float32 on CPUs, return the shape of
+    their input where that has no rows, and the layers behind them fail; the gradient
+    of its pooling ends the process. Seen with TensorFlow 2.19 to 2.21;
+    tests/keras_hooks/cases_normalization.py guards it.
+    """
+    if not _may_be_empty(inputs):
+        return original(inputs, *args, **kwargs)
+    is_empty = tf.equal(tf.shape(inputs)[0], 0)
+
+    def one_row() -> tf.Tensor:
+        shape = tf.concat([[1], tf.shape(inputs)[1:]], axis=0)
+        return tf.zeros(shape, inputs.dtype)
+
+    fed = tf.cond(is_empty, one_row, lambda: tf.identity(inputs))
+    result = original(tf.ensure_shape(fed, inputs.shape), *args, **kwargs)
+    kept = tf.cond(is_empty, lambda: result[:0], lambda: tf.identity(result))
+    return tf.ensure_shape(kept, result.shape)
+
+
+def _may_be_empty(inputs: Any) -> bool:
+    context = replica_context()
+    if context is None or context.num_replicas_in_sync == 1 or xla.is_tracing():
+        return False
+    if program_trace.current() is not None:
+        return False
+    rows = tf.convert_to_tensor(inputs).shape[0]
+    device = tf.distribute.get_strategy().extended.group.devices[0]
+    return not rows and _compat.device_type(device) == "CPU"
+
+
+def draw_seed(original: Callable, seed: Any) -> Any:
+    """Give each replica random numbers of its own, the first those of one device."""
+    drawn = original(seed)
+    if (trace := program_trace.current()) is not None:
+        if loops.in_steps_alone():
+            drawn += _seed_of_group(trace, drawn.dtype)
+        return drawn
+    context = replica_context()
+    if context is None:
+        return drawn
+    rank = context.replica_id_in_sync_group
+    return drawn + tf.cast(tf.stack([rank * _SEED_STRIDE, 0]), drawn.dtype)
+
+
+def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
+    """Numbers of its own for each group of replicas that has a program of its own."""
+
+    def read() -> tf.Tensor:
+        group = training_group(tf.distribute.get_strategy())
+        return tf.constant([group.ranks[0] * _SEED_STRIDE, 0], dtype)
+
+    return read() if trace.is_eager else trace.read([2], dtype, read)
+
+
+class _OneDevice:
+    """The context of a program of one device: a sum over its rows is that of all."""
+
+    @staticmethod
+    def all_reduce(reduce_op: Any, value: Any) -> Any:
+        del reduce_op
+        # All at once, so that they are summed by one message.
+        return [_compat.marked(part, "whole") for part in value]
+
+
+def _moments_of_own_rows(
+    original: Callable, layer: Any, inputs: Any, mask: Any
+) -> tuple[Any, Any]:
+    """Moments of each replica's own rows, within a program of one device."""
+
+    @tf.custom_gradient
+    def enter(rows: tf.Tensor) -> Any:
+        own = _compat.marked(rows, "rows of a replica")
+        return own, lambda upstream: _compat.marked(upstream, "rows of all")
+
+    @tf.custom_gradient
+    def leave(moment: tf.Tensor) -> Any:
+        own = _compat.marked(moment, "moment of a replica")
+        return own, lambda upstream: _compat.marked(upstream, "part of a replica")
+
+    if mask is not None:
+        mask = _compat.marked(tf.convert_to_tensor(mask), "rows of a replica")
+    mean, variance = original(layer, enter(inputs), mask)
+    return leave(mean), leave(variance)
+
+
+def synchronized_moments(context: Any, x: Any, axes: Any, keepdims: bool) -> Any:
+    """Mean and variance over the global batch, by one all-reduce.
+
+    Keras reduces sum, sum of squares and count one after the other.
+
+    Args:
+        context: The replica context.
+        x: Tensor, the local share of the batch.
+        axes: Sequence of ints, the axes to reduce.
+        keepdims: Bool, whether reduced axes stay with length one.
+
+    Returns:
+        Tuple of two tensors.
+
+    Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, over the
+    global batch.
+    """
+    total = tf.reduce_sum(x, axis=axes, keepdims=True)
+    squares = tf.reduce_sum(tf.square(x), axis=axes, keepdims=True)
+    count = tf.reduce_sum(tf.ones_like(x), axis=axes, keepdims=True)
+    total, squares, count = context.all_reduce(
+        tf.distribute.ReduceOp.SUM, [total, squares, count]
+    )
+    mean = tf.math.divide_no_nan(total, count)
+    mean_of_squares = tf.math.divide_no_nan(squares, count)
+    variance = tf.maximum(mean_of_squares - tf.square(mean), 0.0)
+    if keepdims:
+        return mean, variance
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+
+def synchronized_masked_moments(context: Any, x: Any, mask: Any, axes: Any) -> Any:
+    """Mean and variance over the samples of the global batch that a mask keeps.
+
+    In two passes, as Keras does: the mean first, then the squares around it.
+
+    Args:
+        context: The replica context.
+        x: Tensor, the local share of the batch.
+        mask: Bool tensor without the last axis of `x`, true for what counts.
+        axes: Sequence of ints, the axes to reduce.
+
+    Returns:
+        Tuple of two tensors.
+    """
+    reduce_op = tf.distribute.ReduceOp.SUM
+    kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
+    zeros = tf.zeros_like(x)
+    total = tf.reduce_sum(tf.where(kept, x, zeros), axis=axes, keepdims=True)
+    count = tf.reduce_sum(tf.cast(kept, x.dtype), axis=axes, keepdims=True)
+    total, count = context.all_reduce(reduce_op, [total, count])
+    # Keras's own guard against a mask that keeps nothing.
+    count += keras.config.epsilon()
+    mean = total / count
+    around_mean = tf.square(tf.where(kept, x - mean, zeros))
+    squares = tf.reduce_sum(around_mean, axis=axes, keepdims=True)
+    variance = context.all_reduce(reduce_op, squares) / count
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)

@@ -1,0 +1,98 @@
+"""Keras's optimizers under several replicas: their updates take the path of a step.
+
+Keras clips each replica's gradient, and checks it for overflow, before it
+adds them up; one device clips and checks the sum. Each function takes the place of one
+of Keras, see `tfdp.training.keras_hooks.install`. It is called with the original first,
+and hands over to it where no tfdp strategy is in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base import loops, program_trace
+from tfdp.ground.base.context import in_tfdp_scope, replica_context
+from tfdp.ground.base.deferred_updates import defer, trace_update
+from tfdp.training.keras_hooks.scope_checks import (
+    bring_into_scope,
+    check_variables_in_scope,
+)
+from tfdp.training.reduction.gradient_reducer import replica_reducer
+from tfdp.training.replicas.synchronized_scope import build_in_step
+from tfdp.training.step.empty_step import note_update
+from tfdp.training.step.path import take_step
+from tfdp.training.step.step import checked_gradients, keras_step
+
+
+@tf.autograph.experimental.do_not_convert  # as AutoGraph leaves Keras's own function
+def apply(
+    original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> None:
+    """Take a step by the path, as `DistributedOptimizer` does."""
+    if replica_context() is None:
+        return original(optimizer, grads, trainable_variables)
+    if (trace := program_trace.current()) is not None:
+        return trace_update(trace, optimizer, grads, trainable_variables)
+    if defer(optimizer, grads, trainable_variables):
+        return None
+    if len(grads) == 0:
+        return None
+    bring_into_scope(optimizer)
+    loops.check_steps_alone(optimizer)
+    gradients, variables = checked_gradients(optimizer, grads, trainable_variables)
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        gradients, variables = _compat.overwrite_by_gradients(
+            optimizer, gradients, variables
+        )
+        trained = list(variables)
+        note_update(
+            optimizer, lambda: keras_step(optimizer, trained, replica_reducer())
+        )
+        step = keras_step(optimizer, trained, replica_reducer())
+        take_step(step, list(gradients))
+    return None
+
+
+def build(original: Callable, optimizer: Any, variables: Any) -> None:
+    """Build an optimizer in the active scope, where its variables have to be."""
+    if in_tfdp_scope():
+        bring_into_scope(optimizer)
+        check_variables_in_scope(variables)
+    original(optimizer, variables)
+
+
+def apply_or_defer(
+    original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> None:
+    """Defer an update of an optimizer that hands it on to others, see `apply`."""
+    if (trace := program_trace.current()) is not None:
+        trace_update(trace, optimizer, grads, trainable_variables)
+        return
+    if defer(optimizer, grads, trainable_variables):
+        return
+    if replica_context() is not None and trainable_variables is not None:
+        bring_into_scope(optimizer)
+        if not optimizer.built:
+            build_in_step(optimizer, trainable_variables)
+    original(optimizer, grads, trainable_variables)
+
+
+def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
+    """Agree on whether the gradients of all replicas are finite."""
+    finite = original(optimizer, grads)
+    if program_trace.current() is not None:
+        return finite
+    context = replica_context()
+    if context is None:
+        return finite
+    # Replicas that disagree would take different branches, of which only one
+    # has collectives.
+    overflows = context.all_reduce(
+        tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.int32)
+    )
+    return tf.equal(overflows, 0)

@@ -1,0 +1,107 @@
+"""Checks of what is made outside of `strategy.scope()`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.communication.coordination.join import num_joined_workers
+from tfdp.ground import _compat, user_code
+from tfdp.ground.base.context import in_tfdp_scope
+
+
+def check_outside_scope(model: Any, name: str) -> None:
+    """Raise if a model made outside the scope is used inside it.
+
+    Raises:
+        ValueError: If a tfdp strategy's scope is in force.
+    """
+    if in_tfdp_scope():
+        raise ValueError(
+            f"The model {model.name!r} was made outside `strategy.scope()`, so that "
+            "its variables are on one device. Make and compile it inside the "
+            f"scope. Received: a call of `{name}` inside the scope"
+        )
+
+
+def warn_of_separate_training(model: Any, name: str) -> None:
+    """Warn, once for a model, if each worker of a cluster trains one of its own."""
+    num_workers = num_joined_workers()
+    if num_workers == 1 or _compat.strategy_of(model) is not None:
+        return
+    user_code.warn(
+        f"The model {model.name!r} was made outside `strategy.scope()`: each of the "
+        f"{num_workers} workers trains a model of its own, and none has what the "
+        "others learn. Make and compile it inside the scope. "
+        f"Received: a call of `{name}` outside the scope",
+        once_for=model,
+        topic="separate training",
+    )
+
+
+def move_metrics_into_scope(strategy: Any, arguments: dict[str, Any]) -> None:
+    """Move metrics that were made outside the scope into it, in place."""
+    del strategy
+    for key in ("metrics", "weighted_metrics"):
+        for metric in keras.tree.flatten(arguments.get(key)):
+            if isinstance(metric, keras.Metric):
+                for variable in metric.variables:
+                    _compat.rehome_variable(variable)
+
+
+def move_optimizer_into_scope(strategy: Any, optimizer: Any) -> None:
+    """Move an optimizer that was made outside the scope into it, in place.
+
+    Raises:
+        ValueError: If it has been built outside already.
+    """
+    if optimizer is None:
+        return
+    if _compat.is_optimizer_of(optimizer, strategy):
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            # That of a float16 policy is made by `compile`, around what it is given.
+            move_optimizer_into_scope(strategy, optimizer.inner_optimizer)
+        return
+    if optimizer.built:
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} was built outside "
+            "`strategy.scope()`. Make a new one, inside the scope."
+        )
+    _compat.rehome_optimizer(optimizer, strategy)
+
+
+def bring_into_scope(optimizer: Any) -> None:
+    """Move an optimizer that was made outside the active scope into it, in place.
+
+    Raises:
+        ValueError: If it has been built outside already, or a step is running.
+    """
+    active = tf.distribute.get_strategy()
+    is_inside = _compat.strategy_of_optimizer(optimizer) is active
+    if is_inside or not tf.distribute.has_strategy():
+        return
+    if optimizer.built or not tf.distribute.in_cross_replica_context():
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} was made outside "
+            "`strategy.scope()`. Make a new one, inside the scope."
+        )
+    _compat.rehome_optimizer(optimizer, active)
+
+
+def check_variables_in_scope(variables: Sequence[Any]) -> None:
+    """Raise if an optimizer is built inside a scope for variables from outside of it.
+
+    Raises:
+        ValueError: Naming the first one.
+    """
+    for variable in variables:
+        if _compat.is_on_one_device(variable):
+            name = getattr(variable, "path", None) or variable.name
+            raise ValueError(
+                f"The variable {name!r} was made outside `strategy.scope()`, so that "
+                "it is on one device. Make the model and its optimizer inside the "
+                "scope."
+            )

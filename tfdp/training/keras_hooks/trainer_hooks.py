@@ -1,0 +1,460 @@
+"""Keras's loops over a tfdp strategy: compile, fit, evaluate, predict, save.
+
+Each function without an underscore takes the place of one of Keras, see
+`tfdp.training.keras_hooks.install`. It is called with the original first, and hands
+over to it at once for a model of no tfdp strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.communication.collectives import timing
+from tfdp.communication.coordination.progress import progress
+from tfdp.ground import _compat
+from tfdp.ground.base import loops
+from tfdp.ground.base.context import is_tfdp, strategy_of
+from tfdp.ground.base.feature import Fit, registered
+from tfdp.ground.base.wrappers import wrapper_of
+from tfdp.training.data import checks
+from tfdp.training.data import position as data_position
+from tfdp.training.data.distribute import check_batch_size
+from tfdp.training.data.other_rows import without_marks
+from tfdp.training.keras_hooks import file_hooks, loop_agreement, scope_checks
+from tfdp.training.keras_hooks.logs import mean_over_workers, merge_logs
+from tfdp.training.keras_hooks.saving import save_atomically
+from tfdp.training.keras_hooks.worker_callbacks import (
+    add_optimizer_check,
+    backup_callbacks,
+    find_callback_problem,
+    order_callbacks,
+    other_callbacks,
+    select_callbacks,
+)
+from tfdp.training.parameters.conversion import num_conversions, whole_variables
+from tfdp.training.reduction import link_measure
+from tfdp.training.replicas import drift_probe
+from tfdp.training.replicas.synchronized_scope import local_variables
+from tfdp.training.step.empty_step import Updates, recording
+
+# Which of a model's functions a loop of Keras calls.
+_FUNCTION_OF = {
+    "fit": "train_function",
+    "train_on_batch": "train_function",
+    "evaluate": "test_function",
+    "test_on_batch": "test_function",
+    "predict": "predict_function",
+    "predict_on_batch": "predict_function",
+}
+
+
+def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    strategy = strategy_of(model)
+    if strategy is not None:
+        strategy.extended.worker_group.owner.check(f"`{name}`")
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    resuming = (
+        backup_callbacks(bound.arguments.get("callbacks")) if name == "fit" else []
+    )
+    position = data_position.DataPosition() if resuming else None
+    with data_position.tracking(position):
+        for callback in resuming:
+            callback.listen(position)
+        if strategy is None:
+            return _run_loop(name, original, model, bound, strategy)
+        with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117
+            with checks.translate_errors():
+                return _run_loop(name, original, model, bound, strategy)
+
+
+fit = functools.partial(_loop, "fit")
+evaluate = functools.partial(_loop, "evaluate")
+predict = functools.partial(_loop, "predict")
+
+
+def _run_loop(
+    name: str,
+    original: Callable,
+    model: Any,
+    bound: inspect.BoundArguments,
+    strategy: Any,
+) -> Any:
+    arguments = bound.arguments
+    _drop_stale_function(model, name)
+    features = registered()
+    for feature in features:
+        feature.before_loop(model)
+    each_batch = _agree(name, model, bound, strategy)
+    for feature in features:
+        feature.equalize_replicas(model)
+    if strategy is not None:
+        _check_data(strategy, name, model, arguments)
+    fit = _begin_fit(strategy, model, arguments) if name == "fit" else None
+    if strategy is None:
+        scope_checks.check_outside_scope(model, name)
+        if fit is not None:
+            scope_checks.warn_of_separate_training(model, name)
+        _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
+        return original(*bound.args, **bound.kwargs)
+    worker_group = strategy.extended.worker_group
+    if not worker_group.is_job_chief:
+        arguments["verbose"] = 0
+    chosen = select_callbacks(
+        strategy,
+        model,
+        arguments.get("callbacks"),
+        is_fit=name == "fit",
+        each_batch=each_batch,
+    )
+    _choose_callbacks(arguments, chosen, is_fit=name == "fit")
+    if fit is not None:
+        _measure_links(fit)
+        _note_model(model)
+    with loops.looping(model, name), _recording(fit):
+        result = original(*bound.args, **bound.kwargs)
+    if fit is not None:
+        # The first worker's files are complete when the others go on.
+        worker_group.all_gather("the end of fit")
+    return result
+
+
+def _note_model(model: Any) -> None:
+    """Tell an optimizer that shards parameters of what else the model has."""
+    optimizer: Any = getattr(model, "optimizer", None)
+    if hasattr(optimizer, "note_model"):
+        optimizer.note_model(model)
+
+
+def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
+    fit = Fit(strategy, model, arguments)
+    arguments["callbacks"] = add_optimizer_check(model, arguments.get("callbacks"))
+    for feature in registered():
+        feature.choose_callbacks(fit)
+    return fit
+
+
+def _measure_links(fit: Fit) -> None:
+    extended = fit.strategy.extended
+    link_measure.load_or_measure_links(
+        extended.algorithm_selector,
+        extended.group,
+        extended.worker_group,
+        str(extended.hosts),
+        link_measure.num_fit_steps(fit.arguments),
+    )
+
+
+def _check_data(
+    strategy: Any, name: str, model: Any, arguments: dict[str, Any]
+) -> None:
+    """Raise what is wrong with the data; a generator's comes when it is read."""
+    checks.check_arrays(model, arguments)
+    for key in ("x", "validation_data"):
+        if key in arguments:
+            arguments[key] = checks.check_structure(arguments[key])
+    if name != "predict":
+        check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
+
+
+def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
+    """Pass callbacks to Keras; those that save the others' state are told of them."""
+    arguments["callbacks"] = chosen
+    resuming = backup_callbacks(chosen) if is_fit else []
+    if resuming:
+        arguments["callbacks"] = order_callbacks(chosen)
+        others = other_callbacks(arguments["callbacks"])
+        for callback in resuming:
+            callback.follow(data_position.current(), others)
+
+
+def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
+    """The logs of an epoch, also of one whose batches a run before had all done."""
+    position = data_position.current()
+    if not logs and position is not None and position.last_logs:
+        logs = position.last_logs
+    for feature in registered():
+        feature.before_meeting(model)
+    found = original(model, logs)
+    if found is logs and logs and loops.in_steps_alone():
+        # What a step of the user's own returns; metrics are merged when they are read.
+        return mean_over_workers(model.distribute_strategy.extended.worker_group, logs)
+    return found
+
+
+def _agree(name: str, model: Any, bound: inspect.BoundArguments, strategy: Any) -> bool:
+    """Raise on every worker what is wrong with a loop of any of them.
+
+    Returns:
+        Bool, whether a callback of any worker acts after each batch.
+    """
+    if loop_agreement.is_within_fit(bound):
+        return False
+    worker_group = None if strategy is None else strategy.extended.worker_group
+    if worker_group is not None and worker_group.num_workers > 1:
+        return loop_agreement.agree_on_loop(strategy, name, model, bound)
+    if name == "fit":
+        arguments = bound.arguments
+        problem = find_callback_problem(arguments.get("callbacks"), arguments)
+        if problem:
+            raise ValueError(problem)
+    return False
+
+
+@contextlib.contextmanager
+def _recording(fit: Fit | None) -> Iterator[None]:
+    """Undo after `fit` what its callbacks added to what is traced."""
+    if fit is None:
+        with _unrecorded():
+            yield
+        return
+    recorders, watches = timing.recorders.active(), drift_probe.probes.active()
+    try:
+        yield
+    finally:
+        with contextlib.ExitStack() as stack:  # each, also where another one fails
+            stack.callback(_stop_recording, fit.model, recorders, watches)
+            for feature in registered():
+                stack.callback(feature.after_fit, fit)
+
+
+def _stop_recording(model: Any, recorders: Any, watches: Any) -> None:
+    was_recorded = timing.recorders.deactivate_since(recorders)
+    if drift_probe.probes.deactivate_since(watches) or was_recorded:
+        model.train_function = None
+
+
+@contextlib.contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Keep a loop inside a callback of `fit` out of what is recorded of its steps."""
+    if loops.is_nested():
+        with timing.recorders.suspended(), drift_probe.probes.suspended():
+            yield
+    else:
+        yield
+
+
+def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run one step on a global batch, divided over the replicas."""
+    strategy, name = strategy_of(model), original.__name__
+    if strategy is None:
+        if name == "train_on_batch":
+            scope_checks.warn_of_separate_training(model, name)
+        return original(model, *args, **kwargs)
+    strategy.extended.worker_group.owner.check(f"`{name}`")
+    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    with progress.looping(name), strategy.extended.explaining():
+        _note_model(model)
+        _drop_stale_function(model, name)
+        loop_agreement.agree_on_batch(strategy, name, model, given)
+        checks.check_batch(strategy, model, given)
+        with loops.looping(model, name, whole_batches=True), _unrecorded():
+            return original(model, *args, **kwargs)
+
+
+def _make_function(
+    name: str, original: Callable, model: Any, force: bool = False
+) -> Any:
+    """Make the function of a step, which tells the watchdog when it computes."""
+    before = getattr(model, name)
+    with _without_xla(model):
+        result = original(model, force)
+    function = getattr(model, name)
+    is_training = name == "train_function"
+    if function is before:
+        return result
+    if strategy_of(model) is None:
+        if is_training:
+            setattr(model, name, _ends_as_keras(model, function))
+        return result
+
+    is_built = name != "predict_function"
+
+    @functools.wraps(function)
+    def compute(data: Any) -> Any:
+        nonlocal is_built
+        if not is_built:
+            is_built = True
+            _build_for_predict(model, data[0])
+        with progress.computing():
+            return function(data)
+
+    step: Any = compute
+    if is_training:
+        step = _ends_as_keras(model, compute)
+        for feature in registered():
+            step = feature.wrap_step(model, step)
+    step.made_after = num_conversions()
+    setattr(model, name, step)
+    return result
+
+
+def _build_for_predict(model: Any, batch: Any) -> None:
+    """Build what `predict_step` calls; Keras does before `fit` and `evaluate` only."""
+
+    def spec(part: Any) -> Any:
+        own = model.distribute_strategy.experimental_local_results(part)[0]
+        return tf.TensorSpec([None, *own.shape[1:]], own.dtype)
+
+    batch, _ = without_marks(batch)
+    specs = keras.tree.map_structure(lambda p: None if p is None else spec(p), batch)
+    _compat.build_by_steps(model, specs, ("predict_step",))
+
+
+def _ends_as_keras(model: Any, compute: Callable) -> Callable:
+    """Take Keras's step that finds no data where data of unknown length ends."""
+    updates = Updates()
+
+    @functools.wraps(compute)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with recording(updates):
+                return compute(*args, **kwargs)
+        except tf.errors.OutOfRangeError:
+            # XLA gives a step its data at once; several steps are asked for it first.
+            if not model.jit_compile and model.steps_per_execution == 1:
+                updates.take_without_data(strategy_of(model))
+            raise
+
+    return step
+
+
+def _drop_stale_function(model: Any, loop: str) -> None:
+    """Have a step traced again that was traced before variables were sharded."""
+    name = _FUNCTION_OF[loop]
+    function = getattr(model, name, None)
+    if getattr(function, "made_after", num_conversions()) != num_conversions():
+        setattr(model, name, None)
+
+
+make_train_function = functools.partial(_make_function, "train_function")
+make_test_function = functools.partial(_make_function, "test_function")
+make_predict_function = functools.partial(_make_function, "predict_function")
+
+
+@contextlib.contextmanager
+def _without_xla(model: Any) -> Iterator[None]:
+    """Keep Keras from compiling collectives: `strategy.compiled_step` compiles."""
+    compiles = strategy_of(model) is not None and model.jit_compile
+    if compiles:
+        model.jit_compile = False
+    try:
+        yield
+    finally:
+        if compiles:
+            model.jit_compile = True
+
+
+def chosen_xla(original: Callable, model: Any) -> bool:
+    """Whether `jit_compile="auto"` compiles: as plain Keras would on these devices."""
+    if strategy_of(model) is None or not tf.config.list_physical_devices("GPU"):
+        return original(model)
+    return _compat.supports_jit(model)
+
+
+def save(
+    original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Save a model on all workers, each into a file of its own before it is moved."""
+    strategy = strategy_of(model)
+    if strategy is None:
+        return original(model, filepath, *args, **kwargs)
+    is_export = original.__name__ == "export"
+    whole = whole_variables(model) if is_export else contextlib.nullcontext()
+    with whole, local_variables(strategy):
+        return save_atomically(strategy, original, model, filepath, *args, **kwargs)
+
+
+def build_symbolically(
+    original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
+) -> Any:
+    """Build from the data's spec; stock takes a batch, which generators lose."""
+    if strategy_of(model) is None or iterator is None:
+        return original(model, iterator=iterator, data_batch=data_batch)
+    dataset = _compat.distributed_dataset(iterator)
+    spec, _ = without_marks(_compat.local_element_spec(dataset))
+    checks.check_element(model, spec)
+    shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
+    if any(shape.rank is None for shape in shapes):
+        return original(model, iterator=iterator)
+    options = getattr(dataset, "read_options", None)
+    if options is None or not options.by_weight:
+        spec = _of_all_replicas(spec, model.distribute_strategy.num_replicas_in_sync)
+    try:
+        return _compat.build_symbolically(model, spec)
+    except Exception:
+        # A step of the user's own need not use `call`, which may not even exist.
+        if not _compat.overridden(model):
+            if not model.run_eagerly:
+                raise
+            return _compat.build_eagerly(model, spec)
+    return _compat.build_by_steps(model, spec)
+
+
+def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
+    """Return the spec of a batch of which each replica has as many rows."""
+
+    def of_all(part: Any) -> Any:
+        shape = part.shape
+        if shape.rank and shape[0] is not None:
+            shape = tf.TensorShape([shape[0] * num_replicas, *shape[1:]])
+        return tf.TensorSpec(shape, part.dtype)
+
+    return keras.tree.map_structure(lambda p: None if p is None else of_all(p), spec)
+
+
+def reduce_per_replica(
+    original: Callable, values: Any, strategy: Any, reduction: Any
+) -> Any:
+    """Merge what the replicas return from a step: the last thing that it does."""
+    reduced = _reduced(original, values, strategy, reduction)
+    if is_tfdp(strategy):
+        timing.gather()
+    return reduced
+
+
+def _reduced(original: Callable, values: Any, strategy: Any, reduction: Any) -> Any:
+    is_alone = strategy.num_replicas_in_sync == 1
+    loop = loops.current()
+    if not is_tfdp(strategy) or is_alone or loop is None:
+        return original(values, strategy, reduction)
+    if reduction == "concat":
+        return _concatenated(original, values, strategy)
+    return merge_logs(strategy, loop.model, values)
+
+
+def _concatenated(original: Callable, values: Any, strategy: Any) -> Any:
+    """The rows of all replicas in the order of the global batch.
+
+    Keras interleaves the rows of several workers as stock sharding deals them
+    out; here rank r has the r-th rows.
+    """
+    if strategy.extended.worker_group.num_workers == 1:
+        return original(values, strategy, "concat")
+    return keras.tree.map_structure(lambda v: strategy.gather(v, axis=0), values)
+
+
+def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compile a model, with its optimizer in the strategy's scope and unwrapped."""
+    strategy = strategy_of(model)
+    if strategy is None:
+        scope_checks.check_outside_scope(model, "compile")
+        result = original(model, *args, **kwargs)
+        file_hooks.unwrap_loss_scaling(model)
+        return result
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    with strategy.scope():
+        scope_checks.move_metrics_into_scope(strategy, bound.arguments)
+        result = original(*bound.args, **bound.kwargs)
+        file_hooks.unwrap_loss_scaling(model)
+        if (wrapper := wrapper_of(model.optimizer)) is not None:
+            # A callback has wrapped it in a `fit` before: its state is there.
+            model.optimizer = wrapper
+        scope_checks.move_optimizer_into_scope(strategy, model.optimizer)
+    return result

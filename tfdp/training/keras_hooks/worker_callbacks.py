@@ -1,0 +1,252 @@
+"""Selection of the callbacks that each worker runs: one writes the files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfdp.ground import _compat
+from tfdp.ground.base.param_groups import innermost
+from tfdp.ground.base.temporary import TemporaryFolder
+from tfdp.training.keras_hooks.added_callbacks import (
+    BroadcastRestoredState,
+    OptimizerProgressCheck,
+    SyncStopTraining,
+    SyncStopTrainingEachBatch,
+    TensorBoardParticipant,
+)
+from tfdp.training.reduction.link_measure import num_fit_steps
+
+# They write what the user names by one path for all workers.
+WRITERS = (
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.BackupAndRestore,
+)
+_BATCH_HOOKS = (
+    "on_train_batch_begin",
+    "on_train_batch_end",
+    "on_batch_begin",
+    "on_batch_end",
+)
+
+
+def select_callbacks(
+    strategy: Any, model: Any, callbacks: Any, *, is_fit: bool, each_batch: bool
+) -> Any:
+    """Select the callbacks that this worker runs.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model.
+        callbacks: What the user gave to Keras.
+        is_fit: Bool, whether they are for `fit`.
+        each_batch: Bool, whether those of any worker decide after each batch.
+
+    Returns:
+        List of callbacks, or what was given where there is one worker.
+    """
+    worker_group = strategy.extended.worker_group
+    if worker_group.num_workers == 1 or isinstance(
+        callbacks, keras.callbacks.CallbackList
+    ):
+        return callbacks
+    chosen = []
+    given = callback_list(callbacks)
+    is_sharded = _is_sharded(model, given)
+    for callback in given:
+        if worker_group.is_job_chief or not isinstance(callback, WRITERS):
+            chosen.append(callback)
+        elif is_sharded:
+            chosen += _saving_participants(callback)
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            chosen.append(BroadcastRestoredState(strategy))
+    if is_fit:
+        chosen.append(
+            SyncStopTrainingEachBatch(strategy)
+            if each_batch
+            else SyncStopTraining(strategy)
+        )
+    return chosen
+
+
+def order_callbacks(callbacks: Any) -> Any:
+    """Order callbacks: those that save the state of all the others come last.
+
+    Args:
+        callbacks: What Keras is given.
+
+    Returns:
+        List of callbacks.
+    """
+    given, last = callback_list(callbacks), backup_callbacks(callbacks)
+    first = other_callbacks(callbacks)
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        given[:] = [*first, *last]
+        return callbacks
+    if not any(isinstance(item, keras.callbacks.History) for item in first):
+        # Keras would add it at the end.
+        first.append(keras.callbacks.History())
+    return [*first, *last]
+
+
+def backup_callbacks(callbacks: Any) -> list:
+    """Callbacks that save the state of `fit`, or resume it."""
+    return [c for c in callback_list(callbacks) if _resumes(c)]
+
+
+def other_callbacks(callbacks: Any) -> list:
+    """Callbacks that neither save the state of `fit` nor resume it."""
+    return [c for c in callback_list(callbacks) if not _resumes(c)]
+
+
+def _resumes(callback: Any) -> bool:
+    return getattr(callback, "resumes_fit", False)
+
+
+def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
+    """Find what is wrong with the callbacks before training begins.
+
+    Args:
+        callbacks: What the user gave to Keras.
+        arguments: Dict, the arguments of `fit` by name.
+
+    Returns:
+        String, one sentence, or `""`.
+    """
+    if len(backup_callbacks(callbacks)) > 1:
+        return "Give `fit` one `tfdp.callbacks.BackupAndRestore`. Received: several"
+    asked = [c for c in callback_list(callbacks) if hasattr(c, "find_problem")]
+    num_steps = num_fit_steps(arguments) if asked else None
+    problems = [callback.find_problem(num_steps) for callback in asked]
+    return next((problem for problem in problems if problem), "")
+
+
+def tfdp_callback_names(callbacks: Any) -> list[str]:
+    """Names of the callbacks of tfdp that the user gave to Keras, in order."""
+    kinds = [type(callback) for callback in callback_list(callbacks)]
+    return [k.__name__ for k in kinds if k.__module__.startswith("tfdp.")]
+
+
+def callback_list(callbacks: Any) -> list:
+    """List of the callbacks that the user gave to Keras."""
+    is_list = isinstance(callbacks, keras.callbacks.CallbackList)
+    return callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
+
+
+def describe_mismatch(names: list[list[str]]) -> str:
+    """Describe how workers' callbacks of tfdp differ, or `""`.
+
+    Args:
+        names: List of the names on each worker.
+    """
+    if all(own == names[0] for own in names):
+        return ""
+    return (
+        "tfdp's callbacks take part on all workers: give every worker the same ones, "
+        "in the same order. "
+        f"Received: {names}, by worker"
+    )
+
+
+def add_optimizer_check(model: Any, callbacks: Any) -> Any:
+    """Add the check that a `DistributedOptimizer` needs in `fit`, before all others.
+
+    Args:
+        model: The Keras model.
+        callbacks: What the user gave to Keras.
+
+    Returns:
+        List of callbacks, or what was given where nothing is needed.
+    """
+    given = callback_list(callbacks)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and hasattr(optimizer, "stop_local_steps"):
+        optimizer.stop_local_steps()  # those of a `fit` that an error has ended
+    if getattr(optimizer, "needs_trace", False):
+        model.train_function = None
+    is_needed = hasattr(optimizer, "check_progress") or any(
+        hasattr(callback, "switch_on") for callback in given
+    )
+    is_there = any(isinstance(callback, OptimizerProgressCheck) for callback in given)
+    if not is_needed or is_there:
+        return callbacks
+    return with_first(model, callbacks, OptimizerProgressCheck())
+
+
+def with_first(model: Any, callbacks: Any, added: keras.callbacks.Callback) -> Any:
+    """Return callbacks with one more before them, or in a list of Keras's after them.
+
+    Args:
+        model: The Keras model.
+        callbacks: What the user gave to Keras.
+        added: Keras callback.
+    """
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        return [added, *callback_list(callbacks)]
+    added.set_model(model)
+    callbacks.append(added)
+    return callbacks
+
+
+def swap_averages(original: Callable, callback: Any) -> Any:
+    """Swap weights and averages for `SwapEMAWeights`, sharded or not."""
+    optimizer = _sharded_averages_owner(callback)
+    return original(callback) if optimizer is None else optimizer.swap_averages()
+
+
+def restart_averages(original: Callable, callback: Any) -> Any:
+    """Restart averages from the weights for `SwapEMAWeights`, sharded or not."""
+    optimizer = _sharded_averages_owner(callback)
+    return original(callback) if optimizer is None else optimizer.restart_averages()
+
+
+def _sharded_averages_owner(callback: Any) -> Any:
+    """Optimizer of a callback's model, if it has averages that are sharded."""
+    optimizer = callback.model.optimizer
+    if not getattr(optimizer, "is_sharded", False):
+        return None
+    return (
+        optimizer
+        if any(p.use_ema for p in innermost(optimizer.inner_optimizer))
+        else None
+    )
+
+
+def _is_sharded(model: Any, callbacks: list) -> bool:
+    """True if the optimizer's state is sharded, or will be by a callback."""
+    optimizer = getattr(model, "optimizer", None)
+    wanted = getattr(optimizer, "sharding", "none") != "none"
+    return wanted or any(getattr(item, "shards", False) for item in callbacks)
+
+
+def _saving_participants(callback: Any) -> list:
+    """Callbacks that save when the first worker's callback does, and write nothing."""
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        return [_compat.backup_that_writes_nothing(callback, TemporaryFolder("backup"))]
+    if isinstance(callback, keras.callbacks.ModelCheckpoint):
+        return [callback]
+    if getattr(callback, "embeddings_freq", 0):
+        return [TensorBoardParticipant(callback.embeddings_freq)]
+    return []
+
+
+def decide_per_batch(callbacks: list) -> bool:
+    """Return whether any callback acts after a batch that may end training there.
+
+    Keras's own and those of trackers do not.
+    """
+    return any(_decides_per_batch(callback) for callback in callbacks)
+
+
+def _decides_per_batch(callback: Any) -> bool:
+    kind = type(callback)
+    if isinstance(callback, keras.callbacks.LambdaCallback):
+        return any(name in vars(callback) for name in _BATCH_HOOKS)
+    if kind.__module__.split(".")[0] in ("keras", "tfdp", "mlflow", "wandb"):
+        return False
+    base = keras.callbacks.Callback
+    return any(getattr(kind, name) is not getattr(base, name) for name in _BATCH_HOOKS)

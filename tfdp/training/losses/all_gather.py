@@ -1,0 +1,103 @@
+"""`tfdp.all_gather`: rows of all replicas, for losses that compare rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives.gather import gather_first_axis
+from tfdp.ground import _compat
+from tfdp.ground.base import program_trace
+from tfdp.ground.base.context import in_tfdp_scope, replica_context
+
+
+def all_gather(value: Any) -> tf.Tensor:
+    """Concatenate the rows of all replicas, with gradients to each of them.
+
+    It is for a function that you give to `strategy.run`. There a loss that compares
+    the samples of a batch with each other, such as one with in-batch negatives, sees
+    only the rows of its replica. Computed from the gathered rows it is, on each
+    replica, the loss of the global batch.
+
+    In a step of `fit`, `evaluate` and `predict`, which is that of one device, and on
+    one device it returns what it is given.
+
+    Args:
+        value: Tensor with the rows of this replica along its first axis. Replicas
+            may have different numbers of rows; all other dimensions agree.
+
+    Returns:
+        Tensor with the rows of all replicas, in the order of the global batch.
+
+    Raises:
+        ValueError: If `value` has no rows, or it is called outside of a replica,
+            such as directly in `strategy.scope()`.
+
+    Example:
+
+    >>> import tfdp
+    >>> strategy = tfdp.MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> def step():
+    ...     rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+    ...     return tfdp.all_gather(tf.fill([rank + 1], rank))
+    >>> results = strategy.run(tf.function(step))
+    >>> [result.numpy().tolist() for result in strategy.experimental_local_results(results)]
+    [[0, 1, 1], [0, 1, 1]]
+
+    Source: the all-gather of Message Passing Interface Forum, MPI, section 6.7,
+    https://www.mpi-forum.org/docs/; the gradient is its adjoint, a reduce-scatter.
+    """  # noqa: E501
+    value = tf.convert_to_tensor(value)
+    if value.shape.rank == 0:
+        raise ValueError(
+            "`tfdp.all_gather` concatenates rows, and a scalar has none. Received: "
+            f"value={value}"
+        )
+    if program_trace.current() is not None:
+        return value
+    if not in_tfdp_scope() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
+        return value
+    if _compat.is_built_symbolically():
+        return tf.concat([value, value], axis=0)  # of an unknown number of rows
+    context = replica_context()
+    if context is None:
+        raise ValueError(
+            "`tfdp.all_gather` is for code that runs on each replica: a `train_step`, "
+            "a loss, the `call` of a layer, or what is given to `strategy.run`."
+        )
+    return _gathered(value, context)
+
+
+def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
+    rank = context.replica_id_in_sync_group
+
+    @tf.custom_gradient
+    def gather(rows: tf.Tensor) -> Any:
+        joined, counts = _gather_rows(rows, context)
+
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            """Sum the gradients of all replicas for this one's rows."""
+            total = context.all_reduce(tf.distribute.ReduceOp.SUM, upstream)
+            begin = tf.reduce_sum(counts[:rank])
+            own = tf.reshape(total, [-1])[begin : begin + tf.size(rows)]
+            return tf.reshape(own, tf.shape(rows))
+
+        return joined, gradient
+
+    return gather(value)
+
+
+def _gather_rows(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Gather the rows of all replicas, and the number of elements of each."""
+    if tf.executing_eagerly():
+        # Eager replicas run one after the other and have to meet first.
+        sizes = tf.size(rows)[tf.newaxis]
+        return context.all_gather(rows, axis=0), context.all_gather(sizes, axis=0)
+    reducer = tf.distribute.get_strategy().extended.reducer
+    return gather_first_axis(
+        rows,
+        reducer.group,
+        _compat.local_replica_id(context),
+        context.replica_id_in_sync_group,
+    )

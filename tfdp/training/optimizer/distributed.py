@@ -1,0 +1,378 @@
+"""`DistributedOptimizer`: any Keras optimizer, exact on any number of replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base import batch_weight, loops, program_trace
+from tfdp.ground.base.context import replica_context
+from tfdp.ground.base.deferred_updates import defer, trace_update
+from tfdp.ground.base.param_groups import (
+    ParamGroup,
+    innermost,
+    param_groups_of,
+    path_of,
+    rate_is_in_slots,
+)
+from tfdp.ground.base.wrappers import note_wrapper
+from tfdp.ground.plans.units import UnitOptions
+from tfdp.training.keras_hooks import file_view, install, scope_checks
+from tfdp.training.optimizer import arguments
+from tfdp.training.optimizer.locally_stepping import LocallySteppingOptimizer
+from tfdp.training.reduction.gradient_reducer import GradientReducer, replica_reducer
+from tfdp.training.sharding.full_state import FullState
+from tfdp.training.sharding.options import ShardingOptions
+from tfdp.training.step.accumulation import (
+    Accumulator,
+    LocalAccumulation,
+    NoAccumulation,
+    ShardedAccumulation,
+)
+from tfdp.training.step.empty_step import note_update
+from tfdp.training.step.loss_scale import MOST_SKIPS, LossScaling
+from tfdp.training.step.path import take_step
+from tfdp.training.step.state_layout import StateLayout
+from tfdp.training.step.step import Schedule, Step, checked_gradients
+
+
+@keras.saving.register_keras_serializable(package="tfdp")
+class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer):
+    """Gives any Keras optimizer the result of one device on many replicas.
+
+    Gradients are accumulated on each replica, reduced, unscaled, checked for
+    overflow, clipped and applied, in this order; `tfdp.training.step.path` shows it.
+    Under no strategy it does the same on one device.
+
+    Args:
+        optimizer: Keras optimizer. Its `gradient_accumulation_steps` become
+            `accumulation_steps`; a `LossScaleOptimizer` is unwrapped and its
+            settings are kept.
+        accumulation_steps: Int, micro-batches of an update. Defaults to 1.
+        loss_scale: `None`, a float, or `"dynamic"`. Defaults to `None`.
+        sharding: String: `"none"`; `"optimizer"`, each replica holds and updates
+            a part of the optimizer's state (ZeRO-1); `"gradients"`, accumulated
+            gradients are sharded too (ZeRO-2); or `"parameters"`, the weights too
+            (ZeRO-3). Defaults to `"none"`.
+        shard_scope: String, who shares one state: `"all"` replicas, or those of a
+            `"node"`. Defaults to `"all"`.
+        offload: `"cpu"`: sharded state is kept and updated in the memory of the
+            host (ZeRO-Offload); or `None`. Defaults to `None`.
+        units: With sharded parameters, a sequence of strings: names of layers, the
+            parameters of each of which are gathered together. Those of other layers
+            are grouped by size. Defaults to none.
+        reshard_after_forward: With sharded parameters, `True`: what was gathered is
+            freed when its layers have run, and gathered again for the backward pass;
+            `False`: it is kept until then, for fewer bytes and more memory; or
+            `"node"`: it is gathered again inside of nodes only. Defaults to `True`.
+        prefetch: With sharded parameters, an int: units that are gathered ahead of
+            the one that computes. Defaults to 1.
+        gather_compression: With sharded parameters, `"int8"`: matrices and the like
+            are gathered in 8 bits an element, and computed with as rounded; each
+            replica's part of them is not rounded. Or `None`. Defaults to `None`.
+        name: String or `None`.
+
+    Raises:
+        ValueError: If an argument is none of these.
+
+    Example:
+
+    >>> import keras
+    >>> adam = keras.optimizers.Adam(1e-3, global_clipnorm=1.0)
+    >>> DistributedOptimizer(adam, accumulation_steps=4).accumulation_steps
+    4
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        *,
+        accumulation_steps: int = 1,
+        loss_scale: float | str | LossScaling | None = None,
+        sharding: str = "none",
+        shard_scope: str = "all",
+        offload: str | None = None,
+        units: Sequence[str] = (),
+        reshard_after_forward: bool | str = True,
+        prefetch: int = 1,
+        gather_compression: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        install.install()
+        arguments.check_optimizer(optimizer)
+        options = ShardingOptions(
+            sharding,
+            shard_scope,
+            offload,
+            UnitOptions(units, reshard_after_forward, prefetch, gather_compression),
+        )
+        scaling = arguments.checked_loss_scale(loss_scale)
+        outer = None
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            outer, optimizer = optimizer, optimizer.inner_optimizer
+        arguments.check_strategy(_compat.strategy_of_optimizer(optimizer))
+        scope_checks.bring_into_scope(optimizer)
+        own_steps = file_view.pop_accumulation_steps(optimizer)
+        steps = arguments.agreed_steps(accumulation_steps, own_steps)
+        super().__init__(learning_rate=0.0, name=name)
+        _compat.untrack(self, [self._learning_rate])
+        self._distribution_strategy = _compat.strategy_of_optimizer(optimizer)
+        scaling = scaling or (outer and file_view.loss_scaling_of(outer))
+        self._set_up_features(optimizer, steps, scaling)
+        self._set_up_sharding(options)
+        note_wrapper(optimizer, self)
+        if optimizer.built:
+            self.build(_compat.trained_by(optimizer))
+            self._inherit(outer if loss_scale is None else None, own_steps)
+            self._shard()
+
+    # Called by Keras.
+
+    def build(self, variables: Sequence[Any]) -> None:
+        """Make the variables of the wrapped optimizer and its own.
+
+        Raises:
+            ValueError: For variables of float8 training.
+        """
+        if self.built:
+            return
+        scope_checks.bring_into_scope(self)
+        arguments.check_variables(list(variables))
+        is_new = not self.inner_optimizer.built
+        if is_new:
+            self._warn_of_one_replica()
+        if is_new and self._can_shard():
+            self._shards = self._sharding(list(variables))
+        elif is_new:
+            self.inner_optimizer.build(list(variables))
+        arguments.check_accumulation(self.inner_optimizer)
+        trained = _compat.trained_by(self.inner_optimizer)
+        _compat.set_trained(self, trained)
+        slices = None
+        if self._shards is not None and self.accumulates_sums:
+            slices = self._shards.accumulated_slices
+        with _compat.scope_of_optimizer(self):  # of an outer optimizer, too
+            self._features.build(trained, slices)
+
+    # AutoGraph has nothing to convert here; the loops that call it, it may convert.
+    @tf.autograph.experimental.do_not_convert
+    def scale_loss(self, loss: Any) -> Any:
+        """Multiply a loss by the loss scale, before its gradient is taken.
+
+        Returns:
+            Tensor like `loss`, but in float32 if that is a half.
+        """
+        features = self._features
+        if features.scaling is not None:
+            scale = features.scaling.initial_scale
+            if features.scale is not None:
+                scale = features.scale.read()
+            loss = tf.convert_to_tensor(loss)
+            if loss.dtype.size < tf.float32.size:
+                loss = tf.cast(loss, tf.float32)
+            loss = loss * tf.cast(scale, loss.dtype)
+        return self.inner_optimizer.scale_loss(loss)
+
+    @tf.autograph.experimental.do_not_convert
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Take in the gradients of a micro-batch, in replica context.
+
+        Args:
+            grads: Sequence of gradients of this replica, `None` where there is
+                none.
+            trainable_variables: Sequence of variables or `None`, those that
+                the optimizer was built for.
+
+        Raises:
+            ValueError: If it is called outside `strategy.run`.
+        """
+        if len(grads) == 0:
+            return
+        if tf.distribute.in_cross_replica_context():
+            raise ValueError(
+                "Call `apply` and `apply_gradients` in the function that is given to "
+                "`strategy.run`."
+            )
+        if (trace := program_trace.current()) is not None:
+            trace_update(trace, self, grads, trainable_variables)
+            return
+        if defer(self, grads, trainable_variables):
+            return
+        scope_checks.bring_into_scope(self)
+        loops.check_steps_alone(self)
+        gradients, variables = checked_gradients(self, grads, trainable_variables)
+        # On one device, as on replicas, nothing is done before there is data.
+        with keras.name_scope(self.name), tf.control_dependencies(_first_of(gradients)):
+            self._traces.note(self._traced_parts, variables)
+            note_update(self, lambda: self._step(variables))
+            take_step(self._step(variables), gradients)
+            self._iterations.assign_add(1)
+
+    def flush(self) -> None:
+        """Make an update of the micro-batches that wait, outside a step.
+
+        Without any it does nothing.
+        """
+        if self.accumulated_steps:
+            self._traces.run(self, "flush", self._flush)
+            self.average_replicas()
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Give variables their averages at the end of training, as Keras does."""
+        if self.is_sharded:
+            if any(part.use_ema for part in innermost(self.inner_optimizer)):
+                self.overwrite_with_averages(var_list)
+            return
+        for part in innermost(self.inner_optimizer):
+            if part.use_ema:
+                _compat.finalize_averages(part, var_list)
+
+    def check_progress(self) -> None:
+        """Raise if every step overflows, whatever the loss scale.
+
+        Raises:
+            RuntimeError: After ten skips in a row at the smallest scale.
+        """
+        scale = self._features.scale
+        skips = 0 if scale is None else int(scale.skips_at_minimum.numpy())
+        if scale is None or skips < MOST_SKIPS:
+            return
+        bad = scale.non_finite.numpy().nonzero()[0]
+        paths = [path_of(_compat.trained_by(self)[index]) for index in bad[:5]]
+        raise RuntimeError(
+            f"The gradients overflowed in {skips} steps in a row at the smallest loss "
+            f"scale, {self.loss_scale:g}, so that nothing is learned. First variables "
+            f"with infinite or NaN gradients: {', '.join(paths)}. Look for a learning "
+            "rate that is too high, or for bad values in the data."
+        )
+
+    def as_keras(self, whole: FullState | None = None) -> keras.optimizers.Optimizer:
+        """The user's own optimizer, as files hold it, sharing this one's state.
+
+        Args:
+            whole: `FullState`, what was collected of sharded state, or `None`.
+                Defaults to `None`.
+
+        Returns:
+            A Keras optimizer: the wrapped one with `gradient_accumulation_steps`,
+            in a `LossScaleOptimizer` where the loss is scaled.
+        """
+        return file_view.keras_view(self, whole or FullState())
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor, as Keras serializes them."""
+        scaling = self.loss_scaling
+        return {
+            "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "accumulation_steps": self.accumulation_steps,
+            "loss_scale": None if scaling is None else dataclasses.asdict(scaling),
+            "name": self.name,
+            **self.sharding_options.config,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Make an optimizer from its config."""
+        config = dict(config)
+        optimizer = keras.saving.deserialize_keras_object(
+            config.pop("optimizer"), custom_objects=custom_objects
+        )
+        scaling = config.pop("loss_scale")
+        loss_scale = None if scaling is None else LossScaling(**scaling)
+        return cls(optimizer, loss_scale=loss_scale, **config)
+
+    # The rest is private.
+
+    def _inherit(self, outer: Any, steps: int) -> None:
+        """Take over the state of a built optimizer."""
+        scale = self._features.scale
+        if outer is not None and outer.built and scale is not None:
+            scale.value.assign(outer.dynamic_scale.numpy())
+            scale.good_steps.assign(outer.step_counter.numpy())
+        file_view.take_accumulated_gradients(
+            self.inner_optimizer,
+            steps,
+            self._features.accumulation,
+            _compat.trained_by(self),
+            self.loss_scale or 1.0,
+        )
+
+    def _flush(self) -> None:
+        variables = self._traces.variables or _compat.trained_by(self)
+        take_step(self._step(variables), None)
+
+    def _step(self, variables: list) -> Step:
+        features = self._features
+        for feature in features.installed.values():
+            feature.check(self)
+        param_groups = param_groups_of(self.inner_optimizer, variables)
+        reducer = _reducer()
+        alone = self._alone()
+        sharded = None if self._shards is None else self._shards.on_replica()
+        own_reducer = alone.reducer() if alone else reducer
+        layout = sharded or StateLayout(own_reducer)
+        return Step(
+            optimizer=self.inner_optimizer,
+            param_groups=param_groups,
+            variables=variables,
+            positions=[_compat.index_in(self, variable) for variable in variables],
+            accumulator=self._accumulator(layout, param_groups, variables, own_reducer),
+            reducer=reducer,
+            layout=layout,
+            schedules=[self._schedule(group) for group in param_groups],
+            scale=features.scale,
+            features=[*features.installed.values(), *([alone] if alone else [])],
+            fixed_scale=self.inner_optimizer.loss_scale_factor,
+        )
+
+    def _accumulator(
+        self,
+        layout: StateLayout,
+        param_groups: list[ParamGroup],
+        variables: list,
+        reducer: GradientReducer,
+    ) -> Accumulator:
+        weight, num_groups = reducer.gradient_weight(self), 1
+        alone = self._alone()
+        # Elsewhere than in Keras's loops a loss is a part of the global mean.
+        if alone and batch_weight.is_part_of_sum():
+            num_groups = alone.num_groups
+        state = self._features.accumulation
+        if state is None:
+            return NoAccumulation(weight)
+        if not self.accumulates_sums:
+            positions = [_compat.index_in(self, variable) for variable in variables]
+            return LocalAccumulation(state, positions, weight, num_groups)
+        return ShardedAccumulation(state, layout, param_groups, variables, weight)
+
+    def _schedule(self, group: ParamGroup) -> Schedule:
+        warmup = self._features.warmup
+        if warmup is None:
+            return Schedule()
+        optimizer = group.optimizer
+        rate = tf.convert_to_tensor(optimizer.learning_rate)
+        updates = tf.convert_to_tensor(optimizer.iterations)
+        corrects = warmup.momentum_correction and rate_is_in_slots(optimizer)
+        return Schedule(
+            rate * tf.cast(warmup.factor(updates), rate.dtype),
+            warmup.growth(updates) if corrects else None,
+        )
+
+
+def _first_of(gradients: list) -> list:
+    """The gradient of a traced step that is there first, without replicas."""
+    if tf.executing_eagerly() or replica_context() is not None:
+        return []
+    traced = [tf.nest.flatten(g, expand_composites=True)[0] for g in gradients]
+    return [min(traced, key=_compat.op_position)] if traced else []
+
+
+def _reducer() -> GradientReducer:
+    if replica_context() is None:
+        arguments.check_strategy(tf.distribute.get_strategy())
+    return replica_reducer()

@@ -1,0 +1,216 @@
+"""Settings and counters of a `DistributedOptimizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tfdp.ground import _compat
+from tfdp.ground.base.param_groups import innermost
+from tfdp.training.optimizer import arguments
+from tfdp.training.optimizer.features import Features
+from tfdp.training.optimizer.traces import Traces
+from tfdp.training.step.loss_scale import LossScaling
+from tfdp.training.step.warmup import WarmupOptions
+
+
+class InnerAttribute:
+    """Attribute of the wrapped optimizer, read and set through the wrapper."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        inner = None if instance is None else vars(instance).get("inner_optimizer")
+        return None if inner is None else getattr(inner, self._name)
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        # Keras's constructor sets its defaults before there is one inside.
+        inner = vars(instance).get("inner_optimizer")
+        if inner is not None:
+            setattr(inner, self._name, value)
+
+
+class OptimizerSettings:
+    """The settings of a `DistributedOptimizer`, its counters and its variables.
+
+    Those of the wrapped optimizer show through.
+    """
+
+    # Whether a warmup has ended: no other one begins.
+    has_warmed_up = False
+    weight_decay = InnerAttribute()
+    clipnorm = InnerAttribute()
+    clipvalue = InnerAttribute()
+    global_clipnorm = InnerAttribute()
+    use_ema = InnerAttribute()
+    ema_momentum = InnerAttribute()
+    ema_overwrite_frequency = InnerAttribute()
+    loss_scale_factor = InnerAttribute()
+
+    def _set_up_features(
+        self, optimizer: Any, steps: int, scaling: LossScaling | None
+    ) -> None:
+        self.inner_optimizer = optimizer
+        self._features = Features(self._make_variable, self._forget, steps, scaling)
+        self._traces = Traces()
+
+    def _make_variable(self, **arguments: Any) -> Any:
+        with _compat.scope_of_optimizer(self):
+            return self.add_variable(  # type: ignore[attr-defined]
+                **arguments
+            )
+
+    def _forget(self, variables: Sequence[Any]) -> None:
+        _compat.untrack(self, list(variables))
+
+    # Settings.
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Int, micro-batches of an update."""
+        return self._features.steps
+
+    @accumulation_steps.setter
+    def accumulation_steps(self, steps: int) -> None:
+        self._features.set_steps(arguments.checked_steps(steps))
+
+    @property
+    def accumulation_plan(self) -> Any:
+        """Micro-batches of an update, or a dict from epochs to them."""
+        return self._features.plan or self.accumulation_steps
+
+    @accumulation_plan.setter
+    def accumulation_plan(self, plan: Any) -> None:
+        self._features.plan = plan
+
+    @property
+    def has_accumulation_plan(self) -> bool:
+        """Whether a callback decides on the number of micro-batches."""
+        return self._features.plan is not None
+
+    @property
+    def features(self) -> Features:
+        """`Features` in use, with their variables."""
+        return self._features
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        """`LossScaling`, or `None`."""
+        return self._features.scaling
+
+    @loss_scaling.setter
+    def loss_scaling(self, scaling: LossScaling | None) -> None:
+        self._features.set_scaling(scaling)
+
+    @property
+    def warmup(self) -> WarmupOptions | None:
+        """`WarmupOptions`, or `None` outside a warmup."""
+        return self._features.warmup_options
+
+    @warmup.setter
+    def warmup(self, options: WarmupOptions | None) -> None:
+        self._features.set_warmup(options)
+
+    def recount(self, count: int, factor: float) -> None:
+        """Set the number of accumulated micro-batches, outside a step.
+
+        Args:
+            count: Int, how many.
+            factor: Float, of their sums.
+        """
+        accumulation = self._features.accumulation
+        if accumulation is not None:
+            accumulation.rescale(factor)
+            accumulation.count.assign(count)
+
+    def finish_warmup(self) -> bool:
+        """Hand the rate over if the warmup is over, outside a step.
+
+        A rate that is a variable gets the product of base rate and last factor
+        as its value. One that is a schedule stays multiplied.
+
+        Returns:
+            Bool, whether it is over.
+        """
+        options = self.warmup
+        made = int(self.iterations.numpy())
+        if options is None or made <= options.start + options.steps:
+            return options is None
+        if self._has_rate_variables():
+            for part in innermost(self.inner_optimizer):
+                rate = float(part.learning_rate.numpy())
+                part.learning_rate = rate * options.last
+        self.leave_warmup()
+        return True
+
+    def leave_warmup(self) -> None:
+        """End a warmup whose last factor is in the rate already.
+
+        A schedule never gets it, so that there it goes on.
+        """
+        self.has_warmed_up = True
+        if self._has_rate_variables():
+            self.warmup = None
+
+    def exclude_from_weight_decay(
+        self, var_list: Any = None, var_names: Any = None
+    ) -> None:
+        """Exclude variables from weight decay, as in Keras."""
+        parts = innermost(self.inner_optimizer)
+        if not parts:
+            raise ValueError(
+                "A `MultiOptimizer` that is made by a function has its optimizers when "
+                "it is built. Call `exclude_from_weight_decay` of each of them."
+            )
+        for part in parts:
+            part.exclude_from_weight_decay(var_list=var_list, var_names=var_names)
+
+    # Counters and state.
+
+    @property
+    def was_traced(self) -> bool:
+        """Whether a step was ever traced."""
+        return self._traces.features is not None
+
+    @property
+    def loss_scale(self) -> float | None:
+        """Float, the factor of the loss, or `None` without loss scaling."""
+        scale = self._features.scale
+        return None if scale is None else float(scale.value.numpy())
+
+    @property
+    def skipped_steps(self) -> int:
+        """Int, updates that were left out because of an overflow."""
+        scale = self._features.scale
+        return 0 if scale is None else int(scale.skipped_steps.numpy())
+
+    @property
+    def accumulated_steps(self) -> int:
+        """Int, micro-batches that wait for the next update."""
+        accumulation = self._features.accumulation
+        return 0 if accumulation is None else int(accumulation.count.numpy())
+
+    @property
+    def variables(self) -> list:
+        """The wrapped optimizer's variables after those of its own."""
+        own = super().variables  # type: ignore[misc]
+        return own + self.inner_optimizer.variables
+
+    @property
+    def iterations(self) -> Any:
+        """The number of updates."""
+        return self.inner_optimizer.iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The wrapped optimizer's."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: Any) -> None:
+        self.inner_optimizer.learning_rate = value
+
+    def _has_rate_variables(self) -> bool:
+        parts = innermost(self.inner_optimizer)
+        return all(_compat.has_rate_variable(part) for part in parts)

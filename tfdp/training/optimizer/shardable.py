@@ -1,0 +1,299 @@
+"""Sharding of a `DistributedOptimizer`: state that is there is kept and spread."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat, user_code
+from tfdp.ground.base.context import is_tfdp
+from tfdp.ground.base.param_groups import ParamGroup, param_groups_of
+from tfdp.ground.plans.memory import MemoryReport
+from tfdp.ground.text import pluralize
+from tfdp.training.keras_hooks.saving import is_saving
+from tfdp.training.optimizer.settings import OptimizerSettings
+from tfdp.training.parameters.conversion import parameters_in_order
+from tfdp.training.reduction.gradient_reducer import replica_reducer
+from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
+from tfdp.training.sharding import ShardedLayout, ShardedState, memory_report
+from tfdp.training.sharding.options import ShardingOptions
+
+
+class ShardableOptimizer(OptimizerSettings):
+    """The part of a `DistributedOptimizer` that decides where its state lies."""
+
+    built: bool
+    name: str
+    _distribution_strategy: Any
+
+    def _set_up_sharding(self, options: ShardingOptions) -> None:
+        self.sharding_options = options
+        self._shards: ShardedState | None = None
+        self._model: Callable[[], Any] = lambda: None
+
+    @property
+    def sharding(self) -> str:
+        """String: `"none"`, `"optimizer"`, `"gradients"` or `"parameters"`."""
+        return self.sharding_options.sharding
+
+    def note_model(self, model: Any) -> None:
+        """Remember whose parameters are trained, without keeping it alive.
+
+        Args:
+            model: Keras model that was compiled with the optimizer.
+        """
+        self._model = weakref.ref(model)
+
+    @property
+    def frozen_parameters(self) -> list:
+        """Keras variables of the model's frozen layers."""
+        model = self._model()
+        if model is None:
+            return []
+        trained = _compat.trained_by(self)
+        known = {id(variable) for variable in trained}
+        ordered = parameters_in_order(model, trained)
+        return [variable for variable in ordered if id(variable) not in known]
+
+    @property
+    def needs_trace(self) -> bool:
+        """Whether a step was traced with other settings than now."""
+        return self._traces.features not in (None, self._traced_parts)
+
+    @property
+    def shards(self) -> ShardedState | None:
+        """`ShardedState`, or `None` where every replica has all of the state."""
+        return self._shards
+
+    @property
+    def accumulates_sums(self) -> bool:
+        """Whether slices of the sum over replicas are accumulated (ZeRO-2)."""
+        return self._shards is not None and self.sharding_options.shards_gradients
+
+    @property
+    def own_by_replica(self) -> list:
+        """Variables of which each replica has another value: slices of sums."""
+        accumulation = self._features.accumulation
+        if accumulation is None or not self.accumulates_sums:
+            return []
+        return list(accumulation.sums)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether no replica holds the whole state."""
+        return self._shards is not None
+
+    def shard(self, options: ShardingOptions) -> None:
+        """Shard the state from now on; what is there is kept.
+
+        Args:
+            options: `ShardingOptions`.
+
+        Raises:
+            ValueError: If it is sharded already, in another way.
+        """
+        own = self.sharding_options
+        if options == own:
+            return
+        if own.sharding != "none":
+            raise ValueError(
+                f"The optimizer is sharded already, in another way: {own.text}. "
+                f"Received: {options.text}"
+            )
+        self.sharding_options = options
+        if self.built:
+            self._shard()
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes of the training state on a replica, with and without sharding.
+
+        Returns:
+            `MemoryReport`; print it.
+
+        Raises:
+            ValueError: If the optimizer has not been built.
+        """
+        if not self.built:
+            raise ValueError(
+                "The optimizer has no variables yet. Train a step first, or call "
+                "`optimizer.build(model.trainable_variables)`."
+            )
+        return memory_report(self)
+
+    def redistribute_accumulated(self) -> None:
+        """Give every replica an equal part of what waits, outside a step.
+
+        The sum stays; any one worker can then write it to a file.
+        """
+        if self.accumulated_steps and not self.accumulates_sums:
+            self._traces.run(self, "redistribute", self._redistribute)
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Set the values of `variables`, as Keras does.
+
+        Args:
+            weights: Sequence of arrays, one for each of `variables`.
+
+        Raises:
+            ValueError: If there are more or fewer of them, or state is sharded.
+        """
+        variables = self.variables
+        if self.is_sharded or len(weights) != len(variables):
+            raise ValueError(
+                "`set_weights` of an optimizer takes a value for each of its "
+                "`variables`, which sharded state is no part of; use "
+                "`model.load_weights`, or `tfdp.checkpoint`, for that. Received: "
+                f"{pluralize(len(weights), 'value')}, for "
+                f"{pluralize(len(variables), 'variable')}"
+            )
+        for variable, value in zip(variables, weights, strict=True):
+            variable.assign(value)
+
+    def save_own_variables(self, store: Any) -> None:
+        """Write the variables to a Keras file, where this is not `model.optimizer`.
+
+        Raises:
+            ValueError: If not all of its state is in them.
+        """
+        if self.is_sharded or self.accumulated_steps:
+            raise ValueError(
+                "A Keras file has no sharded state and no accumulated gradients of an "
+                "optimizer that a model has beside `model.optimizer`. Use "
+                "`tfdp.checkpoint`, or save after whole updates. "
+                f"Received: {self.name!r}"
+            )
+        super().save_own_variables(store)  # type: ignore[misc]
+
+    def swap_averages(self) -> None:
+        """Swap weights with their moving averages, outside a step."""
+        self._traces.run(self, "swap", self._swap_averages)
+
+    def restart_averages(self) -> None:
+        """Restart moving averages at the weights, outside a step."""
+        self._traces.run(self, "restart", self._restart_averages)
+
+    def overwrite_with_averages(self, variables: Sequence[Any]) -> None:
+        """Give some variables the values of their averages, outside a step.
+
+        Args:
+            variables: Sequence of Keras variables.
+        """
+        known = {id(variable) for variable in variables}
+        trained = _compat.trained_by(self)
+        chosen = [index for index, v in enumerate(trained) if id(v) in known]
+
+        def overwrite() -> None:
+            for layout, part in self._averaged():
+                layout.overwrite_with_average(part, known)
+
+        self._traces.run(self, f"finalize {chosen}", overwrite)
+
+    def _swap_averages(self) -> None:
+        for layout, part in self._averaged():
+            layout.swap_with_average(part)
+
+    def _restart_averages(self) -> None:
+        for layout, part in self._averaged():
+            layout.restart_average(part)
+
+    def _averaged(self) -> list[tuple[ShardedLayout, ParamGroup]]:
+        """Parameter groups that have averages, with the layout on this replica."""
+        assert self._shards is not None
+        layout = self._shards.on_replica()
+        parts = param_groups_of(self.inner_optimizer, _compat.trained_by(self))
+        return [(layout, part) for part in parts if part.optimizer.use_ema]
+
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
+        """Objects that TensorFlow saves: a checkpoint would lose sharded state."""
+        # Older Keras looks at the model like this when it exports one.
+        is_checkpoint = save_type == "checkpoint" and not is_saving()
+        if self.is_sharded and is_checkpoint:
+            raise ValueError(
+                "`tf.train.Checkpoint` does not see sharded optimizer state. Use "
+                "`tfdp.checkpoint.save(model, directory)`, or `model.save`."
+            )
+        return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
+
+    def _redistribute(self) -> None:
+        assert self._features.accumulation is not None
+        self._features.accumulation.redistribute(replica_reducer())
+
+    @property
+    def _combines_means(self) -> bool:
+        """Whether the strategy combines gradients by Adasum."""
+        strategy = self._distribution_strategy
+        return is_tfdp(strategy) and strategy.extended.reducer.combines_means
+
+    def _warn_of_one_replica(self) -> None:
+        strategy = self._distribution_strategy
+        is_alone = is_tfdp(strategy) and strategy.num_replicas_in_sync == 1
+        if is_alone and self.sharding_options.shards_parameters:
+            user_code.warn(
+                '`sharding="parameters"` has no effect: there is one replica, which '
+                "holds everything."
+            )
+
+    def _can_shard(self) -> bool:
+        """Whether there are replicas to spread the state over."""
+        strategy = self._distribution_strategy
+        wanted = self.sharding != "none" and self._shards is None
+        return wanted and is_tfdp(strategy) and strategy.num_replicas_in_sync > 1
+
+    def _sharding(self, variables: list[Any]) -> ShardedState:
+        if self.sharding_options.shards_parameters and not tf.executing_eagerly():
+            raise ValueError(
+                "A step builds an optimizer that shards parameters, which the step has "
+                "read whole. Build it before the first step, in the scope of the "
+                "strategy: `optimizer.build(model.trainable_variables)`."
+            )
+        strategy = self._distribution_strategy
+        synchronize_new_variables(strategy)  # slots may start as copies of weights
+        model = self._model()
+        return ShardedState(
+            self.inner_optimizer,
+            variables,
+            strategy,
+            self.sharding_options,
+            () if model is None else parameters_in_order(model, variables),
+        )
+
+    def _shard(self) -> None:
+        """Shard the state that is there."""
+        self._warn_of_one_replica()
+        if not self._can_shard():
+            return
+        self._shards = self._sharding(_compat.trained_by(self))
+        if self.accumulates_sums:
+            self._shard_accumulated()
+
+    def _shard_accumulated(self) -> None:
+        """Turn each replica's own sums into slices of the sums of all."""
+        assert self._shards is not None
+        count, totals = self.accumulated_steps, []
+        if count:
+            self._traces.run(self, "redistribute", self._redistribute)
+            assert self._features.accumulation is not None
+            replicas = self._distribution_strategy.num_replicas_in_sync
+            totals = [
+                _compat.local_value(item, 0).numpy().ravel() * replicas
+                for item in self._features.accumulation.sums
+            ]
+        self._traces.drop()  # it would keep the whole sums alive
+        self._features.accumulate(self._shards.accumulated_slices)
+        # What was made in the scope waits for worker 0's values, and has its own.
+        synchronize_new_variables(self._distribution_strategy)
+        accumulation = self._features.accumulation
+        if accumulation is None or not count:
+            return
+        tensors = self._shards.accumulated(accumulation.sums)
+        for variable, total in zip(_compat.trained_by(self), totals, strict=True):
+            for shard in tensors[id(variable)].local_shards:
+                shard.write(total[shard.start : shard.stop])
+        accumulation.count.assign(count)
+
+    @property
+    def _traced_parts(self) -> tuple:
+        return (*self._features.traced_parts, self.shards)

@@ -1,0 +1,261 @@
+"""Reads of sharded parameters: in a step that is traced, in an eager one, outside."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives import all_gather
+from tfdp.ground import _compat
+from tfdp.ground.base import program_trace
+from tfdp.ground.base.context import replica_context
+from tfdp.ground.base.program_trace import ProgramTrace
+from tfdp.ground.plans.units import UnitOptions, most_gathered
+from tfdp.training.parameters.backward_gathers import BackwardGathers
+from tfdp.training.parameters.host_gathers import gather_parameter, serve_parameter
+from tfdp.training.parameters.quantized_gathers import rounded, travels_quantized
+from tfdp.training.parameters.shard_groups import ShardGroups
+from tfdp.training.parameters.sharded_parameter import ShardedParameter
+from tfdp.training.parameters.step_gathers import StepGathers, Unit, read_dtype
+
+
+class Gathers:
+    """Reads of the parameters that share the same owners.
+
+    All workers make it at the same time.
+
+    Args:
+        extended: Extended class of a tfdp strategy.
+        groups: `ShardGroups`, the owners of parts.
+    """
+
+    def __init__(self, extended: Any, groups: ShardGroups) -> None:
+        self.groups = groups
+        # The parameters keep their units: those of a model that is gone go with it.
+        self._units: list[weakref.ref[Unit]] = []
+        self._host_group = extended.host_group
+        self._worker_group = extended.worker_group
+        self.announcements: dict[int, Callable[[], None]] = {}
+        self._owners = self._owners_of_all(extended.num_local)
+
+    def owner(self, replica: int) -> int:
+        """Index of the part that a local replica holds."""
+        return self.groups.owner(replica)
+
+    def add_unit(
+        self, parameters: Sequence[ShardedParameter], options: UnitOptions
+    ) -> None:
+        """Let parameters be gathered together."""
+        unit = Unit(len(self._units), tuple(parameters), options)
+        self._units.append(weakref.ref(unit))
+        for parameter in parameters:
+            parameter.unit = unit
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, in the order in which they were added."""
+        found = [reference() for reference in self._units]
+        return [unit for unit in found if unit is not None]
+
+    @property
+    def most_gathered(self) -> int:
+        """Int, bytes that a step has gathered at a time."""
+        sizes = [unit.num_bytes for unit in self.units]
+        prefetch = max((unit.options.prefetch for unit in self.units), default=0)
+        return most_gathered(sizes, prefetch)
+
+    def source(self, parameter: ShardedParameter) -> tf.Tensor:
+        """The tensor whose gradient is that of the parameter, for gradient tapes."""
+        if (trace := program_trace.traced()) is not None:
+            return trace.source(
+                parameter, lambda: tf.zeros(parameter.whole_shape, parameter.dtype)
+            )
+        step = self.step()
+        if step is not None:
+            return step.source(parameter)
+        if parameter.eager_source is None:
+            parameter.eager_source = tf.zeros([], parameter.dtype)
+        return parameter.eager_source
+
+    def read(self, parameter: ShardedParameter) -> tf.Tensor:
+        """Gather the whole, or take what was gathered."""
+        if (trace := program_trace.traced()) is not None:
+            return _read_in_program(trace, parameter)
+        step = self.step()
+        if step is not None:
+            return step.read(parameter, _unit_of(parameter))
+        if not tf.executing_eagerly():
+            return self.gather_on_hosts(parameter)
+        value = tf.identity(self._eager_value(parameter))
+        _compat.record_read(parameter, value)
+        return value
+
+    def forget(self, parameter: ShardedParameter) -> None:
+        """Gather again when the parameter is read next: it has been assigned to."""
+        if program_trace.traced() is not None:
+            return
+        parameter.eager_value = None
+        step = self.step()
+        if step is not None:
+            step.forget(_unit_of(parameter))
+
+    def step(self) -> StepGathers | None:
+        """What the running replica's step has gathered, or `None` outside of one.
+
+        Raises:
+            ValueError: In a `tf.function` that the step calls.
+        """
+        context = tf.distribute.get_replica_context()
+        if (
+            context is None
+            or tf.executing_eagerly()
+            or not tf.distribute.has_strategy()
+        ):
+            return None
+        graph = _compat.step_graph()
+        if graph is None:
+            raise ValueError(
+                "A `tf.function` inside a training step reads sharded parameters, "
+                "which would be gathered for one call of it only. Call the function "
+                'without the decorator, or train with `sharding="gradients"`.'
+            )
+        replica = _compat.local_replica_id(context)
+        return _compat.attached(
+            graph,
+            (id(self), replica),
+            lambda: StepGathers(graph, self.groups, replica),
+        )
+
+    def backward(self) -> BackwardGathers | None:
+        """Second gathers for what the running step has differentiated, if it is traced.
+
+        Returns:
+            `BackwardGathers`, or `None`.
+        """
+        step = self.step()
+        return None if step is None else BackwardGathers(step)
+
+    def gather_on_hosts(self, parameter: ShardedParameter) -> tf.Tensor:
+        """Gather the whole outside of a step. All workers call it.
+
+        Returns:
+            Tensor of the parameter's shape.
+        """
+        return gather_parameter(parameter, self._owners, self._host_group)
+
+    def serve(self, parameter: ShardedParameter) -> None:
+        """Take part where another worker calls `gather_on_hosts`."""
+        serve_parameter(parameter, self._owners, self._host_group)
+
+    def _eager_value(self, parameter: ShardedParameter) -> tf.Tensor:
+        if replica_context() is None:
+            self._meet(parameter)
+            return self.gather_on_hosts(parameter)
+        # The first local replica of a step gathers for all of them.
+        run = _compat.run_of_replicas()
+        if parameter.eager_value is None or parameter.eager_value[0] is not run:
+            whole = self.gather_on_hosts(parameter)
+            if travels_quantized(parameter, _unit_of(parameter).options):
+                whole = rounded(parameter, whole)
+            parameter.eager_value = run, whole
+        return parameter.eager_value[1]
+
+    def _meet(self, parameter: ShardedParameter) -> None:
+        """Let the others know what is gathered; who waits alone says for what."""
+        if id(parameter) in self.announcements:
+            self.announcements[id(parameter)]()
+        elif self._worker_group.num_workers > 1:
+            self._worker_group.all_gather(
+                f"reading {parameter.name!r}, which is sharded, so that all workers "
+                "have to read it"
+            )
+
+    def _owners_of_all(self, num_local: int) -> list[int]:
+        """The part of every replica, in the order in which workers gather."""
+        own = tf.constant([self.owner(replica) for replica in range(num_local)])
+        if self._host_group.size > 1:
+            own = all_gather(own, self._host_group, 0)
+        return own.numpy().tolist()
+
+
+@contextlib.contextmanager
+def backward_pass() -> Iterator[None]:
+    """Mark what a gradient tape traces in a replica's step as its backward pass."""
+    steps = _steps_of_replica()
+    for step in steps:
+        step.begin_backward_pass()
+    yield
+    for step in steps:
+        step.end_backward_pass()
+
+
+def gather_again_so_far() -> None:
+    """Gather again what the backward pass has used until now: a collective follows.
+
+    It needs gradients of what was gathered again, and collectives of one channel run in
+    the order in which they are traced.
+    """
+    for step in _steps_of_replica():
+        with step.between_backward_passes() as is_in_one:
+            if is_in_one:
+                BackwardGathers(step).all()
+
+
+def _steps_of_replica() -> list[StepGathers]:
+    """What the step of the running replica has gathered, if it is traced."""
+    context = replica_context()
+    graph = None if tf.executing_eagerly() else _compat.step_graph()
+    if context is None or graph is None:
+        return []
+    replica = _compat.local_replica_id(context)
+    return [s for s in _compat.all_attached(graph) if s.replica == replica]
+
+
+@contextlib.contextmanager
+def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
+    """Mark the backward pass of a program, as each replica will build it."""
+    passes: list[contextlib.ExitStack] = []
+
+    def begin(_: list) -> None:
+        passes.append(contextlib.ExitStack())
+        passes[-1].enter_context(backward_pass())
+
+    def end(_: list) -> None:
+        passes.pop().close()
+
+    trace.add([], begin)
+    yield
+    trace.add([], end)
+
+
+def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
+    """The reads of all parameters of a strategy that the same replicas share."""
+    found = vars(extended).setdefault("_parameter_gathers", {})
+    key = groups.num_copies, groups.has_two_levels, groups.group.nodes
+    if key not in found:
+        found[key] = Gathers(extended, groups)
+    return found[key]
+
+
+def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Tensor:
+    """Note that each replica reads a parameter here, and return a stand-in for it."""
+    dtype = read_dtype(parameter)
+
+    def read() -> tf.Tensor:
+        with _compat.autocasting(dtype if parameter.casts else None):
+            return parameter.reader.read(parameter)
+
+    # Around a loop, through which a gradient reaches what its body reads.
+    with trace.graph.as_default():
+        value = tf.identity(trace.read(parameter.whole_shape, dtype, read))
+    _compat.record_read(parameter, value)
+    return value
+
+
+def _unit_of(parameter: ShardedParameter) -> Unit:
+    """The unit of a parameter; it is one by itself until an optimizer plans them."""
+    return Unit(0, (parameter,)) if parameter.unit is None else parameter.unit

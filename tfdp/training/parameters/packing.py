@@ -1,0 +1,157 @@
+"""Packing of variables into the rows of a shard plan, and unpacking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdp.ground.plans.shards import Segment, ShardBucket, ShardPlan
+
+
+def pack_rows(
+    bucket: ShardBucket, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
+) -> tf.Tensor:
+    """Lay all rows of a bucket end to end, as they lie in `bucket.moved`.
+
+    Each is padded to the size of a slice, unless the bucket is lopsided.
+
+    Args:
+        bucket: `ShardBucket`.
+        tensors: Dict from position to tensor; those that are not in it count as
+            zeros.
+        dtype: `tf.DType` of the tensors.
+
+    Returns:
+        Tensor of shape `[num_owners * slice_size]`, or `[num_elements]`.
+    """
+    moved = bucket.moved
+    return _pack(moved, range(len(moved.rows)), tensors, dtype)
+
+
+def pack_row(
+    bucket: ShardBucket, owner: int, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
+) -> tf.Tensor:
+    """Lay one row of a bucket end to end, as `pack_rows` does with all.
+
+    Args:
+        bucket: `ShardBucket`.
+        owner: Int.
+        tensors: Dict from position to tensor, see `pack_rows`.
+        dtype: `tf.DType` of the tensors.
+
+    Returns:
+        Tensor of shape `[slice_size]`.
+    """
+    return _pack(bucket, [owner], tensors, dtype)
+
+
+def place_row(bucket: ShardBucket, owner: int, row: tf.Tensor) -> tf.Tensor:
+    """Lay an owner's row where it is in `bucket.joined`, among zeros.
+
+    Args:
+        bucket: `ShardBucket`.
+        owner: Int.
+        row: Tensor of shape `[slice_size]`, or without the padding.
+
+    Returns:
+        Tensor of shape `[bucket.num_elements]`.
+    """
+    start, stop = bucket.range_in_joined(owner)
+    return tf.pad(row[: stop - start], [[start, bucket.num_elements - stop]])
+
+
+def take_row(bucket: ShardBucket, owner: int, flat: tf.Tensor) -> tf.Tensor:
+    """Take an owner's row out of `bucket.joined`: a tensor of shape `[slice_size]`."""
+    start, stop = bucket.range_in_joined(owner)
+    return tf.pad(flat[start:stop], [[0, bucket.padding(owner)]])
+
+
+def elements_of(tensor: tf.Tensor, segment: Segment) -> tf.Tensor:
+    """Flat tensor of a segment's elements; the whole is not copied."""
+    flat = tf.reshape(tensor, [-1])
+    if segment.start == 0 and segment.stop == flat.shape[0]:
+        return flat
+    return flat[segment.start : segment.stop]
+
+
+def unpack_rows(
+    plan: ShardPlan, flats: Sequence[tf.Tensor | None]
+) -> dict[int, tf.Tensor]:
+    """Take the variables out of gathered buckets.
+
+    Args:
+        plan: `ShardPlan`.
+        flats: Sequence with a tensor for each bucket, all rows end to end as they lie
+            in `bucket.moved`, or `None` for one that was not gathered.
+
+    Returns:
+        Dict from position to flat tensor, of all that lie in gathered buckets.
+    """
+    ranges: dict[int, list[tuple[int, int, int, int]]] = {}
+    for number, bucket in enumerate(plan.buckets):
+        if flats[number] is None:
+            continue
+        moved = bucket.moved
+        for owner in range(len(moved.rows)):
+            first = owner * moved.slice_size
+            for segment, begin, end in moved.places(owner):
+                found = (segment.start, number, first + begin, first + end)
+                ranges.setdefault(segment.index, []).append(found)
+    return {index: _join(sorted(parts), flats) for index, parts in ranges.items()}
+
+
+def _join(
+    parts: list[tuple[int, int, int, int]], flats: Sequence[tf.Tensor | None]
+) -> tf.Tensor:
+    merged: list[list[int]] = []
+    for _, number, begin, end in parts:
+        if merged and merged[-1][0] == number and merged[-1][2] == begin:
+            merged[-1][2] = end
+        else:
+            merged.append([number, begin, end])
+    tensors = [_require(flats[number])[begin:end] for number, begin, end in merged]
+    return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis=0)
+
+
+def _require(flat: tf.Tensor | None) -> tf.Tensor:
+    assert flat is not None
+    return flat
+
+
+def _append(runs: list[Segment | int], item: Segment | int) -> None:
+    """Append elements, or a number of zeros, joined to what they continue."""
+    last = runs[-1] if runs else None
+    if isinstance(item, int):
+        if isinstance(last, int):
+            runs[-1] = last + item
+        elif item:
+            runs.append(item)
+    elif (
+        isinstance(last, Segment)
+        and last.index == item.index
+        and last.stop == item.start
+    ):
+        runs[-1] = Segment(item.index, last.start, item.stop)
+    else:
+        runs.append(item)
+
+
+def _pack(
+    bucket: ShardBucket,
+    owners: Sequence[int],
+    tensors: Mapping[int, tf.Tensor],
+    dtype: tf.DType,
+) -> tf.Tensor:
+    runs: list[Segment | int] = []
+    for owner in owners:
+        for segment in bucket.rows[owner]:
+            _append(runs, segment if segment.index in tensors else segment.size)
+        _append(runs, bucket.padding(owner))
+    parts = [
+        tf.zeros([run], dtype)
+        if isinstance(run, int)
+        else tf.cast(elements_of(tensors[run.index], run), dtype)
+        for run in runs
+    ]
+    return parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)

@@ -1,0 +1,245 @@
+"""Process groups of sharded state: the owners of shards, in one or two levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives import Member, ProcessGroup, all_reduce, ring
+from tfdp.ground import user_code
+from tfdp.ground.plans.shards import ShardBucket
+from tfdp.training.compression.compressed_reduce import (
+    Caller,
+    CompressedRoute,
+    reduce_scatter_in_levels,
+)
+from tfdp.training.parameters.packing import place_row, take_row
+
+
+class ShardGroups:
+    """Owners of shards: all replicas, or those of a node, in one or two levels.
+
+    Across nodes a reduce-scatter is made of one inside the nodes and one across
+    them, so that a node's link carries each element once.
+
+    Args:
+        group: `ProcessGroup` of all replicas.
+        scope: String, `"all"`, or `"node"`: each node has the whole state, and
+            its replicas a slice each. Defaults to `"all"`.
+        is_hierarchical: Bool, whether slices travel in two levels. Needs nodes of
+            equal size. Defaults to `False`.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, scope: str = "all", *, is_hierarchical: bool = False
+    ) -> None:
+        self.group = group
+        several = len(group.nodes) > 1
+        self._is_copied = scope == "node" and several
+        self.has_two_levels = several and is_hierarchical and not self._is_copied
+        self._inner: tuple[ProcessGroup | None, ...] = (group,) * len(group.devices)
+        self._outer: tuple[ProcessGroup | None, ...] = (None,) * len(group.devices)
+        if several and (is_hierarchical or self._is_copied):
+            nodes = [sorted(positions) for positions in group.nodes]
+            self._inner = group.split(nodes)
+            self._outer = group.split(tuple(zip(*nodes, strict=True)))
+
+    @property
+    def num_copies(self) -> int:
+        """Int, number of replicas that have the same slices."""
+        outer = self._outer[0]
+        return outer.size if outer is not None and self._is_copied else 1
+
+    @property
+    def num_owners(self) -> int:
+        """Int, number of slices that a bucket is cut into."""
+        return self.group.size // self.num_copies
+
+    def owner(self, replica: int) -> int:
+        """Index of the slice that a local replica owns.
+
+        Args:
+            replica: Int, index among the local replicas.
+
+        Returns:
+            Int from 0 to `num_owners - 1`.
+        """
+        inner, outer = self._levels(replica)
+        position = inner.position(replica)
+        if outer is None or self._is_copied:
+            return position
+        return position * outer.size + outer.position(replica)
+
+    def is_first_copy(self, replica: int) -> bool:
+        """True if no replica with the same slices comes before a local one."""
+        outer = self._outer[replica]
+        is_only = outer is None or not self._is_copied
+        return is_only or (outer is not None and outer.position(replica) == 0)
+
+    def reduce_scatter(
+        self, flat: tf.Tensor, route: CompressedRoute, caller: Caller
+    ) -> tf.Tensor:
+        """Sum over all replicas and keep the calling one's slice.
+
+        Args:
+            flat: Tensor of shape `[num_owners * slice_size]`.
+            route: `CompressedRoute`, what travels inside and across nodes.
+            caller: `Caller`.
+
+        Returns:
+            Tensor of shape `[slice_size]`.
+        """
+        inner, outer = self._levels(caller.replica)
+        return reduce_scatter_in_levels(
+            flat, inner, outer, route, caller, is_copied=self._is_copied
+        )
+
+    def all_gather(
+        self, piece: tf.Tensor, replica: int, *, channel: int = 0
+    ) -> tf.Tensor:
+        """Concatenate the slices of all owners, the inverse of `reduce_scatter`.
+
+        Args:
+            piece: Tensor of shape `[slice_size]`.
+            replica: Int, index of the calling replica among the local ones.
+            channel: Int, the chain of the launch order. Defaults to `0`.
+
+        Returns:
+            Tensor of shape `[num_owners * slice_size]`, alike on all replicas.
+        """
+        piece = self.gather_across_nodes(piece, replica, channel=channel)
+        return self.gather_in_node(piece, replica, channel=channel)
+
+    def gather_across_nodes(
+        self, piece: tf.Tensor, replica: int, *, channel: int = 0
+    ) -> tf.Tensor:
+        """The first level of `all_gather`, after which a node has all slices.
+
+        Args:
+            piece: Tensor of shape `[slice_size]`.
+            replica: Int, index of the calling replica among the local ones.
+            channel: Int, the chain of the launch order. Defaults to `0`.
+
+        Returns:
+            Tensor of shape `[slices of a replica * slice_size]`, one slice where
+            there is one level.
+        """
+        _, outer = self._levels(replica)
+        if outer is None or self._is_copied:
+            return piece
+        return Member(outer, replica, channel).all_gather(piece)
+
+    def gather_in_node(
+        self, piece: tf.Tensor, replica: int, *, channel: int = 0
+    ) -> tf.Tensor:
+        """The second level of `all_gather`.
+
+        Args:
+            piece: Tensor, what `gather_across_nodes` returns.
+            replica: Int, index of the calling replica among the local ones.
+            channel: Int, the chain of the launch order. Defaults to `0`.
+
+        Returns:
+            Tensor of shape `[num_owners * slice_size]`, alike on all replicas.
+        """
+        inner, _ = self._levels(replica)
+        return Member(inner, replica, channel).all_gather(piece)
+
+    def scatter_bucket(
+        self,
+        bucket: ShardBucket,
+        flat: tf.Tensor,
+        route: CompressedRoute,
+        caller: Caller,
+    ) -> tf.Tensor:
+        """Sum a bucket over all replicas and keep the calling one's slice.
+
+        Args:
+            bucket: `ShardBucket`. Where it is lopsided, an all-reduce moves less.
+            flat: Tensor, its elements as they lie in `bucket.moved`.
+            route: See `reduce_scatter`. An all-reduce does without.
+            caller: `Caller`.
+
+        Returns:
+            Tensor of shape `[slice_size]`.
+        """
+        if not bucket.is_lopsided:
+            return self.reduce_scatter(flat, route, caller)
+        total = ring(flat, is_alone=False, **caller.member(self.group).arguments)
+        return take_row(bucket, self.owner(caller.replica), total)
+
+    def gather_bucket(
+        self, bucket: ShardBucket, piece: tf.Tensor, replica: int, *, channel: int = 0
+    ) -> tf.Tensor:
+        """Gather the slices of a bucket, the inverse of `scatter_bucket`.
+
+        Args:
+            bucket: `ShardBucket`. Where it is lopsided, each owner adds its row to
+                zeros.
+            piece: Tensor of shape `[slice_size]`.
+            replica: Int, index of the calling replica among the local ones.
+            channel: Int, the chain of the launch order. Defaults to `0`.
+
+        Returns:
+            Tensor, alike on all replicas, the elements as they lie in `bucket.moved`.
+        """
+        if not bucket.is_lopsided:
+            return self.all_gather(piece, replica, channel=channel)
+        inner, _ = self._levels(replica)
+        # A node that has a copy of everything needs no other.
+        group = inner if self._is_copied else self.group
+        placed = place_row(bucket, self.owner(replica), piece)
+        return ring(placed, group, replica, channel=channel, is_alone=False)
+
+    def all_reduce(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
+        """Sum over the owners of different slices.
+
+        Args:
+            tensor: Tensor of known shape.
+            replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            A tensor like `tensor`, alike on all replicas.
+        """
+        if not self.is_first_copy(replica):
+            # Nodes that add up by themselves may round differently, and drift apart.
+            tensor = tf.zeros_like(tensor)
+        return all_reduce(tensor, self.group, replica)
+
+    def _levels(self, replica: int) -> tuple[ProcessGroup, ProcessGroup | None]:
+        inner = self._inner[replica]
+        assert inner is not None
+        return inner, self._outer[replica]
+
+
+def shard_groups_of(
+    extended: Any, scope: str, *, needs_two_levels: bool = False
+) -> ShardGroups:
+    """The owners of shards among the replicas of a strategy.
+
+    Args:
+        extended: Extended class of a tfdp strategy.
+        scope: String, `"all"` or `"node"`.
+        needs_two_levels: Bool, whether slices travel in two levels also where one is
+            as fast. Defaults to `False`.
+
+    Returns:
+        `ShardGroups`.
+    """
+    selector = extended.algorithm_selector
+    is_even = selector.topology.is_even
+    has_nodes = selector.topology.num_nodes > 1
+    if has_nodes and not is_even and scope == "node":
+        user_code.warn(
+            '`shard_scope="node"` works as "all": it needs equally many replicas on '
+            "every node."
+        )
+        scope = "all"
+    if has_nodes and not is_even and needs_two_levels:
+        user_code.warn(
+            '`reshard_after_forward="node"` works as `True`: it needs equally many '
+            "replicas on every node."
+        )
+    levels = selector.is_hierarchical or (needs_two_levels and is_even)
+    return ShardGroups(extended.group, scope, is_hierarchical=levels)

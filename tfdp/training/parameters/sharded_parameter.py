@@ -1,0 +1,247 @@
+"""A variable of which each replica holds a part, and that is read as the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base import program_trace
+from tfdp.ground.base.context import replica_context
+from tfdp.ground.plans.shards import Segment
+from tfdp.ground.plans.units import Ranges
+from tfdp.training.parameters.packing import elements_of
+from tfdp.training.replicas.assigned_values import AssignedValues
+from tfdp.training.replicas.variables import MirroredVariable
+
+
+class Reader(Protocol):
+    """Where a parameter is read from, such as `parameters.gathers.Gathers`."""
+
+    # By the `id` of a parameter, what to tell other workers before it is gathered.
+    announcements: dict[int, Callable[[], None]]
+
+    def read(self, parameter: ShardedParameter) -> tf.Tensor:
+        """Gather the whole for whoever asks."""
+
+    def source(self, parameter: ShardedParameter) -> tf.Tensor:
+        """The tensor whose gradient is that of the parameter."""
+
+    def forget(self, parameter: ShardedParameter) -> None:
+        """Gather again when it is read next."""
+
+    def owner(self, replica: int) -> int:
+        """Index of the part that a local replica holds."""
+
+    def gather_on_hosts(self, parameter: ShardedParameter) -> tf.Tensor:
+        """Gather the whole outside of a step. All workers call it."""
+
+    def serve(self, parameter: ShardedParameter) -> None:
+        """Take part where another worker calls `gather_on_hosts`."""
+
+
+class ShardedParameter(MirroredVariable):
+    """Variable of which each replica holds some elements.
+
+    To a model it is the whole: a step that reads it gathers it, with the rest of its
+    unit, and its gradient is that of the whole. Its components, one for each local
+    replica, are the parts.
+
+    Args:
+        strategy: A tfdp strategy.
+        parts: Sequence of `tf.Variable`, what each local replica holds.
+        shape: `tf.TensorShape` of the whole.
+        ranges: `Ranges`, the elements of each owner.
+        reader: `Reader`.
+        casts: Bool, whether Keras reads it in the dtype of an autocast scope.
+    """
+
+    has_parts = True
+
+    def __init__(
+        self,
+        strategy: Any,
+        parts: Sequence[tf.Variable],
+        shape: Any,
+        ranges: Ranges,
+        reader: Reader,
+        *,
+        casts: bool,
+    ) -> None:
+        self.whole_shape = tf.TensorShape(shape)
+        self.ranges = ranges
+        self.reader = reader
+        self.casts = casts
+        # What it is gathered with, and what of it was gathered outside of a graph.
+        self.unit: Any = None
+        self.eager_value: tuple[Any, tf.Tensor] | None = None
+        self.eager_source: tf.Tensor | None = None
+        self.assigned = AssignedValues()
+        super().__init__(strategy, list(parts), tf.VariableAggregation.NONE)
+
+    @property
+    def num_elements(self) -> int:
+        """Int, elements of the whole."""
+        return self.whole_shape.num_elements()
+
+    def replace_parts(self, parts: Sequence[tf.Variable], ranges: Ranges) -> None:
+        """Hold other elements from now on."""
+        self._values = tuple(parts)
+        self.ranges = ranges
+        self.reader.forget(self)
+
+    # To TensorFlow and Keras it is the whole.
+
+    @property
+    def trainable(self) -> bool:
+        return True
+
+    @property
+    def shape(self) -> tf.TensorShape:
+        return self.whole_shape
+
+    def get_shape(self) -> tf.TensorShape:
+        return self.whole_shape
+
+    @property
+    def handle(self) -> tf.Tensor:
+        """By which gradient tapes know it, see `_compat.record_read`."""
+        return self.reader.source(self)
+
+    def _get(self) -> tf.Tensor:
+        return self.reader.read(self)
+
+    def _get_on_device_or_primary(self) -> tf.Tensor:
+        return self._get()
+
+    def value(self) -> tf.Tensor:
+        return self._get()
+
+    def read_value(self) -> tf.Tensor:
+        return self._get()
+
+    def numpy(self) -> np.ndarray:
+        return np.asarray(self._get().numpy())
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
+        """Set the whole; each replica takes its part of it."""
+        del args, kwargs
+        value = tf.convert_to_tensor(value, self.dtype)
+        value.shape.assert_is_compatible_with(self.whole_shape)
+        self.record(value, replaces=True)
+        return self._update_parts(lambda part, own: part.assign(own), value)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
+        """Add to the whole; each replica takes its part of it."""
+        del args, kwargs
+        delta = tf.convert_to_tensor(delta, self.dtype)
+        self.record(delta, replaces=False)
+        return self._update_parts(lambda part, own: part.assign_add(own), delta)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
+        """Subtract from the whole; each replica takes its part of it."""
+        return self.assign_add(-tf.convert_to_tensor(delta, self.dtype))
+
+    def assign_part(self, value: tf.Tensor) -> None:
+        """Set the part of the replica that is running.
+
+        Args:
+            value: Tensor of shape `[size of the part]`.
+        """
+        part = _compat.local_part(self)
+        part.assign(tf.reshape(value, part.shape), read_value=False)
+        self.reader.forget(self)
+
+    def _update_parts(self, update: Callable, value: tf.Tensor) -> ShardedParameter:
+        if (trace := program_trace.current()) is not None:
+
+            def run(given: list) -> None:
+                self._update_parts(update, given[0])
+
+            trace.add([value], run)
+            return self
+        context = replica_context()
+        replicas: Sequence[int] = range(len(self.values))
+        if context is not None:
+            replicas = [_compat.local_replica_id(context)]
+        for replica in replicas:
+            part = self.values[replica]
+            start, stop = self.ranges[self.reader.owner(replica)]
+            with tf.device(part.device):
+                own = copy_of_elements(value, start, stop)
+                update(part, tf.reshape(own, part.shape))
+        self.reader.forget(self)
+        return self
+
+
+def sharded_parameter(variable: Any) -> ShardedParameter | None:
+    """The sharded parameter behind a Keras variable, or `None` if it is whole."""
+    value = _compat.value_of(variable)
+    return value if isinstance(value, ShardedParameter) else None
+
+
+def parameter_of(variable: Any) -> ShardedParameter:
+    """Return the `ShardedParameter` of a Keras variable that is sharded."""
+    found = sharded_parameter(variable)
+    assert found is not None
+    return found
+
+
+def check_reader(variables: Sequence[Any], reader: Reader | None) -> None:
+    """Check that an optimizer updates its variables where their parts lie.
+
+    Args:
+        variables: Sequence of Keras variables.
+        reader: `Reader` of those that an optimizer has sharded, or `None` where all
+            must be whole.
+
+    Raises:
+        ValueError: If one is sharded in another way.
+    """
+    for variable in variables:
+        parameter = sharded_parameter(variable)
+        if parameter is None or parameter.reader is reader:
+            continue
+        if parameter.unit is None and reader is not None:
+            continue  # No optimizer has planned it: this one may.
+        if parameter.unit is None:
+            raise ValueError(
+                'The model was made in `strategy.scope(init="deferred")`: each replica '
+                "has a part of its parameters. Give `compile` a "
+                '`DistributedOptimizer(..., sharding="parameters")`, or `fit` '
+                f"`ShardedOptimizer(stage=3)`. Received: {parameter.name!r}"
+            )
+        raise ValueError(
+            "The model's parameters are sharded by another optimizer, in another "
+            'way. Give it one with `sharding="parameters"` and the same '
+            f"`shard_scope`, or build it anew. Received: {parameter.name!r}"
+        )
+
+
+def copy_of_elements(whole: tf.Tensor, start: int, stop: int) -> tf.Tensor:
+    """Elements of a flattened tensor, in memory of their own.
+
+    A slice shares the memory of the tensor that it is cut out of: a variable that is
+    given one would keep the whole.
+    """
+    return tf.raw_ops.DeepCopy(x=tf.reshape(whole, [-1])[start:stop])
+
+
+def own_elements(variable: Any, segment: Segment, replica: int) -> tf.Tensor:
+    """Elements of a variable that a local replica holds.
+
+    Args:
+        variable: Keras variable, whole on every replica or sharded.
+        segment: `Segment`; of a sharded variable, all that the replica holds.
+        replica: Int, index of the replica among the local ones.
+
+    Returns:
+        Tensor of shape `[segment.size]`.
+    """
+    part = _compat.local_value(variable, replica).read_value()
+    if sharded_parameter(variable) is None:
+        return elements_of(part, segment)
+    return tf.reshape(part, [-1])

@@ -1,0 +1,129 @@
+"""Branches, loops and calls of a program, as a replica builds them.
+
+What decides a branch or the end of a loop is whole, and so alike on all replicas: the
+collectives inside meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.training.program.view import AS_HELD, WHOLE, Decision, Need, need_of
+
+
+def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
+    """Build a branch, a loop or a call on a replica."""
+    if op.type in ("While", "StatelessWhile"):
+        return _build_loop(builder, op, decision, inputs)
+    if _compat.is_call(op):
+        (plan,) = decision.plans
+        inner = builder.run_inside(plan, op.inputs)
+        results = _compat.results_of_call(op, plan.graph)
+        return [inner.get(tensor, AS_HELD) for tensor in results]
+    return _build_branches(builder, op, decision, inputs)
+
+
+def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
+    needs: Sequence[Need] = decision.details
+
+    def branch(plan: Any) -> Callable:
+        def compute() -> list:
+            inner = builder.run_inside(plan, op.inputs[1:])
+            return [
+                tf.identity(inner.get(tensor, need))
+                for tensor, need in zip(plan.graph.outputs, needs, strict=True)
+            ]
+
+        return compute
+
+    plans = decision.plans
+    if op.type in ("Case", "StatelessCase"):
+        found = tf.switch_case(inputs[0], [branch(plan) for plan in plans])
+    else:
+        predicate = inputs[0]
+        if predicate.dtype != tf.bool:
+            predicate = tf.not_equal(predicate, tf.zeros_like(predicate))
+        found = tf.cond(predicate, branch(plans[0]), branch(plans[1]))
+    flat = tf.nest.flatten(found)
+    return [
+        builder.with_shape(own, tensor, fact)
+        for own, tensor, fact in zip(flat, op.outputs, decision.outputs, strict=True)
+    ]
+
+
+def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
+    cond_plan, body_plan = decision.plans
+    is_same: Sequence[bool] = decision.details
+    changed = [
+        index
+        for index, same in enumerate(is_same)
+        if not same and builder.plan.is_needed(op, index)
+    ]
+    facts = decision.outputs
+    # Each loop of TensorFlow counts its passes, the one that is built here, too.
+    is_counter = changed[:1] == [0] and len(changed) > 1
+    is_counter = is_counter and _counts_passes(op, body_plan.graph)
+    changed = changed[1:] if is_counter else changed
+
+    def run_inside(plan: Any, values: Sequence[Any]) -> Any:
+        given = {
+            id(plan.graph.inputs[index]): value
+            for index, value in zip(changed, values, strict=True)
+        }
+        if is_counter:
+            given[id(plan.graph.inputs[0])] = _compat.counter_of_passes()
+        return builder.run_inside(plan, op.inputs, given)
+
+    def cond(*values: Any) -> Any:
+        inner = run_inside(cond_plan, values)
+        return inner.get(cond_plan.graph.outputs[0], WHOLE)
+
+    def body(*values: Any) -> list:
+        inner = run_inside(body_plan, values)
+        results = [
+            inner.get(body_plan.graph.outputs[index], need_of(facts[index]))
+            for index in changed
+        ]
+        return [
+            builder.with_shape(own, op.outputs[index], facts[index])
+            for own, index in zip(results, changed, strict=True)
+        ]
+
+    initial = [inputs[index] for index in changed]
+    invariants = [
+        value.shape
+        if value.dtype in (tf.variant, tf.resource)
+        else builder.own_static_shape(op.outputs[index], facts[index])
+        for index, value in zip(changed, initial, strict=True)
+    ]
+    found = tf.while_loop(
+        cond,
+        body,
+        initial,
+        shape_invariants=invariants,
+        parallel_iterations=op.get_attr("parallel_iterations"),
+    )
+    outputs = list(inputs)
+    for index, value in zip(changed, found, strict=True):
+        outputs[index] = value
+    if is_counter:
+        outputs[0] = found[0].op.outputs[0]
+    return outputs
+
+
+def _counts_passes(op: Any, body: Any) -> bool:
+    """Return whether the first variable of a loop counts its passes from zero."""
+    before, after = body.inputs[0], body.outputs[0].op
+    while after.type == "Identity":  # in the loop of a gradient
+        after = after.inputs[0].op
+    return (
+        before.dtype == tf.int32
+        and tf.get_static_value(op.inputs[0]) == 0
+        and after.type in ("Add", "AddV2")
+        and after.inputs[0] is before
+        and tf.get_static_value(after.inputs[1]) == 1
+    )

@@ -1,0 +1,231 @@
+"""What a step gathers or sums up before its end, with the lines that need it.
+
+plan -> conversions, in the order of the program -> `Gather`s, and their fingerprint
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat, user_code
+from tfdp.ground.base.program_trace import ProgramTrace, tracing
+from tfdp.ground.plans.gathers import Gather, StepGathers
+from tfdp.training.program.facts import Fact, Form, own_rows, static_sizes, with_rows
+from tfdp.training.program.plan import Plan, Scope, in_order, is_conversion, make_plan
+from tfdp.training.program.rules.state import is_output, writes_state
+from tfdp.training.program.view import AS_HELD, PART, WHOLE, Need
+
+_GRADIENT = "gradient_tape/"
+_ROOM = str(Path(__file__).parent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """A tensor of the program that other replicas have a part in.
+
+    Args:
+        tensor: Tensor of the program.
+        fact: `Fact`, how replicas hold it.
+        op: The first operation that needs it otherwise, or the one that makes it
+            where that is an update.
+    """
+
+    tensor: Any
+    fact: Fact
+    op: Any
+
+
+def conversions_of(
+    trace: ProgramTrace, plan: Plan, cuts: list[tuple[Any, bool]]
+) -> list[Conversion]:
+    """Return the conversions of a step, in the order of the program.
+
+    Args:
+        trace: `ProgramTrace`.
+        plan: `Plan` of its graph.
+        cuts: List of pairs of a tensor that the step returns, and whether it is
+            returned as a part of a sum.
+    """
+    found: dict[int, Conversion] = {}
+    for of_graph, tensor, need, op in _needs(trace, plan, cuts):
+        fact = of_graph.facts.get(id(tensor))
+        if fact is not None and (need is None or is_conversion(fact, need)):
+            found.setdefault(id(tensor), Conversion(tensor, fact, op))
+    return list(found.values())
+
+
+def _needs(
+    trace: ProgramTrace, plan: Plan, cuts: list[tuple[Any, bool]]
+) -> Iterator[tuple[Plan, Any, Need | None, Any]]:
+    """Yield what is needed of tensors, and by which operation.
+
+    `None` stands for a result that the operation itself reduces over replicas.
+    """
+    for inner, op in _live(plan):
+        decision = inner.decisions[op]
+        for tensor, need in inner.needs(op):
+            yield inner, tensor, need, op
+        if decision.has_collective and op.outputs:
+            yield inner, op.outputs[0], None, op
+    for effect in trace.effects.get(plan.graph, ()):
+        wanted = {"parts": PART, "whole": WHOLE}.get(effect.kind, AS_HELD)
+        for tensor in effect.symbolic_tensors():
+            yield plan, tensor, wanted, tensor.op
+    for tensor, is_part in cuts:
+        yield plan, tensor, AS_HELD if is_part else WHOLE, tensor.op
+
+
+def _live(plan: Plan) -> Iterator[tuple[Plan, Any]]:
+    """Yield the operations of a plan, and those inside of branches and loops."""
+    for op in in_order(plan.graph):
+        if op in plan.live and op in plan.decisions:
+            yield plan, op
+            for inner in plan.decisions[op].plans:
+                yield from _live(inner)
+
+
+def fingerprint_of(conversions: list[Conversion]) -> list[list[str]]:
+    """Return what workers compare of a step: its conversions, in order.
+
+    Returns:
+        List of lists of strings: what is converted; the operation and its place.
+    """
+    return [
+        [
+            f"{c.fact.form.value} {c.fact.axis} {c.tensor.dtype.name} "
+            f"{_shape_of(c)} for {c.op.type}",
+            describe_operation(c.op),
+        ]
+        for c in conversions
+    ]
+
+
+def operations_of(
+    trace: ProgramTrace, plan: Plan, results: Sequence[Any]
+) -> list[tuple[str, Any]]:
+    """Return what workers compare of the operations that compute a step.
+
+    What is printed, and what only that needs, may differ.
+
+    Args:
+        trace: `ProgramTrace`.
+        plan: `Plan` of its graph.
+        results: Sequence of tensors that the step returns.
+
+    Returns:
+        List of pairs of an operation's signature and the operation, in order.
+    """
+    computing = {tensor.op for tensor in results}
+    for effect in trace.effects.get(plan.graph, ()):
+        computing |= {tensor.op for tensor in effect.symbolic_tensors()}
+    computing |= {op for op in plan.live if writes_state(op) and not is_output(op)}
+    for op in reversed(in_order(plan.graph)):
+        if op in computing:
+            computing.update(tensor.op for tensor in op.inputs)
+    return [
+        (_compat.signature_of(op), op)
+        for inner, op in _live(plan)
+        if op in computing or inner is not plan
+    ]
+
+
+def describe_operation(op: Any) -> str:
+    """Describe an operation and the user's line, or the layer, that makes it."""
+    return f"`{op.type}` ({place_of(op)})"
+
+
+def _shape_of(conversion: Conversion) -> list:
+    sizes = conversion.fact.sizes
+    if sizes is None:
+        return [None]
+    return [size.number if size.kind == "number" else size.kind for size in sizes]
+
+
+def gathers_of(conversions: list[Conversion]) -> tuple[Gather, ...]:
+    """Return the conversions of tensors that are more than a number."""
+    found = [gather_of(conversion) for conversion in conversions]
+    return tuple(g for g in found if g.power or g.bytes_each > 8)
+
+
+def gather_of(conversion: Conversion) -> Gather:
+    """Return what a conversion is for, and its bytes."""
+    fact, tensor = conversion.fact, conversion.tensor
+    bytes_each, power, is_exact = max(tensor.dtype.size, 1), 0, fact.sizes is not None
+    is_exact &= tensor.dtype != tf.string
+    for size in fact.sizes or ():
+        power += size.kind == "rows"
+        if size.kind in ("number", "rows") and size.number is not None:
+            bytes_each *= size.number
+        else:
+            is_exact = False
+    if fact.is_rows and fact.sizes is None:
+        power = 1
+    is_sum = fact.form is not Form.ROWS
+    place = place_of(conversion.op)
+    return Gather(conversion.op.type, place, is_sum, bytes_each, power, is_exact)
+
+
+def user_line_of(op: Any) -> tuple[str, int] | None:
+    """Return file and number of the user's line that makes an operation of a step."""
+    frames = _compat.stack_of(op)
+    starts = [i for i, f in enumerate(frames) if f.filename.startswith(_ROOM)]
+    inside = frames[starts[-1] :] if starts else frames
+    for frame in reversed(inside):
+        if user_code.is_of_user(frame.filename):
+            return frame.filename, frame.lineno
+    return None
+
+
+def place_of(op: Any) -> str:
+    """Describe the user's line that makes an operation within a step, or its layer."""
+    line = user_line_of(op)
+    if line is not None:
+        return user_code.describe_line(*line)
+    name, back = op.name, ""
+    if name.startswith(_GRADIENT):
+        name, back = name.removeprefix(_GRADIENT), "the backward pass of "
+    scope = name.rpartition("/")[0]
+    return f"{back}{scope}" if scope else f"{back}operation {name!r}"
+
+
+def gathers_of_model(model: Any) -> StepGathers:
+    """Plan the forward and backward pass of a model, running nothing.
+
+    Args:
+        model: Keras model with symbolic inputs.
+
+    Returns:
+        `StepGathers` of a batch of unknown rows, without what a loss would gather.
+    """
+    graph = _compat.ProgramGraph()
+    trace = ProgramTrace(graph)
+    facts: dict[int, Fact] = {}
+    variables = [variable.value for variable in model.trainable_variables]
+    with graph.as_default(), tracing(trace):
+        inputs = []
+        for spec in tf.nest.flatten(model.inputs):
+            shape = tf.TensorShape([None, *spec.shape[1:]])
+            tensor = tf.compat.v1.placeholder(spec.dtype, shape)
+            sizes = static_sizes(tensor, is_free=True)
+            assert sizes is not None
+            facts[id(tensor)] = own_rows(with_rows(sizes, 0, 1))
+            inputs.append(tensor)
+        like = model.input if len(inputs) > 1 else tf.nest.flatten(model.inputs)[0]
+        with tf.GradientTape() as tape:
+            outputs = model(tf.nest.pack_sequence_as(like, inputs), training=True)
+            total = tf.add_n(
+                [
+                    tf.reduce_sum(tf.cast(output, tf.float32))
+                    for output in tf.nest.flatten(outputs)
+                ]
+            )
+        gradients = tape.gradient(total, variables)
+    needed = tf.nest.flatten(gradients, expand_composites=True)
+    needed = [tensor for tensor in needed if tensor is not None]
+    plan = make_plan(graph, facts, needed, Scope(lambda _: False, {}))
+    return StepGathers(None, gathers_of(conversions_of(trace, plan, [])))

@@ -1,0 +1,98 @@
+"""Rules: what an operation gives, by what is held of its inputs.
+
+Reading order:
+    elementwise: operations on elements, and linear ones
+    reductions: sums, means, maxima
+    contractions: products of matrices, `Einsum`, convolutions and poolings
+    rowwise: operations on each row by itself
+    layouts: reshapes, slices, joins, gathers
+    composites: rows made of ragged and sparse tensors
+    values: integers that are computed of sizes
+    state: variables, random numbers, functions of Python
+    lists: lists of tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tfdp.training.program.facts import Fact, Form, whole
+from tfdp.training.program.rules.composites import decide_composite
+from tfdp.training.program.rules.contractions import (
+    decide_contraction,
+    decide_convolution,
+)
+from tfdp.training.program.rules.elementwise import (
+    ELEMENTWISE,
+    decide_elementwise,
+    decide_linear,
+    decide_local,
+    decide_zeros,
+)
+from tfdp.training.program.rules.layouts import decide_layout
+from tfdp.training.program.rules.lists import decide_list
+from tfdp.training.program.rules.reductions import decide_reduction
+from tfdp.training.program.rules.rowwise import decide_row_by_row
+from tfdp.training.program.rules.state import (
+    decide_python,
+    decide_random,
+    decide_stateful_random,
+    decide_variable,
+)
+from tfdp.training.program.rules.values import decide_values
+from tfdp.training.program.sizes import broadcast
+from tfdp.training.program.view import WHOLE, Decision, View, operations
+
+# The first of these that decides is taken, whatever is held of the inputs.
+_OF_ANY = (
+    decide_variable,
+    decide_list,
+    decide_values,
+    decide_composite,
+    decide_random,
+    decide_python,
+    decide_stateful_random,
+    decide_local,
+    decide_zeros,
+)
+# The same, where an input is own rows.
+_OF_ROWS = (
+    decide_layout,
+    decide_contraction,
+    decide_elementwise,
+    decide_reduction,
+    decide_convolution,
+    decide_row_by_row,
+)
+# Layouts that are made by sizes, whatever else they are made of.
+_OF_SIZES = operations("BroadcastTo ConcatOffset Fill Range StridedSliceGrad Tile")
+# Of these one number for all rows, a part of a sum, is summed before it is as many.
+_TO_ROWS = operations("BroadcastTo Fill Tile")
+
+
+def decide(view: View) -> Decision:
+    """Decide how a replica builds an operation of the program."""
+    found = _first(_OF_ANY, view)
+    if found is not None:
+        return found
+    forms = view.forms()
+    if Form.ROWS in forms:
+        return _first(_OF_ROWS, view) or view.run_whole()
+    of_sizes = _TO_ROWS if Form.PART in forms else _OF_SIZES
+    if Form.SIZES in forms and view.type in of_sizes:
+        found = decide_layout(view)
+    if found is None and Form.PART in forms:
+        return decide_linear(view) or view.run_whole()
+    return found or Decision([WHOLE] * len(view), _whole_outputs(view))
+
+
+def _first(rules: Sequence[Callable], view: View) -> Decision | None:
+    return next((found for rule in rules if (found := rule(view))), None)
+
+
+def _whole_outputs(view: View) -> list[Fact]:
+    """Return the facts of outputs that need nothing of another replica."""
+    shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
+    if shapes and view.type in ELEMENTWISE and len(shapes) == len(view):
+        return [whole(broadcast(shapes))]
+    return view.whole_outputs()

@@ -1,0 +1,169 @@
+"""Rules of products of matrices, `Einsum` and convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfdp.training.program.facts import Fact, Form, own_rows, part
+from tfdp.training.program.rules.rowwise import build_with_a_row
+from tfdp.training.program.sizes import FREE, ONE, Size
+from tfdp.training.program.view import (
+    AS_HELD,
+    WHOLE,
+    Decision,
+    Need,
+    View,
+    operations,
+    rows_along,
+    table,
+)
+
+# Labels of axes of which one entry stands for all: those of "...", and of matrices.
+_BATCH = "12345678"
+
+
+_CONTRACTIONS = operations("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum")
+
+
+def decide_contraction(view: View) -> Decision | None:
+    """Decide a product of matrices or an `Einsum` of own rows."""
+    labels = _labels(view) if view.type in _CONTRACTIONS else None
+    return None if labels is None else _decide(view, *labels)
+
+
+def _labels(view: View) -> tuple[list[str], str] | None:
+    """Return a letter for each axis of the inputs and of the output."""
+    if view.type == "Einsum":
+        return _einsum_labels(view)
+    ranks = [fact.rank for fact in view.facts if fact.rank is not None]
+    if len(ranks) < 2:
+        return None
+    if view.type == "MatMul":
+        first = "ki" if view.attribute("transpose_a") else "ik"
+        second = "jk" if view.attribute("transpose_b") else "kj"
+        return [first, second], "ij"
+    first = "yx" if view.attribute("adj_x") else "xy"
+    second = "zy" if view.attribute("adj_y") else "yz"
+    outer = _BATCH[: max(ranks) - 2]
+    own = [outer[len(outer) - (rank - 2) :] for rank in ranks]
+    return [own[0] + first, own[1] + second], outer + "xz"
+
+
+def _einsum_labels(view: View) -> tuple[list[str], str] | None:
+    equation = view.attribute("equation")
+    equation = equation.decode() if isinstance(equation, bytes) else equation
+    inputs, output = equation.split("->")
+    found = []
+    for text, fact in zip(inputs.split(","), view.facts, strict=True):
+        if "..." in text:
+            if fact.rank is None:
+                return None
+            count = fact.rank - (len(text) - 3)
+            text = text.replace("...", _BATCH[len(_BATCH) - count :])
+        found.append(text)
+    if "..." in output:
+        most = max(
+            (fact.rank or 0) - (len(text) - 3)
+            for text, fact in zip(inputs.split(","), view.facts, strict=True)
+            if "..." in text
+        )
+        output = output.replace("...", _BATCH[len(_BATCH) - most :])
+    if any(len(set(text)) < len(text) for text in [*found, output]):
+        return None
+    return found, output
+
+
+def _decide(view: View, inputs: Sequence[str], output: str) -> Decision | None:
+    if any(fact.sizes is None for fact in view.facts):
+        return None
+    row_labels = [
+        text[fact.axis] if fact.is_rows else None
+        for text, fact in zip(inputs, view.facts, strict=True)
+    ]
+    chosen = [label for label in row_labels if label is not None]
+    # Rows that the output keeps are kept; others are gathered.
+    label = next((own for own in chosen if own in output), chosen[0])
+    multiples = {
+        fact.multiple
+        for fact, own in zip(view.facts, row_labels, strict=True)
+        if own == label
+    }
+    if len(multiples) > 1:
+        return None
+    needs = [
+        rows_along(text.index(label), may_broadcast=label in _BATCH)
+        if label in text
+        else WHOLE
+        for text in inputs
+    ]
+    shape = _shape(inputs, output, view.facts)
+    if label in output:
+        return Decision(needs, [own_rows(shape, output.index(label))])
+    return Decision(needs, [part(shape)])
+
+
+def _shape(
+    inputs: Sequence[str], output: str, facts: Sequence[Fact]
+) -> tuple[Size, ...]:
+    sizes: dict[str, Size] = {}
+    for text, fact in zip(inputs, facts, strict=True):
+        assert fact.sizes is not None
+        for label, size in zip(text, fact.sizes, strict=True):
+            known = sizes.get(label, ONE)
+            if known == ONE or (known == FREE and size != ONE):
+                sizes[label] = size
+    return tuple(sizes[label] for label in output)
+
+
+# Index of the inputs with rows, and whether the result is a sum over them.
+_WITH_FILTERS: dict[str, tuple[tuple[int, ...], bool]] = table(
+    {
+        """
+        Conv2D Conv3D DepthwiseConv2dNative Dilation2D BiasAdd
+        MaxPool MaxPoolV2 MaxPool3D AvgPool AvgPool3D
+        """: ((0,), False),
+        """
+        Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
+        """: ((2,), False),
+        """
+        Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter
+        Dilation2DBackpropFilter
+        """: ((0, 2), True),
+        "Dilation2DBackpropInput": ((0, 2), False),
+        "BiasAddGrad": ((0,), True),
+        "MaxPoolGrad MaxPool3DGrad MaxPoolGradGrad MaxPool3DGradGrad": (
+            (0, 1, 2),
+            False,
+        ),
+        "AvgPoolGrad AvgPool3DGrad": ((1,), False),
+    }
+)
+CONVOLUTIONS = frozenset(_WITH_FILTERS) - {"BiasAdd", "BiasAddGrad"}
+
+
+def decide_convolution(view: View) -> Decision | None:
+    """Decide a convolution, a pooling, or the gradient of one."""
+    if view.type not in _WITH_FILTERS:
+        return None
+    indices, is_sum = _WITH_FILTERS[view.type]
+    own = [view.facts[index] for index in indices if view.facts[index].is_rows]
+    if not own or any(fact.axis != 0 or fact.sizes is None for fact in own):
+        return None
+    multiples = {fact.multiple for fact in own}
+    others = [index for index, fact in enumerate(view.facts) if fact.is_rows]
+    if len(multiples) > 1 or any(index not in indices for index in others):
+        return None
+    needs: list[Need] = [WHOLE] * len(view)
+    for index in indices:
+        needs[index] = rows_along(0)
+    for index, fact in enumerate(view.facts):
+        # The shape of what a gradient is of, not that of a filter.
+        if fact.form is Form.SIZES and not is_sum:
+            if fact.value is None or not all(s.is_free for s in fact.value[1:]):
+                return None
+            needs[index] = AS_HELD
+    build = build_with_a_row if view.type in CONVOLUTIONS else None
+    if is_sum:
+        shape = view.output_sizes()
+        return Decision(needs, [part(shape)], build)
+    return Decision(needs, [view.rows_output(0, multiples.pop())], build)

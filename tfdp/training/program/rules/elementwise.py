@@ -1,0 +1,285 @@
+"""Rules of operations that compute each element by itself, and of linear ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.training.program import sizes
+from tfdp.training.program.facts import Fact, Form, own_rows, whole, with_rows
+from tfdp.training.program.sizes import ONE, number
+from tfdp.training.program.view import (
+    AS_HELD,
+    NOTHING,
+    PART,
+    WHOLE,
+    Decision,
+    Need,
+    View,
+    operations,
+    rows_along,
+    table,
+)
+
+ELEMENTWISE = operations(
+    """
+    Abs Acos Acosh Add AddN AddV2 And Angle ApproximateEqual Asin Asinh Atan Atan2
+    Atanh BesselI0e BesselI1e Bitcast BitwiseAnd BitwiseOr BitwiseXor Bucketize Cast
+    Ceil CheckNumerics ClipByValue Complex ComplexAbs Conj Cos Cosh DeepCopy Digamma
+    Div DivNoNan Elu EluGrad EnsureShape Equal Erf Erfc Erfinv Exp Expm1 Floor
+    FloorDiv FloorMod Greater GreaterEqual Identity Igamma Igammac Imag Inv InvGrad
+    IsFinite IsInf IsNan LeakyRelu LeakyReluGrad LeftShift Less LessEqual Lgamma Log
+    Log1p LogicalAnd LogicalNot LogicalOr Maximum Minimum Mod Mul MulNoNan Ndtri Neg
+    NextAfter NotEqual OnesLike Polygamma Pow PreventGradient Real RealDiv Reciprocal
+    ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round Rsqrt RsqrtGrad
+    Select SelectV2 Selu SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Snapshot Softplus
+    SoftplusGrad Softsign SoftsignGrad Sqrt SqrtGrad Square SquaredDifference
+    StopGradient Sub Tan Tanh TanhGrad TruncateDiv TruncateMod Xdivy Xlog1py Xlogy
+    ZerosLike Zeta AsString RegexFullMatch RegexReplace StaticRegexFullMatch
+    StaticRegexReplace StringLength StringLower StringStrip StringToHashBucket
+    StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr
+    """
+)
+# Gradients, by the input that is the upstream one.
+_GRADIENTS = table(
+    {
+        """
+        EluGrad LeakyReluGrad Relu6Grad ReluGrad SeluGrad SoftplusGrad SoftsignGrad
+        """: 0,
+        "InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad": 1,
+    }
+)
+# The input in which they are linear.
+_LINEAR_IN = _GRADIENTS | table(
+    {
+        """
+        BroadcastTo Cast Conj Cumsum DeepCopy EnsureShape ExpandDims GatherNd GatherV2
+        Identity Imag MatrixBandPart MatrixDiagPartV3 MatrixDiagV3 MirrorPad Neg Pad
+        PadV2 PreventGradient Real Reshape ReverseV2 Roll Slice Snapshot SplitV Squeeze
+        StopGradient StridedSlice Sum Mean Tile Transpose Unpack UnsortedSegmentSum
+        """: 0,
+        "Split": 1,
+        "StridedSliceGrad": 4,
+    }
+)
+# The input that is the value of what they add to the elements.
+_PADDED_WITH = {"MatrixDiagPartV3": 2, "MatrixDiagV3": 4, "PadV2": 2}
+_PRODUCTS = operations("BatchMatMul BatchMatMulV2 Einsum MatMul Mul MulNoNan")
+_SUMS = operations("Add AddN AddV2 Pack Sub ConcatV2")
+_ONLY_OF_SHAPE = operations("OnesLike Rank Shape ShapeN Size ZerosLike")
+# Their operands have one shape, so that no axis of one entry stands for all rows.
+_OF_ONE_SHAPE = frozenset(("AddN", *_GRADIENTS))
+
+
+def decide_zeros(view: View) -> Decision | None:
+    """Decide zeros or ones that follow from the number of rows alone.
+
+    So a loop keeps no list of what its gradient only makes zeros of.
+    """
+    if view.type not in ("OnesLike", "ZerosLike") or view.op.outputs[0].dtype in (
+        tf.variant,
+        tf.string,
+    ):
+        return None
+    fact = view.facts[0]
+    if fact.sizes is None or not all(size.is_counted for size in fact.sizes):
+        return None
+    form = Form.ROWS if fact.is_rows else Form.WHOLE
+    return Decision([NOTHING], [Fact(form, fact.axis, fact.sizes)], _build_zeros)
+
+
+def _build_zeros(builder: Any, op: Any, inputs: list) -> list:
+    (fact,), (result,) = builder.facts_of(op.outputs), op.outputs
+    make = tf.zeros if op.type == "ZerosLike" else tf.ones
+    zeros = make(builder.shape_of(fact), result.dtype)
+    return [builder.with_shape(zeros, result, fact)]
+
+
+def decide_linear(view: View) -> Decision | None:
+    """Decide an operation of parts of sums: parts, where it is linear in them."""
+    if view.type in _ONLY_OF_SHAPE:
+        return Decision([AS_HELD] * len(view), view.whole_outputs())
+    parts = view.with_form(Form.PART)
+    if not parts:
+        return None
+    if view.type in _SUMS:
+        linear = list(range(len(view) - (view.type == "ConcatV2")))
+    elif view.type in ("Select", "SelectV2"):
+        linear = [1, 2]
+    else:
+        linear = _linear_inputs(view, parts)
+    if not set(parts) <= set(linear):
+        return None
+    needs = [PART if index in linear else WHOLE for index in range(len(view))]
+    return Decision(needs, view.part_outputs(_sizes_of_part(view)))
+
+
+def _sizes_of_part(view: View) -> Any:
+    """Return the sizes of a part of which some may be multiples of the rows.
+
+    A batch of one row could else not be told from one entry that stands for all.
+    """
+    if view.type in ("BroadcastTo", "Reshape", "Tile"):
+        return _arranged_sizes(view)
+    shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
+    if view.type not in ELEMENTWISE or len(shapes) < len(view):
+        return None
+    return sizes.broadcast(shapes)
+
+
+def _arranged_sizes(view: View) -> Any:
+    """Return the sizes that another input gives, if all are known."""
+    data, given = view.facts[0].sizes, view.facts[1].value
+    if given is None or any(size == number(-1) for size in given):
+        return None
+    if view.type != "Tile":
+        return tuple(given)
+    if data is None:
+        return None
+    return tuple(a * b for a, b in zip(data, given, strict=True))
+
+
+def _linear_inputs(view: View, parts: list[int]) -> list[int]:
+    """Return the input in which an operation is linear, of those that are parts."""
+    kind, dtype = view.type, view.op.outputs[0].dtype if view.op.outputs else tf.bool
+    if kind in ("Cast", "Mean") and not dtype.is_floating:
+        return []  # It is rounded.
+    if kind in _PADDED_WITH:
+        added = view.numbers(_PADDED_WITH[kind])
+        if added is None or added.any():
+            return []
+    if kind in _LINEAR_IN:
+        return [_LINEAR_IN[kind]]
+    if len(parts) > 1 or not (dtype.is_floating or dtype.is_complex):
+        return []
+    is_quotient = kind in ("RealDiv", "Div", "DivNoNan") and parts == [0]
+    return parts if is_quotient or kind in _PRODUCTS else []
+
+
+def decide_elementwise(view: View) -> Decision | None:
+    """Decide an operation on elements, of which some are own rows."""
+    if view.type not in ELEMENTWISE:
+        return None
+    if view.type == "Bitcast":
+        source, result = view.op.inputs[0].dtype, view.op.outputs[0].dtype
+        if source.size != result.size:
+            return None
+    ranks = [fact.rank for fact in view.facts]
+    rank = None if None in ranks else max(r for r in ranks if r is not None)
+    if rank is None:
+        return _of_one_unknown_rank(view)
+    axes = [
+        rank - fact.rank + fact.axis if fact.is_rows and fact.rank is not None else None
+        for fact in view.facts
+    ]
+    if _selects_by_vector(view):
+        return None
+    axis = next(own for own in axes if own is not None)
+    multiples = {
+        fact.multiple for fact, own in zip(view.facts, axes, strict=True) if own == axis
+    }
+    if len(multiples) > 1:
+        return None
+    needs = [_need_of_operand(view, fact, axis - rank) for fact in view.facts]
+    shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
+    shape = with_rows(sizes.broadcast(shapes), axis, multiples.pop())
+    build = _build_ensure_shape if view.type == "EnsureShape" else None
+    return Decision(needs, [own_rows(shape, axis)], build)
+
+
+def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
+    """Return what is needed of an operand, where one has own rows.
+
+    Args:
+        view: `View` of the operation.
+        fact: `Fact` of the operand.
+        axis: Int, the axis of rows, counted from the last one: a negative number.
+    """
+    assert fact.sizes is not None
+    place = len(fact.sizes) + axis
+    if view.type in _OF_ONE_SHAPE:
+        return rows_along(place)
+    if place < 0 or fact.sizes[place] == ONE:
+        return WHOLE
+    return rows_along(place, may_broadcast=True)
+
+
+def _selects_by_vector(view: View) -> bool:
+    """Return whether a vector selects rows, which does not broadcast."""
+    ranks = [fact.rank for fact in view.facts]
+    return view.type == "Select" and ranks[0] == 1 and ranks[1] != 1
+
+
+def _of_one_unknown_rank(view: View) -> Decision | None:
+    """Decide where no rank is known: of a single operand, or of one with scalars."""
+    others = [fact for fact in view.facts if not fact.is_rows]
+    own = [fact for fact in view.facts if fact.is_rows]
+    if len(own) != 1 or any(fact.rank != 0 for fact in others):
+        return None
+    needs = [AS_HELD if fact.is_rows else WHOLE for fact in view.facts]
+    return Decision(needs, [own[0]])
+
+
+def _build_ensure_shape(builder: object, op: object, inputs: list) -> list:
+    """Build a check of a shape without the number of rows."""
+    fact: Fact = builder.facts_of(op.inputs)[0]  # type: ignore[attr-defined]
+    shape = op.get_attr("shape")  # type: ignore[attr-defined]
+    sizes_ = tf.TensorShape(shape).as_list()
+    sizes_[fact.axis] = None
+    return [tf.ensure_shape(inputs[0], sizes_)]
+
+
+def is_true(op: Any) -> bool:
+    """Return whether an operation compares with itself what is no floating number."""
+    if op.type != "Equal" or op.inputs[0] is not op.inputs[1]:
+        return False
+    return op.inputs[0].dtype == tf.bool and op.inputs[0].shape.rank == 0
+
+
+def decide_local(view: View) -> Decision | None:
+    """Decide an operation on values that each replica has for itself.
+
+    They are made and used by a layer that works on each replica's rows by themselves.
+    """
+    if Form.LOCAL not in view.forms():
+        return None
+    if is_true(view.op):
+        return Decision([AS_HELD] * len(view), [whole(())])
+    if Form.ROWS in view.forms():
+        if view.type not in ELEMENTWISE:
+            return None
+        of_rows = [fact for fact in view.facts if fact.is_rows]
+        return Decision([AS_HELD] * len(view), [of_rows[0]])
+    if Form.PART in view.forms():
+        found = _decide_parts_by_local(view)
+        if found is not None:
+            return found
+    return Decision([AS_HELD] * len(view), [Fact(Form.LOCAL)] * len(view.op.outputs))
+
+
+def _decide_parts_by_local(view: View) -> Decision | None:
+    """Decide an operation that is linear in parts: each replica has its own factor.
+
+    So is the gradient of what multiplies a value of each replica.
+    """
+    facts = [
+        whole(fact.sizes) if fact.form is Form.LOCAL else fact for fact in view.facts
+    ]
+    found = decide_linear(View(view.op, facts, view.scope))
+    if found is None or any(fact.form is not Form.PART for fact in found.outputs):
+        return None
+    needs = [
+        AS_HELD if fact.form is Form.LOCAL and need == WHOLE else need
+        for fact, need in zip(view.facts, found.needs, strict=True)
+    ]
+    return Decision(needs, found.outputs, _build_of_rows)
+
+
+def _build_of_rows(builder: Any, op: Any, inputs: list) -> list:
+    """Build parts that are zero where a replica has no rows, nor values of its own."""
+    outputs = builder.copy(op, inputs)
+    if not builder.may_be_empty:
+        return outputs
+    has_rows = builder.own_rows > 0
+    return [tf.where(has_rows, own, tf.zeros_like(own)) for own in outputs]

@@ -1,0 +1,598 @@
+"""Rules of operations that arrange elements: reshapes, slices, joins, gathers."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.training.program import sizes
+from tfdp.training.program.facts import Fact, Form, integers, own_rows, part, with_rows
+from tfdp.training.program.rules.rowwise import build_with_a_row
+from tfdp.training.program.sizes import ONE, Size, number, product
+from tfdp.training.program.view import (
+    AS_HELD,
+    WHOLE,
+    Decision,
+    Need,
+    View,
+    rows_along,
+    table,
+)
+
+Shape = tuple[Size, ...]
+
+
+def decide_layout(view: View) -> Decision | None:
+    """Decide an operation that arranges elements."""
+    if view.type in _OTHERS:
+        return _OTHERS[view.type](view)
+    if view.type not in _OF_ROWS:
+        return None
+    data = view.facts[1 if view.type == "Split" else 0]
+    if not data.is_rows or data.sizes is None:
+        return None
+    return _OF_ROWS[view.type](view, data, data.sizes)
+
+
+def _reshape(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide a reshape: rows stay apart where as many entries come before them."""
+    target = view.facts[1].value
+    found = None if target is None else _reshaped(data, list(target))
+    if found is None:
+        return None
+    shape, axis = found
+    is_open = [
+        size for i, size in enumerate(target) if size == number(-1) and i != axis
+    ]
+    build = _build_open_reshape if is_open else _build_reshape
+    return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)], build)
+
+
+def _reshaped(data: Fact, target: list[Size]) -> tuple[Shape, int] | None:
+    """Return the sizes and the axis of rows after a reshape, if rows stay apart."""
+    assert data.sizes is not None
+    before = product(data.sizes[: data.axis])
+    after = product(data.sizes[data.axis + 1 :])
+    if not after.is_free or not before.is_free:
+        return None
+    unknown = [i for i, size in enumerate(target) if size == number(-1)]
+    for axis, size in enumerate(target):
+        if not _are_same(target[:axis], data.sizes[: data.axis]):
+            continue
+        rest = [other for i, other in enumerate(target) if i > axis]
+        is_own = size.kind == "rows" or unknown == [axis]
+        is_static = size.kind == "number" and size.number > 1 and not unknown
+        if not is_own and not is_static:
+            continue
+        if any(not other.is_free for other in rest if other != number(-1)):
+            return None
+        inner = product(other for other in rest if other != number(-1))
+        if _parts_rows(data, after, inner, size):
+            return None
+        multiple = _multiple(data, after, inner, size)
+        if unknown and unknown != [axis]:
+            (place,) = unknown
+            if place < axis:
+                return None
+            missing = _missing(data, after, inner, size)
+            target = [*target[:place], missing, *target[place + 1 :]]
+        elif is_static and size.kind == "number":
+            return None
+        return with_rows(tuple(target), axis, multiple), axis
+    return None
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Return whether shapes are known to be alike, but for axes of length one."""
+    sizes_of_one, sizes_of_other = _without_trivial(one), _without_trivial(other)
+    are_known = all(size.kind == "number" for size in sizes_of_one)
+    return are_known and sizes_of_one == sizes_of_other
+
+
+def _without_trivial(shape: Any) -> list[Size]:
+    return [size for size in shape if size != ONE]
+
+
+def _multiple(data: Fact, after: Size, inner: Size, size: Size) -> int | None:
+    """Entries for each row along the axis of rows after a reshape."""
+    if size.kind == "rows":
+        return size.number
+    assert data.sizes is not None
+    if data.multiple is None or after.kind != "number" or inner.kind != "number":
+        same = after == inner and after.kind == "number"
+        return data.multiple if same else None
+    if not inner.number:
+        return None
+    return data.multiple * after.number // inner.number
+
+
+def _parts_rows(data: Fact, after: Size, inner: Size, size: Size) -> bool:
+    """Return whether a reshape puts entries of two rows side by side, as far as known.
+
+    So does one of [rows, 3] to [-1, 2], where a batch has an even number of rows.
+    """
+    assert data.sizes is not None
+    if size.kind == "rows" and size.number is not None:
+        if data.multiple is None or after.kind != "number":
+            return False
+        return bool(data.multiple * after.number % size.number)
+    if inner.kind != "number":
+        return True  # It may be the width of something else.
+    if not inner.number:
+        return False
+    # Entries of a row that are known: others multiply them.
+    known = [n.number for n in data.sizes[data.axis + 1 :] if n.kind == "number"]
+    return bool((data.multiple or 1) * math.prod(known) % inner.number)
+
+
+def _missing(data: Fact, after: Size, inner: Size, size: Size) -> Size:
+    """The size for which a reshape has -1, where that is not its rows'."""
+    known = None not in (data.multiple, size.number)
+    if known and after.kind == inner.kind == "number" and inner.number:
+        assert data.multiple is not None
+        return number(data.multiple * after.number // (size.number * inner.number))
+    return sizes.FREE
+
+
+def _build_reshape(builder: Any, op: Any, inputs: list) -> list:
+    """Build a reshape, unless static shapes show that it changes nothing."""
+    shape = builder.own_static_shape(op.outputs[0], builder.fact(op.outputs[0]))
+    is_same = shape.is_fully_defined() and shape == inputs[0].shape
+    return inputs[:1] if is_same else builder.copy(op, inputs)
+
+
+def _build_open_reshape(builder: Any, op: Any, inputs: list) -> list:
+    """Build a reshape with an open size: of no rows TensorFlow cannot find it out."""
+    (fact,) = builder.facts_of(op.outputs)
+    data, target = builder.facts_of(op.inputs)
+    source, given = inputs
+    parts: list[Any] = []
+    for axis, size in enumerate(fact.sizes):
+        if size.kind == "number":
+            parts.append(size.number)
+        elif target.value[axis] == number(-1):
+            parts.append(None)
+        else:
+            parts.append(tf.cast(given[axis], tf.int32))
+    if None in parts:
+        place = parts.index(None)
+        shape = tf.shape(source)
+        tail = [shape[i] for i in range(len(data.sizes)) if i != data.axis]
+        total = tf.reduce_prod([*tail, builder.multiple(op.inputs[0])])
+        known = [v for i, v in enumerate(parts) if i not in (place, fact.axis)]
+        each = 1 if fact.multiple is None else fact.multiple
+        parts[place] = total // tf.reduce_prod([*known, each])
+    return [builder.with_shape(tf.reshape(source, parts), op.outputs[0], fact)]
+
+
+def _transpose(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide a transpose: it moves the axis of rows."""
+    given = view.numbers(1)
+    if given is None:
+        return None
+    order = [int(axis) for axis in given]
+    shape = tuple(before[axis] for axis in order)
+    return Decision([AS_HELD, WHOLE], [own_rows(shape, order.index(data.axis))])
+
+
+def _expand(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide an axis of length one that is put in."""
+    place = view.numbers(1)
+    if place is None:
+        return None
+    return Decision([AS_HELD, WHOLE], [_with_axis(data, before, int(place), ONE)])
+
+
+def _with_axis(data: Fact, before: Shape, place: int, size: Size) -> Fact:
+    """Return the fact of own rows with another axis."""
+    axis = place % (len(before) + 1)
+    shape = (*before[:axis], size, *before[axis:])
+    return own_rows(shape, data.axis + (axis <= data.axis))
+
+
+def _squeeze(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide axes of length one that are taken out."""
+    taken = {axis % len(before) for axis in view.attribute("squeeze_dims") or ()}
+    if not taken:
+        taken = {axis for axis, size in enumerate(before) if size == ONE}
+        if any(s.kind in ("free", "unknown") for s in before):
+            return None
+    if data.axis in taken:
+        return None
+    shape = tuple(size for axis, size in enumerate(before) if axis not in taken)
+    axis = data.axis - sum(other < data.axis for other in taken)
+
+    def build(builder: Any, op: Any, inputs: list) -> list:
+        return [tf.squeeze(inputs[0], sorted(taken))]
+
+    return Decision([AS_HELD], [own_rows(shape, axis)], build)
+
+
+def _broadcast(view: View) -> Decision | None:
+    """Decide a broadcast to a shape that is known, or to one with the rows."""
+    data, target = view.facts[0], view.facts[1].value
+    if target is None or data.sizes is None:
+        return None
+    rank, own = len(target), len(data.sizes)
+    if data.is_rows:
+        axis = rank - own + data.axis
+        if target[axis].kind != "rows" or target[axis].number != data.multiple:
+            return None
+        if any(not s.is_free for i, s in enumerate(target) if i != axis):
+            return None
+        shape = with_rows(tuple(target), axis, data.multiple)
+        return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)])
+    found = sizes.axis_of_rows(target)
+    if found is None or any(s.kind == "unknown" for s in target):
+        return None
+    place = found - (rank - own)
+    need = WHOLE
+    if place >= 0 and data.sizes[place] != ONE:
+        need = rows_along(place, may_broadcast=True)
+    return Decision([need, AS_HELD], [own_rows(tuple(target), found)])
+
+
+def _fill(view: View) -> Decision | None:
+    """Decide a tensor of one value, of as many rows as the batch."""
+    shape = view.facts[0].value
+    axis = None if shape is None else sizes.axis_of_rows(shape)
+    if axis is None:
+        return None
+    return Decision([AS_HELD, WHOLE], [own_rows(tuple(shape), axis)])
+
+
+def _range(view: View) -> Decision | None:
+    """Decide the numbers of the rows: each replica has those of its own."""
+    limit = view.facts[1].value
+    if limit is None or (view.numbers(0), view.numbers(2)) != (0, 1):
+        return None
+    multiple = limit[()].number
+    if limit[()].kind != "rows" or multiple is None:
+        return None
+
+    def build(builder: Any, op: Any, inputs: list) -> list:
+        dtype = op.outputs[0].dtype
+        begin = tf.cast(builder.first_row * multiple, dtype)
+        return [begin + tf.range(tf.cast(builder.own_rows * multiple, dtype))]
+
+    return Decision([WHOLE, AS_HELD, WHOLE], [own_rows((sizes.rows(multiple),))], build)
+
+
+def _tile(view: View) -> Decision | None:
+    """Decide a tile along other axes than that of rows."""
+    data, times = view.facts[0], view.facts[1].value
+    if data.sizes is None or times is None:
+        return None
+    shape = tuple(a * b for a, b in zip(data.sizes, times, strict=True))
+    if data.is_rows:
+        if times[data.axis] != ONE or any(not t.is_free for t in times):
+            return None
+        return Decision([AS_HELD, AS_HELD], [own_rows(shape, data.axis)])
+    axis = sizes.axis_of_rows(times)
+    if axis is None or data.sizes[axis] != ONE:
+        return None
+    return Decision([WHOLE, AS_HELD], [own_rows(shape, axis)])
+
+
+def _join(view: View) -> Decision | None:
+    """Decide a concatenation, or a stack, along another axis than that of rows."""
+    is_stack = view.type == "Pack"
+    count = len(view) if is_stack else len(view) - 1
+    facts = view.facts[:count]
+    if any(fact.sizes is None for fact in facts):
+        return None
+    rank = len(facts[0].sizes or ())
+    joined = view.attribute("axis") if is_stack else view.numbers(count)
+    if joined is None:
+        return None
+    joined = int(joined) % (rank + is_stack)
+    own = next(fact for fact in facts if fact.is_rows)
+    axis = own.axis
+    if not is_stack and joined == axis:
+        return _join_rows(view, facts, axis)
+    if len({f.multiple for f in facts if f.is_rows}) > 1:
+        return None
+    needs = [rows_along(axis)] * count
+    shape = list(own.sizes or ())
+    if is_stack:
+        shape.insert(joined, number(count))
+        axis += joined <= axis
+    else:
+        total = sizes.ZERO
+        for fact in facts:
+            assert fact.sizes is not None
+            total = total + fact.sizes[joined]
+        shape[joined] = total
+    return Decision(
+        needs + [WHOLE] * (len(view) - count), [own_rows(tuple(shape), axis)]
+    )
+
+
+def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
+    """Decide rows after rows, such as real and generated images.
+
+    They are gathered, and a replica goes on with its block of them all.
+    """
+    counts = [fact.sizes[axis] for fact in facts if fact.sizes is not None]
+    total = functools.reduce(operator.add, counts)
+    if total.kind != "rows" or total.number is None:
+        return None
+    shape = with_rows(facts[0].sizes or (), axis, total.number)
+    return Decision([WHOLE] * len(view), [own_rows(shape, axis)], _build_joined_rows)
+
+
+def _build_joined_rows(builder: Any, op: Any, inputs: list) -> list:
+    (joined,), (result,) = builder.copy(op, inputs), op.outputs
+    builder.keep_whole(result, joined)
+    return [builder.take_rows(result, joined)]
+
+
+def _unstack(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide an unstack along another axis than that of rows."""
+    split = view.attribute("axis") % len(before)
+    if split == data.axis:
+        return None
+    shape = (*before[:split], *before[split + 1 :])
+    fact = own_rows(shape, data.axis - (split < data.axis))
+    return Decision([AS_HELD], [fact] * len(view.op.outputs))
+
+
+def _split(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide a split along another axis than that of rows."""
+    is_even = view.type == "Split"
+    axis = view.numbers(0 if is_even else 2)
+    if axis is None or int(axis) % len(before) == data.axis:
+        return None
+    needs = [WHOLE, AS_HELD] if is_even else [AS_HELD, WHOLE, WHOLE]
+    return Decision(needs, _same_rows(view, data))
+
+
+def _same_rows(view: View, data: Fact) -> list[Fact]:
+    """Return the facts of outputs with the rows of an input, along the same axis."""
+    return [
+        view.rows_output(data.axis, data.multiple, index)
+        for index in range(len(view.op.outputs))
+    ]
+
+
+def _strided_slice(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide a slice that keeps all rows."""
+    if any(fact.is_rows for fact in view.facts[1:]):
+        return None
+    axis = _axis_after_slice(view, data)
+    if axis is None:
+        return None
+    found = view.output_sizes()
+    if found is None:
+        return None
+    needs = [AS_HELD, *_needs_of_bounds(view.facts[1:])]
+    return Decision(needs, [own_rows(with_rows(found, axis, data.multiple), axis)])
+
+
+def _needs_of_bounds(facts: Sequence[Fact]) -> list[Need]:
+    """Return the needs of bounds: of the number of rows a replica takes its own."""
+    return [AS_HELD if fact.form is Form.SIZES else WHOLE for fact in facts]
+
+
+def _axis_after_slice(view: View, data: Fact) -> int | None:
+    """Return the axis of rows after a slice, or `None` if it takes only some rows."""
+    rank, source = len(data.sizes or ()), view.facts[3].sizes
+    if source is None or len(source) != 1 or source[0].kind != "number":
+        return None
+    count = int(source[0].number)
+    new, ellipsis = view.attribute("new_axis_mask"), view.attribute("ellipsis_mask")
+    skipped = rank - (count - bin(new).count("1") - bool(ellipsis))
+    axis_in, axis_out, found = 0, 0, None
+    for item in range(count):
+        bit = 1 << item
+        if ellipsis & bit:
+            if axis_in <= data.axis < axis_in + skipped:
+                found = axis_out + data.axis - axis_in
+            axis_in, axis_out = axis_in + skipped, axis_out + skipped
+        elif new & bit:
+            axis_out += 1
+        else:
+            if axis_in == data.axis:
+                found = axis_out
+            if not _can_slice(view, item, data, is_rows=axis_in == data.axis):
+                return None
+            axis_in += 1
+            axis_out += not view.attribute("shrink_axis_mask") & bit
+    return axis_out + data.axis - axis_in if found is None else found
+
+
+def _can_slice(view: View, item: int, data: Fact, *, is_rows: bool) -> bool:
+    """Return whether a replica slices an axis like one device: that of rows, or not."""
+    begin, end, strides = view.facts[1].value, view.facts[2].value, view.numbers(3)
+    if not is_rows:
+        # A bound that is the number of rows is a replica's own, which is another.
+        return not _counts_rows(begin, item) and not _counts_rows(end, item)
+    bit, own = 1 << item, (data.sizes or ())[data.axis]
+    takes_first = view.attribute("begin_mask") & bit or _is(begin, item, sizes.ZERO)
+    takes_last = view.attribute("end_mask") & bit or _is(end, item, own)
+    has_step = strides is None or strides[item] != 1
+    is_one = view.attribute("shrink_axis_mask") & bit
+    return bool(takes_first and takes_last and not has_step and not is_one)
+
+
+def _counts_rows(values: np.ndarray | None, index: int) -> bool:
+    return values is not None and values[index].kind == "rows"
+
+
+def _is(values: np.ndarray | None, index: int, size: Size) -> bool:
+    return values is not None and values[index] == size
+
+
+def _strided_slice_grad(view: View) -> Decision | None:
+    """Decide the gradient of a slice that keeps all rows."""
+    shape, gradient = view.facts[0].value, view.facts[4]
+    axis = None if shape is None else sizes.axis_of_rows(shape)
+    if axis is None or not gradient.is_rows:
+        return None
+    source = own_rows(tuple(shape), axis)
+    inner = View(view.op, [source, *view.facts[1:4]], view.scope)
+    if _axis_after_slice(inner, source) != gradient.axis:
+        return None
+    return Decision([*_needs_of_bounds(view.facts[:4]), AS_HELD], [source])
+
+
+def _slice(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide a slice by begins and sizes that keeps all rows."""
+    begin, size = view.facts[1].value, view.facts[2].value
+    if begin is None or size is None or begin[data.axis] != sizes.ZERO:
+        return None
+    if size[data.axis] not in (number(-1), before[data.axis]):
+        return None
+    others = [axis for axis in range(len(before)) if axis != data.axis]
+    if any(_counts_rows(value, axis) for value in (begin, size) for axis in others):
+        return None
+    return Decision([AS_HELD] * 3, _same_rows(view, data))
+
+
+def _pad(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide a padding of other axes than that of rows."""
+    padding = view.numbers(1)
+    if padding is None or padding[data.axis].any():
+        return None
+    needs = [rows_along(data.axis)] + [WHOLE] * (len(view) - 1)
+    outputs = _same_rows(view, data)
+    if not view.type.startswith("MirrorPad"):
+        return Decision(needs, outputs)
+    # TensorFlow refuses to mirror a tensor without rows, along any axis.
+    return None if data.axis else Decision(needs, outputs, build_with_a_row)
+
+
+def _concat_offset(view: View) -> Decision | None:
+    """Decide where the parts of a concatenation lie: it is computed of sizes."""
+    axis = view.numbers(0)
+    shapes = [fact.value for fact in view.facts[1:]]
+    if axis is None or any(shape is None for shape in shapes):
+        return None
+    outputs, offset = [], sizes.ZERO
+    for shape in shapes:
+        assert shape is not None
+        place = int(axis) % len(shape)
+        values = [sizes.ZERO] * len(shape)
+        values[place] = offset
+        if offset.kind == "unknown":
+            return None
+        offset = offset + shape[place]
+        outputs.append(integers(sizes.array(values)))
+    return Decision([AS_HELD] * len(view), outputs)
+
+
+def _gather(view: View) -> Decision | None:
+    """Decide rows of a table, or entries of each row."""
+    data, indices = view.facts[0], view.facts[1]
+    axis = view.numbers(2)
+    if axis is None or data.sizes is None or indices.sizes is None:
+        return None
+    rank = len(data.sizes)
+    place, batched = int(axis) % rank, int(view.attribute("batch_dims") or 0)
+    if batched < 0:
+        batched += len(indices.sizes)
+    outer, inner = data.sizes[:place], data.sizes[place + 1 :]
+    shape = (*outer, *indices.sizes[batched:], *inner)
+    if data.is_rows and not indices.is_rows:
+        if data.axis == place:
+            return None
+        if data.axis < batched:
+            needs = [AS_HELD, rows_along(data.axis), WHOLE]
+            return Decision(needs, [own_rows(shape, data.axis)])
+        shift = len(indices.sizes) - batched - 1
+        own = data.axis if data.axis < place else data.axis + shift
+        return Decision([AS_HELD, WHOLE, WHOLE], [own_rows(shape, own)])
+    if indices.is_rows and not data.is_rows:
+        if indices.axis < batched:
+            needs = [rows_along(indices.axis), AS_HELD, WHOLE]
+            found = with_rows(shape, indices.axis, indices.multiple)
+            return Decision(needs, [own_rows(found, indices.axis)])
+        own = place + indices.axis - batched
+        return Decision([WHOLE, AS_HELD, WHOLE], [own_rows(shape, own)])
+    if data.axis == indices.axis and data.axis < batched and data.axis != place:
+        return Decision([AS_HELD, AS_HELD, WHOLE], [own_rows(shape, data.axis)])
+    return None
+
+
+def _segment_sum(view: View) -> Decision | None:
+    """Decide the sum of rows by segment, the gradient of a gather of rows."""
+    data, ids = view.facts[0], view.facts[1]
+    if data.sizes is None or ids.sizes is None:
+        return None
+    axis = data.axis if data.is_rows else ids.axis
+    if axis >= len(ids.sizes) or (
+        ids.is_rows and data.is_rows and ids.axis != data.axis
+    ):
+        return None
+    segments = view.facts[2].value
+    count = segments[()] if segments is not None else sizes.FREE
+    shape = (count, *data.sizes[len(ids.sizes) :])
+    return Decision([rows_along(axis), rows_along(axis), WHOLE], [part(shape)])
+
+
+def _scatter(view: View) -> Decision | None:
+    """Decide the sum of rows at indices: each replica adds up its own."""
+    indices, updates = view.facts[0], view.facts[1]
+    own = indices if indices.is_rows else updates
+    if own.axis != 0 or indices.sizes is None or len(indices.sizes) < 2:
+        return None
+    if indices.is_rows and updates.is_rows and updates.axis:
+        return None
+    target = view.facts[2].value
+    if target is None or view.facts[2].form is Form.SIZES:
+        return None
+    return Decision([rows_along(), rows_along(), WHOLE], [part(tuple(target))])
+
+
+def _one_hot(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide one-hot vectors of own rows."""
+    depth, place = view.facts[1].value, view.attribute("axis")
+    size = depth[()] if depth is not None else sizes.FREE
+    return Decision(
+        [AS_HELD, WHOLE, WHOLE, WHOLE], [_with_axis(data, before, place, size)]
+    )
+
+
+def _along_axes(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide what runs along some axes, such as a running sum or a reversal."""
+    axes = view.numbers(2 if view.type == "Roll" else 1)
+    if axes is None or data.axis in {int(a) % len(before) for a in np.ravel(axes)}:
+        return None
+    return Decision([AS_HELD] + [WHOLE] * (len(view) - 1), [data])
+
+
+_OF_ROWS = table(
+    {
+        "CumulativeLogsumexp Cumprod Cumsum ReverseV2 Roll": _along_axes,
+        "ExpandDims": _expand,
+        "MirrorPad MirrorPadGrad Pad PadV2": _pad,
+        "OneHot": _one_hot,
+        "Reshape": _reshape,
+        "Slice": _slice,
+        "Split SplitV": _split,
+        "Squeeze": _squeeze,
+        "StridedSlice": _strided_slice,
+        "Transpose": _transpose,
+        "Unpack": _unstack,
+    }
+)
+_OTHERS = table(
+    {
+        "BroadcastTo": _broadcast,
+        "ConcatOffset": _concat_offset,
+        "ConcatV2 Pack": _join,
+        "Fill": _fill,
+        "GatherV2": _gather,
+        "Range": _range,
+        "ScatterNd": _scatter,
+        "StridedSliceGrad": _strided_slice_grad,
+        "Tile": _tile,
+        "UnsortedSegmentSum": _segment_sum,
+    }
+)

@@ -1,0 +1,225 @@
+"""Rules of lists of tensors, such as the states of a loop's steps, and of optionals."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.training.program import sizes
+from tfdp.training.program.facts import (
+    Fact,
+    Form,
+    have_same_value,
+    is_known,
+    whole,
+    with_rows,
+)
+from tfdp.training.program.view import AS_HELD, WHOLE, Decision, Need, View, need_of
+
+
+def decide_list(view: View) -> Decision | None:
+    """Decide a list of tensors, such as the states of a loop's steps."""
+    return _LISTS[view.type](view) if view.type in _LISTS else None
+
+
+def _empty(view: View) -> Decision:
+    """Decide a new list: it is as long as the program's on every replica."""
+    return Decision([AS_HELD, WHOLE], [Fact(Form.EMPTY)], _build_empty)
+
+
+def _build_empty(builder: Any, op: Any, inputs: list) -> list:
+    """Build a list whose elements may have another number of rows on each replica."""
+    is_empty = op.type == "EmptyTensorList"
+    make = tf.raw_ops.EmptyTensorList if is_empty else tf.raw_ops.TensorListReserve
+    return [
+        make(
+            element_shape=_element_shape(op.inputs[0]),
+            element_dtype=op.get_attr("element_dtype"),
+            **{"max_num_elements" if is_empty else "num_elements": inputs[1]},
+        )
+    ]
+
+
+def _element_shape(given: Any) -> Any:
+    """Return what is known of the elements' shape: at least the number of axes."""
+    found = tf.get_static_value(given, partial=True)
+    if given.shape.rank != 1 or given.shape[0] is None:
+        return -1
+    if found is None:
+        found = [None] * given.shape[0]
+    return np.array([-1 if size is None else size for size in found], np.int32)
+
+
+def _item_need(listed: Fact, item: Fact) -> tuple[Need, Fact]:
+    """Return the form in which an item is put into a list, and the list's then."""
+    if listed.form is Form.EMPTY:
+        if item.form is Form.SIZES:
+            return WHOLE, whole(item.sizes, item.value if is_known(item) else None)
+        if item.form is Form.LOCAL:
+            return WHOLE, whole(item.sizes)
+        return AS_HELD, Fact(item.form, item.axis, item.sizes)
+    if listed.value is not None and not have_same_value(listed, item):
+        return WHOLE, whole(listed.sizes)
+    listed = _with_sizes_of(listed, item)
+    is_own = listed.form is Form.LOCAL and listed.held() != item.held()
+    return WHOLE if is_own else need_of(listed), listed
+
+
+def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
+    """Return the fact of a list with an item that may have another shape."""
+    if listed.sizes == item.sizes or None in (listed.sizes, item.sizes):
+        return listed
+    shape = sizes.common([listed.sizes, item.sizes])
+    if shape is not None and listed.is_rows and shape[listed.axis].kind != "rows":
+        shape = with_rows(shape, listed.axis, None)
+    return dataclasses.replace(listed, sizes=shape)
+
+
+def _put(view: View) -> Decision:
+    need, fact = _item_need(view.facts[0], view.facts[-1])
+    return Decision([AS_HELD, *[WHOLE] * (len(view) - 2), need], [fact])
+
+
+def _get_item(view: View) -> Decision | None:
+    listed = view.facts[0]
+    if listed.form is Form.EMPTY:
+        return None
+    needs = [AS_HELD, WHOLE, _shape_need(listed)]
+    return Decision(needs, [_item(view, listed, 0)], _build_without_shape)
+
+
+def _shape_need(listed: Fact) -> Need:
+    """Return the need of the shape of items, which is the replica's own of own rows."""
+    return AS_HELD if listed.is_rows else WHOLE
+
+
+def _pop(view: View) -> Decision | None:
+    listed = view.facts[0]
+    if listed.form is Form.EMPTY:
+        return None
+    return Decision([AS_HELD, AS_HELD], [listed, _item(view, listed, 1)], _build_pop)
+
+
+def _item(view: View, listed: Fact, index: int) -> Fact:
+    shape, known = listed.sizes, view.output_sizes(index)
+    if listed.value is not None:
+        return Fact(Form.SIZES, sizes=shape, value=listed.value)
+    if shape is None:
+        shape = known
+        if listed.is_rows and shape is not None:
+            shape = with_rows(shape, listed.axis, None)
+    elif known is not None and len(known) == len(shape):
+        # Items of a list may have other shapes.
+        own = listed.axis if listed.is_rows else None
+        shape = tuple(
+            static if static.kind == "number" and axis != own else size
+            for axis, (size, static) in enumerate(zip(shape, known, strict=True))
+        )
+    return Fact(listed.form, listed.axis, shape)
+
+
+def _build_without_shape(builder: Any, op: Any, inputs: list) -> list:
+    (fact,) = builder.facts_of(op.outputs)
+    item = tf.raw_ops.TensorListGetItem(
+        input_handle=inputs[0],
+        index=inputs[1],
+        element_shape=builder.own_shape(fact, inputs[2]),
+        element_dtype=op.get_attr("element_dtype"),
+    )
+    return [builder.with_shape(item, op.outputs[0], fact)]
+
+
+def _build_pop(builder: Any, op: Any, inputs: list) -> list:
+    fact = builder.facts_of(op.outputs)[1]
+    known = builder.own_static_shape(op.outputs[1], fact)
+    # Grappler knows of it, too, and leaves out what need not be computed.
+    shape = -1 if known.rank is None else [-1 if n is None else n for n in known]
+    rest, item = tf.raw_ops.TensorListPopBack(
+        input_handle=inputs[0],
+        element_shape=tf.constant(shape, tf.int32),
+        element_dtype=op.get_attr("element_dtype"),
+    )
+    return [rest, builder.with_shape(item, op.outputs[1], fact)]
+
+
+def _stack(view: View) -> Decision | None:
+    listed = view.facts[0]
+    if listed.form is Form.EMPTY or listed.sizes is None:
+        return None
+    count = sizes.FREE
+    if view.attribute("num_elements", -1) >= 0:
+        count = sizes.number(view.attribute("num_elements"))
+    fact = Fact(listed.form, listed.axis + 1, (count, *listed.sizes))
+    return Decision([AS_HELD, _shape_need(listed)], [fact], _build_stack)
+
+
+def _build_stack(builder: Any, op: Any, inputs: list) -> list:
+    (fact,) = builder.facts_of(op.outputs)
+    inner = Fact(fact.form, fact.axis - 1, (fact.sizes or ())[1:])
+    stacked = tf.raw_ops.TensorListStack(
+        input_handle=inputs[0],
+        element_shape=builder.own_shape(inner, inputs[1]),
+        element_dtype=op.get_attr("element_dtype"),
+        num_elements=op.get_attr("num_elements"),
+    )
+    return [builder.with_shape(stacked, op.outputs[0], fact)]
+
+
+def _from_tensor(view: View) -> Decision | None:
+    data = view.facts[0]
+    if data.sizes is None or (data.is_rows and data.axis == 0):
+        return None
+    if data.form not in (Form.ROWS, Form.WHOLE, Form.PART):
+        return None
+    fact = Fact(data.form, max(data.axis - 1, 0), data.sizes[1:])
+    return Decision([AS_HELD, AS_HELD], [fact], _build_from_tensor)
+
+
+def _build_from_tensor(builder: Any, op: Any, inputs: list) -> list:
+    # Its rank is known, since the gradient of a loop keeps the shape of elements.
+    rank = inputs[0].shape.rank
+    shape = -1 if rank is None else np.full([rank - 1], -1, np.int32)
+    return [tf.raw_ops.TensorListFromTensor(tensor=inputs[0], element_shape=shape)]
+
+
+def _optional(view: View) -> Decision | None:
+    if len(view) != 1:
+        return None
+    need, fact = _item_need(Fact(Form.EMPTY), view.facts[0])
+    return Decision([need], [fact])
+
+
+def _optional_value(view: View) -> Decision | None:
+    if len(view.op.outputs) != 1 or view.facts[0].form is Form.EMPTY:
+        return None
+    return Decision([AS_HELD], [_item(view, view.facts[0], 0)], _build_optional_value)
+
+
+def _build_optional_value(builder: Any, op: Any, inputs: list) -> list:
+    (fact,) = builder.facts_of(op.outputs)
+    shape = builder.own_static_shape(op.outputs[0], fact)
+    (value,) = tf.raw_ops.OptionalGetValue(
+        optional=inputs[0],
+        output_types=[op.outputs[0].dtype],
+        output_shapes=[shape],
+    )
+    return [value]
+
+
+_LISTS = {
+    "EmptyTensorList": _empty,
+    "OptionalFromValue": _optional,
+    "OptionalGetValue": _optional_value,
+    "OptionalNone": lambda view: Decision([], [Fact(Form.EMPTY)]),
+    "TensorListFromTensor": _from_tensor,
+    "TensorListGetItem": _get_item,
+    "TensorListLength": lambda view: Decision([AS_HELD], view.whole_outputs()),
+    "TensorListPopBack": _pop,
+    "TensorListPushBack": _put,
+    "TensorListReserve": _empty,
+    "TensorListSetItem": _put,
+    "TensorListStack": _stack,
+}

@@ -1,0 +1,228 @@
+"""Rules of variables, random numbers and functions of Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base import xla
+from tfdp.training.program.facts import own_rows, part, whole, with_rows
+from tfdp.training.program.sizes import axis_of_rows
+from tfdp.training.program.view import (
+    AS_HELD,
+    PART,
+    WHOLE,
+    CannotDivideError,
+    Decision,
+    Need,
+    View,
+    operations,
+)
+
+ASSIGNMENTS = operations("AssignVariableOp AssignAddVariableOp AssignSubVariableOp")
+READS = frozenset(("ReadVariableOp",))
+
+
+def decide_variable(view: View) -> Decision | None:
+    """Decide a read or a write of a variable.
+
+    States of metrics stay parts of a sum; any other variable has the program's value
+    on every replica.
+    """
+    if view.type in (*READS, "RngReadAndSkip") and view.scope.is_shared(view.op):
+        return _decide_shared(view)
+    if view.type in READS:
+        shape = view.output_sizes()
+        is_part = view.scope.is_metric(view.op.inputs[0])
+        return Decision([AS_HELD], [part(shape) if is_part else whole(shape)])
+    if view.type in ASSIGNMENTS:
+        is_part = view.scope.is_metric(view.op.inputs[0])
+        return Decision([AS_HELD, PART if is_part else WHOLE], [])
+    if view.type == "ResourceGather":
+        indices = view.facts[1]
+        if not indices.is_rows or view.attribute("batch_dims"):
+            return None
+        shape = view.output_sizes()
+        if shape is None:
+            return None
+        found = with_rows(shape, indices.axis, indices.multiple)
+        return Decision([AS_HELD, AS_HELD], [own_rows(found, indices.axis)])
+    return None
+
+
+def _decide_shared(view: View) -> Decision:
+    (result,) = view.op.outputs
+    if result.dtype == tf.string or not result.shape.is_fully_defined():
+        raise CannotDivideError(
+            view.op,
+            "uses a state that was made outside of `strategy.scope()`, and that it "
+            "writes",
+            "Make it in the scope.",
+        )
+    needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
+    return Decision(needs, view.part_outputs(), _build_of_shared)
+
+
+_STATELESS = operations(
+    """
+    StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2
+    StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2 StatelessRandomUniform
+    StatelessRandomNormal StatelessTruncatedNormal StatelessRandomUniformInt
+    StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson
+    """
+)
+# Of these a replica makes the block of its own rows only.
+_SKIPS_AHEAD = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2"))
+
+
+def decide_random(view: View) -> Decision | None:
+    """Decide random numbers: those of one device, of which a replica has its rows."""
+    if view.type not in _STATELESS:
+        return None
+    shape = view.facts[0].value
+    if shape is None:
+        return None
+    axis = axis_of_rows(shape)
+    if axis is None or any(fact.is_rows for fact in view.facts):
+        return None
+    if any(size.kind == "unknown" for size in shape):
+        return None  # The shape of a sparse tensor: it is whole.
+    fact = own_rows(tuple(shape), axis)
+    skips = view.type in _SKIPS_AHEAD and axis == 0
+    dtype = view.op.outputs[0].dtype
+    if skips and dtype in (tf.float32, tf.float16, tf.bfloat16):
+        needs: list[Need] = [AS_HELD] + [WHOLE] * (len(view) - 1)
+        return Decision(needs, [fact], _build_own_block)
+    return Decision([WHOLE] * len(view), [fact], _build_and_slice)
+
+
+def _build_and_slice(builder: Any, op: Any, inputs: list) -> list:
+    return [builder.take_rows(op.outputs[0], builder.copy(op, inputs)[0])]
+
+
+def _build_own_block(builder: Any, op: Any, inputs: list) -> list:
+    """Build the numbers of own rows: the generator skips those before them.
+
+    Philox makes four numbers for each value of its counter: Salmon et al. 2011,
+    https://doi.org/10.1145/2063384.2063405.
+    """
+    (fact,) = builder.facts_of(op.outputs)
+    shape, key, counter, algorithm = inputs
+    if xla.is_tracing():
+        # XLA orders its numbers in another way, and has to know how many there are.
+        stream = tf.cast(builder.replica.rank, tf.uint64) * tf.constant(
+            2**32, tf.uint64
+        )
+        apart = tf.stack([counter[0], counter[1] + stream])
+        return builder.copy(op, [shape, key, apart, algorithm])
+    row_size = tf.reduce_prod(tf.cast(shape[1:], tf.int64))
+    begin = tf.cast(builder.first_entry(fact.multiple, shape), tf.int64) * row_size
+    size = tf.cast(shape[0], tf.int64) * row_size
+    group = begin // 4
+    offset = begin - group * 4
+    length = (offset + size + 3) // 4 * 4
+    low = counter[0] + tf.cast(group, tf.uint64)
+    carry = tf.cast(low < counter[0], tf.uint64)
+    ahead = tf.stack([low, counter[1] + carry])
+    flat = builder.copy(
+        op, [tf.cast(tf.reshape(length, [1]), shape.dtype), key, ahead, algorithm]
+    )[0]
+    own = tf.reshape(flat[offset : offset + size], shape)
+    return [builder.with_shape(own, op.outputs[0], fact)]
+
+
+def writes_state(op: Any) -> bool:
+    """Return whether an operation writes a variable, a table or the like."""
+    is_stateful = _compat.has_effect(op) and not _compat.has_function(op)
+    return is_stateful and op.type not in _ONLY_READ
+
+
+_ONLY_READ = operations(
+    """
+    ReadVariableOp LookupTableExportV2 LookupTableFindV2 LookupTableSizeV2
+    ResourceGather ResourceGatherNd VarHandleOp VarIsInitializedOp VariableShape
+    """
+)
+
+
+def is_output(op: Any) -> bool:
+    """Return whether an operation writes what a user reads: text, or a summary."""
+    is_summary = op.type.startswith("Write") and "Summary" in op.type
+    return is_summary or op.type == "PrintV2"
+
+
+STATEFUL_RANDOM = operations(
+    """
+    RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt RandomGamma
+    RandomPoissonV2 RandomShuffle Multinomial ParameterizedTruncatedNormal
+    """
+)
+
+
+def decide_stateful_random(view: View) -> Decision | None:
+    """Decide numbers of a generator that each operation has: the first replica's."""
+    if view.type not in STATEFUL_RANDOM:
+        return None
+    shape = view.facts[0].value
+    if shape is None or view.type in ("RandomShuffle", "Multinomial"):
+        return Decision([WHOLE] * len(view), view.part_outputs(), _build_on_first)
+    shape = tuple(shape)
+    if view.type in ("RandomGamma", "RandomPoissonV2"):
+        shape = (*shape, *(view.facts[1].sizes or ()))
+    needs, axis = [WHOLE] * len(view), axis_of_rows(shape)
+    if axis is None or shape[axis].number is None:
+        return Decision(needs, [part(shape)], _build_on_first)
+    fact = own_rows(shape, axis)
+    return Decision(needs, [fact], _build_rows_of_first, has_collective=True)
+
+
+def _build_on_first(builder: Any, op: Any, inputs: list) -> list:
+    return [builder.replica.once(tensor) for tensor in builder.copy(op, inputs)]
+
+
+def _build_rows_of_first(builder: Any, op: Any, inputs: list) -> list:
+    """Build own rows of the first replica's numbers, so that what follows has rows."""
+    (total,) = builder.replica.sum(_build_on_first(builder, op, inputs))
+    builder.keep_whole(op.outputs[0], total)
+    return [builder.take_rows(op.outputs[0], total)]
+
+
+def decide_python(view: View) -> Decision | None:
+    """Decide a function of Python: the first replica calls it, once for a step."""
+    if view.type not in _compat.PYTHON_FUNCTIONS:  # they may draw, count or write
+        return None
+    return Decision(
+        [WHOLE] * len(view), view.whole_outputs(), _build_python, has_collective=True
+    )
+
+
+def _build_python(builder: Any, op: Any, inputs: list) -> list:
+    """Call the function on the first replica, and give its results to all.
+
+    The shapes of the results are not known where it is not called. TensorFlow keeps
+    one tape for all calls of a function, which the gradient of the first call takes.
+    """
+    if builder.is_in_loop:
+        return builder.copy(op, inputs)
+    replica = builder.replica
+    is_first = not replica.rank
+    outputs = builder.copy(op, inputs) if is_first else [None] * len(op.outputs)
+    # What the function reads was gathered with the help of the other replicas.
+    with tf.control_dependencies([] if is_first else inputs):
+        return [
+            replica.share_of_first(own, tensor.dtype, tensor.shape)
+            for own, tensor in zip(outputs, op.outputs, strict=True)
+        ]
+
+
+def _build_of_shared(builder: Any, op: Any, inputs: list) -> list:
+    """Read a state that the replicas of a worker share, and that the step writes.
+
+    TensorFlow orders all that a step does with it, so that other replicas would read
+    what the first one wrote.
+    """
+    if not builder.replica.is_writer:
+        return [tf.zeros(tensor.shape, tensor.dtype) for tensor in op.outputs]
+    return _build_on_first(builder, op, inputs)

@@ -1,0 +1,350 @@
+"""Rules of integers that are computed of sizes: shapes, axes, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.ground.base import xla
+from tfdp.training.program import sizes
+from tfdp.training.program.facts import Fact, Form, integers
+from tfdp.training.program.sizes import FREE, ONE, UNKNOWN, Size, array, product
+from tfdp.training.program.view import AS_HELD, WHOLE, Decision, View
+
+# Arrays of sizes longer than this are not followed.
+_MOST_VALUES = 64
+
+
+def _shape(view: View, index: int = 0) -> np.ndarray | None:
+    found = view.facts[index].sizes
+    return None if found is None else array(found)
+
+
+def _scalar(size: Size) -> np.ndarray:
+    result = np.empty((), object)
+    result[()] = size
+    return result
+
+
+def _size(view: View) -> np.ndarray | None:
+    found = view.facts[0].sizes
+    return None if found is None else _scalar(product(found))
+
+
+def _rank(view: View) -> np.ndarray | None:
+    found = view.facts[0].rank
+    return None if found is None else _scalar(sizes.number(found))
+
+
+def _strided_slice(view: View) -> np.ndarray | None:
+    data = view.facts[0].value
+    begin, end, strides = (view.numbers(i) for i in (1, 2, 3))
+    if data is None or begin is None or end is None or strides is None:
+        return None
+    if view.attribute("ellipsis_mask") or view.attribute("new_axis_mask"):
+        return None
+    index: list[Any] = []
+    for axis, (first, last, stride) in enumerate(zip(begin, end, strides, strict=True)):
+        bit = 1 << axis
+        if view.attribute("shrink_axis_mask") & bit:
+            index.append(int(first))
+            continue
+        start = None if view.attribute("begin_mask") & bit else int(first)
+        stop = None if view.attribute("end_mask") & bit else int(last)
+        index.append(slice(start, stop, int(stride)))
+    try:
+        found = data[tuple(index)]
+    except IndexError:
+        return None
+    return _as_array(found)
+
+
+def _pack(view: View) -> np.ndarray | None:
+    if view.attribute("axis") != 0:
+        return None
+    values = [fact.value for fact in view.facts]
+    return np.stack(values) if values else None
+
+
+def _concat(view: View) -> np.ndarray | None:
+    axis = view.numbers(len(view) - 1)
+    values = [fact.value for fact in view.facts[:-1]]
+    if axis is None or any(value.ndim != 1 for value in values):
+        return None
+    return np.concatenate(values)
+
+
+def _gather(view: View) -> np.ndarray | None:
+    indices, axis = view.numbers(1), view.numbers(2)
+    data = view.facts[0].value
+    if indices is None or axis is None or axis != 0 or data.ndim != 1:
+        return None
+    if indices.size and not 0 <= indices.min() <= indices.max() < data.size:
+        return None  # It fails when it runs, in a branch that may not.
+    return _as_array(data[indices])
+
+
+def _as_array(found: Any) -> np.ndarray:
+    return found if isinstance(found, np.ndarray) else _scalar(found)
+
+
+def _slice(view: View) -> np.ndarray | None:
+    begin, size = view.numbers(1), view.numbers(2)
+    if begin is None or size is None:
+        return None
+    return view.facts[0].value[
+        tuple(
+            slice(int(first), None if count < 0 else int(first + count))
+            for first, count in zip(begin, size, strict=True)
+        )
+    ]
+
+
+def _reshape(view: View) -> np.ndarray | None:
+    shape = view.numbers(1)
+    return None if shape is None else view.facts[0].value.reshape(shape.astype(int))
+
+
+def _reduced(combine: Callable[[Iterable[Size]], Size]) -> Callable:
+    def value(view: View) -> np.ndarray | None:
+        axes, data = view.numbers(1), view.facts[0].value
+        if axes is None or data.ndim == 0:
+            return None if axes is None else data
+        if data.ndim != 1 or list(np.ravel(axes)) not in ([0], [-1]):
+            return None
+        total = _scalar(combine(data))
+        return total.reshape([1]) if view.attribute("keep_dims") else total
+
+    return value
+
+
+def _range(view: View) -> np.ndarray | None:
+    start, limit, delta = (view.numbers(i) for i in (0, 1, 2))
+    if start is None or limit is None or delta is None or not delta:
+        return None
+    found = np.arange(start.item(), limit.item(), delta.item())
+    return array(found) if found.size <= _MOST_VALUES else None
+
+
+def _binary(combine: Callable[[Size, Size], Size]) -> Callable:
+    def value(view: View) -> np.ndarray | None:
+        first, second = np.broadcast_arrays(*(fact.value for fact in view.facts))
+        result = np.empty(first.shape, object)
+        for index in np.ndindex(first.shape):
+            result[index] = combine(first[index], second[index])
+        return result
+
+    return value
+
+
+def _compare(compare: Callable[[Any, Any], Any]) -> Callable:
+    def combine(one: Size, other: Size) -> Size:
+        if one.kind == other.kind == "number":
+            return sizes.number(bool(compare(one.number, other.number)))
+        return FREE if one.is_free and other.is_free else UNKNOWN
+
+    return _binary(combine)
+
+
+def _select(view: View) -> np.ndarray | None:
+    condition = view.numbers(0)
+    if condition is None or condition.ndim:
+        return None
+    values = np.broadcast_arrays(view.facts[1].value, view.facts[2].value)
+    return values[0 if condition else 1]
+
+
+def _invert_permutation(view: View) -> np.ndarray | None:
+    found = view.numbers(0)
+    return None if found is None else array(np.argsort(found))
+
+
+def _broadcast_args(view: View) -> np.ndarray | None:
+    shapes = [tuple(fact.value) for fact in view.facts]
+    return array(sizes.broadcast(shapes))
+
+
+def _fill(view: View) -> np.ndarray | None:
+    dims = view.numbers(0)
+    if dims is None or np.prod(dims) > _MOST_VALUES:
+        return None
+    result = np.empty(dims.astype(int), object)
+    result[...] = view.facts[1].value[()]
+    return result
+
+
+def _stitch(view: View) -> np.ndarray | None:
+    count = len(view) // 2
+    places = [view.numbers(index) for index in range(count)]
+    if any(place is None for place in places):
+        return None
+    given = [int(np.max(p)) for p in places if p is not None and p.size]
+    length = 1 + max(given, default=-1)
+    result = np.empty(length, object)
+    result[:] = UNKNOWN
+    for place, fact in zip(places, view.facts[count:], strict=True):
+        assert place is not None
+        result[place.ravel()] = fact.value.ravel()
+    return result
+
+
+def _same(view: View) -> np.ndarray | None:
+    return view.facts[0].value
+
+
+def _cast(view: View) -> np.ndarray | None:
+    dtype = view.op.outputs[0].dtype
+    data = view.facts[0].value
+    if not (dtype.is_integer or dtype.is_floating):
+        return None
+    known = view.numbers(0)
+    if known is not None:
+        return array(known.astype(dtype.as_numpy_dtype))
+    return data
+
+
+_OF_SHAPES: dict[str, Callable[[View], np.ndarray | None]] = {
+    "Shape": _shape,
+    "TensorListElementShape": _shape,
+    "Size": _size,
+    "Rank": _rank,
+}
+_OF_VALUES: dict[str, Callable[[View], np.ndarray | None]] = {
+    "AddV2": _binary(lambda a, b: a + b),
+    "Add": _binary(lambda a, b: a + b),
+    "BroadcastArgs": _broadcast_args,
+    "Cast": _cast,
+    "ConcatV2": _concat,
+    "DynamicStitch": _stitch,
+    "Equal": _compare(lambda a, b: a == b),
+    "ExpandDims": lambda view: (
+        view.facts[0].value[np.newaxis] if view.facts[0].value.ndim == 0 else None
+    ),
+    "Fill": _fill,
+    "FloorDiv": _binary(lambda a, b: a // b),
+    "FloorMod": _binary(lambda a, b: a % b),
+    "GatherV2": _gather,
+    "Greater": _compare(lambda a, b: a > b),
+    "GreaterEqual": _compare(lambda a, b: a >= b),
+    "Identity": _same,
+    "InvertPermutation": _invert_permutation,
+    "Less": _compare(lambda a, b: a < b),
+    "LessEqual": _compare(lambda a, b: a <= b),
+    "Maximum": _binary(lambda a, b: a.maximum(b)),
+    "Minimum": _binary(lambda a, b: a.minimum(b)),
+    "Mul": _binary(lambda a, b: a * b),
+    "NotEqual": _compare(lambda a, b: a != b),
+    "Pack": _pack,
+    "Prod": _reduced(product),
+    "Range": _range,
+    "Reshape": _reshape,
+    "Select": _select,
+    "SelectV2": _select,
+    "Slice": _slice,
+    "Squeeze": lambda view: (
+        view.facts[0].value.reshape(()) if view.facts[0].value.shape == (1,) else None
+    ),
+    "StopGradient": _same,
+    "StridedSlice": _strided_slice,
+    "Sub": _binary(lambda a, b: a - b),
+    "Sum": _reduced(lambda data: sum(data, sizes.ZERO)),
+}
+
+
+def decide_values(view: View) -> Decision | None:
+    """Decide an operation whose results are computed of sizes alone."""
+    if view.type == "BroadcastGradientArgs":
+        return _broadcast_axes(view)
+    if view.type == "ShapeN":
+        return _shapes(view)
+    value = None
+    if view.type in _OF_SHAPES:
+        value = _OF_SHAPES[view.type](view)
+    elif view.type in _OF_VALUES and all(f.value is not None for f in view.facts):
+        value = _OF_VALUES[view.type](view)
+    if value is None or not _is_followed(value):
+        return None
+    fact = integers(value)
+    # Where it is no multiple of the rows it is computed of the number of all rows.
+    is_of_all = fact.form is Form.WHOLE and Form.SIZES in view.forms()
+    return Decision([WHOLE if is_of_all else AS_HELD] * len(view), [fact])
+
+
+def _is_followed(value: np.ndarray) -> bool:
+    kinds = {size.kind for size in value.ravel()}
+    is_mixed = {"rows", "splits"} <= kinds
+    return value.size <= _MOST_VALUES and "unknown" not in kinds and not is_mixed
+
+
+def _shapes(view: View) -> Decision | None:
+    values = [_shape(view, index) for index in range(len(view))]
+    known = [value for value in values if value is not None and _is_followed(value)]
+    if len(known) < len(values):
+        return None
+    outputs = [integers(value) for value in known]
+    return Decision([AS_HELD] * len(view), outputs, _build_shapes)
+
+
+def _build_shapes(builder: Any, op: Any, inputs: list) -> list:
+    """Build shapes of which some have rows in them, and some have not."""
+    return [builder.shape(op, index, of_all=False) for index in range(len(op.outputs))]
+
+
+def _broadcast_axes(view: View) -> Decision | None:
+    """Axes over which the gradients of an operation that broadcasts are summed."""
+    shapes = [fact.value for fact in view.facts]
+    if any(shape is None for shape in shapes):
+        return None
+    rank = max(len(shape) for shape in shapes)
+    aligned = [[ONE] * (rank - len(shape)) + list(shape) for shape in shapes]
+    outputs = []
+    for own, other, shape in zip(aligned, reversed(aligned), shapes, strict=True):
+        certain, maybe = set(), set()
+        for axis in range(rank):
+            if axis < rank - len(shape) or own[axis] == ONE:
+                certain.add(axis)
+            elif (
+                own[axis].kind in ("free", "unknown") and own[axis] != other[axis]
+            ) or (own[axis].kind == "free" and other[axis].kind == "free"):
+                maybe.add(axis)
+        value = None if maybe else array(np.array(sorted(certain), np.int32))
+        outputs.append(
+            Fact(
+                Form.WHOLE,
+                sizes=(FREE,),
+                value=value,
+                axes=frozenset(certain),
+                maybe_axes=frozenset(maybe),
+            )
+        )
+    is_known = all(fact.value is not None for fact in outputs)
+    need = AS_HELD if is_known else WHOLE
+    return Decision([need] * len(view), outputs, build=_build_axes)
+
+
+def _build_axes(builder: Any, op: Any, inputs: list) -> list:
+    """Build the axes: constants where they are known, or else those of the program.
+
+    Where a replica has one row, or none, TensorFlow would find other axes in its
+    own sizes than in those of the batch.
+    """
+    facts = builder.facts_of(op.outputs)
+    if all(fact.value is not None for fact in facts):
+        return [
+            builder.constant(sizes.numbers(fact.value), tensor.dtype)
+            for fact, tensor in zip(facts, op.outputs, strict=True)
+        ]
+    found = builder.copy(op, inputs)
+    if isinstance(builder.replica.rows.total, int) or xla.is_tracing():
+        return found
+    # Of a batch of one row TensorFlow finds the axis of rows, too.
+    return [_only(axes, fact) for axes, fact in zip(found, facts, strict=True)]
+
+
+def _only(axes: tf.Tensor, fact: Fact) -> tf.Tensor:
+    """Return the axes that a list may have by its fact."""
+    may = tf.constant(sorted((fact.axes or frozenset()) | fact.maybe_axes), axes.dtype)
+    return tf.boolean_mask(axes, tf.reduce_any(axes[:, tf.newaxis] == may, 1))

@@ -1,0 +1,299 @@
+"""The step of a replica, as its part of the program of one device.
+
+step -> traced once, as on one device -> plan -> built on each replica by the plan
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base.loops import Loop
+from tfdp.ground.base.program_trace import ProgramTrace, tracing
+from tfdp.training.data.rows import count_of, first_tensor, take_rows
+from tfdp.training.program.batch import StandIn, stand_ins
+from tfdp.training.program.builder import Builder
+from tfdp.training.program.checks import check_step
+from tfdp.training.program.conversions import Replica, Rows
+from tfdp.training.program.divisions import warn_of_division
+from tfdp.training.program.facts import Form
+from tfdp.training.program.gathers import (
+    Conversion,
+    conversions_of,
+    describe_operation,
+    operations_of,
+)
+from tfdp.training.program.logs import LogTail, tail_of
+from tfdp.training.program.plan import CannotDivideError, Plan, Scope, make_plan
+from tfdp.training.program.rules.state import writes_state
+from tfdp.training.program.view import AS_HELD, WHOLE
+from tfdp.training.reduction.training_group import TrainingGroup
+from tfdp.training.replicas.variables import MetricVariable
+
+
+@dataclasses.dataclass
+class _Traced:
+    trace: ProgramTrace
+    parts: list[StandIn]
+    results: Any
+    plan: Plan
+    scope: Scope
+    tail: LogTail | None
+    conversions: list[Conversion]
+    operations: list[tuple[str, Any]]
+
+
+class DividedStep:
+    """A step that Keras gives to `strategy.run`, divided among the replicas.
+
+    Args:
+        strategy: A tfdp strategy.
+        loop: `Loop` of Keras, whose step it is.
+        function: Callable, the step, as on one device.
+        others: Collection of ints, the flat places of the arguments that may have
+            another number of rows than the first. Defaults to none.
+    """
+
+    def __init__(
+        self,
+        strategy: Any,
+        loop: Loop,
+        function: Callable,
+        others: Collection[int] = (),
+    ) -> None:
+        self._strategy = strategy
+        self._loop = loop
+        self._function = function
+        self._others = others
+        # Rows, as `predict` does, or logs.
+        self._returns_rows = "predict" in loop.name
+        self._traced: _Traced | None = None
+        self._graph: Any = None
+        self._captures: dict[Any, dict[int, Any]] = {}
+
+    @property
+    def tail(self) -> LogTail | None:
+        """How logs are computed of what the replicas return, or `None`."""
+        return None if self._traced is None else self._traced.tail
+
+    def __call__(self, args: tuple, group: TrainingGroup, rows: Rows) -> Any:
+        """Build the step of the replica that runs.
+
+        Args:
+            args: Tuple of nests of tensors, its own rows.
+            group: `TrainingGroup`, the replicas whose program it is.
+            rows: `Rows`.
+
+        Returns:
+            What the step returns: rows; or a list of tensors of which `tail` computes
+            logs.
+        """
+        # A step that XLA compiles is traced within the function that it compiles.
+        graph = tf.compat.v1.get_default_graph()
+        if self._traced is None or self._graph is not graph:
+            self._traced, self._graph = self._trace_once(args, group), graph
+            check_step(
+                self._strategy,
+                self._loop,
+                self._traced.conversions if group.size > 1 else [],
+                self._traced.operations,
+                rows.total if isinstance(rows.total, int) else self._loop.batch_rows,
+            )
+            warn_of_division(
+                self._traced.trace,
+                self._strategy.num_replicas_in_sync,
+                self._strategy.extended.names_of_count,
+                self._loop.model,
+            )
+        found = self._traced
+        flat = tf.nest.flatten(args)
+        replica = Replica(self._strategy, group, rows)
+        tensors = {
+            id(placeholder): tensor
+            for part, own in zip(found.parts, flat, strict=True)
+            for (placeholder, _), tensor in zip(
+                part.facts, part.held(own, replica), strict=True
+            )
+        }
+        for outer, inner in _compat.captures_of(found.trace.graph):
+            tensors.setdefault(id(inner), self._own(outer, replica.local_id))
+        builder = Builder(found.trace, found.plan, found.scope, replica, tensors)
+        builder.run()
+        if found.tail is not None:
+            return found.tail.values(builder)
+        return tf.nest.map_structure(
+            lambda result: self._rows_of(builder, replica, result), found.results
+        )
+
+    def _rows_of(self, builder: Builder, replica: Replica, result: Any) -> Any:
+        if isinstance(result, (tf.RaggedTensor, tf.SparseTensor)):
+            return self._rows_of_composite(builder, result)
+        if not tf.is_symbolic_tensor(result):
+            return result
+        fact = builder.fact(result)
+        if result.shape.rank == 0:
+            return builder.get(result, WHOLE)
+        if (fact.is_rows and fact.axis == 0) or fact.form is Form.LOCAL:
+            return builder.get(result, AS_HELD)
+        # Rows of another part of the batch, perhaps.
+        return replica.share(builder.get(result, WHOLE))
+
+    @staticmethod
+    def _rows_of_composite(builder: Builder, result: Any) -> Any:
+        parts = tf.nest.flatten(result, expand_composites=True)
+        found = tf.nest.pack_sequence_as(
+            result, [builder.get(part, WHOLE) for part in parts], expand_composites=True
+        )
+        begin, size = builder.first_row, builder.own_rows
+        return take_rows(found, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
+
+    def _trace_once(self, args: tuple, group: TrainingGroup) -> _Traced:
+        """Trace for any number of rows, or for that of all batches if a step needs it.
+
+        A layer may take the number from the static shape of its input.
+        """
+        try:
+            return self._trace(args, 0, is_of_all=group.is_all)
+        except (TypeError, ValueError):
+            first = first_tensor(args)
+            is_known = isinstance(first, tf.Tensor) and first.shape[0]
+            if not is_known:
+                raise
+        return self._trace(args, group.size, is_of_all=group.is_all)
+
+    def _trace(self, args: tuple, num_replicas: int, *, is_of_all: bool) -> _Traced:
+        """Trace the step.
+
+        Args:
+            args: Tuple of nests of tensors, rows of a replica.
+            num_replicas: Int, the replicas that each have as many rows as this one; or
+                0: static shapes do not tell the number of rows.
+            is_of_all: Bool, whether the program is that of all replicas.
+        """
+        graph = _compat.ProgramGraph()
+        trace = ProgramTrace(graph)
+        flat = tf.nest.flatten(args)
+        with graph.as_default(), tracing(trace):
+            parts = stand_ins(flat, num_replicas, self._others)
+            given = [part.value for part in parts]
+            results = self._function(*tf.nest.pack_sequence_as(args, given))
+        needed = [
+            tensor
+            for tensor in tf.nest.flatten(results, expand_composites=True)
+            if tf.is_symbolic_tensor(tensor)
+        ]
+        facts = {id(tensor): fact for part in parts for tensor, fact in part.facts}
+        shared = self._shared_states(graph)
+        scope = Scope(
+            self._is_metric,
+            trace.effects,
+            lambda op: any(id(self._outermost(t)) in shared for t in op.inputs),
+        )
+        try:
+            plan = make_plan(graph, facts, needed, scope)
+        except CannotDivideError as error:
+            raise ValueError(
+                f"A step of `{self._loop.name}` cannot be divided among replicas: "
+                f"{describe_operation(error.op)} {error.reason}. {error.advice}"
+            ) from None
+        tail = None
+        if not self._returns_rows:
+            tail = tail_of(plan, results, scope, is_of_all=is_of_all)
+        cuts = [] if tail is None else [cut[:2] for cut in tail.cuts]
+        conversions = conversions_of(trace, plan, cuts)
+        is_alone = self._strategy.extended.worker_group.num_workers == 1
+        operations = [] if is_alone else operations_of(trace, plan, needed)
+        return _Traced(
+            trace, parts, results, plan, scope, tail, conversions, operations
+        )
+
+    # Variables.
+
+    def _variable_of(self, handle: Any) -> Any:
+        """Return the variable of all replicas that has a handle, or `None`."""
+        return self._strategy.extended.variable_of(handle)
+
+    def _own(self, outer: Any, replica: int) -> Any:
+        """Return what a replica has in the place of a value that is captured."""
+        variable = self._variable_of(outer)
+        return outer if variable is None else variable.values[replica].handle
+
+    def _is_metric(self, handle: Any) -> bool:
+        return isinstance(self._variable_of(self._outermost(handle)), MetricVariable)
+
+    def _shared_states(self, graph: Any) -> set[int]:
+        """Return the `id`s of what a program writes and its local replicas share."""
+        if self._strategy.extended.num_local == 1:
+            return set()
+        return {
+            id(outer)
+            for op in _compat.all_operations(graph)
+            if writes_state(op)
+            for outer in map(self._outermost, op.inputs)
+            if outer.dtype == tf.resource and self._variable_of(outer) is None
+        }
+
+    def _outermost(self, tensor: Any) -> Any:
+        """Return the value that a tensor of a function captures, or itself."""
+        while tf.is_symbolic_tensor(tensor):
+            if tensor.graph not in self._captures:
+                self._captures[tensor.graph] = {
+                    id(inner): outer
+                    for outer, inner in _compat.captures_of(tensor.graph)
+                }
+            outer = self._captures[tensor.graph].get(id(tensor))
+            if outer is None:
+                break
+            tensor = outer
+        return tensor
+
+
+def rows_of_replica(
+    group: TrainingGroup,
+    args: tuple,
+    total: tf.Tensor | None,
+    counts: Mapping[int, tf.Tensor],
+    *,
+    are_alike: bool,
+) -> Rows:
+    """Count the rows of the replica that runs, and those before it in its group.
+
+    Args:
+        group: `TrainingGroup`, the replicas whose program it is.
+        args: Tuple of nests of tensors, its own rows.
+        total: Scalar tensor, rows of all replicas, where a batch is divided equally;
+            or `None` to ask the others.
+        counts: Dict from the rank of each local replica to its rows: int32 scalar.
+        are_alike: Bool, whether all replicas are known to have as many rows.
+    """
+    first = first_tensor(args)
+    if first is None:
+        return Rows(0, 0, 0, may_be_empty=False)
+    own = tf.cast(count_of(first), tf.int32)
+    static = first.shape[0]
+    rank, size = group.rank, group.size
+    if are_alike:
+        return Rows(static, static * rank, static * size, may_be_empty=False)
+    may_lack_all = not group.is_all and not static
+    if size == 1:
+        return Rows(own, 0, own, not static, may_lack_all)
+    if total is not None and group.is_all:
+        count = tf.cast(total, tf.int32)
+        least, extra = count // size, count % size
+        before = rank * least + tf.minimum(rank, extra)
+        return Rows(own, before, count, not static)
+    if counts.keys() >= set(group.ranks):
+        all_rows = tf.stack([counts[other] for other in group.ranks])
+    else:
+        all_rows = group.gather(own[tf.newaxis])
+    return Rows(
+        own,
+        tf.reduce_sum(all_rows[:rank]),
+        tf.reduce_sum(all_rows),
+        not static,
+        may_lack_all,
+    )

@@ -1,0 +1,256 @@
+"""Selection of each bucket's all-reduce algorithm and of what travels by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from tfdp.ground import user_code
+from tfdp.ground.links import DEFAULT_LINKS, Links
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.plans.buckets import Bucket, BucketPlan
+from tfdp.ground.plans.cost_model import candidates_for, choose, predict_seconds
+from tfdp.ground.plans.topology import Topology
+from tfdp.ground.plans.traffic import Algorithm
+from tfdp.training.reduction.algorithm_choice import RING, AlgorithmChoice
+from tfdp.training.reduction.compressor_choice import LevelCompressors, best_choice
+
+# What compression has to save: it costs two casts, which no model knows.
+_LEAST_GAIN = 0.1
+# What may travel in fewer bytes.
+_COMPRESSIBLE = ("float32", "float64")
+
+
+class AlgorithmSelector:
+    """Selector of each bucket's algorithm, alike on every worker.
+
+    Args:
+        options: `CommunicationOptions`.
+        topology: `Topology` of all replicas.
+        backend: String, `"nccl"`, `"ring"`, `"direct"` or `"mpi"`.
+        warn: Bool, whether to warn of options that have no effect here.
+            Defaults to `True`.
+
+    Raises:
+        ValueError: If Adasum cannot combine the nodes.
+    """
+
+    def __init__(
+        self,
+        options: CommunicationOptions,
+        topology: Topology,
+        backend: str,
+        *,
+        warn: bool = True,
+    ) -> None:
+        self.topology = topology
+        self._backend = backend
+        self.links = options.links or DEFAULT_LINKS[backend]
+        self.are_links_known = options.links is not None
+        self._fixed, problem = _fixed_algorithm(options, topology)
+        self._inner, self._outer = options.reduce_dtypes
+        self._compressors = LevelCompressors.of(options, topology)
+        self._compresses = options.compression is not None
+        self.combines_means = self._fixed is not None and self._fixed.is_adasum
+        inner, outer = options.compression_levels
+        if outer and not inner and topology.num_nodes == 1:
+            problem = problem or (
+                "`compression` across nodes has no effect: all replicas are on one node"
+            )
+        if problem and warn:
+            user_code.warn(f"{problem}.")
+
+    @property
+    def depends_on_links(self) -> bool:
+        """True if the links decide which algorithm is taken."""
+        return self._fixed is None and self.topology.num_replicas > 2
+
+    @property
+    def needs_whole_buckets(self) -> bool:
+        """True if Adasum, or a compressor, takes no parts of buckets."""
+        if self._compressors is None:
+            return self.combines_means
+        return not self._compressors.cuts_buckets
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """True if reductions go inside nodes first and then across."""
+        is_flat = self._fixed is not None and not self._fixed.has_levels
+        return self.topology.has_levels and not is_flat
+
+    def set_links(self, links: Links) -> None:
+        """Set measured links; they have to be the same on all workers."""
+        self.links = links
+        self.are_links_known = True
+
+    def with_options(self, options: CommunicationOptions) -> AlgorithmSelector:
+        """Return a selector of the same replicas and links that has other options.
+
+        Args:
+            options: `CommunicationOptions`.
+        """
+        selector = AlgorithmSelector(options, self.topology, self._backend, warn=False)
+        if self.are_links_known:
+            selector.set_links(self.links)
+        return selector
+
+    def select_for(
+        self, plan: BucketPlan, *, may_compress: bool
+    ) -> tuple[AlgorithmChoice, ...]:
+        """Select the algorithm of each bucket of a plan.
+
+        Args:
+            plan: `BucketPlan`.
+            may_compress: Bool, whether they are gradients, which may be rounded, and
+                combined by Adasum; other things are summed.
+
+        Returns:
+            Tuple of `AlgorithmChoice`.
+
+        Raises:
+            ValueError: If integers were to be compressed, or combined by Adasum.
+        """
+        if may_compress and self._compresses:
+            _check_floating(plan, "compression")
+        if may_compress and self.combines_means:
+            _check_floating(plan, "algorithm")
+        return tuple(
+            self.select(
+                bucket.num_bytes,
+                bucket.dtype,
+                may_compress=may_compress,
+                bucket=bucket,
+            )
+            for bucket in plan
+        )
+
+    def select(
+        self,
+        num_bytes: int,
+        dtype: str,
+        *,
+        may_compress: bool = True,
+        bucket: Bucket | None = None,
+    ) -> AlgorithmChoice:
+        """Select the algorithm of a bucket.
+
+        Args:
+            num_bytes: Int, its size.
+            dtype: String, its dtype.
+            may_compress: Bool, see `select_for`. Defaults to `True`.
+            bucket: `Bucket` with what is in it, or `None` for a part of one.
+                Defaults to `None`.
+
+        Returns:
+            A `AlgorithmChoice`.
+        """
+        if self.topology.num_replicas == 1:
+            return AlgorithmChoice()
+        if self.combines_means and not may_compress:
+            algorithm = Algorithm("hierarchical") if self.is_hierarchical else RING
+            seconds = predict_seconds(algorithm, num_bytes, self.topology, self.links)
+            return AlgorithmChoice(algorithm, seconds=seconds)
+        plain = self._fastest(num_bytes, None, None)
+        if not may_compress or dtype not in _COMPRESSIBLE:
+            return plain
+        compressed: AlgorithmChoice | None = None
+        if self._compressors is not None:
+            compressed = best_choice(
+                self._compressors,
+                self._candidates(),
+                (num_bytes, dtype, () if bucket is None else bucket.entries),
+                self.topology,
+                self.links,
+            )
+        elif self._inner or self._outer:
+            fraction = 2 / tf.as_dtype(dtype).size
+            compressed = self._fastest(num_bytes, self._inner, self._outer, fraction)
+        if compressed is None:
+            return plain
+        is_worth_it = compressed.seconds < plain.seconds * (1 - _LEAST_GAIN)
+        is_taken = is_worth_it or compressed.is_unpredictable or compressed.is_needed
+        return compressed if is_taken else plain
+
+    def _fastest(
+        self,
+        num_bytes: int,
+        inner: str | None,
+        outer: str | None,
+        fraction: float = 1.0,
+    ) -> AlgorithmChoice:
+        algorithm, seconds = choose(
+            num_bytes,
+            self.topology,
+            self.links,
+            self._candidates(),
+            inner_ratio=fraction if inner else 1.0,
+            outer_ratio=fraction if outer else 1.0,
+        )
+        if not algorithm.has_levels and inner != outer:
+            # What is compressed on one level only travels by no flat algorithm.
+            inner = outer = inner if self.topology.num_nodes == 1 else None
+        return AlgorithmChoice(algorithm, inner, outer, seconds)
+
+    def _candidates(self) -> tuple[Algorithm, ...]:
+        if self._fixed is not None:
+            return (self._fixed,)
+        candidates = candidates_for(self.topology)
+        if self.are_links_known:
+            return candidates
+        # Assumed figures tell only what holds on any network: bytes between nodes.
+        safe = (RING, Algorithm("hierarchical"))
+        return tuple(algorithm for algorithm in candidates if algorithm in safe)
+
+
+def _check_floating(plan: BucketPlan, option: str) -> None:
+    for bucket in plan:
+        if not tf.as_dtype(bucket.dtype).is_floating:
+            raise ValueError(
+                f"`{option}` is for gradients of floating point. Leave it out for "
+                f"this model. Received: {bucket.entries[0].name!r} of {bucket.dtype}"
+            )
+
+
+def _fixed_algorithm(
+    options: CommunicationOptions, topology: Topology
+) -> tuple[Algorithm | None, str]:
+    """Algorithm that was asked for, as far as it can run, and why not."""
+    given = options.algorithm
+    if given == "auto":
+        return None, ""
+    if isinstance(given, Mapping):
+        wanted = Algorithm("hierarchical", **given)
+    else:
+        wanted = Algorithm(given)
+    if not wanted.has_levels:
+        return wanted, ""
+    if wanted.is_adasum:
+        return _adasum_of_nodes(wanted, topology)
+    what = '`algorithm="hierarchical"`'
+    if topology.num_nodes == 1:
+        return Algorithm(wanted.inner), (
+            f"{what} works as {wanted.inner!r}: all replicas are on one node"
+        )
+    if not topology.is_even:
+        return RING, (
+            f"{what} works as 'ring': it needs equally many replicas on every node, "
+            f"which have {', '.join(str(len(node)) for node in topology.nodes)}"
+        )
+    return wanted, ""
+
+
+def _adasum_of_nodes(
+    wanted: Algorithm, topology: Topology
+) -> tuple[Algorithm | None, str]:
+    if topology.num_nodes == 1:
+        return RING, (
+            '`algorithm={"outer": "adasum"}` is a mean: all replicas are on one node'
+        )
+    if not topology.is_even:
+        raise ValueError(
+            "Adasum across nodes needs equally many replicas on every node. Use "
+            '`algorithm="adasum"`, between all replicas. Received: nodes with '
+            f"{', '.join(str(len(node)) for node in topology.nodes)}"
+        )
+    return wanted, ""

@@ -1,0 +1,341 @@
+"""Communication plan of a training step, printable as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import tensorflow as tf
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tfdp.ground.plans.buckets import Bucket, BucketPlan
+from tfdp.ground.plans.gathers import StepGathers
+from tfdp.ground.plans.memory import MemoryReport
+from tfdp.ground.text import pluralize
+from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+from tfdp.training.reduction.fusion import make_plan
+
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "order": "left",
+    "dtype": "left",
+    "bytes": "right",
+    "algorithm": "left",
+    "ms": "right",
+    "variables": "left",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class CommunicationPlan:
+    """Buckets of a training step, in the order in which they are reduced.
+
+    Args:
+        buckets: Tuple of `tfdp.ground.plans.buckets.Bucket`: entries (name, shape,
+            dtype), dtype and bytes.
+        sparse: Tuple of strings, variables whose gradients travel as rows.
+        num_replicas: Int, replicas on all workers.
+        backend: String, `"nccl"`, `"ring"`, `"direct"` or `"mpi"`.
+        routes: Tuple of `AlgorithmChoice`, one for each bucket: algorithm, dtypes that
+            travel, predicted seconds.
+        node_size: Int, replicas of a node.
+        traced: Bool, whether this is the plan of a step that has been traced, or what
+            one of the model's backward pass would be.
+        sharding: String: `"none"`, each bucket is all-reduced; or how its optimizer's
+            state is sharded: each is reduce-scattered, and the updated parameters are
+            all-gathered; or `"parameters"`: a step all-gathers them by units, for the
+            forward and again for the backward pass.
+        memory: `MemoryReport` of the training state, or `None` where it is not known.
+        is_compiled: Bool, whether XLA compiles the forward and backward pass of each
+            replica in one cluster, after which buckets are reduced. Defaults to
+            `False`.
+        gather_ratio: Float, bytes that a gather of parameters sends over those of the
+            parameters. Defaults to 1.
+        gain: String, what tuned buckets have gained over the default, or `""`. Defaults
+            to `""`.
+        gathers: Dict from the name of a loop, such as `"fit"`, to `StepGathers`: what
+            its step gathers for operations that need the whole batch. Defaults to none:
+            no step has been traced.
+    """
+
+    buckets: tuple[Bucket, ...]
+    sparse: tuple[str, ...]
+    num_replicas: int
+    backend: str
+    routes: tuple[AlgorithmChoice, ...]
+    node_size: int
+    traced: bool
+    sharding: str = "none"
+    memory: MemoryReport | None = None
+    is_compiled: bool = False
+    gather_ratio: float = 1.0
+    gain: str = ""
+    gathers: Mapping[str, StepGathers] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of dense gradients that a step reduces."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that a replica sends in a step, the mean of all replicas.
+
+        Whatever the algorithm, 2 (N - 1) / N times the data, less where it travels
+        in fewer bytes. Source: Patarasuk and Yuan 2009.
+        """
+        pairs = zip(self.buckets, self.routes, strict=True)
+        return round(
+            sum(
+                self._wire_bytes(bucket, route, self._gathers_of(order))
+                for order, (bucket, route) in enumerate(pairs)
+            )
+        )
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Seconds of all buckets, one after the other."""
+        return sum(route.seconds for route in self.routes)
+
+    def _gathers_of(self, order: int) -> int:
+        """Times that the parameters of a bucket travel in a step.
+
+        Sharded ones do for the forward and for the backward pass, but for the last
+        unit, whose gradients are there first.
+        """
+        return 2 if self.sharding == "parameters" and order else 1
+
+    def _wire_bytes(
+        self, bucket: Bucket, route: AlgorithmChoice, num_gathers: int
+    ) -> float:
+        itemsize = tf.as_dtype(bucket.dtype).size
+        num_replicas, node_size = self.num_replicas, self.node_size
+        if not route.algorithm.has_levels:
+            node_size = num_replicas
+        inner = 1 - 1 / node_size
+        outer = (1 - node_size / num_replicas) / node_size
+        inner_ratio, outer_ratio = route.byte_ratios(itemsize)
+        factor = inner * inner_ratio + outer * outer_ratio
+        if self.sharding == "none":
+            return 2 * factor * bucket.num_bytes
+        # Of sharded state weights come back, not rounded.
+        scatter = factor * (2 if route.algorithm.is_adasum else 1)
+        gathers = num_gathers * self.gather_ratio * (inner + outer)
+        return (scatter + gathers) * bucket.num_bytes
+
+    @property
+    def _title(self) -> str:
+        count = len(self.buckets)
+        what = pluralize(count, "all-reduce")
+        if self.sharding != "none":
+            gathers = sum(map(self._gathers_of, range(count)))
+            is_adasum = any(route.algorithm.is_adasum for route in self.routes)
+            reduction = "all-reduce" if is_adasum else "reduce-scatter"
+            what = (
+                f"{pluralize(count, reduction)} and "
+                + ("up to " if gathers > count else "")
+                + pluralize(gathers, "all-gather")
+            )
+        after = ", after one XLA cluster" if self.is_compiled else ""
+        return (
+            f"{what} of {pluralize(self.num_bytes, 'byte')} over "
+            f"{pluralize(self.num_replicas, 'replica')} ({self.backend}){after}"
+            f"{self.gain and f'; tuned: {self.gain}'}"
+        )
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """The cells of the table, by column."""
+        for order, bucket in enumerate(self.buckets):
+            route = self.routes[order]
+            yield (
+                str(order),
+                bucket.dtype,
+                f"{bucket.num_bytes:,}",
+                str(route),
+                f"{1000 * route.seconds:.3g}",
+                ", ".join(entry.name for entry in bucket.entries),
+            )
+        for name in self.sparse:
+            yield "-", "rows", "as touched", "all-gather", "", name
+
+    def __str__(self) -> str:
+        table = Table(title=self._title)
+        for name, side in _COLUMNS.items():
+            table.add_column(name, justify=side)
+        for row in self._rows():
+            table.add_row(*map(escape, row))
+        text = io.StringIO()
+        Console(file=text, width=100, force_jupyter=False).print(table)
+        for part in self._after_the_table():
+            text.write(f"{part}\n")
+        return text.getvalue()
+
+    def _after_the_table(self) -> Iterator[str]:
+        for loop, step in self.gathers.items():
+            if step.gathers:
+                yield f"Gathered in a step of `{loop}`\n{step}\n"
+        if self.memory is not None:
+            yield str(self.memory)
+
+    def _repr_html_(self) -> str:
+        """The table, as the last line of a notebook's cell shows it.
+
+        It has the notebook's own colors, light or dark, and scrolls where it is long.
+        """
+        head = "".join(_cell("th", name, side) for name, side in _COLUMNS.items())
+        body = "".join(
+            f"<tr>{''.join(map(_cell, itertools.repeat('td'), row, _COLUMNS.values()))}"
+            "</tr>"
+            for row in self._rows()
+        )
+        caption = f"<caption>{html.escape(self._title)}</caption>"
+        table = (
+            '<div style="max-height: 40em; overflow: auto"><table>'
+            f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        )
+        parts = "".join(
+            f"<pre>{html.escape(part)}</pre>" for part in self._after_the_table()
+        )
+        return table + parts
+
+
+def _cell(tag: str, text: str, side: str) -> str:
+    style = f"text-align: {side}; vertical-align: top"
+    return f'<{tag} style="{style}">{html.escape(text)}</{tag}>'
+
+
+def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
+    """Make the plan of a model's step, see `strategy.communication_plan`."""
+    plan = _plan_of(strategy, model)
+    is_compiled = model in strategy.extended.compiled_models
+    tuned = strategy.extended.reducer.tuned_of(model.trainable_variables)
+    gain = "" if tuned is None else tuned.gain
+    gathers = dict(strategy.extended.step_gathers.get(model, {}))
+    return dataclasses.replace(
+        plan, is_compiled=is_compiled, gain=gain, gathers=gathers
+    )
+
+
+def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:
+    if not model.built:
+        raise ValueError(
+            "The model has no variables yet. Call `model.build(input_shape)` or "
+            f"train it first. Received: {model.name!r}, not built"
+        )
+    optimizer: Any = getattr(model, "optimizer", None)
+    if getattr(optimizer, "is_sharded", False):
+        return _sharded_plan(strategy, optimizer)
+    reducer = strategy.extended.reducer
+    memory = None
+    if hasattr(optimizer, "memory_report") and optimizer.built:
+        memory = optimizer.memory_report()
+    variables = model.trainable_variables
+    for trained, plan, routes in reducer.plans.plans_within(variables):
+        if plan.buckets:
+            dense = {e.name for bucket in plan for e in bucket.entries}
+            sparse = [v.path for v in trained if v.path not in dense]
+            return _build_plan(
+                strategy, plan, routes, sparse, traced=True, memory=memory
+            )
+    plan, sparse = plan_of_backward_pass(
+        model, reducer.options_of(variables), makes_dense=reducer.combines_means
+    )
+    routes = reducer.routes_of(plan, variables=variables)
+    return _build_plan(strategy, plan, routes, sparse, traced=False, memory=memory)
+
+
+def _sharded_plan(strategy: Any, optimizer: Any) -> CommunicationPlan:
+    """Plan of a sharded optimizer's buckets, of which a step may leave some out."""
+    plan = BucketPlan(optimizer.shards.buckets)
+    routes = strategy.extended.reducer.routes_of(plan)
+    return _build_plan(
+        strategy,
+        plan,
+        routes,
+        traced=optimizer.was_traced,
+        sharding=optimizer.sharding,
+        memory=optimizer.memory_report(),
+        gather_ratio=optimizer.shards.compression_ratio,
+    )
+
+
+def _build_plan(
+    strategy: Any,
+    plan: BucketPlan,
+    routes: tuple[AlgorithmChoice, ...],
+    sparse: Sequence[str] = (),
+    **others: Any,
+) -> CommunicationPlan:
+    return CommunicationPlan(
+        plan.buckets,
+        tuple(sparse),
+        strategy.num_replicas_in_sync,
+        strategy.extended.group.backend,
+        routes,
+        strategy.extended.algorithm_selector.topology.replicas_per_node,
+        **others,
+    )
+
+
+def plan_of_backward_pass(
+    model: Any, options: Any, *, makes_dense: bool = False
+) -> tuple[BucketPlan, list[str]]:
+    """Plan buckets from the backward pass of the sum of the outputs, running nothing.
+
+    Args:
+        model: Keras model with symbolic inputs.
+        options: `CommunicationOptions`.
+        makes_dense: Bool, whether sparse gradients travel as tensors, as for Adasum.
+            Defaults to `False`.
+
+    Returns:
+        Tuple of a `BucketPlan` and a list of strings, variables whose gradients
+        travel as rows.
+
+    Raises:
+        ValueError: If the model has no symbolic inputs.
+    """
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        raise ValueError(
+            "The plan needs the order of the backward pass, and this model has no "
+            "symbolic inputs to trace it with. Train one step first. "
+            f"Received: {model.name!r}"
+        )
+    like = model.input if len(inputs) > 1 else inputs[0]
+    variables = model.trainable_variables
+    found: list[Any] = []
+
+    def backward(*batch: tf.Tensor) -> None:
+        structure = tf.nest.pack_sequence_as(like, list(batch))
+        with tf.GradientTape() as tape:
+            outputs = tf.nest.flatten(model(structure, training=True))
+            total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
+        for gradient in tape.gradient(total, [v.value for v in variables]):
+            is_sparse = isinstance(gradient, tf.IndexedSlices)
+            found.append(
+                tf.convert_to_tensor(gradient)
+                if is_sparse and makes_dense
+                else gradient
+            )
+        pairs = [(g, v.path) for g, v in zip(found, variables, strict=True)]
+        dense = [(g, n) for g, n in pairs if isinstance(g, tf.Tensor)]
+        for gradient, variable in zip(found, variables, strict=True):
+            if isinstance(gradient, tf.Tensor):
+                gradient.set_shape(variable.shape)
+        plans.append(make_plan([g for g, _ in dense], [n for _, n in dense], options))
+
+    plans: list[BucketPlan] = []
+    specs = [tf.TensorSpec(x.shape, x.dtype) for x in tf.nest.flatten(model.inputs)]
+    tf.function(backward, autograph=False).get_concrete_function(*specs)
+    sparse = [
+        variable.path
+        for gradient, variable in zip(found, variables, strict=True)
+        if isinstance(gradient, tf.IndexedSlices)
+    ]
+    return plans[-1], sparse

@@ -1,0 +1,268 @@
+"""Tensor fusion: pack gradients into buckets and all-reduce these."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives import (
+    ProcessGroup,
+    all_reduce,
+    padded_length,
+    timing,
+)
+from tfdp.ground import _compat
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.plans.buckets import (
+    BucketPlan,
+    Entry,
+    effective_bucket_bytes,
+    plan_buckets,
+)
+
+
+def make_plan(
+    tensors: Sequence[tf.Tensor],
+    names: Sequence[str],
+    options: CommunicationOptions,
+) -> BucketPlan:
+    """Plan the buckets for the gradients of one replica.
+
+    In a traced function the order of the graph is the order in which the
+    backward pass makes the gradients. Eager loops have none; there the last
+    variable's gradient is taken to come first.
+
+    Args:
+        tensors: Sequence of dense tensors of known shape.
+        names: Sequence of strings, one for each.
+        options: `CommunicationOptions`.
+
+    Returns:
+        A `BucketPlan`, the same on every replica and worker.
+    """
+    entries = [
+        Entry(name, tuple(t.shape.as_list()), t.dtype.name, t.dtype.size)
+        for t, name in zip(tensors, names, strict=True)
+    ]
+    return plan_buckets(
+        entries,
+        ready_order(tensors),
+        bucket_bytes=bucket_bytes_of(entries, options),
+        first_bucket_bytes=options.first_bucket_bytes,
+    )
+
+
+def bucket_bytes_of(entries: Sequence[Entry], options: CommunicationOptions) -> int:
+    """The largest size of a bucket for some gradients, as chosen or by their size.
+
+    Args:
+        entries: Sequence of `Entry`.
+        options: `CommunicationOptions`.
+    """
+    if not options.adapts_buckets:
+        return options.bucket_bytes
+    total_bytes = sum(entry.num_bytes for entry in entries)
+    return effective_bucket_bytes(total_bytes, options.bucket_bytes)
+
+
+def ready_order(tensors: Sequence[tf.Tensor]) -> list[int]:
+    """Positions of the tensors in the order in which they become ready."""
+    positions = range(len(tensors))
+    if tf.executing_eagerly():
+        return list(reversed(positions))
+    return sorted(positions, key=lambda i: (_compat.op_position(tensors[i]), -i))
+
+
+def all_reduce_buckets(
+    tensors: Sequence[tf.Tensor],
+    plan: BucketPlan,
+    group: ProcessGroup,
+    replica: int,
+    weight: tf.Tensor | None,
+    algorithms: Sequence[Callable[..., tf.Tensor]],
+) -> list[tf.Tensor]:
+    """Sum tensors over the group by one all-reduce for each bucket.
+
+    Args:
+        tensors: Sequence of dense tensors, as given to the plan.
+        plan: `BucketPlan`.
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+        weight: Scalar tensor by which this replica's tensors count, see `weighted`, or
+            `None` for one.
+        algorithms: Sequence of callables such as `tfdp.communication.collectives.ring`,
+            one for each bucket.
+
+    Returns:
+        List of flat tensors, one for each bucket, its members end to end.
+    """
+    flats = []
+    with tf.device(group.devices[replica]):
+        for channel, bucket in enumerate(plan):
+            flat = pack([tensors[index] for index in bucket.indices])
+            if weight is not None:
+                flat = weighted(flat, weight)
+            is_alone = 2 * bucket.num_bytes > plan.num_bytes
+            label = timing.current_label() or f"{timing.GRADIENTS} {channel}"
+            with timing.labelled(label):
+                reduced = algorithms[channel](
+                    flat, group, replica, channel=channel, is_alone=is_alone
+                )
+            flats.append(reduced)
+    return flats
+
+
+def weighted(gradient: Any, weight: tf.Tensor) -> Any:
+    """Multiply a gradient by the weight of its replica, before it is summed.
+
+    The gradients of a replica without rows are 0 / 0: a weight of zero makes them
+    zeros.
+
+    Args:
+        gradient: Tensor or `tf.IndexedSlices`.
+        weight: Scalar float64 tensor, see `tfdp.training.data.batch_weights`.
+
+    Returns:
+        The same kind of gradient.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        return with_values(gradient, weighted(gradient.values, weight))
+    gradient = tf.convert_to_tensor(gradient)
+    if gradient.dtype.size < tf.float32.size:
+        # A third, say, in half precision would scale everything by 1.002.
+        wide = weighted(tf.cast(gradient, tf.float32), weight)
+        return tf.cast(wide, gradient.dtype)
+    return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
+
+
+def with_values(rows: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
+    """Return `tf.IndexedSlices` of the same rows that have other values."""
+    return tf.IndexedSlices(values, rows.indices, rows.dense_shape)
+
+
+def all_reduce_any_shape(
+    tensor: tf.Tensor, group: ProcessGroup, replica: int
+) -> tf.Tensor:
+    """Sum a tensor whose shape is known only at run time.
+
+    Args:
+        tensor: Tensor, of the same shape on every replica.
+        group: `ProcessGroup`.
+        replica: Int, index of the calling replica among the local ones.
+
+    Returns:
+        A tensor like `tensor`.
+    """
+    if tensor.shape.is_fully_defined():
+        return all_reduce(tensor, group, replica)
+    with tf.device(group.devices[replica]):
+        flat = tf.reshape(tensor, [-1])
+        length = tf.size(flat, out_type=tf.int32)
+        padded, size = padded_length(length)
+        padding = [[0, padded - length]]
+        total = all_reduce(tf.pad(flat, padding), group, replica, size=size)
+        result = tf.reshape(total[:length], tf.shape(tensor))
+        return tf.ensure_shape(result, tensor.shape)
+
+
+def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Lay tensors end to end; a single one is only reshaped, not copied."""
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)  # [bucket_size]
+
+
+def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The inverse of `pack`."""
+    if len(like) == 1:
+        return [tf.reshape(flat, _shape(like[0]))]
+    sizes = [_size(tensor) for tensor in like]
+    parts = tf.split(flat, sizes)
+    return [
+        tf.reshape(part, _shape(tensor))
+        for part, tensor in zip(parts, like, strict=True)
+    ]
+
+
+def _shape(tensor: tf.Tensor) -> object:
+    known = tensor.shape.is_fully_defined()
+    return tensor.shape if known else tf.shape(tensor)
+
+
+def _size(tensor: tf.Tensor) -> object:
+    count = tensor.shape.num_elements()
+    return tf.size(tensor) if count is None else count
+
+
+@dataclasses.dataclass(frozen=True)
+class ReducedGradients:
+    """Sums over all replicas: what the reducer hands to the rest of a step.
+
+    Args:
+        flats: List of flat tensors, one for each bucket.
+        buckets: List of tuples of ints, the positions of each bucket's
+            gradients, in the order in which they lie end to end.
+        like: List of the gradients as they were before, for their shapes.
+        sparse: Dict from position to `tf.IndexedSlices`.
+    """
+
+    flats: list[tf.Tensor]
+    buckets: list[tuple[int, ...]]
+    like: list
+    sparse: dict[int, tf.IndexedSlices]
+
+    def divided_by(self, divisor: tf.Tensor) -> ReducedGradients:
+        """The same, each element divided by a scalar, see `divided`."""
+        sparse = {
+            index: with_values(item, divided(item.values, divisor))
+            for index, item in self.sparse.items()
+        }
+        flats = [divided(flat, divisor) for flat in self.flats]
+        return dataclasses.replace(self, flats=flats, sparse=sparse)
+
+    def all_finite(self) -> tf.Tensor:
+        """Scalar bool tensor, whether no element is infinite or NaN."""
+        values = [*self.flats, *(item.values for item in self.sparse.values())]
+        flags = [tf.reduce_all(tf.math.is_finite(value)) for value in values]
+        return tf.reduce_all(flags)
+
+    def gradients(self) -> list:
+        """One gradient for each variable."""
+        results: list = [None] * len(self.like)
+        for flat, members in zip(self.flats, self.buckets, strict=True):
+            parts = unpack(flat, [self.like[index] for index in members])
+            for index, part in zip(members, parts, strict=True):
+                results[index] = part
+        for index, slices in self.sparse.items():
+            results[index] = slices
+        return results
+
+
+def divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+    """A tensor divided by a scalar.
+
+    Halves become float32: neither the divisor nor the result may fit them.
+    """
+    if values.dtype.size < tf.float32.size:
+        values = tf.cast(values, tf.float32)
+    return values / tf.cast(divisor, values.dtype)
+
+
+def wide_dtype(dtype: Any) -> str:
+    """Name of the dtype to add up in: float32, or the own one where that is wider."""
+    kind = tf.as_dtype(dtype)
+    return "float32" if kind.size < tf.float32.size else kind.name
+
+
+def unbucketed(gradients: list) -> ReducedGradients:
+    """Gradients that need no bucket, because there is nobody to share with."""
+    dense: dict[int, tf.Tensor] = {}
+    sparse: dict[int, tf.IndexedSlices] = {}
+    for index, gradient in enumerate(gradients):
+        is_sparse = isinstance(gradient, tf.IndexedSlices)
+        (sparse if is_sparse else dense)[index] = gradient
+    return ReducedGradients(
+        list(dense.values()), [(i,) for i in dense], gradients, sparse
+    )

@@ -1,0 +1,260 @@
+"""Fit of latency and bandwidth of a cluster's links to measured times."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from tfdp.ground.links import DEFAULT_LINKS, Link, Links
+from tfdp.ground.plans.cost_model import num_serial_messages, predict_seconds
+from tfdp.ground.plans.topology import Topology
+from tfdp.ground.plans.traffic import Algorithm, transfers_of
+
+_MAX_ROUNDS = 20
+# Fits whose losses differ by less are equally good.
+_TIE, _ROUNDING = 0.01, 1e-12
+# Errors above this (of the logarithm) count by their size and no more by their
+# square. A link lets through a burst, a worker was late: times that no constants
+# explain, and that would pull all of them.
+_OUTLIER = 0.1
+_ZERO_LINK = Link(0.0, 0.0)
+# Predicted over measured: a fit can come out at no time at all.
+_LEAST_RATIO = 1e-6
+# Alpha and beta inside, alpha and beta across, and an operation.
+_NUM_CONSTANTS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Measured time of one all-reduce.
+
+    Args:
+        algorithm: `Algorithm` that ran.
+        num_bytes: Int, size of the tensor, at least 1.
+        topology: `Topology` of the replicas that took part.
+        seconds: Float above 0, how long it took.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    algorithm: Algorithm
+    num_bytes: int
+    topology: Topology
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.num_bytes < 1 or not 0 < self.seconds < math.inf:
+            raise ValueError(
+                "A sample needs at least one byte and a time above 0. Received: "
+                f"num_bytes={self.num_bytes!r}, seconds={self.seconds!r}"
+            )
+
+
+def fit_links(samples: Sequence[Sample], default: Links | None = None) -> Links:
+    """Fit alpha and beta inside and across nodes.
+
+    The constants are not negative. What is least is the sum of Huber's function
+    of the logarithms of predicted over measured: samples differ in size by
+    orders of magnitude, half is as wrong as double, and a few that are far off
+    must not pull the others. Where an exchange uses links
+    of both kinds, only the slower one shows in the time; which one that is
+    follows from the constants, so they are fitted in turn until they agree.
+    What an operation costs is told from alpha by samples of several algorithms;
+    with those of one, it is part of alpha. They also tell whether the links
+    inside a node are shared.
+
+    Args:
+        samples: Sequence of `Sample`, of at least two sizes.
+        default: `Links`, whose constants are taken for a level that no sample
+            tells about, or `None` for those of `"ring"` in `DEFAULT_LINKS`.
+            Defaults to `None`.
+
+    Returns:
+        `Links`.
+
+    Raises:
+        ValueError: If the samples cannot tell alpha from beta.
+
+    Example:
+
+    >>> node, ring = Topology(((0, 1),)), Algorithm("ring")
+    >>> samples = [Sample(ring, 100, node, 0.004), Sample(ring, 1100, node, 0.006)]
+    >>> inside = fit_links(samples).inside
+    >>> round(inside.alpha_seconds, 9), round(inside.seconds_per_byte, 9)
+    (0.00095, 1e-06)
+
+    Source: Huber 1964, "Robust Estimation of a Location Parameter"; Holland and
+    Welsch 1977, "Robust regression using iteratively reweighted least-squares".
+    """
+    default = default or DEFAULT_LINKS["ring"]
+    fitted = [
+        _with_default(links, default)
+        for start in _initial_guesses(default)
+        for links in _fit_alternately(samples, start)
+    ]
+    if not fitted:
+        raise ValueError(
+            "The samples do not tell latency from bandwidth; measure at least two "
+            "sizes at each level. Received: sizes of "
+            f"{sorted({sample.num_bytes for sample in samples})} bytes"
+        )
+    losses = [_loss(_ratios(samples, links)) for links in fitted]
+    limit = min(losses) * (1 + _TIE) + _ROUNDING
+    good = [links for links, s in zip(fitted, losses, strict=True) if s <= limit]
+    return max(good, key=lambda links: _plausibility(links, default))
+
+
+def _initial_guesses(default: Links) -> list[Links]:
+    """Guess which link is the slower, and whether replicas share one.
+
+    The constants may agree on a wrong answer, so each is tried.
+    """
+    levels = [
+        (default.inside, default.across),
+        (default.inside, _ZERO_LINK),
+        (_ZERO_LINK, default.across),
+    ]
+    return [
+        Links(inside, across, is_inside_shared=is_shared)
+        for inside, across in levels
+        for is_shared in (False, True)
+    ]
+
+
+def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
+    found: list[Links] = []
+    weights = np.ones(len(samples))  # [num_samples]
+    for _ in range(_MAX_ROUNDS):
+        rows = np.array([_design_row(sample, links) for sample in samples])
+        constants = _fit_constants(rows.reshape(-1, _NUM_CONSTANTS), weights)
+        if constants is None:
+            break
+        links = Links(
+            Link(*constants[:2]),
+            Link(*constants[2:4]),
+            constants[4],
+            links.is_inside_shared,
+        )
+        if links in found:
+            break
+        found.append(links)
+        weights = _weights(_ratios(samples, links))
+    return found
+
+
+def _design_row(sample: Sample, links: Links) -> list[float]:
+    """Messages, bytes and operations over the time: times the constants, 1."""
+    counts = [0.0] * _NUM_CONSTANTS
+    for transfer in transfers_of(sample.algorithm, sample.topology):
+        num_inside = num_serial_messages(transfer, links)
+        num_bytes = sample.num_bytes * transfer.fraction
+        outer_bytes = num_bytes * transfer.num_streams
+        counts_both = links.is_inside_shared  # one after the other
+        is_inside_slower = links.inside.seconds(num_bytes) > links.across.seconds(
+            outer_bytes
+        )
+        if transfer.num_streams and (
+            counts_both or not (num_inside and is_inside_slower)
+        ):
+            counts[2] += transfer.repeats
+            counts[3] += transfer.repeats * outer_bytes
+        if num_inside and (counts_both or not transfer.num_streams or is_inside_slower):
+            counts[0] += transfer.repeats * num_inside
+            counts[1] += transfer.repeats * num_inside * num_bytes
+        counts[4] += 1
+    return [count / sample.seconds for count in counts]
+
+
+def _fit_constants(rows: np.ndarray, weights: np.ndarray) -> list[float] | None:
+    """Fit all constants, or all but that of an operation if it does not show."""
+    constants = _non_negative_least_squares(rows, weights)
+    if constants is None:
+        rows[:, 4] = 0
+        constants = _non_negative_least_squares(rows, weights)
+    return constants
+
+
+def _non_negative_least_squares(
+    rows: np.ndarray, weights: np.ndarray
+) -> list[float] | None:
+    """Solve `rows @ x = 1`, x >= 0; 0 where a column is; `None` if not unique.
+
+    With so few unknowns, every choice of those that are not 0 can be tried.
+
+    Args:
+        rows: Array of shape `[num_samples, num_constants]`.
+        weights: Array of shape `[num_samples]`, of each error.
+
+    Returns:
+        List of floats, or `None`.
+    """
+    weighted = rows * weights[:, np.newaxis]
+    scale = np.linalg.norm(weighted, axis=0)  # [num_constants]
+    (used,) = np.nonzero(scale)
+    scaled = weighted[:, used] / scale[used]
+    if not len(used) or np.linalg.matrix_rank(scaled, tol=1e-6) < len(used):
+        return None
+    best, least = np.zeros(len(used)), math.inf
+    for choice in itertools.product([False, True], repeat=len(used)):
+        part = np.zeros(len(used))
+        part[list(choice)] = np.linalg.lstsq(scaled[:, choice], weights, rcond=None)[0]
+        error = float(np.sum((scaled @ part - weights) ** 2))
+        if (part >= 0).all() and error < least:
+            best, least = part, error
+    constants = np.zeros(len(scale))
+    constants[used] = best / scale[used]
+    return [float(constant) for constant in constants]
+
+
+def _with_default(links: Links, default: Links) -> Links:
+    """Fill in a level that did not show; inside is then no slower than across."""
+    inside, across = links.inside, links.across
+    if across == _ZERO_LINK:
+        across = default.across
+    elif inside == _ZERO_LINK:
+        inside = Link(
+            min(default.inside.alpha_seconds, across.alpha_seconds),
+            min(default.inside.seconds_per_byte, across.seconds_per_byte),
+        )
+    return dataclasses.replace(links, inside=inside, across=across)
+
+
+def _ratios(samples: Sequence[Sample], links: Links) -> np.ndarray:
+    """Predicted over measured times, above 0 where nothing is predicted."""
+    ratios = [
+        predict_seconds(s.algorithm, s.num_bytes, s.topology, links) / s.seconds
+        for s in samples
+    ]
+    return np.maximum(ratios, _LEAST_RATIO)  # [num_samples]
+
+
+def _loss(ratios: np.ndarray) -> float:
+    errors = np.abs(np.log(ratios))
+    outliers = 2 * _OUTLIER * errors - _OUTLIER**2
+    return float(np.where(errors <= _OUTLIER, errors**2, outliers).sum())
+
+
+def _weights(ratios: np.ndarray) -> np.ndarray:
+    """Weights with which the squares of `ratios - 1` are least where the loss is."""
+    differences, errors = ratios - 1, np.log(ratios)
+    # The logarithm of a ratio near 1 is the ratio less 1.
+    is_near = np.abs(differences) < 1e-6
+    slopes = errors / (ratios * np.where(is_near, 1.0, differences))
+    outliers = _OUTLIER / np.maximum(np.abs(errors), _OUTLIER)
+    return np.sqrt(np.where(is_near, 1.0, slopes) * outliers)  # [num_samples]
+
+
+def _plausibility(links: Links, default: Links) -> tuple[bool, bool]:
+    """Rank among equally good fits: links across are slower, sharing as by default.
+
+    Two nodes of two replicas look the same the other way round.
+    """
+    return (
+        links.inside.seconds_per_byte <= links.across.seconds_per_byte,
+        links.is_inside_shared == default.is_inside_shared,
+    )

@@ -1,0 +1,394 @@
+"""All-reduce over the replicas: dense tensors in buckets, sparse ones as rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives import Member, ProcessGroup, all_reduce, timing
+from tfdp.communication.coordination.checks import check_same_plan, check_same_variables
+from tfdp.communication.coordination.progress import progress
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import user_code
+from tfdp.ground.base import loops
+from tfdp.ground.base.param_groups import path_of
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.plans.buckets import Bucket, BucketPlan
+from tfdp.training.compression.compressed_reduce import all_reduce_compressed
+from tfdp.training.compression.residuals import ResidualStore
+from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
+from tfdp.training.reduction.fusion import (
+    ReducedGradients,
+    all_reduce_any_shape,
+    all_reduce_buckets,
+    make_plan,
+    unbucketed,
+    weighted,
+    with_values,
+)
+from tfdp.training.reduction.sparse import reduce_indexed_slices
+from tfdp.training.reduction.trained_plans import TrainedPlans
+from tfdp.training.reduction.tuned_options import Tuned, TunedOptions
+
+
+class Reducer:
+    """All-reduce of values of the local replicas over a process group.
+
+    Args:
+        group: `ProcessGroup`.
+        first_rank: Int, rank of the first local replica.
+        options: `CommunicationOptions`.
+        worker_group: `WorkerGroup` between the workers.
+        algorithm_selector: `AlgorithmSelector`, chooses the algorithm of each bucket,
+            or `None` for the ring. Defaults to `None`.
+        residuals: `ResidualStore` for what compressors keep, or `None` for one of its
+            own. Defaults to `None`.
+        kind: String, what it reduces: its residuals are kept under it. Defaults to
+            `"all-reduce"`.
+        compares: Bool, whether variables and plans are compared with those of all
+            workers when they are new. Defaults to `True`.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        first_rank: int,
+        options: CommunicationOptions,
+        worker_group: WorkerGroup,
+        algorithm_selector: AlgorithmSelector | None = None,
+        *,
+        residuals: ResidualStore | None = None,
+        kind: str = "all-reduce",
+        compares: bool = True,
+    ) -> None:
+        self.group = group
+        self.algorithm_selector = algorithm_selector
+        self.first_rank = first_rank
+        self.options = options
+        self._worker_group = worker_group
+        self.plans = TrainedPlans()
+        self._tuned = TunedOptions()
+        self.residuals = residuals or ResidualStore(group.devices)
+        self._kind = kind
+        self._compares = compares
+
+    @property
+    def combines_means(self) -> bool:
+        """Bool, whether gradients are combined by Adasum, and not summed."""
+        selector = self.algorithm_selector
+        return selector is not None and selector.combines_means
+
+    @property
+    def num_means(self) -> int:
+        """Int, how many gradients Adasum combines: those of replicas, or of nodes."""
+        selector = self.algorithm_selector
+        of_nodes = selector is not None and selector.is_hierarchical
+        return len(self.group.nodes) if of_nodes else self.group.size
+
+    def share_of_mean(self, own: tf.Tensor, replica: int) -> tf.Tensor:
+        """Sum the shares of the batch of those whose mean is one to Adasum.
+
+        Args:
+            own: Scalar tensor, the part of all rows that this replica has.
+            replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            Scalar tensor, the part of all rows that the mean is of.
+        """
+        if self.num_means == self.group.size:
+            return own
+        node = Member(self.group, replica).inside(self.group.split(self.group.nodes))
+        with timing.labelled("weights"), tf.device(self.group.devices[replica]):
+            return all_reduce(own[tf.newaxis], node.group, replica)[0]
+
+    def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
+        """All-reduce a nest of tensors and `IndexedSlices` of one replica.
+
+        Args:
+            reduce_op: `tf.distribute.ReduceOp`, or its name.
+            value: Nest of tensors; of equal shapes on all replicas if dense.
+            replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            The same nest, reduced.
+        """
+        flat = tf.nest.flatten(value, expand_composites=False)
+        reduced = self._reduce(flat, None, replica)
+        results = reduced.gradients()
+        if _is_mean(reduce_op):
+            results = [_divide(item, self.group.size) for item in results]
+        return tf.nest.pack_sequence_as(value, results)
+
+    def reduce_gradients(
+        self,
+        gradients: list,
+        variables: list[Any],
+        replica: int,
+        *,
+        may_sum: bool,
+        weight: tf.Tensor | None,
+    ) -> ReducedGradients:
+        """Sum the gradients of variables over all replicas, bucket by bucket.
+
+        Adasum combines them instead, each times the number of those that it combines:
+        a replica's gradient, as it adds to a mean, is a part of its own mean.
+
+        Args:
+            gradients: List of tensors and `tf.IndexedSlices`, one for each
+                variable.
+            variables: List of Keras variables.
+            replica: Int, index of the calling replica among the local ones.
+            may_sum: Bool, whether rows of one index may be added up, see
+                `tfdp.training.reduction.sparse`.
+            weight: Scalar tensor by which this replica's gradients count, or
+                `None` for one.
+
+        Returns:
+            `ReducedGradients`, alike on all replicas.
+        """
+        self._check(variables, replica)
+        if self.group.size == 1:
+            self.warn_of_momentum("with one replica nothing is compressed")
+        elif any(map(_is_sparse, gradients)):
+            self.warn_of_momentum("rows of sparse gradients are not compressed")
+        if self.combines_means:
+            # Gradients are parts of a mean, and what is combined are means.
+            members = tf.constant(self.num_means, tf.float64)
+            weight = members if weight is None else weight * members
+        return self._reduce(gradients, variables, replica, may_sum, weight)
+
+    def _reduce(
+        self,
+        flat: list,
+        variables: list[Any] | None,
+        replica: int,
+        may_sum: bool = False,
+        weight: tf.Tensor | None = None,
+    ) -> ReducedGradients:
+        flat = [
+            item if _is_sparse(item) else tf.convert_to_tensor(item) for item in flat
+        ]
+        if self.group.size == 1:
+            return unbucketed(flat)
+        progress.reduction_traced(str([(t.dtype.name, str(t.shape)) for t in flat]))
+        dense = [index for index, item in enumerate(flat) if not _is_sparse(item)]
+        flats, buckets = self._reduce_dense(flat, dense, variables, replica, weight)
+        with timing.labelled(timing.ROWS):
+            sparse = {
+                index: reduce_indexed_slices(
+                    item if weight is None else weighted(item, weight),
+                    self.group,
+                    replica,
+                    may_sum=may_sum,
+                )
+                for index, item in enumerate(flat)
+                if _is_sparse(item)
+            }
+        return ReducedGradients(flats, buckets, flat, sparse)
+
+    def _reduce_dense(
+        self,
+        flat: list,
+        dense: list[int],
+        variables: list[Any] | None,
+        replica: int,
+        weight: tf.Tensor | None,
+    ) -> tuple[list[tf.Tensor], list[tuple[int, ...]]]:
+        tensors = [flat[index] for index in dense]
+        if variables is not None:
+            # Where the size of the batch is unknown, so is that of some gradients.
+            for tensor, index in zip(tensors, dense, strict=True):
+                tensor.set_shape(variables[index].shape)
+        if not all(tensor.shape.is_fully_defined() for tensor in tensors):
+            # A plan needs sizes. These are no gradients of variables.
+            sums = [all_reduce_any_shape(t, self.group, replica) for t in tensors]
+            return sums, [(index,) for index in dense]
+        if variables is None:
+            names = [str(index) for index in dense]
+        else:
+            names = [path_of(variables[index]) for index in dense]
+        options = self.options_of(variables)
+        plan = make_plan(tensors, names, options)
+        routes = self.routes_of(
+            plan, are_gradients=variables is not None, variables=variables
+        )
+        if variables is not None and any(
+            not route.levels.is_compressed for route in routes
+        ):
+            self.warn_of_momentum("some of them are sent whole")
+        if variables is not None and replica == 0:
+            self._warn_of_own_loop()
+            # Only once: not all workers trace again when a batch has another size.
+            is_new = plan and not self.plans.plan_of(variables, options)
+            if is_new and self._compares:
+                check_same_plan(self._worker_group, plan)
+            self.plans.remember(variables, plan, routes, options)
+        algorithms = [
+            self._algorithm(route, order, bucket, variables, dense, replica)
+            for order, (route, bucket) in enumerate(zip(routes, plan, strict=True))
+        ]
+        flats = all_reduce_buckets(
+            tensors, plan, self.group, replica, weight, algorithms
+        )
+        return flats, [tuple(dense[i] for i in bucket.indices) for bucket in plan]
+
+    def _algorithm(
+        self,
+        route: AlgorithmChoice,
+        order: int,
+        bucket: Bucket,
+        variables: Sequence[Any] | None,
+        dense: Sequence[int],
+        replica: int,
+    ) -> Callable[..., tf.Tensor]:
+        """The all-reduce of a bucket, with what its compressors keep of the steps."""
+        if route.algorithm.is_adasum:
+            sizes = [entry.num_elements for entry in bucket.entries]
+            return functools.partial(route.all_reduce, sizes=sizes)
+        if not route.levels.is_compressed or variables is None:
+            return route.all_reduce
+        members = [variables[dense[index]] for index in bucket.indices]
+        return functools.partial(
+            all_reduce_compressed,
+            route=route.levels,
+            entries=bucket.entries,
+            residuals=self.residuals.of_bucket(self._kind, order, members, replica),
+        )
+
+    def routes_of(
+        self,
+        plan: BucketPlan,
+        *,
+        are_gradients: bool = True,
+        variables: Sequence[Any] | None = None,
+    ) -> tuple[AlgorithmChoice, ...]:
+        """Choose the algorithm of each bucket of a plan.
+
+        Args:
+            plan: `BucketPlan`.
+            are_gradients: Bool, whether they may be compressed. Defaults to
+                `True`.
+            variables: Sequence of Keras variables whose gradients they are, or
+                `None`. Defaults to `None`.
+
+        Returns:
+            Tuple of `AlgorithmChoice`.
+        """
+        tuned = self.tuned_of(variables)
+        selector = tuned.algorithm_selector if tuned else self.algorithm_selector
+        if selector is None:
+            return (AlgorithmChoice(),) * len(plan)
+        return selector.select_for(plan, may_compress=are_gradients)
+
+    def tune(
+        self,
+        variables: Sequence[Any],
+        options: CommunicationOptions | None,
+        gain: str = "",
+    ) -> None:
+        """Reduce the gradients of variables by other options, in steps yet to trace.
+
+        Every worker has to call it, before the same step.
+
+        Args:
+            variables: Sequence of Keras variables, those of a model.
+            options: `CommunicationOptions`, or `None` for the strategy's.
+            gain: String, what they have gained, for people. Defaults to `""`.
+        """
+        tuned, selector = None, self.algorithm_selector
+        if options is not None and selector is not None:
+            tuned = Tuned(options, selector.with_options(options), gain)
+        self._tuned.set(variables, tuned)
+        self.plans.put_last(variables, self.options_of(variables))
+
+    def tuned_of(self, variables: Sequence[Any] | None) -> Tuned | None:
+        """`Tuned` options of variables, or `None` where the strategy's hold."""
+        return None if variables is None else self._tuned.of(variables)
+
+    def options_of(self, variables: Sequence[Any] | None) -> CommunicationOptions:
+        """The options that the gradients of variables are reduced by."""
+        tuned = self.tuned_of(variables)
+        return self.options if tuned is None else tuned.options
+
+    def _warn_of_own_loop(self) -> None:
+        """Warn, once, that nothing is tuned outside of `fit`."""
+        loop = loops.current()
+        in_fit = loop is not None and loop.name == "fit"
+        tells = self.options.tunes_buckets and self._worker_group.is_chief
+        if in_fit or not tells:
+            return
+        user_code.warn(
+            '`bucket_mb="auto"` tunes the buckets of `fit`. Other loops have those of '
+            "the default, or of what a `fit` of the same model has found.",
+            once_for=self,
+        )
+
+    def warn_of_momentum(self, reason: str) -> None:
+        """Warn, once, of gradients that a compressor with momentum does not see.
+
+        Args:
+            reason: String, why it does not.
+        """
+        given = self.options.compression
+        compressors = given.values() if isinstance(given, Mapping) else [given]
+        has_momentum = any(
+            getattr(compressor, "replaces_momentum", False)
+            for compressor in compressors
+        )
+        if not has_momentum:
+            return
+        user_code.warn(
+            "The `momentum` of `TopK` acts on gradients that are compressed, and here "
+            f"{reason}: these are trained without momentum. Give it to the optimizer, "
+            "and none to `TopK`.",
+            once_for=self,
+            topic="momentum",
+        )
+
+    def gather_rows(
+        self, gradients: list, variables: list[Any], replica: int, *, may_sum: bool
+    ) -> list[tf.IndexedSlices]:
+        """Put the rows of sparse gradients of all replicas together.
+
+        Args:
+            gradients: List of `tf.IndexedSlices`.
+            variables: List of Keras variables, one for each.
+            replica: Int, index of the calling replica among the local ones.
+            may_sum: Bool, whether rows of one index may be added up.
+
+        Returns:
+            List of `tf.IndexedSlices`, alike on all replicas.
+        """
+        if gradients:
+            self._check(variables, replica)
+        with timing.labelled(timing.ROWS):
+            return [
+                reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
+                for item in gradients
+            ]
+
+    def _check(self, variables: list[Any], replica: int) -> None:
+        """Compare the trained variables across workers, once for each set."""
+        if self._compares and replica == 0 and self.plans.plan_of(variables) is None:
+            self.plans.remember(variables, BucketPlan(()))
+            check_same_variables(
+                self._worker_group, "first training step", variables, "trains"
+            )
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, tf.IndexedSlices)
+
+
+def _is_mean(reduce_op: Any) -> bool:
+    return getattr(reduce_op, "value", str(reduce_op)).upper() == "MEAN"
+
+
+def _divide(value: Any, count: int) -> Any:
+    if _is_sparse(value):
+        return with_values(value, value.values / count)
+    return value / count

@@ -1,0 +1,211 @@
+"""Drift: find the replicas with different weights, and the first such variable."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.text import pluralize
+from tfdp.training.replicas.assigned_values import recorded_weights
+from tfdp.training.replicas.checksum import checksums
+
+# A message with hundreds of names would not be read.
+_MOST_NAMED = 8
+
+
+def replicated_weights(model: Any) -> list:
+    """Return the weights of a model whose values should be equal on all replicas.
+
+    Metrics' states and the seeds of random layers are not among Keras's weights.
+    """
+    return [weight for weight in model.weights if _is_replicated(weight.value)]
+
+
+def compared_weights(model: Any) -> list:
+    """Return the weights that are compared: with equal values, and sharded ones."""
+    replicated = replicated_weights(model)
+    known = {id(weight) for weight in replicated}
+    return [*replicated, *(w for w in recorded_weights(model) if id(w) not in known)]
+
+
+def check_weights(strategy: Any, weights: Sequence[Any], topic: str, when: str) -> None:
+    """Raise on every worker if replicas hold different weights; all workers call it.
+
+    Args:
+        strategy: A tfdp strategy.
+        weights: Sequence of Keras variables.
+        topic: String, name of the all-gather for messages.
+        when: String, the point in training, for the message.
+
+    Raises:
+        RuntimeError: Naming the replicas and the first variable that differs.
+    """
+    tables = _local_checksums(strategy, weights)
+    own = [hashlib.sha256(json.dumps(table).encode()).hexdigest() for table in tables]
+    totals = _all_gather(strategy, topic, own)
+    if len(set(totals)) > 1:
+        _raise_drift(strategy, weights, when, totals, tables)
+
+
+def raise_difference(
+    strategy: Any, model: Any, when: str, totals: Sequence[Any]
+) -> NoReturn:
+    """Raise on every worker the drift that was detected; all workers call it.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: Keras model.
+        when: String, the point in training, for the message.
+        totals: Sequence, a checksum of the weights of each replica.
+
+    Raises:
+        RuntimeError: Naming the replicas and the first variable that differs.
+    """
+    weights = compared_weights(model)
+    tables = _local_checksums(strategy, weights)
+    _raise_drift(strategy, weights, when, totals, tables)
+
+
+def describe_drift(
+    totals: Sequence[Any],
+    tables: Sequence[Sequence[int]],
+    paths: Sequence[str],
+    replicas: Sequence[str],
+) -> str:
+    """Describe the replicas that differ from the others, and the first variable.
+
+    Args:
+        totals: Sequence, a checksum of all weights of each replica, when drift was
+            detected.
+        tables: Sequence, for each replica a checksum of each weight, as it is now.
+        paths: Sequence of strings, the names of the weights.
+        replicas: Sequence of strings, the names of the replicas.
+
+    Returns:
+        String.
+
+    Example:
+
+    >>> names = ["replica 0", "replica 1", "replica 2"]
+    >>> describe_drift([1, 2, 1], [[5, 6], [5, 7], [5, 6]], ["a", "b"], names)
+    "replica 1 differs from the other 2 in 'b' (1 of 2 variables)"
+    """
+    columns = list(zip(*tables, strict=True))
+    differing = [index for index, column in enumerate(columns) if len(set(column)) > 1]
+    if not differing:
+        return (
+            f"{_describe_outliers(totals, replicas)} in a variable that is alike again"
+        )
+    first = differing[0]
+    return (
+        f"{_describe_outliers(columns[first], replicas)} in {paths[first]!r} "
+        f"({len(differing)} of {pluralize(len(paths), 'variable')})"
+    )
+
+
+def outliers(values: Sequence[Any]) -> list[int]:
+    """Return the positions of values other than the most frequent one.
+
+    Args:
+        values: Sequence of values, not all alike.
+
+    Returns:
+        List of ints: all positions where no value is more frequent than the rest.
+
+    Example:
+
+    >>> outliers([7, 7, 3]), outliers([7, 3])
+    ([2], [0, 1])
+    """
+    (value, count), *others = collections.Counter(values).most_common()
+    if others and others[0][1] == count:
+        return list(range(len(values)))
+    return [index for index, own in enumerate(values) if own != value]
+
+
+def _describe_outliers(values: Sequence[Any], replicas: Sequence[str]) -> str:
+    odd = outliers(values)
+    shown = [replicas[index] for index in odd[:_MOST_NAMED]]
+    if len(odd) > len(shown):
+        shown.append(f"{len(odd) - len(shown)} more")
+    named = " and ".join([", ".join(shown[:-1]), shown[-1]] if shown[1:] else shown)
+    if len(odd) == len(values):
+        return f"{named} differ from each other"
+    verb = "differ" if len(odd) > 1 else "differs"
+    return f"{named} {verb} from the other {len(values) - len(odd)}"
+
+
+def _raise_drift(
+    strategy: Any,
+    weights: Sequence[Any],
+    when: str,
+    totals: Sequence[Any],
+    tables: list[list[int]],
+) -> NoReturn:
+    all_tables = _all_gather(strategy, "replicas that differ", tables)
+    strategy.extended.worker_group.leave()
+    paths = [weight.path for weight in weights]
+    for weight, column in zip(weights, zip(*all_tables, strict=True), strict=True):
+        record = getattr(weight.value, "assigned", None)
+        if record is not None:
+            record.compared(are_alike=len(set(column)) == 1)
+    found = describe_drift(totals, all_tables, paths, _replica_names(strategy))
+    raise RuntimeError(
+        f"Replicas have drifted apart, as seen {when}: {found}. Every replica makes "
+        "the same updates of the same weights, so that one computes wrongly, or "
+        "something changes the weights of some replicas only. Go on from an earlier "
+        "checkpoint."
+    )
+
+
+def _all_gather(strategy: Any, topic: str, own: list) -> list:
+    """All-gather a list with an item for each local replica, ordered by rank."""
+    texts = strategy.extended.worker_group.all_gather(topic, json.dumps(own))
+    return [item for text in texts for item in json.loads(text)]
+
+
+def _local_checksums(strategy: Any, weights: Sequence[Any]) -> list[list[int]]:
+    """Compute the checksum of each weight on each local replica.
+
+    It is that of its value, where all replicas have it, and of what was assigned to it
+    outside of steps, where that is recorded.
+    """
+    values = [weight.value for weight in weights]
+    whole = [index for index, value in enumerate(values) if _is_replicated(value)]
+    records = [getattr(value, "assigned", None) for value in values]
+    tables = []
+    for replica, device in enumerate(strategy.extended.group.devices):
+        table = [0 if record is None else record.checksum for record in records]
+        with tf.device(device):
+            parts = [values[index].values[replica].read_value() for index in whole]
+            sums = checksums(parts).numpy().tolist()
+        for index, number in zip(whole, sums, strict=True):
+            table[index] += number
+        tables.append(table)
+    return tables
+
+
+def _replica_names(strategy: Any) -> list[str]:
+    """Return the names of all replicas for messages."""
+    extended = strategy.extended
+    specs = [tf.DeviceSpec.from_string(device) for device in extended.group.devices]
+    local = [f"{spec.device_type}:{spec.device_index}" for spec in specs]
+    places = [
+        f"{device} of worker {rank}, {host}" if len(extended.hosts) > 1 else device
+        for rank, host in enumerate(extended.hosts)
+        for device in local
+    ]
+    return [f"replica {rank} ({place})" for rank, place in enumerate(places)]
+
+
+def _is_replicated(value: Any) -> bool:
+    is_alike = isinstance(value, _compat.MirroredVariable)
+    if getattr(value, "has_parts", False):
+        return False
+    return is_alike and value.dtype not in (tf.string, tf.resource, tf.variant)

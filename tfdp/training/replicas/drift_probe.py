@@ -1,0 +1,183 @@
+"""Drift detection inside the steps of `fit`.
+
+Without an active probe, which is the default, nothing is added to the graph. With a
+`DriftProbe` every so many steps begin with a checksum of each replica's weights. It is
+computed beside the forward pass and reduced with the logs, which are merged in each
+step anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base.active_hooks import ActiveHooks
+from tfdp.training.replicas.assigned_values import (
+    checksum_of_text,
+    num_assigned,
+    recorded_weights,
+)
+from tfdp.training.replicas.checksum import checksums, combined
+from tfdp.training.replicas.drift import replicated_weights
+
+# The dtype in which logs are reduced; it holds every checksum, of 33 bits, exactly.
+_DTYPE = tf.float64
+
+
+class DriftProbe:
+    """Comparison of the weights of a model's replicas every so many steps.
+
+    Args:
+        strategy: A tfdp strategy of several replicas.
+        model: Keras model.
+        every: Int, steps from one check to the next.
+    """
+
+    def __init__(self, strategy: Any, model: Any, every: int) -> None:
+        self.model = model
+        self._extended = strategy.extended
+        self._num_replicas = strategy.num_replicas_in_sync
+        self._every = every
+        self._host = self._extended.host_group.devices[0]
+        self._steps = _compat.plain_variable(0, tf.int64, self._host)
+        self._result = _compat.plain_variable(
+            np.zeros([1 + self._num_replicas]), _DTYPE, self._host
+        )
+        # What this worker has assigned outside of steps, and when that was looked at.
+        self._assigned = _compat.plain_variable(0, tf.int64, self._host)
+        self._num_assigned = -1
+        self._step: tf.Tensor | None = None
+        self._is_due: tf.Tensor | None = None
+        # For each local replica, `[num_replicas]`: its checksum at its own rank.
+        self.rows: list[tf.Tensor] = []
+
+    def start(self) -> None:
+        """Activate the probe for steps that are traced from now on."""
+        probes.activate(self)
+
+    def update_assigned(self) -> None:
+        """Let the next check see what was assigned outside of steps before it."""
+        if self._num_assigned == num_assigned():
+            return
+        self._num_assigned = num_assigned()
+        records = [weight.value.assigned for weight in recorded_weights(self.model)]
+        digest = "".join(record.digest for record in records)
+        self._assigned.assign(checksum_of_text(digest))
+
+    def read(self) -> tuple[int, list[float]]:
+        """Return the step of the last check, and a checksum of each replica.
+
+        A replica that was not checked in this step has 0.
+        """
+        handle = self._result.handle
+        result = tf.raw_ops.ReadVariableOp(resource=handle, dtype=_DTYPE).numpy()
+        return int(result[0]), result[1:].tolist()
+
+    def begin_step(self, data: list[tf.Tensor]) -> None:
+        """Add the check to the begin of a traced step.
+
+        The weights are those that the step before left. At the end of this one the
+        logs would have to wait for the update, in every step.
+
+        Args:
+            data: List of tensors without which there is no step.
+        """
+        with tf.device(self._host), tf.control_dependencies(data):
+            self._step = self._steps.assign_add(1).read_value()
+            self._is_due = tf.equal(self._step % self._every, 0)
+        values = tf.cond(
+            self._is_due, self._checksums, self._no_checksums
+        )  # [num_local]
+        with tf.device(self._host):
+            self.rows = [
+                tf.one_hot(
+                    self._extended.first_rank + replica,
+                    self._num_replicas,
+                    on_value=values[replica],
+                    off_value=tf.zeros([], _DTYPE),
+                )
+                for replica in range(self._extended.num_local)
+            ]
+
+    @property
+    def is_pending(self) -> bool:
+        """Bool, whether the step that is traced has checksums for `record`."""
+        if not self.rows:
+            return False
+        # A step that was begun outside of Keras's loop has no logs.
+        in_graph = tf.is_symbolic_tensor(self.rows[0])
+        if tf.executing_eagerly():
+            return not in_graph
+        return in_graph and self.rows[0].graph is tf.compat.v1.get_default_graph()
+
+    def record(self, row: tf.Tensor) -> None:
+        """Store the result of a check.
+
+        Args:
+            row: Tensor of shape `[num_replicas]`, the checksums of all replicas.
+        """
+        with tf.device(self._host):
+            result = tf.concat([tf.cast(self._step, _DTYPE)[tf.newaxis], row], axis=0)
+            before = self._result.read_value()
+            self._result.assign(tf.where(self._is_due, result, before))
+        self.rows = []
+
+    def _checksums(self) -> tf.Tensor:
+        weights = [weight.value for weight in replicated_weights(self.model)]
+        numbers = []
+        for replica, device in enumerate(self._extended.group.devices):
+            parts = [weight.values[replica] for weight in weights]
+            with tf.device(device):
+                numbers.append(_as_one_operation(functools.partial(_checksum, parts)))
+        with tf.device(self._host):
+            # Both are of 33 bits, and so is their sum of at most 34 exact in 53.
+            assigned = tf.cast(self._assigned.read_value(), _DTYPE)
+            return tf.stack([tf.cast(number, _DTYPE) + assigned for number in numbers])
+
+    def _no_checksums(self) -> tf.Tensor:
+        with tf.device(self._host):
+            return tf.zeros([self._extended.num_local], _DTYPE)
+
+
+def _checksum(parts: list[tf.Variable]) -> tf.Tensor:
+    """Compute the checksum of one replica's weights; zero stands for no check."""
+    return combined(checksums([part.read_value() for part in parts])) + 1
+
+
+probes: ActiveHooks[DriftProbe] = ActiveHooks()
+
+
+def begin_step(model: Any, batch: Any) -> None:
+    """Add active probes to the begin of a model's step."""
+    if not probes:
+        return
+    data = tf.nest.flatten(batch, expand_composites=True)
+    data = [item for item in data if tf.is_tensor(item)]
+    # What is run without data, such as an optimizer's flush, is no step.
+    for probe in probes.active() if data else ():
+        if probe.model is model:
+            probe.begin_step(data)
+
+
+def pending(model: Any) -> list[DriftProbe]:
+    """Return the probes whose checksums are reduced with the logs of this step."""
+    return [
+        probe for probe in probes.active() if probe.model is model and probe.is_pending
+    ]
+
+
+def _as_one_operation(function: Callable) -> Any:
+    """Call a function as one operation of the graph, which TensorFlow takes whole.
+
+    Where a branch is not taken, each of its operations is passed over by itself, which
+    takes time; a call that is not inlined is one.
+    """
+    if tf.executing_eagerly():
+        return function()
+    attributes = {"_noinline": True}
+    return tf.function(function, autograph=False, experimental_attributes=attributes)()

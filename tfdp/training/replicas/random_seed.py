@@ -1,0 +1,60 @@
+"""Random seed on which all workers agree."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tfdp.ground import _compat
+from tfdp.ground.base import stand_in_seed
+
+
+def agree_on_seed(strategy: Any) -> None:
+    """Seed the global random generators alike on all workers.
+
+    Initial weights and the order in which datasets are shuffled come from the
+    global generators. Each that workers have seeded alike stays as it is; of the
+    others all take a seed of the first worker's.
+    """
+    worker_group = strategy.extended.worker_group
+    if worker_group.num_workers == 1:
+        return
+    # Drawn from the operating system: the user's generators stay untouched.
+    own = {"seed": random.SystemRandom().getrandbits(30), "states": _random_states()}
+    facts = [
+        json.loads(t) for t in worker_group.all_gather("random seed", json.dumps(own))
+    ]
+    for name, set_seed in _SET_SEED.items():
+        states = {fact["states"][name] for fact in facts}
+        if len(states) > 1 or states == {_UNSEEDED}:
+            set_seed(facts[0]["seed"])
+
+
+_SET_SEED: dict[str, Callable] = {
+    "python": random.seed,
+    "numpy": np.random.seed,
+    "tensorflow": stand_in_seed.set_seed,
+    "keras": _compat.set_keras_global_seed,
+}
+_UNSEEDED = "unseeded"
+
+
+def _random_states() -> dict[str, str]:
+    """Hash the state of each generator in `_SET_SEED`."""
+    has_seed = _compat.global_seed() is not None
+    # Without one Keras draws from Python's generator.
+    keras_state = (_compat.keras_global_seed(), _compat.keras_seed_state())
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "tensorflow": _compat.random_state(),
+        "keras": keras_state,
+    }
+    hashes = {n: hashlib.sha256(repr(s).encode()) for n, s in states.items()}
+    texts = {name: value.hexdigest() for name, value in hashes.items()}
+    return texts if has_seed else {**texts, "tensorflow": _UNSEEDED}

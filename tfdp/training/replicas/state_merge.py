@@ -1,0 +1,101 @@
+"""Merge of states that each replica has during a step.
+
+Metric states, moving statistics and log values are small. They are added up on
+the host of each worker first, then across workers by a single collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives import ProcessGroup, all_gather, all_reduce
+
+# Sums travel as float64: exact for the counts of integer metrics.
+_DTYPE = tf.float64
+
+
+def merge_states(
+    states: Sequence[Sequence[tf.Tensor]],
+    kinds: Sequence[str],
+    host_group: ProcessGroup,
+) -> list[tf.Tensor]:
+    """Merge states over all replicas of all workers.
+
+    Args:
+        states: For each state, its tensor on each local replica.
+        kinds: For each state, `"sum"`, `"max"` or `"min"`.
+        host_group: `ProcessGroup` with one member for each worker.
+
+    Returns:
+        List of merged tensors, one for each state, same shapes and dtypes.
+    """
+    merged: list[Any] = [None] * len(states)
+    with tf.device(host_group.devices[0]):
+        for kind in ("sum", "max", "min"):
+            chosen = [i for i, k in enumerate(kinds) if k == kind]
+            if chosen:
+                values = _merge([states[i] for i in chosen], kind, host_group)
+                for index, value in zip(chosen, values, strict=True):
+                    merged[index] = value
+    return merged
+
+
+def average_statistics(
+    variables: Sequence[Any], weights: Sequence[tf.Tensor], host_group: ProcessGroup
+) -> None:
+    """Average moving statistics over all replicas.
+
+    Args:
+        variables: Sequence of mirrored variables.
+        weights: Sequence of scalar tensors, one for each local replica, that
+            sum to one over all replicas. A replica of weight zero has seen no
+            samples, and its statistics may be NaN.
+        host_group: `ProcessGroup` with one member for each worker.
+    """
+    with tf.device(host_group.devices[0]):
+        states = [
+            [
+                tf.math.multiply_no_nan(
+                    tf.cast(part.read_value(), _DTYPE), tf.cast(w, _DTYPE)
+                )
+                for part, w in zip(v.values, weights, strict=True)
+            ]
+            for v in variables
+        ]
+        means = _merge(states, "sum", host_group)
+    for variable, mean in zip(variables, means, strict=True):
+        for part in variable.values:
+            with tf.device(part.device):
+                part.assign(tf.cast(mean, variable.dtype))
+
+
+def _merge(
+    states: Sequence[Sequence[tf.Tensor]],
+    kind: str,
+    host_group: ProcessGroup,
+) -> list[tf.Tensor]:
+    by_replica = zip(*states, strict=True)
+    rows = [
+        tf.concat([tf.reshape(tf.cast(t, _DTYPE), [-1]) for t in tensors], axis=0)
+        for tensors in by_replica
+    ]  # [state_size] for each local replica
+    if kind == "sum":
+        total = all_reduce(tf.add_n(rows), host_group, 0)
+    else:
+        reduce = tf.reduce_max if kind == "max" else tf.reduce_min
+        local = reduce(tf.stack(rows), axis=0)
+        total = reduce(all_gather(local[tf.newaxis], host_group, 0), axis=0)
+    parts = tf.split(total, [_size(tensors[0]) for tensors in states])
+    shaped = [
+        tf.reshape(part, tf.shape(tensors[0]))
+        for part, tensors in zip(parts, states, strict=True)
+    ]
+    return [tf.cast(t, s[0].dtype) for t, s in zip(shaped, states, strict=True)]
+
+
+def _size(tensor: tf.Tensor) -> int | tf.Tensor:
+    count = tensor.shape.num_elements()
+    return tf.size(tensor) if count is None else count

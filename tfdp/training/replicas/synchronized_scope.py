@@ -1,0 +1,393 @@
+"""Strategy scope that broadcasts the first worker's initial values."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import inspect
+import json
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.communication.collectives import broadcast
+from tfdp.communication.coordination.checks import (
+    check_same_variables,
+    created_alone,
+    signature_of,
+)
+from tfdp.communication.coordination.progress import progress
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import _compat, user_code
+from tfdp.ground.base.context import in_replica_thread, replica_context
+
+# One broadcast carries many variables, but not so many that a second copy of
+# a large model has to fit into host memory.
+_CHUNK_BYTES = 64 * 2**20
+# The heartbeats of workers wait behind a message on a slow link, and must not for long.
+MESSAGE_BYTES = 2**22
+_TOPIC = "leaving strategy.scope()"
+
+
+class NewVariables:
+    """Variables that a worker has created since all had the same values.
+
+    It does not keep them alive, but remembers those that are gone: when a worker
+    collects its garbage must not decide whether it waits for the others.
+    """
+
+    def __init__(self) -> None:
+        self._records: list[tuple[weakref.ref[Any], list]] = []
+        # During a step, of variables from before it.
+        self.before: list[tuple[weakref.ref[Any], list]] = []
+        self._are_local = False
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, variable: Any) -> None:
+        """Add a variable that was created."""
+        if not self._are_local:
+            self._records.append((weakref.ref(variable), signature_of(variable)))
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Leave out what is created inside, which one worker may do alone."""
+        outer, self._are_local = self._are_local, True
+        try:
+            yield
+        finally:
+            self._are_local = outer
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Set aside what was created before, perhaps by one worker alone.
+
+        As by a callback, after which all workers run a step.
+        """
+        outer = self.before
+        self.before, self._records = self._records, []
+        try:
+            yield
+        finally:
+            self.before, self._records = outer, self.before + self._records
+
+    def take(self) -> CreatedVariables:
+        """Remove all, and return them for `synchronize_created`."""
+        records, self._records = self._records, []
+        return CreatedVariables(records)
+
+
+class CreatedVariables:
+    """What a worker has created, kept while workers compare and broadcast it.
+
+    Args:
+        records: List of pairs, a reference to a variable and its signature.
+
+    Attributes:
+        signatures: List of the signatures, also of variables that are gone.
+    """
+
+    def __init__(self, records: list[tuple[weakref.ref[Any], list]]) -> None:
+        self.signatures = [signature for _, signature in records]
+        self._variables = [reference() for reference, _ in records]
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """Dict for the other workers: digests, and the positions of those gone."""
+        if not self._variables:
+            return None
+        gone = [index for index, v in enumerate(self._variables) if v is None]
+        both = zip(self.signatures, self._variables, strict=True)
+        alive = [signature for signature, variable in both if variable is not None]
+        return {
+            "created": _digest(self.signatures),
+            "alive": _digest(alive),
+            "gone": gone,
+        }
+
+    def without(self, gone: set[int]) -> list[Any]:
+        """Return the variables that are alive, but for some positions."""
+        return [
+            v for i, v in enumerate(self._variables) if v is not None and i not in gone
+        ]
+
+    def collect_garbage(self) -> None:
+        """Forget the variables that nothing else refers to."""
+        references = [None if v is None else weakref.ref(v) for v in self._variables]
+        self._variables = []
+        gc.collect()
+        self._variables = [None if r is None else r() for r in references]
+
+
+class SynchronizedScope:
+    """`strategy.scope()`, which broadcasts initial values when it is left.
+
+    Args:
+        strategy: A tfdp strategy.
+        stock: The stock context manager.
+        defers: Bool, whether parameters made inside are sharded at once. Defaults to
+            `False`: as in the scope around it.
+    """
+
+    def __init__(self, strategy: Any, stock: Any, *, defers: bool = False) -> None:
+        self._strategy = strategy
+        self._stock = stock
+        self._defers = defers
+        self._outer: list[tuple[bool, int]] = []
+
+    def __enter__(self) -> Any:
+        extended = self._strategy.extended
+        calls = extended.worker_group.num_calls
+        self._outer.append((extended.defers_parameters, calls))
+        extended.defers_parameters |= self._defers
+        result = self._stock.__enter__()
+        extended.num_scopes += 1
+        return result
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        extended = self._strategy.extended
+        extended.defers_parameters, calls = self._outer.pop()
+        extended.num_scopes -= 1
+        result = self._stock.__exit__(kind, error, trace)
+        # Of scopes within each other the last is left by all workers. After an error
+        # this one may enter it again.
+        if kind is None and not extended.num_scopes:
+            line = user_code.place_of(inspect.currentframe())
+            # Workers that have met inside leave together: one may have created
+            # variables alone, of which the others do not know.
+            have_met = extended.worker_group.num_calls > calls
+            # Its collectives are the first of a script: a firewall shows here.
+            with extended.explaining():
+                synchronize_new_variables(self._strategy, line, have_met=have_met)
+        return result
+
+
+def synchronize_new_variables(
+    strategy: Any, line: str = "", *, have_met: bool = False
+) -> None:
+    """Broadcast the first worker's values of variables created since the last call.
+
+    Stock broadcasts each variable when it is created, and hangs if another
+    worker creates a different one. Here they are compared first and then
+    travel together.
+
+    Args:
+        strategy: A tfdp strategy.
+        line: String, that of the scope that is left, or `""`. Defaults to `""`.
+        have_met: Bool, whether all workers are here, also those without new variables.
+            Defaults to `False`.
+
+    Raises:
+        ValueError: On every worker, if some have created other variables; on those that
+            have created some, if another one has left the scope without.
+    """
+    new = new_variables_of(strategy)
+    if new is None or in_replica_thread():
+        return
+    if new or have_met:
+        _synchronize(strategy, new, line)
+    elif line:
+        progress.scope_left(line)
+
+
+def synchronize_in_step(strategy: Any) -> None:
+    """Broadcast the first worker's values of what an eager step has just created.
+
+    The step computes with them at once. Of the local replicas the first one creates
+    variables, so that it calls this alone.
+    """
+    new = new_variables_of(strategy)
+    if new and in_replica_thread():
+        _synchronize(strategy, new)
+
+
+def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Build an optimizer in a step, once for all local replicas.
+
+    In a replica's thread the first replica would build it alone, so that what its
+    `build` assigns (ScheduleFreeAdamW starts slots as copies of the weights) would
+    reach no other one.
+
+    Args:
+        optimizer: Keras optimizer that is not built.
+        variables: Sequence of variables, which it will train.
+    """
+
+    def build(strategy: Any) -> None:
+        optimizer.build(list(variables))
+        # The step that builds it computes with what is built.
+        synchronize_new_variables(strategy)
+
+    context = replica_context()
+    if context is not None and _compat.can_merge():
+        context.merge_call(build)
+        optimizer.built = True
+        return
+    is_inside = context is not None and not tf.executing_eagerly()
+    if is_inside and _compat.step_graph() is None:
+        # Its variables would wait for the other replicas, which wait for this one.
+        raise ValueError(
+            f"The optimizer {optimizer.name!r} would be built by an update inside of a "
+            "`tf.function` that `strategy.run` calls. Build it before, in the scope: "
+            "`optimizer.build(model.trainable_variables)`."
+        )
+    optimizer.build(list(variables))
+    optimizer.built = True
+
+
+def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
+    """Synchronize new variables, and those from before if all have created the same."""
+    group: WorkerGroup = strategy.extended.worker_group
+
+    def check(rank: int) -> None:
+        other, own = group.progress_of(rank), created.signatures
+        if own and other is not None and progress.is_left_by(other, line):
+            raise ValueError(created_alone(rank, line, own))
+
+    with tf.init_scope():
+        created, earlier = new.take(), CreatedVariables(new.before)
+        text = json.dumps([created.summary, earlier.summary])
+        texts = group.all_gather(_TOPIC, text, check=check)
+        told = [json.loads(text) for text in texts]
+        synchronize_created(strategy, created, [now for now, _ in told])
+        summaries = [then for _, then in told]
+        if len({then and then["created"] for then in summaries}) == 1:
+            new.before = []
+            synchronize_created(strategy, earlier, summaries)
+
+
+def new_variables_of(strategy: Any) -> NewVariables | None:
+    """Return the new variables of this worker, or `None` where there is one worker."""
+    extended = strategy.extended
+    return None if extended.worker_group.num_workers == 1 else extended.new_variables
+
+
+@contextlib.contextmanager
+def synchronizing_step(strategy: Any) -> Iterator[None]:
+    """Broadcast at the end what a step has created inside.
+
+    Optimizers may have built their variables while being traced. What callbacks have
+    created before is broadcast with it where all workers have created the same: they
+    compare it in steps in which they meet, as in the first one of a loop.
+
+    Args:
+        strategy: A tfdp strategy.
+    """
+    new, group = new_variables_of(strategy), strategy.extended.worker_group
+    calls = group.num_calls
+    with contextlib.nullcontext() if new is None else new.in_step():
+        yield
+        synchronize_new_variables(strategy, have_met=group.num_calls > calls)
+
+
+@contextlib.contextmanager
+def local_variables(strategy: Any) -> Iterator[None]:
+    """Create variables inside that one worker may have alone, as a file's views.
+
+    Args:
+        strategy: A strategy, tfdp's or another one, or `None`.
+    """
+    new = getattr(getattr(strategy, "extended", None), "new_variables", None)
+    with contextlib.nullcontext() if new is None else new.local():
+        yield
+
+
+def synchronize_created(
+    strategy: Any, created: CreatedVariables, summaries: list[dict[str, Any] | None]
+) -> None:
+    """Broadcast what all workers have created. All workers call it.
+
+    What a worker has created alone, and what is gone there already, is left out.
+
+    Args:
+        strategy: A tfdp strategy of several workers.
+        created: `CreatedVariables`, this worker's.
+        summaries: List of what `summary` was on each worker.
+
+    Raises:
+        ValueError: On every worker, if some have other variables.
+    """
+    nothing: dict[str, Any] = {"created": "", "alive": "", "gone": []}
+    told = [summary or nothing for summary in summaries]
+    gone: set[int] = set()
+    if len({text["created"] for text in told}) == 1:
+        gone = {index for text in told for index in text["gone"]}
+    elif len({text["alive"] for text in told}) > 1:
+        created.collect_garbage()
+        variables = created.without(set())
+        group: WorkerGroup = strategy.extended.worker_group
+        check_same_variables(group, _TOPIC, variables, "creates")
+    broadcast_variables(strategy, created.without(gone))
+
+
+def _digest(signatures: list) -> str:
+    if not signatures:
+        return ""
+    return hashlib.sha256(json.dumps(signatures).encode()).hexdigest()
+
+
+def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
+    """Broadcast the first worker's values of variables to all workers.
+
+    Args:
+        strategy: A tfdp strategy.
+        variables: Sequence of its mirrored `tf.Variable`s, in the same order
+            on every worker.
+    """
+    chunk: list[Any] = []
+    size = 0
+    for variable in variables:
+        chunk.append(variable)
+        size += variable.shape.num_elements() * variable.dtype.size
+        if size >= _CHUNK_BYTES:
+            _broadcast_chunk(strategy, chunk)
+            chunk, size = [], 0
+    if chunk:
+        _broadcast_chunk(strategy, chunk)
+
+
+def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
+    extended = strategy.extended
+    values = [np.asarray(v.values[0].numpy()) for v in variables]
+    own = b"".join(value.tobytes() for value in values)
+    data = first_workers_bytes(extended, own)
+    if extended.worker_group.rank == 0:
+        return
+    begin = 0
+    for variable, old in zip(variables, values, strict=True):
+        end = begin + old.nbytes
+        value = np.frombuffer(data[begin:end], old.dtype).reshape(old.shape)
+        for part in variable.values:
+            part.assign(value)
+        begin = end
+
+
+def first_workers_bytes(extended: Any, own: bytes) -> bytes:
+    """Broadcast bytes of the first worker. All workers call it.
+
+    Args:
+        extended: Extended class of a tfdp strategy.
+        own: Bytes, of the same number on every worker.
+
+    Returns:
+        Bytes, those of the first worker.
+    """
+    # Bytes as int32, a dtype that every collective knows.
+    words = np.frombuffer(own + b"\0" * (-len(own) % 4), np.int32)
+    num_words = MESSAGE_BYTES // words.itemsize
+    received = [
+        broadcast(
+            tf.constant(words[first : first + num_words]),
+            extended.host_group,
+            0,
+        )
+        for first in range(0, len(words), num_words)
+    ]
+    if extended.worker_group.rank == 0:
+        return own
+    return b"".join(message.numpy().tobytes() for message in received)[: len(own)]

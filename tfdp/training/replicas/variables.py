@@ -1,0 +1,248 @@
+"""Variables that a tfdp strategy creates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base import loops, program_trace
+from tfdp.ground.base.context import replica_context
+from tfdp.training.replicas.assigned_values import AssignedValues
+
+_MERGE_OPS = {"Maximum": "max", "Minimum": "min"}
+# The names that BatchNormalization, and layers modelled on it, give to the
+# statistics that each replica updates from its own rows of the batch.
+_STATISTICS = ("moving_mean", "moving_variance")
+
+
+class _Array:
+    """Mixin that lets NumPy read a variable inside a strategy's scope."""
+
+    numpy: Any
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy  # What `numpy` returns is one already.
+        return np.asarray(self.numpy(), dtype=dtype)
+
+
+class MirroredVariable(_Array, _compat.MirroredVariable):
+    """Variable with a copy on every replica.
+
+    It adds what Keras asks of a variable and stock mirrored ones lack:
+    `int(optimizer.iterations)` and its like. It is named like the stock class,
+    since Keras's own tests look for that name.
+    """
+
+    # Whether each replica holds other elements, not a copy of all.
+    has_parts = False
+    # What was assigned outside of steps, where each worker uses its own part of it.
+    assigned: AssignedValues | None = None
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if (trace := program_trace.current()) is not None:
+            trace.note_assigned(self)
+            return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+        return super()._update_replica(update_fn, value, **kwargs)
+
+    def _in_program(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method that stock mirrored variables lack, of a traced program."""
+        if program_trace.current() is None:
+            raise NotImplementedError(
+                f"`{method}` of a variable with a copy on every replica works in "
+                "steps of `fit`, `evaluate` and `predict`. Use `assign` elsewhere."
+            )
+        own = self._get_on_device_or_primary()
+        return getattr(own, method)(*args, **kwargs)
+
+    def scatter_nd_add(self, *args: Any, **kwargs: Any) -> Any:
+        """Add to entries at indices."""
+        return self._in_program("scatter_nd_add", *args, **kwargs)
+
+    def scatter_nd_sub(self, *args: Any, **kwargs: Any) -> Any:
+        """Subtract from entries at indices."""
+        return self._in_program("scatter_nd_sub", *args, **kwargs)
+
+    def scatter_nd_update(self, *args: Any, **kwargs: Any) -> Any:
+        """Set entries at indices."""
+        return self._in_program("scatter_nd_update", *args, **kwargs)
+
+    def scatter_nd_max(self, *args: Any, **kwargs: Any) -> Any:
+        """Set entries at indices to the larger values."""
+        return self._in_program("scatter_nd_max", *args, **kwargs)
+
+    def scatter_nd_min(self, *args: Any, **kwargs: Any) -> Any:
+        """Set entries at indices to the smaller values."""
+        return self._in_program("scatter_nd_min", *args, **kwargs)
+
+    def __int__(self) -> int:
+        return int(self.numpy())
+
+    def __index__(self) -> int:
+        return self.numpy().__index__()
+
+    def __float__(self) -> float:
+        return float(self.numpy())
+
+    def __bool__(self) -> bool:
+        return bool(self.numpy())
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        self.record(value, replaces=True)
+        return super().assign(value, *args, **kwargs)
+
+    def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        self.record(delta, replaces=False)
+        return super().assign_add(delta, *args, **kwargs)
+
+    def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        self.record(delta, replaces=False, is_negative=True)
+        return super().assign_sub(delta, *args, **kwargs)
+
+    def record(self, value: Any, *, replaces: bool, is_negative: bool = False) -> None:
+        """Record what is assigned outside of a step, where workers compare it."""
+        if self.assigned is None or replica_context() is not None:
+            return
+        if self.distribute_strategy.extended.worker_group.num_workers > 1:
+            value = tf.convert_to_tensor(value, self.dtype)
+            self.assigned.add(-value if is_negative else value, replaces=replaces)
+
+
+class StatisticVariable(MirroredVariable):
+    """Moving statistic of local batches, averaged over replicas each step.
+
+    Stock replicas drift apart, and saving takes replica 0's. Where replicas train
+    alone, each follows its own batches until all meet.
+    """
+
+    def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        if program_trace.current() is None and not loops.in_steps_alone():
+            self.distribute_strategy.extended.note_statistics([self])
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+class MetricVariable(_Array, _compat.SyncOnReadVariable):
+    """Metric state with a component on every replica, merged when it is read.
+
+    Components merge by sum, as in stock, unless the traced update of the metric
+    combines values by maximum or minimum.
+    """
+
+    merge = "sum"
+    # What all components together were set to last, outside of a step.
+    _begins_with: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        is_sum = self.aggregation == tf.VariableAggregation.SUM
+        if is_sum and self.is_number and tf.executing_eagerly():
+            self._count_once()
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it holds numbers, which can be merged."""
+        return self.dtype.is_floating or self.dtype.is_integer
+
+    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        in_replica = replica_context() is not None
+        if program_trace.current() is not None:
+            return super().assign(value, *args, **kwargs)
+        if in_replica and tf.is_symbolic_tensor(value):
+            op = value.op
+            while op.type in ("Identity", "Cast"):
+                op = op.inputs[0].op
+            before, self.merge = self.merge, _MERGE_OPS.get(op.type, self.merge)
+            if before == "sum" != self.merge and self._begins_with is not None:
+                self._begin_whole(self._begins_with)
+        elif not in_replica and self.merge != "sum":
+            # Stock divides by the number of replicas, so that the sum is right.
+            for component in self.values:
+                component.assign(value)
+            return self
+        elif not in_replica and self.dtype.is_integer:
+            self._begins_with = None if tf.is_symbolic_tensor(value) else value
+            return self._assign_parts(tf.convert_to_tensor(value, self.dtype))
+        elif not in_replica and not tf.is_symbolic_tensor(value):
+            self._begins_with = value
+        return super().assign(value, *args, **kwargs)
+
+    def _count_once(self) -> None:
+        """Leave what it is created with to the first replica: parts are added up."""
+        begin = self.values[0].numpy()
+        if not begin.any():
+            return
+        self._begins_with = begin
+        first_rank = self.distribute_strategy.extended.first_rank
+        for rank, component in enumerate(self.values, first_rank):
+            if rank:
+                component.assign(np.zeros_like(begin))
+
+    def _begin_whole(self, value: Any) -> None:
+        """Give each component what was divided, before it was known how they merge.
+
+        That is while the first step is traced: no update has been made.
+        """
+        with tf.init_scope():
+            for component in self.values:
+                component.assign(tf.cast(value, component.dtype))
+
+    def _assign_parts(self, total: tf.Tensor) -> Any:
+        """Divide an integer among the replicas; the first gets the remainder.
+
+        Stock drops it: 1 on two replicas would be read as 0.
+        """
+        num_replicas = self.distribute_strategy.num_replicas_in_sync
+        first_rank = self.distribute_strategy.extended.first_rank
+        part = total // num_replicas
+        for rank, component in enumerate(self.values, first_rank):
+            rest = total - num_replicas * part if rank == 0 else 0
+            component.assign(part + rest)
+        return self
+
+    def _get_cross_replica(self) -> Any:
+        extended = self.distribute_strategy.extended
+        if self.aggregation != tf.VariableAggregation.SUM:
+            return super()._get_cross_replica()
+        return extended.merge_metric_variables([self])[0]
+
+
+CLASS_MAPPING = {
+    "VariableClass": MirroredVariable,
+    tf.VariableSynchronization.ON_WRITE: MirroredVariable,
+    tf.VariableSynchronization.ON_READ: MetricVariable,
+}
+STATISTIC_MAPPING = {
+    **CLASS_MAPPING,
+    tf.VariableSynchronization.ON_WRITE: StatisticVariable,
+}
+
+
+def class_mapping(kwargs: dict[str, Any]) -> dict:
+    """Return the classes to create a variable with, by its creation arguments."""
+    name = (kwargs.get("name") or "").split(":")[0].rsplit("/", 1)[-1]
+    is_statistic = (
+        not kwargs.get("trainable", True)
+        and name in _STATISTICS
+        and kwargs.get("dtype") is not None
+        and tf.as_dtype(kwargs["dtype"]).is_floating
+        and kwargs.get("aggregation") in (None, tf.VariableAggregation.NONE)
+    )
+    return STATISTIC_MAPPING if is_statistic else CLASS_MAPPING
+
+
+def aggregation_of(kwargs: dict[str, Any]) -> Any:
+    """Return the aggregation to create a variable with.
+
+    Counters of Keras (it gives the dtype as a string) have the aggregation
+    `ONLY_FIRST_REPLICA`, which broadcasts the first replica's value on every
+    assignment, by a collective that cannot run inside a conditional. Every
+    replica counts alike, so each may assign its own copy.
+    """
+    aggregation = kwargs.get("aggregation", tf.VariableAggregation.NONE)
+    dtype = kwargs.get("dtype")
+    first_only = aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    if first_only and isinstance(dtype, str) and tf.as_dtype(dtype).is_integer:
+        return tf.VariableAggregation.NONE
+    return aggregation

@@ -1,0 +1,136 @@
+"""Full state: whole tensors from the shards that replicas hold, for Keras's files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.communication.collectives import ProcessGroup, all_reduce
+from tfdp.training.sharding.state_tensors import StateTensor
+
+# The heartbeats of workers wait behind a message on a slow link, and must not for long.
+_MESSAGE_BYTES = 2**22
+# Sums need several times their memory on the way.
+_SUM_BYTES = 2**20
+
+
+class FullState:
+    """Values of state tensors, as far as this process knows them.
+
+    Args:
+        gathered: Dict from name to array, what other processes hold a part of.
+    """
+
+    def __init__(self, gathered: dict[str, np.ndarray] | None = None) -> None:
+        self._gathered = gathered or {}
+
+    def read(self, tensor: StateTensor) -> np.ndarray:
+        """Assemble the whole tensor.
+
+        Raises:
+            RuntimeError: If others hold elements of it, and it was not collected.
+        """
+        if tensor.name in self._gathered:
+            return self._gathered[tensor.name].reshape(tensor.shape)
+        if sum(shard.stop - shard.start for shard in tensor.owned_shards) < tensor.size:
+            raise RuntimeError(
+                f"Other workers hold a part of {tensor.name!r}. Save the model by "
+                "`model.save` or `model.save_weights`, on all workers."
+            )
+        full = np.zeros(tensor.size, tf.as_dtype(tensor.dtype).as_numpy_dtype)
+        for shard in tensor.owned_shards:
+            full[shard.start : shard.stop] = shard.read()
+        return full.reshape(tensor.shape)
+
+
+def gather_full_state(
+    tensors: Sequence[StateTensor], host_group: ProcessGroup, *, keep: bool
+) -> FullState:
+    """Gather whole tensors, a few megabytes at a time. All workers call it.
+
+    Args:
+        tensors: Sequence of `StateTensor`.
+        host_group: `ProcessGroup` with one member for each worker.
+        keep: Bool, whether this worker wants them.
+
+    Returns:
+        `FullState`, empty on a worker that does not want them.
+    """
+    if host_group.size == 1:
+        return FullState()
+    gathered: dict[str, np.ndarray] = {}
+    for tensor in tensors:
+        dtype = tf.as_dtype(tensor.dtype).as_numpy_dtype
+        step = max(1, _MESSAGE_BYTES // np.dtype(dtype).itemsize)
+        full = np.zeros(tensor.size if keep else 0, dtype)
+        for start in range(0, tensor.size, step):
+            part = np.zeros(min(step, tensor.size - start), dtype)
+            _fill(part, start, tensor)
+            total = _sum_bits(part, host_group)
+            if keep:
+                full[start : start + len(part)] = total
+        if keep:
+            gathered[tensor.name] = full
+    return FullState(gathered)
+
+
+def redistribute_sum(
+    parts: Sequence[tf.Variable], host_group: ProcessGroup, num_replicas: int
+) -> None:
+    """Set every replica's tensor to an N-th of the sum of all. All workers call it.
+
+    It takes a few megabytes, and for a moment the memory of one part.
+
+    Args:
+        parts: Sequence of `tf.Variable`, one for each local replica.
+        host_group: `ProcessGroup` with one member for each worker.
+        num_replicas: Int, how many there are on all workers.
+    """
+
+    def mean(values: list[tf.Tensor]) -> tf.Tensor:
+        total = tf.reshape(tf.add_n(values), [-1])
+        if host_group.size > 1:
+            total = all_reduce(total, host_group, 0)
+        return tf.reshape(total, values[0].shape) / num_replicas
+
+    if not parts[0].shape.rank:  # a number has no rows
+        value = mean([part.read_value() for part in parts])
+        for part in parts:
+            part.assign(value)
+        return
+    for rows in _row_ranges(tuple(parts[0].shape), parts[0].dtype.size):
+        value = mean([tf.gather(part, rows) for part in parts])
+        for part in parts:
+            part.scatter_update(tf.IndexedSlices(value, rows))
+    for part in parts:
+        # TensorFlow copies a variable that was written in pieces whenever it is read,
+        # until it is written as a whole.
+        part.assign(part.read_value())
+
+
+def _row_ranges(shape: tuple[int, ...], item_bytes: int) -> Iterator[tf.Tensor]:
+    """Divide the rows of a tensor into ranges of few megabytes."""
+    num_rows = shape[0]
+    row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * item_bytes)
+    step = max(1, _SUM_BYTES // row_bytes)
+    for start in range(0, num_rows, step):
+        yield tf.range(start, min(start + step, num_rows))
+
+
+def _fill(part: np.ndarray, start: int, tensor: StateTensor) -> None:
+    stop = start + len(part)
+    for shard in tensor.owned_shards:
+        first, last = max(start, shard.start), min(stop, shard.stop)
+        if first < last:
+            values = shard.read()[first - shard.start : last - shard.start]
+            part[first - start : last - start] = values
+
+
+def _sum_bits(part: np.ndarray, group: ProcessGroup) -> np.ndarray:
+    """Sum elements, bit by bit in any dtype, that are zero on all workers but one."""
+    raw = part.tobytes()
+    words = np.frombuffer(raw + b"\0" * (-len(raw) % 4), np.int32)
+    total = all_reduce(tf.constant(words), group, 0).numpy()
+    return np.frombuffer(total.tobytes()[: len(raw)], part.dtype)

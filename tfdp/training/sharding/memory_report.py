@@ -1,0 +1,106 @@
+"""Memory of an optimizer's training state, by the model of `plans.memory`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp.ground import _compat
+from tfdp.ground.base.param_groups import entry_of, innermost
+from tfdp.ground.plans.memory import (
+    MemoryReport,
+    ReplicaMemory,
+    sharded_memory,
+    unsharded_memory,
+)
+from tfdp.ground.plans.shards import ShardPlan
+from tfdp.training.parameters.sharded_parameter import sharded_parameter
+from tfdp.training.sharding.state_names import slot_names
+
+
+def memory_report(distributed: Any) -> MemoryReport:
+    """Compute the memory of a `DistributedOptimizer`, see `MemoryReport`."""
+    accumulates = distributed.features.accumulation is not None
+    frozen = distributed.frozen_parameters
+    whole = ReplicaMemory(sum(entry_of(v).num_bytes for v in frozen), 0, 0, 0)
+    shards = distributed.shards
+    gathered = 0 if shards is None else shards.most_gathered
+    sharded = ReplicaMemory(sum(map(_bytes_held, frozen)), 0, 0, 0, gathered)
+    for part in innermost(distributed.inner_optimizer):
+        variables = _compat.trained_by(part) if part.built else []
+        if not variables:
+            continue
+        found = param_group_memory(part, variables, accumulates=accumulates)
+        whole += found
+        if shards is None:
+            sharded += found
+        else:
+            sharded += param_group_memory(
+                part,
+                variables,
+                shards.parts[id(part)].plan,
+                accumulates=accumulates,
+                stage=distributed.sharding_options.stage,
+            )
+    return MemoryReport(sharded, whole)
+
+
+def _bytes_held(variable: Any) -> int:
+    """Bytes that a replica holds of a parameter, of the replica that holds most."""
+    parameter = sharded_parameter(variable)
+    if parameter is None:
+        return entry_of(variable).num_bytes
+    most = max(stop - start for start, stop in parameter.ranges)
+    return most * parameter.dtype.size
+
+
+def param_group_memory(
+    optimizer: Any,
+    variables: list[Any],
+    plan: ShardPlan | None = None,
+    *,
+    accumulates: bool = False,
+    stage: int = 1,
+    gathered: int = 0,
+) -> ReplicaMemory:
+    """Compute the memory of an optimizer that is no wrapper, for some variables.
+
+    Args:
+        optimizer: Keras optimizer, built or not.
+        variables: List of Keras variables.
+        plan: `ShardPlan` of them, or `None` without sharding. Defaults to `None`.
+        accumulates: Bool, whether gradients are accumulated. Defaults to `False`.
+        stage: Int, see `sharded_memory`. Defaults to 1.
+        gathered: Int, see `sharded_memory`. Defaults to 0.
+
+    Returns:
+        `ReplicaMemory`.
+    """
+    entries = [entry_of(variable) for variable in variables]
+    slots = _slot_bytes(optimizer, variables)
+    if plan is None:
+        return unsharded_memory(entries, slots, accumulates=accumulates)
+    return sharded_memory(
+        entries,
+        slots,
+        plan,
+        accumulates=accumulates,
+        stage=stage,
+        gathered=gathered,
+    )
+
+
+def _slot_bytes(optimizer: Any, variables: list[Any]) -> list[int]:
+    """Bytes of the slots of each variable, found without making them."""
+    template = _compat.built_without_memory(optimizer, variables)
+    totals = [0] * len(variables)
+    lists = list(_compat.slots_of(template).values())
+    for slots in lists:
+        for index, slot in enumerate(slots):
+            if slot is not None:
+                totals[index] += entry_of(slot).num_bytes
+    # What belongs to no variable, such as a single number, is on every replica.
+    known = {id(slot) for slots in lists for slot in slots}
+    for _, slot in slot_names(template, variables):
+        if id(slot) not in known:
+            totals[0] += entry_of(slot).num_bytes
+    return totals

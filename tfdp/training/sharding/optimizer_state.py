@@ -1,0 +1,204 @@
+"""Optimizer state of one parameter group, in shards, as full tensors of files."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.plans.shards import Segment
+from tfdp.training.parameters.gathers import Gathers
+from tfdp.training.parameters.sharded_parameter import ShardedParameter
+from tfdp.training.sharding.sharded_param_group import Owned, ShardedParamGroup
+from tfdp.training.sharding.state_names import slot_name, slot_names
+from tfdp.training.sharding.state_tensors import READ_ELEMENTS, LocalShard, StateTensor
+from tfdp.training.sharding.variable_shards import VariableShards
+
+
+def param_group_state(
+    group: ShardedParamGroup, is_first_copy: Callable[[int], bool], rank: int
+) -> list[StateTensor]:
+    """State tensors of one inner optimizer, in the order of Keras's variables.
+
+    Args:
+        group: `ShardedParamGroup`.
+        is_first_copy: Callable, whether a local replica is the first with its
+            slices.
+        rank: Int, rank of the first local replica.
+
+    Returns:
+        List of `StateTensor`.
+    """
+    template = _compat.built_without_memory(group.optimizer, group.variables)
+    shards: dict[str, list[tuple[bool, LocalShard]]] = {}
+    for replica, state in enumerate(group.replicas):
+        for name, shard in _named_shards(group, state):
+            single = name in state.singles
+            is_owned = rank + replica == 0 if single else is_first_copy(replica)
+            shards.setdefault(name, []).append((is_owned, shard))
+    return [
+        StateTensor(
+            name,
+            tuple(slot.shape),
+            str(slot.dtype),
+            tuple(
+                chunk
+                for is_owned, shard in shards.get(name, [])
+                if is_owned
+                for chunk in shard.split(READ_ELEMENTS)
+            ),
+            tuple(shard for _, shard in shards.get(name, [])),
+        )
+        for name, slot in slot_names(template, group.variables)
+    ]
+
+
+def accumulator_state(
+    sums: Sequence[Any],
+    group: ShardedParamGroup,
+    is_first_copy: Callable[[int], bool],
+    prefix: str,
+) -> list[StateTensor]:
+    """State tensors of gradients that are accumulated in shards.
+
+    Args:
+        sums: Sequence of Keras variables, one for each bucket of the group's plan.
+        group: `ShardedParamGroup`.
+        is_first_copy: Callable, as for `param_group_state`.
+        prefix: String, before every name.
+
+    Returns:
+        List of `StateTensor`, one for each variable of the group.
+    """
+    owned: list[list[LocalShard]] = [[] for _ in group.variables]
+    local_shards: list[list[LocalShard]] = [[] for _ in group.variables]
+    dtypes = {}
+    for total, bucket in zip(sums, group.plan.buckets, strict=True):
+        dtypes.update(dict.fromkeys(bucket.indices, str(total.dtype)))
+        for replica, state in enumerate(group.replicas):
+            local = _compat.local_value(total, replica)
+            for segment, begin, _ in bucket.places(state.owner):
+                shard = _range_shard(local, begin, segment)
+                local_shards[segment.index].append(shard)
+                if is_first_copy(replica):
+                    owned[segment.index] += shard.split(READ_ELEMENTS)
+    names = [slot_name(prefix, i, group.variables) for i in range(len(group.variables))]
+    return [
+        StateTensor(
+            names[index],
+            tuple(variable.shape),
+            dtypes.get(index, str(variable.dtype)),
+            tuple(owned[index]),
+            tuple(local_shards[index]),
+        )
+        for index, variable in enumerate(group.variables)
+    ]
+
+
+def parameter_state(name: str, parameter: ShardedParameter) -> StateTensor:
+    """State tensor of a sharded parameter, of which each replica has its part.
+
+    Args:
+        name: String, unique among all.
+        parameter: `ShardedParameter`.
+
+    Returns:
+        `StateTensor`.
+    """
+    gathers = parameter.reader
+    assert isinstance(gathers, Gathers)
+
+    def written() -> None:
+        parameter.reader.forget(parameter)
+
+    owned: list[LocalShard] = []
+    local_shards: list[LocalShard] = []
+    for replica, part in enumerate(parameter.values):
+        start, stop = parameter.ranges[gathers.owner(replica)]
+        if start == stop:
+            continue
+        shard = _full_shard(part, start, written)
+        local_shards.append(shard)
+        if gathers.groups.is_first_copy(replica):
+            owned += shard.split(READ_ELEMENTS)
+    shape, dtype = tuple(parameter.whole_shape), parameter.dtype.name
+    return StateTensor(name, shape, dtype, tuple(owned), tuple(local_shards))
+
+
+def shard_full_slots(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> None:
+    """Copy what the local replicas own out of full slots.
+
+    Args:
+        tensors: Sequence of `StateTensor`.
+        slots: Sequence of Keras variables, one for each tensor.
+    """
+    for tensor, slot in zip(tensors, slots, strict=True):
+        whole = np.asarray(_compat.local_value(slot, 0).numpy()).ravel()
+        for shard in tensor.local_shards:
+            shard.write(whole[shard.start : shard.stop])
+
+
+def _named_shards(
+    group: ShardedParamGroup, state: Owned
+) -> list[tuple[str, LocalShard]]:
+    found = [(name, _full_shard(item)) for name, item in state.singles.items()]
+    if isinstance(state, VariableShards):
+        return found + _named_shards_of_variables(group, state)
+    for attribute, slots in state.slots.items():
+        for number, slot in zip(state.buckets, slots, strict=True):
+            for segment, begin, _ in group.plan.buckets[number].places(state.owner):
+                name = slot_name(attribute, segment.index, group.variables)
+                found.append((name, _range_shard(slot.value, begin, segment)))
+    return found
+
+
+def _named_shards_of_variables(
+    group: ShardedParamGroup, state: VariableShards
+) -> list[tuple[str, LocalShard]]:
+    names = {
+        id(slot): slot_name(attribute, index, group.variables)
+        for attribute, slots in state.slots.items()
+        for index, slot in zip(state.owned, slots, strict=True)
+        if slot is not None
+    }
+    singles = {id(item) for item in state.singles.values()}
+    return [
+        (names.get(id(slot), f"variable/{slot.path}"), _full_shard(slot))
+        for slot in state.variables
+        if id(slot) not in singles
+    ]
+
+
+def _full_shard(
+    variable: Any, start: int = 0, written: Callable[[], None] = lambda: None
+) -> LocalShard:
+    """Local shard of all elements of a variable, those from `start` of a tensor."""
+    shape = tuple(variable.shape)
+    size = int(np.prod(shape, dtype=np.int64))
+    read = functools.partial(_compat.elements_of, variable)
+
+    def write(values: Any) -> None:
+        variable.assign(np.asarray(values).reshape(shape))
+        written()
+
+    return LocalShard(start, start + size, lambda: read(0, size), write, read)
+
+
+def _range_shard(variable: Any, begin: int, segment: Segment) -> LocalShard:
+    """Local shard of a segment that begins somewhere in a flat `tf.Variable`."""
+    size = segment.size
+
+    def read(first: int, last: int) -> np.ndarray:
+        # Elements only: TensorFlow copies the whole of what `write` has written to.
+        with tf.device(variable.device):
+            places = tf.range(begin + first, begin + last, dtype=tf.int64)
+            return tf.gather(variable, places).numpy()
+
+    def write(values: Any) -> None:
+        variable[begin : begin + size].assign(values)
+
+    return LocalShard(segment.start, segment.stop, lambda: read(0, size), write, read)

@@ -1,0 +1,111 @@
+"""What is sharded, among whom, and how sharded parameters are gathered."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tfdp.ground.plans.units import DEFAULT_UNITS, UnitOptions
+
+# By stage of ZeRO: each shards what those before it do, too.
+SHARDINGS = ("none", "optimizer", "gradients", "parameters")
+_SCOPES = ("all", "node")
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingOptions:
+    """Options of sharded state, checked.
+
+    Args:
+        sharding: String: `"none"`, `"optimizer"`, `"gradients"` or `"parameters"`.
+            Defaults to `"none"`.
+        shard_scope: String, `"all"` or `"node"`. Defaults to `"all"`.
+        offload: String, `"cpu"`, or `None`. Defaults to `None`.
+        units: `UnitOptions`. Defaults to that of no arguments.
+
+    Raises:
+        ValueError: If one is unknown, or would have no effect.
+
+    Example:
+
+    >>> ShardingOptions("optimizer", "node").text
+    'sharding="optimizer", shard_scope="node", offload=None'
+    """
+
+    sharding: Any = "none"
+    shard_scope: Any = "all"
+    offload: Any = None
+    units: UnitOptions = DEFAULT_UNITS
+
+    def __post_init__(self) -> None:
+        if self.sharding not in SHARDINGS:
+            raise ValueError(
+                f"`sharding` must be one of {SHARDINGS}. "
+                f"Received: sharding={self.sharding!r}"
+            )
+        if self.shard_scope not in _SCOPES:
+            raise ValueError(
+                f"`shard_scope` must be one of {_SCOPES}. "
+                f"Received: shard_scope={self.shard_scope!r}"
+            )
+        if self.offload not in (None, "cpu"):
+            raise ValueError(
+                f'`offload` must be `None` or "cpu". Received: offload={self.offload!r}'
+            )
+        if self.offload and not self.stage:
+            raise ValueError(
+                "`offload` is for sharded state: give `sharding` too. "
+                f"Received: offload={self.offload!r}, sharding={self.sharding!r}"
+            )
+        if not self.shards_parameters and self.units.gather_compression:
+            raise ValueError(
+                "`gather_compression` is for sharded parameters, stage 3. In other "
+                "stages the weights that are gathered are all that a replica has, and "
+                "updates that are smaller than what rounding takes would be lost. "
+                f"Received: gather_compression={self.units.gather_compression!r}, "
+                f"sharding={self.sharding!r}"
+            )
+        if not self.shards_parameters and self.units != DEFAULT_UNITS:
+            raise ValueError(
+                "`units`, `reshard_after_forward` and `prefetch` are for sharded "
+                'parameters: give `sharding="parameters"`, stage 3, too. '
+                f"Received: {self.units.text}, sharding={self.sharding!r}"
+            )
+
+    @property
+    def stage(self) -> int:
+        """Int, the stage of ZeRO, 0 without sharding."""
+        return SHARDINGS.index(self.sharding)
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Bool, whether accumulated gradients are sharded too."""
+        return self.stage >= 2
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Bool, whether the variables are sharded too."""
+        return self.stage == 3
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Dict, the options as arguments of a `DistributedOptimizer`."""
+        return {
+            "sharding": self.sharding,
+            "shard_scope": self.shard_scope,
+            "offload": self.offload,
+            "units": list(self.units.layers),
+            "reshard_after_forward": self.units.reshard_after_forward,
+            "prefetch": self.units.prefetch,
+            "gather_compression": self.units.gather_compression,
+        }
+
+    @property
+    def text(self) -> str:
+        """String, the options as arguments."""
+        offload = "None" if self.offload is None else f'"{self.offload}"'
+        text = (
+            f'sharding="{self.sharding}", shard_scope="{self.shard_scope}", '
+            f"offload={offload}"
+        )
+        return f"{text}, {self.units.text}" if self.shards_parameters else text

@@ -1,0 +1,348 @@
+"""Sharded state of an optimizer, as a step and as files see it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.coordination.checks import check_same_variables
+from tfdp.ground import _compat
+from tfdp.ground.base.context import in_replica_thread, replica_context
+from tfdp.ground.base.param_groups import entry_of, innermost, is_elementwise
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.plans.buckets import Bucket
+from tfdp.ground.plans.shards import (
+    ShardBucket,
+    ShardPlan,
+    plan_element_shards,
+    plan_variable_shards,
+)
+from tfdp.training.parameters.conversion import shard_variables
+from tfdp.training.parameters.gathers import Gathers, gathers_of
+from tfdp.training.parameters.quantized_gathers import check_constraints
+from tfdp.training.parameters.shard_groups import shard_groups_of
+from tfdp.training.parameters.sharded_parameter import check_reader, sharded_parameter
+from tfdp.training.reduction.fusion import bucket_bytes_of
+from tfdp.training.reduction.gradient_reducer import ReplicaReducer
+from tfdp.training.replicas.assigned_values import AssignedValues
+from tfdp.training.replicas.drift import check_weights
+from tfdp.training.replicas.variables import MirroredVariable
+from tfdp.training.sharding.element_shards import ElementShards
+from tfdp.training.sharding.optimizer_state import (
+    accumulator_state,
+    param_group_state,
+    shard_full_slots,
+)
+from tfdp.training.sharding.options import ShardingOptions
+from tfdp.training.sharding.parameter_plan import plan_of_parameters
+from tfdp.training.sharding.shard_collectives import StepCollectives
+from tfdp.training.sharding.sharded_layout import ShardedLayout
+from tfdp.training.sharding.sharded_param_group import ShardedParamGroup
+from tfdp.training.sharding.state_names import slot_names
+from tfdp.training.sharding.state_tensors import StateTensor
+from tfdp.training.sharding.variable_shards import VariableShards
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulatedSlice:
+    """Path, shape and dtype of a slice of accumulated gradients.
+
+    Args:
+        path: String.
+        shape: Tuple of ints.
+        dtype: String.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class ShardedState:
+    """The state of an optimizer, spread over the replicas.
+
+    Args:
+        optimizer: The user's Keras optimizer. Its settings, counter and learning
+            rate stay where they are; slots that it has already are taken over and
+            freed.
+        variables: List of Keras variables that it trains.
+        strategy: A tfdp strategy with at least two replicas.
+        options: `ShardingOptions`.
+        parameters: Sequence of Keras variables of the same model, in the order of the
+            forward pass, that are sharded with those that are trained. Defaults to
+            none.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: list[Any],
+        strategy: Any,
+        options: ShardingOptions,
+        parameters: Sequence[Any] = (),
+    ) -> None:
+        extended = strategy.extended
+        self._extended = extended
+        self.groups = shard_groups_of(
+            extended,
+            options.shard_scope,
+            needs_two_levels=options.units.reshard_after_forward == "node",
+        )
+        host = extended.host_group.devices[0]
+        self._devices = tuple(
+            device if options.offload is None else host
+            for device in self.groups.group.devices
+        )
+        every = variables
+        if options.shards_parameters:
+            every = _joined(parameters, variables)
+        was_built = optimizer.built
+        if not was_built:
+            _compat.build_without_state(optimizer, variables)
+        plans = {id(part): self._plan_of(part) for part in _trained_parts(optimizer)}
+        # Workers that differ would wait for each other for ever in what follows.
+        check_same_variables(
+            extended.worker_group, "sharding the optimizer", every, "shards"
+        )
+        self._check_alike(options, _trained_parts(optimizer), plans)
+        if extended.worker_group.num_workers > 1:
+            state = optimizer.variables if was_built else []
+            self._check_values(strategy, variables, state)
+        check_constraints(variables, options.units)
+        self._gathers: Gathers | None = None
+        if options.shards_parameters:
+            self._gathers = gathers_of(extended, self.groups)
+        check_reader(every, self._gathers)
+        if self._gathers is not None:
+            shard_variables(
+                every,
+                strategy,
+                self._gathers,
+                self._devices,
+                bucket_bytes_of(list(map(entry_of, every)), extended.options),
+                options.units,
+            )
+        self.parts = {
+            id(part): self._sharded(part, plans[id(part)])
+            for part in _trained_parts(optimizer)
+        }
+        self._states = {key: self._state_of(p) for key, p in self.parts.items()}
+        if was_built:
+            self._take_over()
+
+    def _check_values(
+        self, strategy: Any, variables: Sequence[Any], state: Sequence[Any]
+    ) -> None:
+        """Raise on every worker if parts of different values would be mixed.
+
+        From now on it is recorded what is assigned to the variables outside of steps.
+        """
+        if tf.executing_eagerly() and not in_replica_thread():
+            # Scalars are counters, and rates that each worker may set itself.
+            slots = [v for v in state if len(v.shape) and hasattr(v, "value")]
+            when = "before the optimizer is sharded"
+            topic = "sharding the optimizer: values"
+            check_weights(strategy, [*variables, *slots], topic, when)
+        for variable in variables:
+            value = _compat.value_of(variable)
+            if isinstance(value, MirroredVariable) and value.assigned is None:
+                value.assigned = AssignedValues()
+
+    def _check_alike(
+        self, options: ShardingOptions, parts: list[Any], plans: dict[int, ShardPlan]
+    ) -> None:
+        """Raise on every worker if they shard different things, or differently."""
+        worker_group = self._extended.worker_group
+        kinds = [type(part).__name__ for part in parts]
+        fingerprints = [plans[id(part)].fingerprint for part in parts]
+        same, texts = worker_group.all_equal(
+            "sharding the optimizer: how",
+            json.dumps([options.text, kinds, fingerprints]),
+        )
+        if same:
+            return
+        rank = next(r for r, text in enumerate(texts) if text != texts[0])
+        worker_group.leave()
+        first, other = (json.loads(texts[r])[:2] for r in (0, rank))
+        raise ValueError(
+            "Workers shard their optimizers differently. Give every worker the same "
+            "optimizer, communication options, and options of sharding. "
+            f"Received: worker 0 has {first}, worker {rank} has {other}"
+        )
+
+    def state(self, part: ShardedParamGroup) -> list[StateTensor]:
+        """The state of one inner optimizer, in the order of Keras's variables."""
+        return self._states[id(part.optimizer)]
+
+    def _state_of(self, part: ShardedParamGroup) -> list[StateTensor]:
+        """Raise, before anything is trained, if variables cannot be told apart."""
+        optimizer = part.optimizer
+        found = param_group_state(
+            part,
+            self.groups.is_first_copy,
+            self._extended.first_rank,
+        )
+        if len({tensor.name for tensor in found}) < len(found):
+            raise ValueError(
+                f"The state of {type(optimizer).__name__} cannot be sharded: it keeps "
+                "several variables of one name outside of lists with one entry for "
+                'each trained variable. Use `sharding="none"`.'
+            )
+        return found
+
+    def tensors(self) -> list[StateTensor]:
+        """The slots of all parts as whole tensors."""
+        return [t for part in self.parts.values() for t in self.state(part)]
+
+    def accumulated(self, sums: list[Any]) -> dict[int, StateTensor]:
+        """Accumulated slices as whole tensors.
+
+        Args:
+            sums: List of Keras variables, one for each bucket.
+
+        Returns:
+            Dict from the `id` of a trained variable to `StateTensor`.
+        """
+        found: dict[int, StateTensor] = {}
+        first = 0
+        for part in self.parts.values():
+            last = first + len(part.plan.buckets)
+            tensors = accumulator_state(
+                sums[first:last],
+                part,
+                self.groups.is_first_copy,
+                "accumulated",
+            )
+            first = last
+            found.update(zip(map(id, part.variables), tensors, strict=True))
+        return found
+
+    def _take_over(self) -> None:
+        """Copy what each replica owns out of full slots, and free them."""
+        for part in self.parts.values():
+            slots = slot_names(part.optimizer, part.variables)
+            shard_full_slots(self.state(part), [slot for _, slot in slots])
+            _compat.drop_state(part.optimizer)
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Buckets of each reduce-scatter and all-gather, in launch order."""
+        return tuple(
+            _shown(bucket, part.variables)
+            for part in self.parts.values()
+            for bucket in part.plan.buckets
+        )
+
+    @property
+    def most_gathered(self) -> int:
+        """Int, bytes of parameters that a step has gathered at a time."""
+        return 0 if self._gathers is None else self._gathers.most_gathered
+
+    @property
+    def compression_ratio(self) -> float:
+        """Float, bytes of gathers of parameters over those of the parameters."""
+        variables = [v for part in self.parts.values() for v in part.variables]
+        found = [sharded_parameter(variable) for variable in variables]
+        units = {id(p.unit): p.unit for p in found if p is not None}.values()
+        whole = sum(unit.num_bytes for unit in units)
+        return sum(unit.sent_bytes for unit in units) / whole if whole else 1.0
+
+    @property
+    def accumulated_slices(self) -> list[AccumulatedSlice]:
+        """Slices to accumulate where gradients are sharded too, one for each bucket."""
+        return [
+            AccumulatedSlice(f"bucket_{number}", (bucket.slice_size,), bucket.dtype)
+            for part in self.parts.values()
+            for number, bucket in enumerate(part.plan.buckets)
+        ]
+
+    def on_replica(self) -> ShardedLayout:
+        """The layout as the replica sees it that is running."""
+        context = replica_context()
+        replica = _compat.local_replica_id(context)
+        reducer = ReplicaReducer(self._extended.reducer, context)
+        backward = None if self._gathers is None else self._gathers.backward()
+        collectives_of = StepCollectives(
+            self._extended,
+            self.groups,
+            replica,
+            reducer,
+            backward,
+            # Units of sharded parameters are looked at one by one: what is gathered for
+            # the backward pass comes between them.
+            may_sum_everything=self._gathers is None,
+        )
+        return ShardedLayout(self.parts, collectives_of)
+
+    def _plan_of(self, optimizer: Any) -> ShardPlan:
+        """The plan of an inner optimizer, as without sharded parameters."""
+        variables = _compat.trained_by(optimizer)
+        return shard_plan(
+            optimizer, variables, self.groups.num_owners, self._extended.options
+        )
+
+    def _sharded(self, optimizer: Any, plan: ShardPlan) -> ShardedParamGroup:
+        variables = _compat.trained_by(optimizer)
+        if self._gathers is not None:
+            plan = plan_of_parameters(plan, variables, self._gathers)
+        kind = VariableShards if plan.shards_variables else ElementShards
+        states = [
+            kind(
+                optimizer, variables, plan, self.groups.owner(replica), replica, device
+            )
+            for replica, device in enumerate(self._devices)
+        ]
+        return ShardedParamGroup(optimizer, variables, plan, states)
+
+
+def _shown(bucket: ShardBucket, variables: list[Any]) -> Bucket:
+    sizes: dict[int, int] = {}
+    for segment in (segment for row in bucket.rows for segment in row):
+        sizes[segment.index] = sizes.get(segment.index, 0) + segment.size
+    entries = [
+        dataclasses.replace(entry_of(variables[index]), shape=(size,))
+        for index, size in sizes.items()
+    ]
+    return Bucket(tuple(sizes), tuple(entries), bucket.dtype)
+
+
+def shard_plan(
+    optimizer: Any, variables: list[Any], num_owners: int, options: CommunicationOptions
+) -> ShardPlan:
+    """Plan the shards of an optimizer's state for some variables.
+
+    Args:
+        optimizer: Keras optimizer that is no wrapper, built or not.
+        variables: List of Keras variables.
+        num_owners: Int, how many replicas share it.
+        options: `CommunicationOptions`.
+
+    Returns:
+        `ShardPlan`: slices for optimizers that are known to treat every element by
+        itself, whole variables for all others.
+    """
+    entries = [entry_of(variable) for variable in variables]
+    bucket_bytes = bucket_bytes_of(entries, options)
+    if not is_elementwise(optimizer):
+        return plan_variable_shards(entries, num_owners, bucket_bytes=bucket_bytes)
+    return plan_element_shards(
+        entries,
+        num_owners,
+        bucket_bytes=bucket_bytes,
+        first_bucket_bytes=options.first_bucket_bytes,
+    )
+
+
+def _trained_parts(optimizer: Any) -> list[Any]:
+    """The optimizers inside of one that update variables."""
+    return [p for p in innermost(optimizer) if p.built and _compat.trained_by(p)]
+
+
+def _joined(ordered: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Variables in their order, and after them those of `others` that are not there."""
+    known = {id(variable) for variable in ordered}
+    return [*ordered, *(v for v in others if id(v) not in known)]

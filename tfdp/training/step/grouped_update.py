@@ -1,0 +1,157 @@
+"""The update of many small variables by few large kernels.
+
+An optimizer runs several kernels for each variable, and for a small one starting
+them takes longer than the arithmetic. Where every element is treated by itself, a
+group of variables laid end to end gives the same numbers at once. Nothing is stored
+differently: variables and slots stay as Keras made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base import xla
+from tfdp.ground.base.param_groups import gains_from_groups, is_elementwise
+from tfdp.training.step.flat_params import FlatParameter, pack
+
+# Elements beyond which copying a variable costs more than its kernels' start.
+LARGEST_ELEMENTS = 2**11
+# Elements of a group: 128 KB of float32, so that a dozen of them stay in the cache of
+# a core. Twice as many took longer.
+LARGEST_GROUP = 2**15
+# Elements of a variable, on average, from which on one loop over them that XLA compiles
+# takes less than the optimizer's kernels, each with its own pass through the memory.
+LEAST_FOR_XLA = 2**13
+
+
+def decay_and_update(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], rate: Any
+) -> None:
+    """Run weight decay and the optimizer's own update on variables.
+
+    Args:
+        optimizer: Keras optimizer, no wrapper.
+        gradients: Sequence of tensors and `tf.IndexedSlices`.
+        variables: Sequence of Keras variables.
+        rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
+    """
+    groups = plan_groups(optimizer, gradients, variables)
+    grouped = {index for group in groups for index in group}
+    single = [index for index in range(len(variables)) if index not in grouped]
+    if rate is None:
+        rate = tf.convert_to_tensor(optimizer.learning_rate)
+    else:
+        optimizer = _compat.with_rate(optimizer, rate)
+    if is_elementwise(optimizer):
+        optimizer = _compat.with_counter_read(optimizer)
+    _update(
+        optimizer, [gradients[i] for i in single], [variables[i] for i in single], rate
+    )
+    for group in groups:
+        members = [variables[index] for index in group]
+        _update_group(optimizer, [gradients[i] for i in group], members, rate)
+
+
+def decay_without_gradients(
+    optimizer: Any, variables: Sequence[Any], rate: Any, singles: dict[str, Any]
+) -> None:
+    """Run what of an optimizer's update needs no gradients.
+
+    Args:
+        optimizer: Keras optimizer, no wrapper.
+        variables: Sequence of Keras variables, which may decay.
+        rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
+        singles: Dict from names of attributes to variables that take their place, those
+            of sharded state that belong to no variable.
+    """
+    if rate is None:
+        rate = tf.convert_to_tensor(optimizer.learning_rate)
+    else:
+        optimizer = _compat.with_rate(optimizer, rate)
+    _compat.apply_weight_decay(optimizer, list(variables))
+    _compat.update_variables(_compat.stand_in(optimizer, **singles), [], [], rate)
+
+
+def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None:
+    """Update variables, each by kernels of its own or all by one that XLA compiles."""
+
+    def update(gradients: list, rate: Any) -> None:
+        _compat.apply_weight_decay(optimizer, variables)
+        _compat.update_variables(optimizer, gradients, variables, rate)
+
+    if xla.is_wanted() and gains_from_xla(gradients):
+        device = _compat.local_part(variables[0]).device
+        xla.run(update, (gradients, rate), device)
+    else:
+        update(gradients, rate)
+
+
+def gains_from_xla(gradients: Sequence[Any]) -> bool:
+    """Return whether gradients are dense, and large enough to gain from XLA.
+
+    Args:
+        gradients: Sequence of tensors and `tf.IndexedSlices`.
+    """
+    if not gradients or any(isinstance(g, tf.IndexedSlices) for g in gradients):
+        return False
+    sizes = [gradient.shape.num_elements() or 0 for gradient in gradients]
+    return sum(sizes) >= LEAST_FOR_XLA * len(sizes)
+
+
+def plan_groups(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> list[list[int]]:
+    """Group variables to be updated as one: small, alike, with dense gradients.
+
+    Args:
+        optimizer: Keras optimizer, no wrapper.
+        gradients: Sequence of tensors and `tf.IndexedSlices`.
+        variables: Sequence of Keras variables.
+
+    Returns:
+        List of lists of positions, each of at least two variables and at most
+        `LARGEST_GROUP` elements.
+    """
+    if not gains_from_groups(optimizer):
+        return []
+    groups: dict[tuple, list[list[int]]] = {}
+    room: dict[tuple, int] = {}
+    for index, (gradient, variable) in enumerate(
+        zip(gradients, variables, strict=True)
+    ):
+        local = _compat.local_part(variable)
+        size = local.shape.num_elements()
+        if size > LARGEST_ELEMENTS or isinstance(gradient, tf.IndexedSlices):
+            continue
+        decays = _compat.uses_weight_decay(optimizer, local)
+        key = local.dtype, gradient.dtype, decays
+        if key not in groups or room[key] < size:
+            groups.setdefault(key, []).append([])
+            room[key] = LARGEST_GROUP
+        groups[key][-1].append(index)
+        room[key] -= size
+    return [group for alike in groups.values() for group in alike if len(group) > 1]
+
+
+def _update_group(
+    optimizer: Any, gradients: list, variables: list[Any], rate: Any
+) -> None:
+    parts = [_compat.local_part(variable) for variable in variables]
+    with tf.device(parts[0].device):
+        view = FlatParameter(parts)
+        positions = [_compat.index_in(optimizer, variable) for variable in variables]
+        slots = {
+            name: [FlatParameter([_compat.local_part(items[i]) for i in positions])]
+            for name, items in _compat.slots_of(optimizer).items()
+        }
+        flat = _compat.with_slots(optimizer, view, slots)
+        if _compat.uses_weight_decay(optimizer, parts[0]):
+            decay = tf.cast(optimizer.weight_decay, view.dtype)
+            view.assign_sub(view.read_value() * decay * tf.cast(rate, view.dtype))
+        flat.update_step(pack(gradients), view, rate)
+        for changed in (view, *(slot for (slot,) in slots.values())):
+            changed.write_back()

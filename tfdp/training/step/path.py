@@ -1,0 +1,251 @@
+"""THE PATH of a step on one replica: from local gradients to updated variables.
+
+    local gradients -> 1 take in -> [at the last micro-batch:] 2 reduce
+      -> 3 unscale -> 4 all finite? -> 5 clip -> 6 decay and update
+      -> 7 moving averages -> 8 constraints -> 9 count
+
+Everything above `2 reduce` is the replica's own; everything below it is computed
+from the sums of all replicas and so alike on each, branches included. A step with
+an overflow anywhere is skipped everywhere and changes the scale and its counters; what
+compression has left out is kept for the next step only where this one is. Features act
+before 1, at 4 and after 9, see `StepFeature`; with one that trains replicas alone 2
+reduces nothing, or within a node, which then skips a step by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives import step_events
+from tfdp.ground import _compat
+from tfdp.ground.base.param_groups import ParamGroup
+from tfdp.training.compression.step_residuals import step_residuals
+from tfdp.training.parameters.sharded_parameter import sharded_parameter
+from tfdp.training.step.accumulation import Totals
+from tfdp.training.step.state_layout import (
+    GradientStatistics,
+    StateLayout,
+    reduce_groups,
+)
+from tfdp.training.step.step import Step
+
+
+def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
+    """Take in the gradients of one micro-batch of this replica.
+
+    Args:
+        step: `Step`.
+        gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of the
+            step's variables, or `None` to make an update of what was accumulated.
+    """
+    for feature in step.features:
+        feature.begin()
+    taken = None if gradients is None else list(gradients)
+    with step_residuals(lambda: _scale_of(step)) as of_micro_batch:
+        take_totals, is_due = step.accumulator.take(taken)  # 1
+    of_micro_batch.keep_finite()
+
+    def update() -> tf.Tensor:
+        totals = take_totals()
+        with step_residuals(lambda: _divisor(step, totals)) as residuals:
+            sums = _reduce(step, totals)  # 2
+        sums = _unscale(step, sums, totals)  # 3
+        statistics = _examine(step, sums, totals)
+        is_finite = _is_finite(step, statistics)  # 4
+
+        def apply() -> None:
+            clipped = _clip(step, sums, statistics)  # 5
+            _decay_and_update(step, clipped)  # 6
+            residuals.keep()
+
+        _cond(is_finite, apply, lambda: _skip(step, statistics))
+        return is_finite
+
+    is_updated, is_kept = _update_if(is_due, update)
+    _average(step, is_kept)  # 7
+    _constrain(step, is_kept)  # 8
+    is_due = True if is_due is None else is_due
+    if step.trains_alone:
+        _count(step, is_due, True)  # what one replica skips others make
+    else:
+        _count(step, is_updated, is_kept)  # 9
+    for feature in step.features:
+        feature.end(step, is_due, is_kept)
+
+
+def take_empty_step(step: Step) -> None:
+    """Do what Keras's step that finds no data does.
+
+    Args:
+        step: `Step`.
+    """
+    if step.scale is not None or step.trains_alone:
+        return  # Keras knows whether gradients are finite with them only.
+    release, is_due = step.accumulator.take_nothing()
+
+    def update() -> None:
+        release()
+        for group, schedule in zip(step.param_groups, step.schedules, strict=True):
+            variables = group.of(step.variables)
+            step.layout.update_without_gradients(group, variables, schedule.rate)
+
+    _cond(is_due, update)
+    if not step.counts_micro_batches:
+        _count(step, is_due, is_due)
+
+
+def _reduce(step: Step, totals: Totals) -> list:
+    """Sum over all replicas, for each group, what is not summed already (ZeRO-2)."""
+    if totals.sums is not None:
+        return totals.sums
+    assert totals.gradients is not None
+    gradients = step.reducer.prepare(totals.gradients)
+    return reduce_groups(
+        step.layout, step.param_groups, step.variables, gradients, totals.weight
+    )
+
+
+def _unscale(step: Step, sums: list, totals: Totals) -> list:
+    """Divide by micro-batches times loss scale."""
+    divisor = _divisor(step, totals)
+    return sums if divisor is None else [item.divided_by(divisor) for item in sums]
+
+
+def _divisor(step: Step, totals: Totals) -> tf.Tensor | None:
+    """Micro-batches times loss scale in float64, or `None` for one."""
+    factors = [totals.count, _scale_of(step)]
+    given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
+    return tf.reduce_prod(given) if given else None
+
+
+def _scale_of(step: Step) -> tf.Tensor | None:
+    """Factor of the loss in float64, or `None` for one."""
+    factors = [step.scale and step.scale.read(), step.fixed_scale]
+    given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
+    return tf.reduce_prod(given) if given else None
+
+
+def _examine(step: Step, sums: list, totals: Totals) -> GradientStatistics:
+    """Norms and finite flags of the sums, as far as anybody asks for them."""
+    measures = any(feature.measures_norm for feature in step.features)
+    statistics = step.layout.examine(
+        step.param_groups, sums, checks=step.scale is not None, measures=measures
+    )
+    step_events.record_squared_norm(
+        lambda: step.layout.own_squares(step.param_groups, sums)
+    )
+    if step.features:
+        divisor = _divisor(step, totals)
+        for feature in step.features:
+            feature.examine(step, totals, divisor, statistics)
+    return statistics
+
+
+def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
+    """Whether all gradients of all replicas are finite; only a loss scale asks."""
+    return True if step.scale is None else statistics.is_finite()
+
+
+def _skip(step: Step, statistics: GradientStatistics) -> None:
+    assert step.scale is not None
+    groups = step.param_groups
+    positions = [item for group in groups for item in group.of(step.positions)]
+    step.scale.note_skip(statistics.non_finite(), positions)
+
+
+def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
+    return [
+        step.layout.clip(group, reduced, statistics)
+        for group, reduced in zip(step.param_groups, sums, strict=True)
+    ]
+
+
+def _decay_and_update(step: Step, gradients: list) -> None:
+    for group, clipped, schedule in zip(
+        step.param_groups, gradients, step.schedules, strict=True
+    ):
+        if schedule.momentum_factor is not None:
+            step.layout.scale_momentum(group, schedule.momentum_factor)
+        step.layout.update(group, clipped, group.of(step.variables), schedule.rate)
+    if step.scale is not None:
+        step.scale.note_success()
+
+
+def _average(step: Step, is_kept: tf.Tensor | bool) -> None:
+    """Move the averages after every micro-batch, as Keras does."""
+    for group in step.param_groups:
+        if group.optimizer.use_ema:
+            _cond(is_kept, functools.partial(_average_group, step.layout, group))
+
+
+def _average_group(layout: StateLayout, group: ParamGroup) -> None:
+    layout.average(group)
+    optimizer = group.optimizer
+    if optimizer.ema_overwrite_frequency:
+        is_due = (optimizer.iterations + 1) % optimizer.ema_overwrite_frequency == 0
+        _cond(is_due, lambda: layout.overwrite_with_average(group))
+
+
+def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
+    """Apply the constraints after every micro-batch, as Keras does."""
+    for variable in step.variables:
+        if variable.constraint is not None:
+            _cond(is_kept, functools.partial(_constrain_one, variable))
+
+
+def _constrain_one(variable: Any) -> None:
+    parameter = sharded_parameter(variable)
+    if parameter is not None:
+        # A norm, say, is that of the whole, which is gathered for it.
+        parameter.assign(variable.constraint(parameter.read_value()))
+        return
+    part = _compat.local_part(variable)
+    part.assign(variable.constraint(part), read_value=False)
+
+
+def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
+    counts = is_kept if step.counts_micro_batches else is_updated
+    for optimizer in step.optimizers:
+        _compat.count_update(optimizer, tf.cast(counts, tf.int64))
+
+
+def _update_if(
+    is_due: tf.Tensor | None, update: Callable[[], tf.Tensor | bool]
+) -> tuple[tf.Tensor | bool, tf.Tensor | bool]:
+    """Run an update when it is due.
+
+    Returns:
+        Tuple of whether an update was made and whether nothing was skipped.
+    """
+    if is_due is None:
+        is_updated = update()
+        return is_updated, is_updated
+
+    def run() -> tuple[tf.Tensor, tf.Tensor]:
+        is_updated = tf.convert_to_tensor(update())
+        return is_updated, is_updated
+
+    return tf.cond(is_due, run, lambda: (tf.constant(False), tf.constant(True)))
+
+
+def _cond(
+    predicate: tf.Tensor | bool,
+    action: Callable[[], None],
+    otherwise: Callable[[], None] | None = None,
+) -> None:
+    if isinstance(predicate, bool):
+        branch = action if predicate else otherwise
+        if branch is not None:
+            branch()
+        return
+
+    def run(branch: Callable[[], None] | None) -> tf.Tensor:
+        if branch is not None:
+            branch()
+        return tf.constant(True)
+
+    tf.cond(predicate, lambda: run(action), lambda: run(otherwise))

@@ -1,0 +1,400 @@
+"""Extended classes of the two strategies: differences from the stock ones.
+
+The classes here hook into the places where tf.distribute reduces, creates
+variables and updates them. Everything else is TensorFlow's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.collectives import (
+    LaunchOrder,
+    ProcessGroup,
+    device_positions,
+    timing,
+)
+from tfdp.communication.coordination.join import (
+    Worker,
+    has_joined,
+    joining,
+    worker_devices,
+)
+from tfdp.communication.coordination.same_setup import agreed_topology, check_same_setup
+from tfdp.communication.coordination.watch import Watchdog, watch, watch_data
+from tfdp.communication.coordination.worker_group import WorkerGroup, remember_group
+from tfdp.ground import _compat
+from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.plans.topology import Topology
+from tfdp.training.data.load_balancer import LoadBalancer
+from tfdp.training.data.read_counts import count_reads
+from tfdp.training.parameters.deferred import deferred_parameter, is_deferred
+from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
+from tfdp.training.reduction.reducer import Reducer
+from tfdp.training.replicas.state_merge import average_statistics, merge_states
+from tfdp.training.replicas.synchronized_scope import NewVariables, synchronize_in_step
+from tfdp.training.replicas.variables import (
+    MetricVariable,
+    MirroredVariable,
+    aggregation_of,
+    class_mapping,
+)
+from tfdp.training.strategy.cross_device_ops import CrossDeviceOps
+from tfdp.training.strategy.transports import (
+    host_transport,
+    new_transport,
+    watch_transports,
+)
+
+_STOCK_KEYS_PER_STRATEGY = 1000
+_strategy_counter = itertools.count()
+
+
+@dataclasses.dataclass
+class _Statistics:
+    """Moving statistics that the replicas assign in a step, and how each counts."""
+
+    variables: dict[int, Any] = dataclasses.field(default_factory=dict)
+    weights: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+
+
+class ReplicaExtended:
+    """Mixin of both extended classes: the whole step in replica context.
+
+    With `_use_merge_call` false, TensorFlow and Keras run the optimizer inside
+    each replica instead of meeting in cross-replica context, which is what
+    makes updates inside conditionals (accumulation, EMA) possible.
+    """
+
+    options: CommunicationOptions
+    worker_group: WorkerGroup
+    # The models whose step XLA compiles.
+    compiled_models: weakref.WeakSet[Any]
+    # What the step of each loop of a model gathers, see `tfdp.training.program.checks`.
+    step_gathers: weakref.WeakKeyDictionary[Any, dict[str, Any]]
+    # Names of the number of replicas in the script, see
+    # `tfdp.training.program.divisions`.
+    names_of_count: set[str]
+    # Whether new parameters are sharded at once, see
+    # `tfdp.training.parameters.deferred`.
+    defers_parameters = False
+    # How many of its scopes are entered, one within the other.
+    num_scopes = 0
+    # By which rows follow the workers' speed, see `tfdp run --rebalance`.
+    balance: LoadBalancer | None = None
+    # Those of the step that is built, see `step_scope`.
+    _statistics: _Statistics | None = None
+    _collective_keys: Any
+
+    def explaining(self) -> contextlib.AbstractContextManager:
+        """Name the worker that is lost where TensorFlow only says that one is."""
+        return contextlib.nullcontext()
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _set_up_communication(
+        self, rank: int, hosts: Sequence[str], all_devices: Sequence[str]
+    ) -> None:
+        """Replace the stock cross-device operations by ours.
+
+        Args:
+            rank: Int, this worker's.
+            hosts: Sequence of strings, the host of each worker.
+            all_devices: Sequence of strings, full names by rank of the replica.
+        """
+        devices = self.worker_devices  # type: ignore[attr-defined]
+        first_rank = rank * len(devices)
+        if self.options.timeout_seconds is not None:
+            count_reads()
+            if self.worker_group.num_workers == 1:
+                watch_data(self.options.timeout_seconds)
+        self.names_of_count = set()
+        self.step_gathers = weakref.WeakKeyDictionary()
+        self.compiled_models = weakref.WeakSet()
+        topology = agreed_topology(self.worker_group, hosts, len(devices), self.options)
+        self.topology = topology
+        positions = device_positions(all_devices)
+        transport = new_transport(self.options, devices, self.worker_group, hosts[rank])
+        order = LaunchOrder(devices, transport.num_channels)
+        self.group = ProcessGroup(
+            order,
+            len(all_devices),
+            transport,
+            positions=positions[first_rank : first_rank + len(devices)],
+            nodes=_nodes(topology, positions),
+            workers=_by_position(positions, len(devices)),
+        )
+        # Metric states, statistics and the like are small and live on hosts.
+        all_hosts = [_host(device) for device in all_devices[:: len(devices)]]
+        places = device_positions(all_hosts)
+        self.host_group = ProcessGroup(
+            LaunchOrder([_host(devices[0])]),
+            len(hosts),
+            host_transport(transport),
+            positions=[places[rank]],
+            workers=_by_position(places, 1),
+        )
+        self.algorithm_selector = AlgorithmSelector(
+            self.options, topology, transport.name, warn=self.worker_group.is_chief
+        )
+        self.hosts = tuple(hosts)
+        self.first_rank = first_rank
+        self.num_local = len(devices)
+        self.local_ranks = list(range(first_rank, first_rank + len(devices)))
+        self.reducer = Reducer(
+            self.group,
+            first_rank,
+            self.options,
+            self.worker_group,
+            self.algorithm_selector,
+        )
+        self._cross_device_ops = CrossDeviceOps(self.reducer, self._collective_keys)
+        self._collective_ops = self._cross_device_ops
+        self._host_cross_device_ops = CrossDeviceOps(
+            Reducer(self.host_group, rank, self.options, self.worker_group),
+            self._collective_keys,
+        )
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        if is_deferred(self, kwargs):
+            return deferred_parameter(self._container_strategy(), kwargs)  # type: ignore[attr-defined]
+        kwargs["aggregation"] = aggregation_of(kwargs)
+        mapping = class_mapping(kwargs)
+        with _compat.variable_classes(mapping):
+            variable = super()._create_variable(next_creator, **kwargs)  # type: ignore[misc]
+        self._register(variable)
+        return variable
+
+    def _register(self, variable: Any) -> None:
+        """Remember which variable the component of a replica belongs to."""
+        known = vars(self).setdefault("_variables", {})
+        for component in getattr(variable, "values", ()):
+            known[id(component.handle)] = weakref.ref(variable)
+
+    def variable_of(self, handle: Any) -> Any:
+        """Return the variable that a component's handle belongs to, or `None`."""
+        found = vars(self).get("_variables", {}).get(id(handle))
+        variable = None if found is None else found()
+        if variable is None or all(c.handle is not handle for c in variable.values):
+            return None
+        return variable
+
+    def _replica_ctx_all_reduce(
+        self, reduce_op: Any, value: Any, options: Any = None
+    ) -> Any:
+        context = tf.distribute.get_replica_context()
+        one_local_replica = len(self.group.devices) == 1
+        if tf.executing_eagerly() and not one_local_replica:
+            # Eager replicas run one after the other; a collective would wait
+            # for a replica that has not started. So they meet first.
+            return super(  # type: ignore[misc]
+                _compat.MirroredExtended, self
+            )._replica_ctx_all_reduce(reduce_op, value, options)
+        replica = _compat.local_replica_id(context)
+        return self.reducer.reduce(reduce_op, value, replica)
+
+    def sum_over_replicas(self, values: list) -> list:
+        """All-reduce values by their sum, in replica context.
+
+        Args:
+            values: List of tensors and `tf.IndexedSlices`.
+        """
+        return self._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, values)
+
+    def _get_cross_device_ops(self, value: Any) -> Any:
+        local = getattr(value, "values", (value,))
+        if len(local) == len(self.group.devices):
+            return self._cross_device_ops
+        return self._host_cross_device_ops
+
+    # Statistics and metrics of a step.
+
+    @contextlib.contextmanager
+    def step_scope(self) -> Iterator[None]:
+        """Average the moving statistics that the replicas assign inside."""
+        outer, noted = self._statistics, _Statistics()
+        self._statistics = noted
+        try:
+            yield
+        finally:
+            self._statistics = outer
+        weights = [own for _, own in sorted(noted.weights.items())]
+        self.average(list(noted.variables.values()), weights or None)
+
+    def average(self, statistics: list, weights: list | None = None) -> None:
+        """Average moving statistics over all replicas, in cross-replica context.
+
+        Args:
+            statistics: List of mirrored variables.
+            weights: List of scalar tensors, one for each local replica, that sum to
+                one over all, or `None` where all have the same.
+        """
+        if statistics and self.group.size > 1:
+            equal = [tf.constant(1.0 / self.group.size, tf.float64)] * self.num_local
+            with timing.labelled("statistics"):
+                average_statistics(statistics, weights or equal, self.host_group)
+
+    def note_statistics(
+        self, variables: Sequence[Any], replica: int = 0, weight: Any = None
+    ) -> None:
+        """Remember that a replica assigned moving statistics.
+
+        Args:
+            variables: Sequence of mirrored variables.
+            replica: Int, its local number.
+            weight: Scalar tensor, the fraction of all rows that it has; or `None`:
+                all replicas count alike.
+        """
+        if self._statistics is not None:
+            self._statistics.variables |= {id(own): own for own in variables}
+            if weight is not None:
+                self._statistics.weights[replica] = weight
+
+    def merge_metric_variables(self, variables: list[MetricVariable]) -> list:
+        """The states of all replicas, merged: one tensor for each variable."""
+        locals_ = [[part.read_value() for part in v.values] for v in variables]
+        kinds = [v.merge for v in variables]
+        return merge_states(locals_, kinds, self.host_group)
+
+
+class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
+    """The replicas of one process.
+
+    Args:
+        container_strategy: The strategy that this belongs to.
+        devices: List of device strings.
+        options: `CommunicationOptions`.
+    """
+
+    def __init__(
+        self,
+        container_strategy: Any,
+        devices: list[str],
+        options: CommunicationOptions,
+    ) -> None:
+        self.options = options
+        self.worker_group = remember_group(WorkerGroup(rank=0, num_workers=1))
+        with _compat.without_tf_config():
+            super().__init__(container_strategy, devices=devices)
+        self._set_up_communication(0, ["localhost"], self.worker_devices)
+
+
+class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
+    """The replicas of all workers.
+
+    Args:
+        container_strategy: The strategy that this belongs to.
+        worker: `Worker`, this process in its cluster.
+        options: `CommunicationOptions`.
+    """
+
+    def __init__(
+        self, container_strategy: Any, worker: Worker, options: CommunicationOptions
+    ) -> None:
+        self.options = options
+        self.worker = worker
+        self.new_variables = NewVariables()
+        self._std_server_started = has_joined(worker)
+        with joining(worker):
+            super().__init__(
+                container_strategy,
+                cluster_resolver=worker.resolver,
+                communication_options=_compat.StockOptions(),
+            )
+        self.worker_group = remember_group(
+            WorkerGroup(worker.rank, worker.num_workers, worker.timeout_seconds)
+        )
+        self._watchdog: Watchdog | None = None
+        if worker.cluster is not None:
+            addresses = worker.cluster.workers
+            self._watchdog = watch(self.worker_group, addresses, worker.timeout_seconds)
+            watch_transports(self._watchdog)
+        all_devices = check_same_setup(
+            self.worker_group,
+            self.worker_devices,
+            options,
+            rebalances=worker.rebalances,
+        )
+        if worker.rebalances:
+            self.balance = LoadBalancer(worker.num_workers, len(self.worker_devices))
+        hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
+        self._set_up_communication(worker.rank, hosts, all_devices)
+
+    def explaining(self) -> contextlib.AbstractContextManager:
+        """Name the worker that is lost where TensorFlow only says that one is."""
+        if self._watchdog is None:
+            return contextlib.nullcontext()
+        return self._watchdog.translate_errors()
+
+    def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
+        """Start no server where a process trains alone; stock does for one worker."""
+        if self.worker.cluster is None:
+            self._initialize_local(cluster_resolver, devices=devices)
+        else:
+            super()._initialize_strategy(cluster_resolver, devices)
+
+    def _initialize_local_devices(
+        self, cluster_resolver: Any, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
+        """Several devices a worker, GPUs or logical CPUs; stock has one CPU."""
+        del cluster_resolver
+        devices = worker_devices(self.worker)
+        full = tuple(f"{worker_device}/device:{device}" for device in devices)
+        return full, _compat.device_type(full[0])
+
+    def _get_variable_creator_initial_value(
+        self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
+    ) -> Any:
+        """Leave out the broadcast of each variable; one follows for them all.
+
+        Variables that a `tf.function` creates are initialized after tracing,
+        so they keep TensorFlow's own broadcast.
+        """
+        if tf.executing_eagerly() and self.worker.num_workers > 1:
+            return _compat.stock_initial_value(
+                self, replica_id, device, primary_var, **kwargs
+            )
+        return super()._get_variable_creator_initial_value(
+            replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+        )
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        variable = super()._create_variable(next_creator, **kwargs)
+        is_mirrored = isinstance(variable, MirroredVariable) and not variable.has_parts
+        if tf.executing_eagerly() and is_mirrored:
+            self.new_variables.add(variable)
+            synchronize_in_step(self._container_strategy())
+        return variable
+
+
+def next_stock_key_base() -> int:
+    """First of TensorFlow's own group keys of a new strategy.
+
+    A few of its collectives are still used, and those of two strategies of a
+    process would meet: all stock strategies count from the same number.
+    """
+    return next(_strategy_counter) * _STOCK_KEYS_PER_STRATEGY
+
+
+def _nodes(topology: Topology, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The positions in the group of the replicas of each node."""
+    return tuple(tuple(positions[rank] for rank in node) for node in topology.nodes)
+
+
+def _by_position(positions: Sequence[int], num_local: int) -> list[int]:
+    """The rank of the worker of each position."""
+    ranks = sorted(range(len(positions)), key=positions.__getitem__)
+    return [rank // num_local for rank in ranks]
+
+
+def _host(device: str) -> str:
+    spec = tf.DeviceSpec.from_string(device)
+    return spec.replace(device_type="CPU", device_index=0).to_string()

@@ -1,0 +1,219 @@
+"""Steps that Keras gives to `strategy.run`: traced, compiled or run eagerly."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.communication.collectives import step_events
+from tfdp.ground import _compat, user_code
+from tfdp.ground.base import batch_weight, loops, xla
+from tfdp.ground.base.batch_weight import BatchWeight
+from tfdp.ground.base.context import strategy_of
+from tfdp.training.data import batch_weights
+from tfdp.training.data.other_rows import without_marks
+from tfdp.training.data.rows import count_of, first_tensor, num_rows, rows_of_rank
+from tfdp.training.keras_hooks.logs import metric_states
+from tfdp.training.program.divisions import name_of_count
+from tfdp.training.program.eager import EagerStep
+from tfdp.training.program.step import DividedStep, rows_of_replica
+from tfdp.training.reduction.training_group import merging_group, training_group
+from tfdp.training.replicas import drift_probe
+from tfdp.training.step.empty_step import note_changes_without_data
+from tfdp.training.strategy.compiled_step import CompiledStep
+
+_LIBRARIES = ("keras", "tensorflow", "tfdp")
+
+
+def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tuple]:
+    """Prepare what Keras gives to `strategy.run`; leave other calls alone.
+
+    Args:
+        strategy: A tfdp strategy.
+        fn: Callable, the replica function.
+        args: Tuple, its arguments.
+
+    Returns:
+        Tuple of function and arguments.
+    """
+    args, total = batch_weights.unpack_counted(args)
+    args, others = without_marks(args)
+    loop = loops.current()
+    if loop is None or strategy_of(loop.model) is not strategy:
+        return fn, args
+    if loop.whole_batches and strategy.num_replicas_in_sync > 1:
+        whole = first_tensor(args)
+        loops.note_batch_rows(None if whole is None else whole.shape[0])
+        args = tuple(_split(strategy, argument) for argument in args)
+    args = keras.tree.map_structure(_none_for_optional, args)
+    local = [
+        _compat.select_replica(replica, args)
+        for replica in range(strategy.extended.num_local)
+    ]
+    if first_tensor(local[0]) is None:
+        return fn, args  # A function of a callback or of an optimizer.
+    parts = batch_weights.weigh_batches(
+        local, merging_group(strategy), strategy.num_replicas_in_sync, total
+    )
+    drift_probe.begin_step(loop.model, local)
+    step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
+    if parts is None and not xla.is_wanted():
+        return _after_its_data(loop.model, fn), args
+    loop.program_logs = None
+    step: Callable
+    if parts is None:
+        compiled = CompiledStep(lambda args, _: fn(*args), strategy, loop)
+        step = functools.wraps(fn)(lambda *args: compiled(args, None))
+    elif tf.executing_eagerly():
+        return _eager_step(strategy, loop, fn, local, parts), args
+    else:
+        step = _divided_step(strategy, loop, fn, local, parts, total, others)
+    return _after_its_data(loop.model, step), args
+
+
+def _divided_step(
+    strategy: Any,
+    loop: loops.Loop,
+    fn: Callable,
+    local: list,
+    parts: list[BatchWeight],
+    total: tf.Tensor | None,
+    others: frozenset[int],
+) -> Callable:
+    """Return the step of a replica as its part of the program of one device."""
+    if strategy.extended.balance is not None:
+        total = None  # Rows are divided by weight.
+    are_alike = batch_weights.are_alike(local, merging_group(strategy))
+    divided = DividedStep(strategy, loop, fn, others)
+    # Asked once for all replicas: the first one may build the model.
+    compiles = xla.is_wanted()
+    counts = {
+        rank: tf.cast(count_of(first), tf.int32)
+        for rank, batch in enumerate(local, strategy.extended.first_rank)
+        if (first := first_tensor(batch)) is not None
+    }
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+        replica = _compat.local_replica_id(tf.distribute.get_replica_context())
+        part = parts[replica]
+        group = training_group(strategy)
+        rows = rows_of_replica(group, args, total, counts, are_alike=are_alike)
+
+        def run(args: tuple, part: BatchWeight | None) -> Any:
+            own = rows
+            if xla.is_tracing() and not are_alike:
+                # Shapes have to be known where XLA compiles.
+                own = dataclasses.replace(rows, own=tf.shape(first_tensor(args))[0])
+            with batch_weight.use(part):
+                return divided(args, group, own)
+
+        if compiles:
+            result = CompiledStep(run, strategy, loop)(args, part)
+        else:
+            result = run(args, part)
+        loop.program_logs = divided.tail
+        return result
+
+    return step
+
+
+def _eager_step(
+    strategy: Any, loop: loops.Loop, fn: Callable, local: list, parts: list[BatchWeight]
+) -> Callable:
+    """Return the step of a replica where nothing is traced: that of one device."""
+    loop.batch_weights = [part.weight for part in parts]
+    step = EagerStep(
+        strategy,
+        fn,
+        parts,
+        local,
+        merging_group(strategy),
+        metric_states(loop.model),
+        returns_rows="predict" in loop.name,
+    )
+    if not loop.steps_alone:
+        step.prepare()
+    return step
+
+
+def _none_for_optional(part: Any) -> Any:
+    """`None` where a generator has it; Keras does so for what one replica gets."""
+    first = part.values[0] if isinstance(part, _compat.PerReplica) else part
+    return None if isinstance(first, tf.experimental.Optional) else part
+
+
+def note_count_read(strategy: Any, reader: types.FrameType) -> None:
+    """Note that a user asks for the number of replicas: a loss may be divided by it.
+
+    Args:
+        strategy: A tfdp strategy.
+        reader: Frame that asks.
+    """
+    module = reader.f_globals.get("__name__", "")
+    if module.partition(".")[0] in _LIBRARIES:
+        return
+    line = user_code.text_of_line(reader.f_code.co_filename, reader.f_lineno)
+    name = name_of_count(line)
+    if name is not None:
+        strategy.extended.names_of_count.add(name)
+
+
+def _after_its_data(model: Any, fn: Callable) -> Callable:
+    """Start a step only when its data is there.
+
+    At the end of the data the iterator fails while operations that do not wait
+    for it, such as the counter of iterations, would already have run.
+    """
+    if tf.executing_eagerly():
+        return fn
+
+    @functools.wraps(fn)
+    def step(*args: Any) -> Any:
+        data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
+        begins = step_events.record_step_begin(data)
+        graph = tf.compat.v1.get_default_graph()
+        first = len(graph.get_operations())
+        with tf.control_dependencies(begins), _compat.ordered_by_itself():
+            outputs = fn(*args)
+        note_changes_without_data(model, graph.get_operations()[first:], data)
+        return outputs
+
+    return step
+
+
+def _own_samples(batch: Any) -> tf.Tensor | None:
+    first = first_tensor(batch)
+    return None if first is None else num_rows(first)
+
+
+def _split(strategy: Any, batch: Any) -> Any:
+    """Split a global batch into the rows of each local replica."""
+    extended = strategy.extended
+    tensors = keras.tree.map_structure(
+        lambda x: None if x is None else _tensor(x), batch
+    )
+    return _compat.per_replica(
+        [
+            _rows_of(
+                tensors, extended.first_rank + replica, strategy.num_replicas_in_sync
+            )
+            for replica in range(extended.num_local)
+        ]
+    )
+
+
+def _rows_of(batch: Any, rank: int, num_replicas: int) -> Any:
+    return keras.tree.map_structure(
+        lambda x: None if x is None else rows_of_rank(x, rank, num_replicas), batch
+    )
+
+
+def _tensor(value: Any) -> Any:
+    return value if tf.is_tensor(value) else tf.convert_to_tensor(value)

@@ -1,0 +1,308 @@
+"""The strategies: stock tf.distribute strategies that train Keras exactly."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.cluster import Cluster, find_cluster, processes_apart
+from tfdp.communication.cluster.cpu_kernels import warn_of_slow_kernels
+from tfdp.communication.cluster.devices import (
+    default_cpus,
+    local_devices,
+    resolve_devices,
+)
+from tfdp.communication.cluster.mpi_launcher import mpi_rank
+from tfdp.communication.coordination.join import resolver_of_environment, start_worker
+from tfdp.ground import _compat, user_code
+from tfdp.ground.base import loops, program_trace
+from tfdp.ground.base.feature import registered
+from tfdp.ground.options import CommunicationOptions
+from tfdp.training.data import distribute
+from tfdp.training.keras_hooks import install
+from tfdp.training.reduction.communication_plan import (
+    CommunicationPlan,
+    communication_plan,
+)
+from tfdp.training.replicas import random_seed, synchronized_scope
+from tfdp.training.strategy import replica_step
+from tfdp.training.strategy.extended import (
+    MultiWorkerReplicaExtended,
+    SingleWorkerReplicaExtended,
+    next_stock_key_base,
+)
+
+
+class _Strategy:
+    """Mixin of both strategies, with what Keras calls."""
+
+    extended: Any
+
+    def scope(self, init: str | None = None) -> Any:
+        """Context in which variables are created on every replica.
+
+        Args:
+            init: String, `"deferred"`: each trainable variable is sharded as soon as
+                it is made, for models that fit on no replica, and needs an optimizer
+                with `sharding="parameters"`; or `None`: each replica has all of them.
+                Defaults to `None`.
+
+        Returns:
+            A context manager. Leaving it gives all workers the first worker's
+            initial values.
+
+        Raises:
+            ValueError: If `init` is neither.
+            RuntimeError: In a process that was forked after the strategy was made.
+
+        Example:
+
+        >>> import keras
+        >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+        >>> with strategy.scope(init="deferred"):
+        ...     layer = keras.layers.Dense(3)
+        ...     layer.build((None, 4))
+        >>> [tuple(part.shape) for part in layer.kernel.value.values]
+        [(6,), (6,)]
+        >>> layer.kernel.numpy().shape
+        (4, 3)
+        """
+        self.extended.worker_group.owner.check("`strategy.scope`")
+        if init not in (None, "deferred"):
+            raise ValueError(
+                f'`init` must be `None` or "deferred". Received: init={init!r}'
+            )
+        return synchronized_scope.SynchronizedScope(
+            self,
+            super().scope(),  # type: ignore[misc]
+            defers=init is not None and self.num_replicas_in_sync > 1,
+        )
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Number of replicas, on all workers, whose gradients are added up."""
+        if program_trace.current() is not None:
+            return 1
+        reader = inspect.currentframe()
+        if reader is not None and reader.f_back is not None:
+            replica_step.note_count_read(self, reader.f_back)
+        return super().num_replicas_in_sync  # type: ignore[misc]
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: Any = None,
+    ) -> Any:
+        """Run a function on every replica, as `tf.distribute` defines it.
+
+        Steps of Keras's loops come here too, and are divided among the replicas.
+
+        Args:
+            fn: Callable, run in each replica's context.
+            args: Tuple, positional arguments; distributed values are split.
+            kwargs: Dict or `None`, keyword arguments.
+            options: `tf.distribute.RunOptions` or `None`.
+
+        Returns:
+            What `fn` returns, one value per replica.
+        """
+        self.extended.worker_group.owner.check("`strategy.run`")
+        if loops.current() is None:
+            # Loops of Keras have done so when they began.
+            synchronized_scope.synchronize_new_variables(self)
+        fn, args = replica_step.prepare_run(self, fn, args)
+        with synchronized_scope.synchronizing_step(self), self.extended.step_scope():
+            return super().run(fn, args, kwargs, options)  # type: ignore[misc]
+
+    def experimental_distribute_dataset(
+        self, dataset: tf.data.Dataset, options: Any = None
+    ) -> Any:
+        """Split every global batch of a dataset between the replicas.
+
+        Where workers have different numbers of batches, a loop of your own goes on
+        until the last is through, whatever `CommunicationOptions.uneven` says; those
+        without data get batches of no rows.
+
+        Args:
+            dataset: `tf.data.Dataset`, batched by the global batch size, the
+                same on every worker.
+            options: `tf.distribute.InputOptions` or `None`.
+
+        Returns:
+            A `tf.distribute.DistributedDataset`.
+
+        Raises:
+            ValueError: If a batch is smaller than the number of replicas or
+                workers would shuffle differently.
+        """
+        return distribute.distribute(self, dataset, options, super())
+
+    def communication_plan(self, model: Any) -> CommunicationPlan:
+        """Show which gradients travel together.
+
+        Args:
+            model: A built Keras model.
+
+        Returns:
+            A `CommunicationPlan`; printed, it is a table of the buckets.
+
+        Raises:
+            ValueError: If the model is not built.
+        """
+        return communication_plan(self, model)
+
+
+class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
+    """Trains on all devices of one machine.
+
+    Args:
+        devices: List of device strings or `None`, such as `["GPU:0", "GPU:1"]`.
+            Defaults to `None`: all GPUs, or else all logical CPU devices.
+        communication: `CommunicationOptions` or `None`, the defaults.
+
+    Raises:
+        ValueError: If a device does not exist or is listed twice.
+
+    Example:
+
+    >>> strategy = MirroredStrategy(["CPU:0", "CPU:1"])
+    >>> strategy.num_replicas_in_sync
+    2
+    """
+
+    @_compat.filter_traceback
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        *,
+        communication: CommunicationOptions | None = None,
+    ) -> None:
+        _begin()
+        self._collective_key_base = next_stock_key_base()
+        options = communication or CommunicationOptions()
+        extended = SingleWorkerReplicaExtended(
+            self, devices=resolve_devices(devices), options=options
+        )
+        tf.distribute.Strategy.__init__(self, extended)
+        _warn_of_slow_kernels(self)
+
+
+class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredStrategy):
+    """Trains on all devices of all workers of a cluster.
+
+    Create it before any other use of TensorFlow. Without a cluster it trains
+    on the devices of this machine.
+
+    Args:
+        cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver` or
+            `None`. Defaults to `None`: `TF_CONFIG`, Slurm, a cloud's
+                job, or an MPI job.
+        devices: List of local device strings or `None`. Defaults to `None`:
+            all GPUs, or else all logical CPU devices of the worker.
+        communication: `CommunicationOptions` or `None`, the defaults.
+
+    Raises:
+        ValueError: If `TF_CONFIG` is wrong, the port is taken, a device does
+            not exist, or workers do not fit together.
+        TimeoutError: If a worker does not start within `timeout_seconds`.
+    """
+
+    @_compat.filter_traceback
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        *,
+        devices: Sequence[str] | None = None,
+        communication: CommunicationOptions | None = None,
+    ) -> None:
+        _begin()
+        self._collective_key_base = next_stock_key_base()
+        options = communication or CommunicationOptions()
+        worker = start_worker(cluster_resolver, devices, options)
+        if cluster_resolver is None:
+            _warn_of_processes_apart(worker.cluster or find_cluster())
+        for feature in registered():
+            feature.on_strategy(worker.rank)
+        extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
+        tf.distribute.Strategy.__init__(self, extended)
+        random_seed.agree_on_seed(self)
+        _warn_of_slow_kernels(self)
+
+
+def _begin() -> None:
+    user_code.check_process_of_tensorflow("A strategy")
+    install.install()
+
+
+def _warn_of_slow_kernels(strategy: Any) -> None:
+    """Warn, on the first worker, if CPUs train with kernels slower than need be."""
+    device = strategy.extended.worker_devices[0]
+    if strategy.extended.worker_group.is_chief and _compat.device_type(device) == "CPU":
+        warn_of_slow_kernels()
+
+
+def _warn_of_processes_apart(cluster: Cluster | None) -> None:
+    """Warn if a launcher that tfdp does not read has started several processes."""
+    apart = processes_apart() if cluster is None else None
+    if apart:
+        user_code.warn(
+            f"{apart}, and no TF_CONFIG tells them of each other: each trains a model "
+            f"of its own. {_remedy()}, or start the script with `tfdp run`."
+        )
+
+
+def _remedy() -> str:
+    if mpi_rank() is not None:
+        return (
+            "Install mpi4py, through which tfdp finds the others (pip install "
+            "tfdp[mpi]), or set TF_CONFIG before the strategy is made"
+        )
+    return "Set TF_CONFIG before the strategy is made, as the guide for PyTorch shows"
+
+
+@_compat.filter_traceback
+def auto_strategy(
+    *, communication: CommunicationOptions | None = None
+) -> MirroredStrategy | MultiWorkerMirroredStrategy:
+    """The strategy that fits where the program runs.
+
+    Two or more workers in `TF_CONFIG`, a Slurm step of several tasks, several hosts of
+    a SageMaker job, machines of a Vertex AI job, or an MPI job of several processes
+    that have mpi4py: all of them. Otherwise all GPUs of the
+    machine, or else its CPUs as several logical devices of one process, which is
+    faster than several processes. On one machine without GPUs, a small dense model,
+    whose step is mostly memory and communication, may be faster without a strategy,
+    on all cores: `tfdp bench compare` measures both.
+
+    Args:
+        communication: `CommunicationOptions` or `None`, the defaults.
+
+    Returns:
+        A `MultiWorkerMirroredStrategy` or a `MirroredStrategy`. Either names the
+        task of this process in its `cluster_resolver`.
+
+    Raises:
+        ValueError: As the strategies do.
+
+    Example:
+
+    >>> auto_strategy().num_replicas_in_sync
+    2
+    """
+    _begin()
+    timeout_seconds = communication.timeout_seconds if communication else None
+    cluster = find_cluster(timeout_seconds)
+    _warn_of_processes_apart(cluster)
+    if cluster is not None and cluster.num_workers > 1 and not cluster.is_evaluator:
+        return MultiWorkerMirroredStrategy(communication=communication)
+    if not tf.config.list_physical_devices("GPU"):
+        default_cpus(cluster.devices_per_worker if cluster else None)
+    strategy = MirroredStrategy(local_devices(), communication=communication)
+    # Scripts for any number of workers read their task there.
+    _compat.set_cluster_resolver(strategy, resolver_of_environment(cluster))
+    return strategy
