@@ -145,7 +145,7 @@ def test_the_parameters_of_all_kinds_are_found():
     assert {
         "CommunicationOptions-timeout_seconds",
         "DistributedOptimizer-prefetch",
-        "Links-is_inside_shared",
+        "options.Links-is_inside_shared",
         "callbacks.CommunicationMonitor.recent-num_steps",
         "callbacks.DiLoCo-dynamic_steps",
         "compression.TopK-ratio",

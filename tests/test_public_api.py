@@ -51,6 +51,15 @@ def test_a_notebook_completes_the_public_names_and_no_others():
     assert "__version__" in dir(tfdp)
 
 
+def test_names_that_have_moved_are_there_and_say_where_they_are(monkeypatch):
+    for name in tfdp._MOVED:
+        monkeypatch.delitem(vars(tfdp), name, raising=False)
+        with pytest.warns(UserWarning, match=rf"`tfdp.options.{name}` now") as caught:
+            found = getattr(tfdp, name)
+        assert found is getattr(tfdp.options, name)
+        assert caught[0].filename == __file__
+
+
 def test_types_of_the_public_names_have_no_part_that_is_unknown():
     generic = re.compile(
         r"\b(?:dict|list|tuple|set|Callable|PathLike|Mapping|Sequence)\b(?!\[)"

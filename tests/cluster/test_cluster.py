@@ -15,6 +15,7 @@ import time
 
 import pytest
 
+from tests.harness.timing import within
 from tfdp.communication.cluster import (
     Cluster,
     accepts_connections,
@@ -425,11 +426,10 @@ def test_tf_config_comes_before_slurm():
 
 
 def test_a_taken_port_is_named_within_a_second():
-    with listening() as port:
-        start = time.monotonic()
-        with pytest.raises(ValueError, match=f"Port {port}.*already taken"):
-            check_port_free(f"localhost:{port}")
-        assert time.monotonic() - start < 1
+    taken = pytest.raises(ValueError, match=r"Port \d+.*already taken")
+    with listening() as port, within(1), taken as caught:
+        check_port_free(f"localhost:{port}")
+    assert str(port) in str(caught.value)
 
 
 def test_a_port_taken_on_ipv6_alone_is_seen():
@@ -468,9 +468,8 @@ def test_unreachable_names_the_ranks_whose_port_does_not_answer():
         cluster = Cluster(
             (f"127.0.0.1:{unused_port()}", f"127.0.0.1:{port}", f"127.0.0.1:{silent}")
         )
-        start = time.monotonic()
-        assert unreachable_workers(cluster, timeout_seconds=0.5) == [2]
-        assert time.monotonic() - start < 2
+        with within(2):
+            assert unreachable_workers(cluster, timeout_seconds=0.5) == [2]
 
 
 def test_unreachable_waits_for_a_worker_that_starts_late():
@@ -485,9 +484,8 @@ def test_unreachable_waits_for_a_worker_that_starts_late():
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         threading.Thread(target=start_late).start()
-        start = time.monotonic()
-        assert unreachable_workers(cluster, timeout_seconds=20) == []
-        assert time.monotonic() - start < 10
+        with within(10):
+            assert unreachable_workers(cluster, timeout_seconds=20) == []
 
 
 def test_unreachable_asks_every_worker_when_this_is_the_evaluator():
@@ -497,9 +495,8 @@ def test_unreachable_asks_every_worker_when_this_is_the_evaluator():
 
 def test_unreachable_keeps_its_time_when_a_host_has_no_name():
     cluster = Cluster(("127.0.0.1:1", "no-such-host.invalid:1"))
-    start = time.monotonic()
-    assert unreachable_workers(cluster, timeout_seconds=0.5) == [1]
-    assert time.monotonic() - start < 2
+    with within(2):
+        assert unreachable_workers(cluster, timeout_seconds=0.5) == [1]
 
 
 def test_a_host_without_a_name_is_said_at_once_and_waited_for():

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.harness.timing import within
 from tfdp.communication.cluster import nodes, topology_of
 from tfdp.ground.plans.topology import Topology
 
@@ -189,10 +190,9 @@ def test_a_rank_that_is_not_there_is_refused(rank):
 
 
 def test_thousands_of_replicas_are_placed_quickly():
-    start = time.monotonic()
-    found = topology_of(["h"] * 1024, 8, node_size=8)
-    assert (found.num_nodes, found.local_rank(8191)) == (1024, 7)
-    assert time.monotonic() - start < 10
+    with within(10):
+        found = topology_of(["h"] * 1024, 8, node_size=8)
+        assert (found.num_nodes, found.local_rank(8191)) == (1024, 7)
 
 
 @pytest.mark.parametrize(
