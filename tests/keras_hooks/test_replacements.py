@@ -29,7 +29,7 @@ from tfdp.training.keras_hooks.install import REPLACEMENTS, install
 pytestmark = pytest.mark.core
 
 SOURCE = pathlib.Path(tfdp.__file__).parent
-TABLE = SOURCE / "keras_hooks" / "install.py"
+TABLE = SOURCE / "training" / "keras_hooks" / "install.py"
 ISSUE = re.compile(r"https://github\.com/[\w-]+/[\w-]+/(issues|pull)/\d+")
 VERSIONS = re.compile(r"(Keras|TensorFlow) (\d+\.\d+) to \d+\.\d+")
 

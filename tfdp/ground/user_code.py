@@ -27,7 +27,7 @@ _LIBRARIES = tuple(
     for folder in (
         *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
         *(*site.getsitepackages(), site.getusersitepackages()),
-        str(Path(__file__).parent),
+        str(Path(__file__).parents[1]),
     )
 )
 # TensorFlow's class `Context` makes the devices in `ensure_initialized`; checked on

@@ -43,7 +43,7 @@ def install() -> None:
         _compat.replace(entry)
     # A mistake in a user's model is found in the user's lines, not in these. Frames
     # have the path by which a file was imported, also where that leads through a link.
-    _compat.hide_from_tracebacks(str(Path(__file__).parents[1]) + os.sep)
+    _compat.hide_from_tracebacks(str(Path(__file__).parents[2]) + os.sep)
 
 
 # Compile, fit, evaluate, predict.
