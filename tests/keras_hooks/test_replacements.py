@@ -138,7 +138,7 @@ def test_a_function_that_is_replaced_past_the_table_is_found(monkeypatch):
     def stray(original: Any, *args: Any) -> Any:
         return original(*args)
 
-    code = stray.__code__.replace(co_filename=str(SOURCE / "data" / "stray.py"))
+    code = stray.__code__.replace(co_filename=str(SOURCE / "training" / "stray.py"))
     planted = types.FunctionType(code, {})
     monkeypatch.setattr(keras.layers.Dense, "call", functools.partial(planted, None))
     monkeypatch.setattr(keras.src.ops.numpy, "add", planted)
