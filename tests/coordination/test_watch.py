@@ -575,7 +575,8 @@ def test_ctrl_c_is_one_line_that_names_the_scripts(capsys, monkeypatch):
 def test_lines_of_tfdp_are_known_where_it_is_imported_through_a_link(tmp_path):
     package = pathlib.Path(tfdp.__file__).resolve().parent
     (tmp_path / "tfdp").symlink_to(package)
-    path = tmp_path / "tfdp" / "coordination" / "watch" / "__init__.py"
+    room = tmp_path / "tfdp" / "communication" / "coordination"
+    path = room / "watch" / "__init__.py"
     spec = importlib.util.spec_from_file_location("linked_watch", path)
     linked = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(linked)

@@ -113,7 +113,7 @@ package.__path__ = [sys.argv[1]]
 sys.modules["tfdp"] = package
 import tfdp.communication.transport
 """
-    folder = Path(transports.__file__).parents[1]
+    folder = Path(transports.__file__).parents[2]
     command = [sys.executable, "-c", script, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -149,7 +149,7 @@ def worker_commands(
     """
     start = [sys.executable, "-m", module]
     if python is not None:
-        folder = str(Path(__file__).resolve().parents[2])
+        folder = str(Path(__file__).resolve().parents[3])
         start = [python, "-c", _FOREIGN, folder, module]
     told = [
         {**setup, "rank": rank, "addresses": list(addresses)}

@@ -101,7 +101,7 @@ def _line_of_script(trace: TracebackType | None) -> str:
     """Describe the last frame of a traceback that is not in a package, or `""`."""
     paths = sysconfig.get_paths()
     packages = [paths[name] for name in ("purelib", "platlib", "stdlib")]
-    own = str(Path(__file__).parents[2])
+    own = str(Path(__file__).parents[3])
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
