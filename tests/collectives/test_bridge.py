@@ -35,7 +35,9 @@ class Together:
     def __init__(self, count: int):
         self._barrier = threading.Barrier(count)
 
-    def __call__(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def __call__(
+        self, arrays: list[np.ndarray], source: int, tag: int
+    ) -> list[tf.Tensor]:
         self._barrier.wait(DEADLINE_SECONDS / 2)
         return [tf.constant(array.view(np.uint8)) for array in arrays]
 

@@ -8,9 +8,8 @@ returns only when all have called.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -48,8 +47,7 @@ def all_reduce(
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
     call = Call(group, replica, channel, size, is_alone)
-    with _measured("all_reduce", tensor, call) as done:
-        return done(group.transport.all_reduce(tensor, call))
+    return _run("all_reduce", tensor, call)
 
 
 def all_gather(
@@ -83,9 +81,9 @@ def all_gather(
         return tf.concat([tensor] * group.size, axis=0)
     sent, back = _to_sent_dtype(tensor, reduce_dtype)
     call = Call(group, replica, channel, size)
-    with _measured("all_gather", sent, call) as done:
-        gathered = done(group.transport.all_gather(sent, call))
-        return tf.ensure_shape(back(gathered), _joined_shape(tensor, group.size))
+    with tf.device(group.devices[replica]):
+        gathered = back(_run("all_gather", sent, call))
+        return tf.ensure_shape(gathered, _joined_shape(tensor, group.size))
 
 
 def all_to_all(
@@ -104,9 +102,7 @@ def all_to_all(
     """
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
-    call = Call(group, replica, channel)
-    with _measured("all_to_all", tensor, call) as done:
-        return done(group.transport.all_to_all(tensor, call))
+    return _run("all_to_all", tensor, Call(group, replica, channel))
 
 
 def reduce_scatter(
@@ -135,9 +131,7 @@ def reduce_scatter(
     if _is_empty(tensor):
         return tf.split(tensor, group.size)[0]
     if group.transport.has_reduce_scatter and reduce_dtype is None:
-        call = Call(group, replica, channel)
-        with _measured("reduce_scatter", tensor, call) as done:
-            return done(group.transport.reduce_scatter(tensor, call))
+        return _run("reduce_scatter", tensor, Call(group, replica, channel))
     # An all-to-all and a local sum move the same bytes, and add up what was rounded
     # for the wire in its own dtype.
     sent = tf.reshape(tensor, _split_shape(tensor, group.size))  # [group.size, n, ...]
@@ -173,9 +167,8 @@ def broadcast(
     if group.size == 1 or _is_empty(tensor):
         return tf.identity(tensor)
     sent, back = _to_sent_dtype(tensor, reduce_dtype)
-    call = Call(group, replica, channel)
-    with _measured("broadcast", sent, call) as done:
-        return back(done(group.transport.broadcast(sent, call, source)))
+    with tf.device(group.devices[replica]):
+        return back(_run("broadcast", sent, Call(group, replica, channel), source))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,10 +278,7 @@ def _is_empty(tensor: tf.Tensor) -> bool:
     return tensor.shape.num_elements() == 0
 
 
-@contextlib.contextmanager
-def _measured(
-    kind: str, tensor: tf.Tensor, call: Call
-) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
+def _run(kind: str, tensor: tf.Tensor, call: Call, source: int = 0) -> tf.Tensor:
     """Run on the replica's device, with timestamps around it if they are recorded."""
     group, replica = call.group, call.replica
     chain = hash((id(group.launch_order), replica, call.channel))
@@ -296,4 +286,4 @@ def _measured(
         timing.measured(kind, tensor, replica, group.size, chain) as done,
         tf.device(group.devices[replica]),
     ):
-        yield done
+        return done(group.transport.run(kind, tensor, call, source))

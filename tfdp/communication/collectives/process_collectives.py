@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -11,19 +12,33 @@ import tensorflow as tf
 from tfdp.communication.collectives.bridge import new_tensor
 from tfdp.communication.transport import Communicator, sum_into
 
+Arrays: TypeAlias = list[np.ndarray]
+Tensors: TypeAlias = list[tf.Tensor]
 
-class Members:
-    """The workers of a group, in the order of their replicas' positions.
+
+class ProcessCollectives:
+    """Collectives of the local replicas of a process, by kind.
+
+    Each takes the flat arrays of these replicas, in the order of their positions, the
+    position of the source, which is that of a broadcast, and a tag, the same on all
+    workers; and returns one tensor for each.
 
     Args:
         workers: Sequence of ints, the rank of the worker of each position. The
             positions of a worker lie side by side.
         rank: Int, this worker's.
 
+    Attributes:
+        ranks: Tuple of ints, the workers in the order of their replicas' positions.
+        starts: List of ints, the first position of each worker, and the number of all.
+        own: Int, the place of this worker in `ranks`.
+        communicator: `Communicator` of the workers, or `None` before there is one and
+            where one worker has all replicas.
+
     Example:
 
-    >>> members = Members([3, 3, 5, 5], 5)
-    >>> members.ranks, members.starts, members.own
+    >>> collectives = ProcessCollectives([3, 3, 5, 5], 5)
+    >>> collectives.ranks, collectives.starts, collectives.own
     ((3, 5), [0, 2, 4], 1)
     """
 
@@ -32,6 +47,7 @@ class Members:
         self.ranks = tuple(worker for worker, _ in runs)
         self.starts = list(itertools.accumulate((n for _, n in runs), initial=0))
         self.own = self.ranks.index(rank)
+        self.communicator: Communicator | None = None
 
     @property
     def size(self) -> int:
@@ -43,33 +59,11 @@ class Members:
         """Range, the positions of the local replicas."""
         return range(self.starts[self.own], self.starts[self.own + 1])
 
-    def bounds(self, length: int) -> list[int]:
+    def _bounds(self, length: int) -> list[int]:
         """Where each worker's part of an array with a slice for each replica begins."""
         return [start * (length // self.size) for start in self.starts]
 
-
-class ProcessCollectives:
-    """Collectives of the local replicas of a process, by kind.
-
-    Each takes the flat arrays of these replicas, in the order of their positions, and
-    the position of the source, which is that of a broadcast; and returns one tensor
-    for each.
-
-    Args:
-        members: `Members` of the group.
-        communicator: `Communicator` of its workers, or `None` where one worker has all
-            replicas.
-        tag: Int, the same on all workers.
-    """
-
-    def __init__(
-        self, members: Members, communicator: Communicator | None, tag: int
-    ) -> None:
-        self.members = members
-        self.communicator = communicator
-        self.tag = tag
-
-    def all_reduce(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def all_reduce(self, arrays: Arrays, source: int, tag: int) -> Tensors:
         """Sum the arrays, alike for all."""
         result, total = _new_array(len(arrays[0]), arrays[0].dtype)
         if self.communicator is None or len(arrays) > 1:
@@ -78,68 +72,66 @@ class ProcessCollectives:
         if self.communicator is not None:
             in_place = arrays[0] is total
             into = None if in_place else total
-            self.communicator.all_reduce(arrays[0], self.tag, into)
+            self.communicator.all_reduce(arrays[0], tag, into)
         return [result] * len(arrays)
 
-    def reduce_scatter(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def reduce_scatter(self, arrays: Arrays, source: int, tag: int) -> Tensors:
         """Sum the arrays; each replica gets the slice of its position."""
-        length, dtype = len(arrays[0]) // self.members.size, arrays[0].dtype
+        length, dtype = len(arrays[0]) // self.size, arrays[0].dtype
         made = [_new_array(length, dtype) for _ in arrays]
         if self.communicator is not None and len(arrays) == 1:
-            bounds = self.members.bounds(len(arrays[0]))
-            self.communicator.reduce_scatter(arrays[0], bounds, self.tag, made[0][1])
+            bounds = self._bounds(len(arrays[0]))
+            self.communicator.reduce_scatter(arrays[0], bounds, tag, made[0][1])
             return [made[0][0]]
         total = np.empty_like(arrays[0])
         sum_into(total, arrays)
         if self.communicator is not None:
-            bounds = self.members.bounds(len(total))
-            self.communicator.reduce_scatter(total, bounds, self.tag)
-        slices = total.reshape(self.members.size, -1)
-        for position, (_, own) in zip(self.members.positions, made, strict=True):
+            bounds = self._bounds(len(total))
+            self.communicator.reduce_scatter(total, bounds, tag)
+        slices = total.reshape(self.size, -1)
+        for position, (_, own) in zip(self.positions, made, strict=True):
             own[:] = slices[position]
         return [tensor for tensor, _ in made]
 
-    def all_gather(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def all_gather(self, arrays: Arrays, source: int, tag: int) -> Tensors:
         """Concatenate the arrays by position."""
-        size = self.members.size
+        size = self.size
         result, data = _new_array(size * len(arrays[0]), arrays[0].dtype)
         rows = data.reshape(size, -1)
-        for position, array in zip(self.members.positions, arrays, strict=True):
+        for position, array in zip(self.positions, arrays, strict=True):
             rows[position] = array
         if self.communicator is not None:
-            bounds = self.members.bounds(len(data))
-            self.communicator.all_gather(data, bounds, self.tag)
+            bounds = self._bounds(len(data))
+            self.communicator.all_gather(data, bounds, tag)
         return [result] * len(arrays)
 
-    def all_to_all(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def all_to_all(self, arrays: Arrays, source: int, tag: int) -> Tensors:
         """Send slice i of each array to position i."""
-        members = self.members
         made = [_new_array(len(array), array.dtype) for array in arrays]
-        sent = [array.reshape(members.size, -1) for array in arrays]
-        received = [array.reshape(members.size, -1) for _, array in made]
+        sent = [array.reshape(self.size, -1) for array in arrays]
+        received = [array.reshape(self.size, -1) for _, array in made]
         # Blocks of what goes to each worker, from local replica to remote one.
-        parts = list(itertools.pairwise(members.starts))
+        parts = list(itertools.pairwise(self.starts))
         outgoing = [np.concatenate([s[a:b].ravel() for s in sent]) for a, b in parts]
         incoming = [np.empty_like(block) for block in outgoing]
-        incoming[members.own] = outgoing[members.own]
+        incoming[self.own] = outgoing[self.own]
         if self.communicator is not None:
-            self.communicator.all_to_all(outgoing, incoming, self.tag)
+            self.communicator.all_to_all(outgoing, incoming, tag)
         for (begin, end), block in zip(parts, incoming, strict=True):
             rows = block.reshape(end - begin, len(arrays), -1)
             for index, own in enumerate(received):
                 own[begin:end] = rows[:, index]
         return [tensor for tensor, _ in made]
 
-    def broadcast(self, arrays: list[np.ndarray], source: int) -> list[tf.Tensor]:
+    def broadcast(self, arrays: Arrays, source: int, tag: int) -> Tensors:
         """Copy the array of the source."""
-        members = self.members
         result, data = _new_array(len(arrays[0]), arrays[0].dtype)
-        if source in members.positions:
-            data[:] = arrays[members.positions.index(source)]
+        if source in self.positions:
+            data[:] = arrays[self.positions.index(source)]
         if self.communicator is not None:
-            starts = members.starts
+            starts = self.starts
             worker = next(i for i, end in enumerate(starts[1:]) if source < end)
-            self.communicator.broadcast(data, worker, self.tag)
+            self.communicator.broadcast(data, worker, tag)
         return [result] * len(arrays)
 
 

@@ -23,10 +23,7 @@ from tfdp.communication.collectives.bridge import (
     end_call,
     generation_of,
 )
-from tfdp.communication.collectives.process_collectives import (
-    Members,
-    ProcessCollectives,
-)
+from tfdp.communication.collectives.process_collectives import ProcessCollectives
 from tfdp.communication.collectives.transport import SCOPE, Call, Group
 from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnected
 from tfdp.communication.transport import (
@@ -109,27 +106,22 @@ class ProcessTransport:
         self._lanes = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def all_reduce(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+    def run(
+        self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
+    ) -> tf.Tensor:
         """See `Transport`."""
-        return self._exchange("all_reduce", tensor, call, _shape(tensor))
-
-    def all_gather(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """See `Transport`."""
-        shape = _shape_of_rows(tensor, times=call.group.size)
-        return self._exchange("all_gather", tensor, call, shape)
-
-    def all_to_all(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """See `Transport`."""
-        return self._exchange("all_to_all", tensor, call, _shape(tensor))
-
-    def reduce_scatter(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """See `Transport`."""
-        shape = _shape_of_rows(tensor, parts=call.group.size)
-        return self._exchange("reduce_scatter", tensor, call, shape)
-
-    def broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
-        """See `Transport`."""
-        return self._exchange("broadcast", tensor, call, _shape(tensor), source)
+        lane = self._lane(call.group, call.channel % self.num_channels)
+        named = f"{kind} from {source}" if kind == "broadcast" else kind
+        key = dataclasses.replace(call, size=None).key(named, tensor)
+        dtype = np.dtype(tensor.dtype.as_numpy_dtype)
+        # Names the operation in errors, and for who counts them.
+        name = f"{SCOPE}_{kind}_{dtype.name}_{call.group.key}"
+        with tf.name_scope(name) as scope:
+            shape = _shape_of_result(kind, tensor, call.group.size)
+            operation = _Operation(kind, dtype, int(key), source, scope)
+            flat = tf.reshape(_to_bytes(tensor), [-1])
+            result = lane.exchange(flat, call.replica, operation)
+            return tf.reshape(_from_bytes(result, tensor.dtype), shape)
 
     def abort(self, reason: str) -> None:
         """End what waits for other workers, with a reason that they are told."""
@@ -149,21 +141,6 @@ class ProcessTransport:
     def _all_lanes(self) -> list[_Lane]:
         with self._lock:
             return [lane for own in self._lanes.values() for lane in own.values()]
-
-    def _exchange(
-        self, kind: str, tensor: tf.Tensor, call: Call, shape: Any, source: int = 0
-    ) -> tf.Tensor:
-        lane = self._lane(call.group, call.channel % self.num_channels)
-        named = f"{kind} from {source}" if kind == "broadcast" else kind
-        key = dataclasses.replace(call, size=None).key(named, tensor)
-        dtype = np.dtype(tensor.dtype.as_numpy_dtype)
-        # Names the operation in errors, and for who counts them.
-        name = f"{SCOPE}_{kind}_{dtype.name}_{call.group.key}"
-        with tf.name_scope(name) as scope:
-            operation = _Operation(kind, dtype, int(key), source, scope)
-            flat = tf.reshape(_to_bytes(tensor), [-1])
-            result = lane.exchange(flat, call.replica, operation)
-            return tf.reshape(_from_bytes(result, tensor.dtype), shape)
 
     def _lane(self, group: Group, channel: int) -> _Lane:
         with self._lock:
@@ -188,14 +165,13 @@ class _Lane:
         new_communicator: Callable[[Sequence[int], str], Communicator] | None,
     ) -> None:
         assert group.workers is not None
-        self._members = Members(group.workers, rank)
+        self._collectives = ProcessCollectives(group.workers, rank)
         positions = enumerate(group.local_positions)
         # In the order of positions, as the parts of a tensor are.
         local = sorted((p, replica) for replica, p in positions if p is not None)
         self._index = {replica: index for index, (_, replica) in enumerate(local)}
         self._name = name
         self._new_communicator = new_communicator
-        self._communicator: Communicator | None = None
         # How many others were there before it.
         self._num_left = 0
         self._end_reason: str | None = None
@@ -223,8 +199,8 @@ class _Lane:
     def abort(self, reason: str) -> None:
         """End what waits for other workers, with a reason that they are told."""
         self._end_reason = reason
-        if self._communicator is not None:
-            self._communicator.close(reason)
+        if self._collectives.communicator is not None:
+            self._collectives.communicator.close(reason)
 
     @property
     def failure(self) -> str:
@@ -235,53 +211,51 @@ class _Lane:
         operation, generation = self._operations[ticket], generation_of(number)
         tag = new_tag(generation, f"{operation.key} {number}")
         arrays = [array.view(operation.dtype) for array in data]
+        run = getattr(self._collectives, operation.kind)
         while True:
-            communicator = self._connected()
-            collectives = ProcessCollectives(self._members, communicator, tag)
+            self._connect()
             try:
-                return getattr(collectives, operation.kind)(arrays, operation.source)
+                return run(arrays, operation.source, tag)
             except RuntimeError as error:
                 ahead = steps_ahead(error, generation)
                 if ahead is None:
                     text = f"{error} (operation {operation.scope})"
                     raise RuntimeError(text) from error
                 # Bytes of an earlier step may be under way in this one.
-                self._communicator = None
+                self._collectives.communicator = None
                 self._num_left += 1
                 if ahead or self._bridge.is_over(number):
                     raise StepEnded(str(error)) from error
 
-    def _connected(self) -> Communicator | None:
-        """Return the communicator of the group, `None` if it is of one process."""
-        if self._communicator is None and len(self._members.ranks) > 1:
-            assert self._new_communicator is not None
-            name = f"{self._name}+{self._num_left}" if self._num_left else self._name
-            try:
-                if self._end_reason is not None:
-                    raise TransportClosed(self._end_reason)
-                communicator = self._new_communicator(self._members.ranks, name)
-            except Exception as error:
-                if self._num_left:
-                    raise
-                raise NotConnected(None, None, str(error)) from error
-            self._communicator = communicator
-            if self._end_reason is not None:  # meanwhile
-                communicator.close(self._end_reason)
-        return self._communicator
+    def _connect(self) -> None:
+        """Make the communicator of the group, unless it is of one process."""
+        collectives = self._collectives
+        if collectives.communicator is not None or len(collectives.ranks) == 1:
+            return
+        assert self._new_communicator is not None
+        name = f"{self._name}+{self._num_left}" if self._num_left else self._name
+        try:
+            if self._end_reason is not None:
+                raise TransportClosed(self._end_reason)
+            communicator = self._new_communicator(collectives.ranks, name)
+        except Exception as error:
+            if self._num_left:
+                raise
+            raise NotConnected(None, None, str(error)) from error
+        collectives.communicator = communicator
+        if self._end_reason is not None:  # meanwhile
+            communicator.close(self._end_reason)
 
 
-def _shape(tensor: tf.Tensor) -> Any:
+def _shape_of_result(kind: str, tensor: tf.Tensor, size: int) -> Any:
     """The shape as a list of ints, or as a tensor where it is not known."""
-    known = tensor.shape.is_fully_defined()
-    return tensor.shape.as_list() if known else tf.shape(tensor)
-
-
-def _shape_of_rows(tensor: tf.Tensor, times: int = 1, parts: int = 1) -> Any:
-    """The shape with `times` as many rows, or with one of `parts` equal parts."""
-    if tensor.shape.is_fully_defined():
-        rows, *rest = tensor.shape.as_list()
-        return [rows * times // parts, *rest]
-    return tf.concat([[-1], tf.shape(tensor)[1:]], axis=0)
+    is_known = tensor.shape.is_fully_defined()
+    if kind not in ("all_gather", "reduce_scatter"):
+        return tensor.shape.as_list() if is_known else tf.shape(tensor)
+    if not is_known:
+        return tf.concat([[-1], tf.shape(tensor)[1:]], axis=0)
+    rows, *rest = tensor.shape.as_list()
+    return [rows * size if kind == "all_gather" else rows // size, *rest]
 
 
 def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:

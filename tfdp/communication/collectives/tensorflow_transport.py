@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,6 +16,12 @@ from tfdp.ground import _compat
 _SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
 # Channels let buckets overlap each other on CPUs. NCCL wants one order.
 _CPU_CHANNELS = 4
+_OPERATIONS = {
+    "all_reduce": tf.raw_ops.CollectiveReduceV2,
+    "all_gather": tf.raw_ops.CollectiveGatherV2,
+    "all_to_all": tf.raw_ops.CollectiveAllToAllV2,
+    "reduce_scatter": tf.raw_ops.CollectiveReduceScatterV2,
+}
 
 
 class TensorFlowTransport:
@@ -31,54 +38,29 @@ class TensorFlowTransport:
         self.has_reduce_scatter = name == "nccl"
         self.rounds_sums_once = False
 
-    def all_reduce(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
+    def run(
+        self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
+    ) -> tf.Tensor:
         """See `Transport`.
 
         Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
         clusters of workstations", for the ring.
         """
-        subdivisions = _SUBDIVISIONS_ALONE if call.is_alone else _SUBDIVISIONS
-        kind = f"reduce in {subdivisions}"  # one key must not stand for both
         sent, back = _as_real(tensor)
-        return back(
-            tf.raw_ops.CollectiveReduceV2(
-                input=sent,
-                merge_op="Add",
-                final_op="Id",
-                max_subdivs_per_device=subdivisions,
-                **self._arguments(kind, sent, call),
-            )
-        )
+        if kind == "broadcast":
+            return back(self._broadcast(sent, call, source))
+        options: dict[str, Any] = {}
+        name = kind
+        if kind in ("all_reduce", "reduce_scatter"):
+            options = {"merge_op": "Add", "final_op": "Id"}
+        if kind == "all_reduce":
+            subdivisions = _SUBDIVISIONS_ALONE if call.is_alone else _SUBDIVISIONS
+            options["max_subdivs_per_device"] = subdivisions
+            name = f"{kind} in {subdivisions}"  # one key must not stand for both
+        arguments = self._arguments(name, sent, call)
+        return back(_OPERATIONS[kind](input=sent, **options, **arguments))
 
-    def all_gather(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """See `Transport`."""
-        sent, back = _as_real(tensor)
-        return back(
-            tf.raw_ops.CollectiveGatherV2(
-                input=sent, **self._arguments("gather", sent, call)
-            )
-        )
-
-    def all_to_all(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """See `Transport`."""
-        sent, back = _as_real(tensor)
-        return back(
-            tf.raw_ops.CollectiveAllToAllV2(
-                input=sent, **self._arguments("to_all", sent, call)
-            )
-        )
-
-    def reduce_scatter(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """See `Transport`."""
-        return tf.raw_ops.CollectiveReduceScatterV2(
-            input=tensor,
-            merge_op="Add",
-            final_op="Id",
-            **self._arguments("scatter", tensor, call),
-        )
-
-    def broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
-        """See `Transport`."""
+    def _broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
         # TensorFlow remembers the source of a key.
         arguments = self._arguments(f"broadcast from {source}", tensor, call)
         token = arguments.pop("ordering_token")[0]

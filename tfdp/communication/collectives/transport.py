@@ -88,8 +88,8 @@ class Call:
 class Transport(Protocol):
     """Collectives over tensors that are not empty, in groups of two replicas and more.
 
-    Each is called on the replica's device, by all replicas of the group at the same
-    point of their programs.
+    Each runs on the replica's device, for all replicas of the group at the same point
+    of their programs.
     """
 
     name: str
@@ -100,17 +100,18 @@ class Transport(Protocol):
     # Whether a sum of float16 or bfloat16 over workers is added in float32.
     rounds_sums_once: bool
 
-    def all_reduce(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """Sum tensors of equal shape."""
+    def run(
+        self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
+    ) -> tf.Tensor:
+        """Run a collective.
 
-    def all_gather(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """Concatenate tensors of equal shape along the first axis, by position."""
-
-    def all_to_all(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """Send slice i of the first axis, which has `group.size`, to position i."""
-
-    def reduce_scatter(self, tensor: tf.Tensor, call: Call) -> tf.Tensor:
-        """Sum, and keep the slice of the first axis of the replica's position."""
-
-    def broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
-        """Copy the tensor of the replica at the position `source`."""
+        Args:
+            kind: String: `"all_reduce"` sums tensors of equal shape; `"all_gather"`
+                concatenates them along the first axis, by position; `"all_to_all"`
+                sends slice i of the first axis, which has `group.size`, to position i;
+                `"reduce_scatter"` sums, and keeps the slice of the first axis of the
+                replica's position; `"broadcast"` copies the tensor of one replica.
+            tensor: Tensor that is not empty.
+            call: `Call`.
+            source: Int, the position of that replica. Defaults to `0`.
+        """
