@@ -611,7 +611,7 @@ def _threads_of_a_group(env: Env) -> list[threading.Thread]:
 @case("a group of one replica", setups=("mirrored",), compare=False)
 def group_of_one_replica_communicates_nothing(env: Env) -> dict:
     order = LaunchOrder(env.strategy.extended.worker_devices[:1])
-    group = ProcessGroup(order, 1)
+    group = ProcessGroup(order, 1, TensorFlowTransport())
     value = tf.constant(data(0, (1, 3)))
 
     @tf.function(autograph=False)

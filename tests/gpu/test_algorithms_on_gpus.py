@@ -36,7 +36,7 @@ def new_group(count: int, node_size: int = 1) -> ProcessGroup:
     ranks = tuple(range(count))
     firsts = range(0, count, node_size)
     nodes = tuple(ranks[first : first + node_size] for first in firsts)
-    return ProcessGroup(order, count, strategy.extended.group.backend, nodes=nodes)
+    return ProcessGroup(order, count, strategy.extended.group.transport, nodes=nodes)
 
 
 def check(algorithm, group: ProcessGroup, dtype: tf.DType) -> None:

@@ -1,9 +1,9 @@
 """Process groups and the collectives that run on them.
 
 Reading order:
-    groups: process groups, their keys, and the launch order on each device
+    groups: process groups, their keys, the launch order on each device, and the
+        interface of what carries the bytes
     instance_keys: keys that tell the collectives of a group apart
-    transport: the interface of what carries the bytes
     tensorflow_transport: TensorFlow's collectives: NCCL, and a ring over gRPC
     process_transport: between CPU processes, by `tfdp.communication.transport`
     process_collectives: the replicas of a process, and those of the others
@@ -31,7 +31,9 @@ from tfdp.communication.collectives.algorithms import (
 from tfdp.communication.collectives.groups import (
     LaunchOrder,
     ProcessGroup,
+    Transport,
     device_positions,
+    is_collective,
 )
 from tfdp.communication.collectives.primitives import (
     Member,
@@ -47,7 +49,6 @@ from tfdp.communication.collectives.process_transport import (
     end_failed_call,
 )
 from tfdp.communication.collectives.tensorflow_transport import TensorFlowTransport
-from tfdp.communication.collectives.transport import Transport, is_collective
 
 __all__ = [
     "FLAT",

@@ -1,4 +1,6 @@
-"""Process groups and the launch order of their collectives.
+"""Process groups, the launch order of their collectives, and what carries the bytes.
+
+The primitives call the transport of a group; nothing above them knows which one it is.
 
 TensorFlow matches the members of a collective by a group key, a group size and an
 instance key, see `instance_keys.py`. Group keys here start far above TensorFlow's
@@ -12,12 +14,11 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import tensorflow as tf
 
 from tfdp.communication.collectives.instance_keys import InstanceKeys
-from tfdp.communication.collectives.tensorflow_transport import TensorFlowTransport
-from tfdp.communication.collectives.transport import Transport
 from tfdp.ground import _compat
 from tfdp.ground.text import pluralize
 
@@ -27,6 +28,81 @@ _KEYS_PER_STRATEGY = 1 << 18
 _strategy_counter = itertools.count()
 
 Partition = tuple[tuple[int, ...], ...]
+
+# Scope of an operation that is one collective, where it is not TensorFlow's own.
+SCOPE = "Collective"
+
+
+def is_collective(op: Any) -> bool:
+    """Return whether an operation of a graph is a collective.
+
+    Args:
+        op: `tf.Operation`.
+
+    Returns:
+        Bool; that of the call, not of the operations inside it.
+    """
+    if op.type.startswith("Collective"):
+        return True
+    return op.type.endswith("PartitionedCall") and f"/{SCOPE}_" in f"/{op.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """Who calls a collective, and where it stands in the launch order.
+
+    Args:
+        group: `ProcessGroup` of at least two replicas.
+        replica: Int, index of the calling replica among the local ones.
+        channel: Int, the chain of the launch order.
+        size: Scalar int32 tensor, index into `SIZES` of a length that is known only at
+            run time, or `None`. Defaults to `None`.
+        is_alone: Bool, whether hardly anything else is under way at the same time.
+            Defaults to `True`.
+    """
+
+    group: ProcessGroup
+    replica: int
+    channel: int
+    size: tf.Tensor | None = None
+    is_alone: bool = True
+
+    def key(self, kind: str, tensor: tf.Tensor) -> int | tf.Tensor:
+        """Return the instance key of this call, see `InstanceKeys`."""
+        keys = self.group.instance_keys
+        return keys.next_key(kind, tensor, self.replica, self.size)
+
+
+class Transport(Protocol):
+    """Collectives over tensors that are not empty, in groups of two replicas and more.
+
+    Each runs on the replica's device, for all replicas of the group at the same point
+    of their programs.
+    """
+
+    name: str
+    # Chains of a device; collectives of different chains overlap.
+    num_channels: int
+    # Without it, an all-to-all and a local sum move the same bytes.
+    has_reduce_scatter: bool
+    # Whether a sum of float16 or bfloat16 over workers is added in float32.
+    rounds_sums_once: bool
+
+    def run(
+        self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
+    ) -> tf.Tensor:
+        """Run a collective.
+
+        Args:
+            kind: String: `"all_reduce"` sums tensors of equal shape; `"all_gather"`
+                concatenates them along the first axis, by position; `"all_to_all"`
+                sends slice i of the first axis, which has `group.size`, to position i;
+                `"reduce_scatter"` sums, and keeps the slice of the first axis of the
+                replica's position; `"broadcast"` copies the tensor of one replica.
+            tensor: Tensor that is not empty.
+            call: `Call`.
+            source: Int, the position of that replica. Defaults to `0`.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,8 +233,7 @@ class ProcessGroup:
     Args:
         launch_order: A `LaunchOrder`, shared by all groups of these devices.
         size: Int, the number of replicas in the group, on all workers.
-        transport: `Transport` that carries its bytes. Defaults to
-            `TensorFlowTransport("ring")`.
+        transport: `Transport` that carries its bytes.
         positions: Sequence with the position of each local replica, or `None`
             for a replica that is in another group. Defaults to `None`: one
             process has them all.
@@ -167,19 +242,13 @@ class ProcessGroup:
         workers: Sequence of ints, the rank of the worker of each position, or `None`
             where the transport does not ask for it. Defaults to `None`.
         split_id: `SplitId` of a group that `split` creates. Defaults to `None`.
-
-    Example:
-
-    >>> order = LaunchOrder(["CPU:0", "CPU:1"])
-    >>> ProcessGroup(order, size=2).size
-    2
     """
 
     def __init__(
         self,
         launch_order: LaunchOrder,
         size: int,
-        transport: Transport | None = None,
+        transport: Transport,
         *,
         positions: Sequence[int | None] | None = None,
         nodes: Partition = (),
@@ -188,7 +257,7 @@ class ProcessGroup:
     ) -> None:
         self.launch_order = launch_order
         self.size = size
-        self.transport = transport or TensorFlowTransport()
+        self.transport = transport
         self.nodes = nodes
         self.workers = workers
         if split_id is None:
@@ -204,11 +273,6 @@ class ProcessGroup:
         self._splits: dict[Partition, tuple[ProcessGroup | None, ...]] = {}
         self.instance_keys = InstanceKeys()
         self._split_lock = threading.Lock()
-
-    @property
-    def backend(self) -> str:
-        """String, the name of the transport."""
-        return self.transport.name
 
     @property
     def devices(self) -> tuple[str, ...]:

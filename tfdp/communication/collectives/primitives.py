@@ -15,9 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import timing
-from tfdp.communication.collectives.groups import ProcessGroup
+from tfdp.communication.collectives.groups import Call, ProcessGroup
 from tfdp.communication.collectives.instance_keys import SIZES
-from tfdp.communication.collectives.transport import Call
 
 
 def all_reduce(

@@ -23,8 +23,8 @@ from tfdp.communication.collectives.bridge import (
     end_call,
     generation_of,
 )
+from tfdp.communication.collectives.groups import SCOPE, Call, ProcessGroup
 from tfdp.communication.collectives.process_collectives import ProcessCollectives
-from tfdp.communication.collectives.transport import SCOPE, Call, Group
 from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnected
 from tfdp.communication.transport import (
     Communicator,
@@ -102,7 +102,7 @@ class ProcessTransport:
         self.connect = connect
         self._rank = rank
         self._new_communicator = new_communicator
-        self._lanes: weakref.WeakKeyDictionary[Group, dict[int, _Lane]]
+        self._lanes: weakref.WeakKeyDictionary[ProcessGroup, dict[int, _Lane]]
         self._lanes = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -142,7 +142,7 @@ class ProcessTransport:
         with self._lock:
             return [lane for own in self._lanes.values() for lane in own.values()]
 
-    def _lane(self, group: Group, channel: int) -> _Lane:
+    def _lane(self, group: ProcessGroup, channel: int) -> _Lane:
         with self._lock:
             lanes = self._lanes.setdefault(group, {})
             if channel not in lanes:
@@ -160,7 +160,7 @@ class _Lane:
     def __init__(
         self,
         name: str,
-        group: Group,
+        group: ProcessGroup,
         rank: int,
         new_communicator: Callable[[Sequence[int], str], Communicator] | None,
     ) -> None:

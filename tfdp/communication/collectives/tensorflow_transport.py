@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives.transport import Call
+from tfdp.communication.collectives.groups import Call
 from tfdp.ground import _compat
 
 # Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least
@@ -69,7 +69,7 @@ class TensorFlowTransport:
         # the operations around them take it instead.
         before = tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
         with tf.control_dependencies([before] if before is not None else []):
-            if call.position == source:
+            if call.group.position(call.replica) == source:
                 result = tf.raw_ops.CollectiveBcastSendV2(input=tensor, **arguments)
             else:
                 result = tf.raw_ops.CollectiveBcastRecvV2(
