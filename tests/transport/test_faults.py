@@ -244,7 +244,8 @@ def test_members_that_end_first_disturb_no_other():
 def die_before_the_second(worker: Worker, victim: int) -> float:
     mesh = worker.mesh()
     first = mesh.connect(1 - worker.rank, "first")
-    first.exchange([b"1"], [bytearray(1)])
+    first.send(b"1")
+    first.receive_into(bytearray(1))
     if worker.rank == victim:
         die(worker)
     with pytest.raises(PeerLost, match="it ended while the workers connected"):

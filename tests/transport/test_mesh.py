@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,7 +10,8 @@ import sys
 import pytest
 
 from tests.transport.workers import Worker, by_sockets, run
-from tfdp.communication.transport import PeerLost
+from tfdp.communication.transport import PeerLost, flows
+from tfdp.communication.transport.flows import Flow, Piece
 
 
 def talk(worker: Worker) -> list:
@@ -46,7 +48,12 @@ def exchange(worker: Worker, size: int) -> list[int]:
     sent = bytes([worker.rank + 1]) * size
     parts = [bytearray(size // 2), bytearray(size - size // 2)]
     order: list[int] = []
-    connection.exchange([sent], parts, order.append)
+    incoming = [
+        Piece(memoryview(part), then=functools.partial(order.append, index))
+        for index, part in enumerate(parts)
+    ]
+    with connection:
+        flows.run([Flow(connection, [Piece(memoryview(sent))], incoming)])
     assert b"".join(parts) == bytes([2 - worker.rank]) * size
     mesh.close()
     return order

@@ -2,21 +2,16 @@
 
 Reading order:
     communicator: the interface of a group's collectives, and its errors
-    store: the interface of the key-value store over which workers find each other
     arithmetic: sums in a fixed order; half precision is added in float32
     addresses: which interface a worker listens on, and which host it is on
     flows: data over several connections at once, in both directions
-    connections: a connection to another worker
-    control: messages that say why a connection is closed
-    sockets: sockets as a mesh opens them
-    mesh: the connections of a worker to all others
+    connections: a connection to another worker, and why it is closed
+    mesh: the connections of a worker to all others, and how they find each other
     frames: messages of a head and arrays
     calls: what a member calls, compared with what its peers do
-    schedules: the segments of an array, and the order in which they travel
-    ring, ordered_sums: what a member sends and receives, and adds
+    schedules: the segments of an array, and what a member sends, receives and adds
     socket_communicator: collectives over the connections of a mesh
-    shared_memory: collectives of the processes of one host
-    direct: the best of these for a group
+    shared_memory: collectives of the processes of one host; the best for a group
     rounds: means over those workers that come in time
     mpi_messages: messages over MPI that can be ended
     mpi_communicator: the collectives over MPI
@@ -32,7 +27,6 @@ from tfdp.communication.transport.communicator import (
     TransportError,
 )
 from tfdp.communication.transport.connections import Connection
-from tfdp.communication.transport.direct import new_communicator
 from tfdp.communication.transport.mesh import Mesh
 from tfdp.communication.transport.mpi_communicator import (
     MpiCommunicator,
@@ -40,9 +34,11 @@ from tfdp.communication.transport.mpi_communicator import (
     is_mpi_job,
 )
 from tfdp.communication.transport.rounds import RoundFollower, RoundLeader
-from tfdp.communication.transport.shared_memory import SharedMemoryCommunicator
+from tfdp.communication.transport.shared_memory import (
+    SharedMemoryCommunicator,
+    new_communicator,
+)
 from tfdp.communication.transport.socket_communicator import SocketCommunicator
-from tfdp.communication.transport.store import Store
 
 __all__ = [
     "Communicator",
@@ -54,7 +50,6 @@ __all__ = [
     "RoundLeader",
     "SharedMemoryCommunicator",
     "SocketCommunicator",
-    "Store",
     "TransportClosed",
     "TransportError",
     "check_job",

@@ -1,12 +1,15 @@
-"""Connections between two workers that have proved who they are."""
+"""Connections between two workers that have proved who they are.
+
+Beside those for data there is one for short messages: why a connection is closed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import socket
 import threading
-from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Protocol, TypeAlias
 
@@ -15,11 +18,18 @@ from tfdp.communication.transport.communicator import (
     TransportClosed,
     TransportError,
 )
-from tfdp.communication.transport.flows import Flow, Piece, run
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
+CONTROL = "control"
 _CLOSED = "it has closed its connections"
+# Of the messages that are read at once, and of a cause.
+_MOST_BYTES, _MOST_LETTERS = 65536, 4096
+_UNIX_BUFFER_BYTES = 1 << 20
+# Between processes of one host a buffer that grows to megabytes is read when the cache
+# has lost it: with this one all-reduces took four fifths of the processor's time. The
+# kernel takes twice of it, or what `net.core.wmem_max` grants, which served as well.
+_LOCAL_TCP_BUFFER_BYTES = 512 << 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,32 +148,6 @@ class Connection:
                     raise self.lost(None)
                 rest = rest[received:]
 
-    def exchange(
-        self,
-        sent: Sequence[Buffer],
-        received: Sequence[Buffer],
-        on_received: Callable[[int], None] | None = None,
-    ) -> None:
-        """Send and receive at once: neither end waits until the other has read.
-
-        Args:
-            sent: Sequence of buffers, sent one after the other.
-            received: Sequence of writable buffers, filled one after the other.
-            on_received: Callable or `None`, called with the index of each buffer of
-                `received` when it is full.
-
-        Raises:
-            PeerLost: If the connection has ended.
-        """
-        then = on_received or (lambda index: None)
-        outgoing = [Piece(_bytes_of(buffer)) for buffer in sent]
-        incoming = [
-            Piece(_bytes_of(buffer), then=lambda index=index: then(index))  # type: ignore[misc]
-            for index, buffer in enumerate(received)
-        ]
-        with self:
-            run([Flow(self, outgoing, incoming)])
-
     def send_descriptor(self, descriptor: int) -> None:
         """Send an open file to a worker of this host; over Unix sockets only.
 
@@ -254,7 +238,7 @@ class Connection:
         self._registry.tell(self.peer, self.lane, self._ending)
         with self._lock:
             if self._users:
-                _shut_down(self.sock)  # its user closes it
+                shut_down(self.sock)  # its user closes it
             else:
                 self.sock.close()
         self._registry.forget(self)
@@ -278,6 +262,91 @@ def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
     return []
 
 
-def _shut_down(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other end was first
+class ControlLine:
+    """Connection for messages, written by any thread, read by the acceptor's.
+
+    Args:
+        sock: `socket.socket`, after the handshake.
+        peer: Int, the rank of the other worker.
+    """
+
+    def __init__(self, sock: socket.socket, peer: int) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.peer = peer
+        self._lock = threading.Lock()
+        self._buffer = b""
+
+    def send(self, lane: str, ending: Ending) -> None:
+        """Send why a connection is closed; in vain if the peer is gone.
+
+        Args:
+            lane: String, that of the connection.
+            ending: `Ending`.
+        """
+        cause = ending.cause[:_MOST_LETTERS]
+        text = json.dumps([lane, ending.rank, cause, ending.is_error])
+        with self._lock, contextlib.suppress(OSError):
+            self.sock.send(text.encode() + b"\n", socket.MSG_NOSIGNAL)
+
+    def receive(self) -> list[tuple[str, Ending]] | None:
+        """Read the messages that are there.
+
+        Returns:
+            List of lanes and `Ending`s, or `None` at the end of the connection.
+        """
+        try:
+            received = self.sock.recv(_MOST_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        *lines, self._buffer = (self._buffer + received).split(b"\n")
+        if not received or len(self._buffer) > _MOST_BYTES:
+            return None
+        try:
+            return [_parsed(line) for line in lines]
+        except (ValueError, TypeError):  # another version of tfdp
+            return None
+
+    def fileno(self) -> int:
+        """Return the descriptor, -1 once it is closed."""
+        return self.sock.fileno()
+
+    def close(self) -> None:
+        """Close the connection."""
+        with self._lock:
+            self.sock.close()
+
+
+def _parsed(line: bytes) -> tuple[str, Ending]:
+    lane, rank, cause, is_error = json.loads(line)
+    return str(lane), Ending(int(rank), str(cause), bool(is_error))
+
+
+def tune(sock: socket.socket) -> None:
+    """Set what pays: the size of buffers on one host; between hosts they grow."""
+    if sock.family == socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
+        return
+    if _is_within_host(sock):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_TCP_BUFFER_BYTES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # A host that has gone without a word is noticed after half a minute of silence.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def _is_within_host(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.getsockname()[0] == sock.getpeername()[0])
+    except OSError:  # it has ended already; whoever uses it will see
+        return False
+
+
+def shut_down(sock: socket.socket) -> None:
+    """End what waits on a socket, here and at its other end."""
+    with contextlib.suppress(OSError):  # not connected yet, or ended
         sock.shutdown(socket.SHUT_RDWR)

@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Protocol
 
 from tfdp.communication.cluster.limits import lack_of_files
 from tfdp.communication.connection.acceptor import Acceptor
@@ -37,16 +38,14 @@ from tfdp.communication.transport.communicator import (
     TransportClosed,
     TransportError,
 )
-from tfdp.communication.transport.connections import Connection, Ending
-from tfdp.communication.transport.control import LANE as CONTROL
-from tfdp.communication.transport.control import ControlLine
-from tfdp.communication.transport.sockets import (
-    listen_tcp,
-    listen_unix,
+from tfdp.communication.transport.connections import (
+    CONTROL,
+    Connection,
+    ControlLine,
+    Ending,
     shut_down,
     tune,
 )
-from tfdp.communication.transport.store import Store
 from tfdp.ground.forks import Owner, close_in_forks
 
 _logger = logging.getLogger("tfdp.transport")
@@ -59,10 +58,29 @@ _ATTEMPT_SECONDS = 10.0
 # In which a store is asked once, and after which `close` is noticed at the latest.
 _STORE_SECONDS = 2.0
 _RETRY_SECONDS = 0.05
+_BACKLOG = 512
 # For the message that says why a connection was closed; it is sent before.
 _REASON_SECONDS = 0.5
 # Those that are open at the end of the script: the peers are told that it is the end.
 _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
+
+
+class Store(Protocol):
+    """Key-value store of a job, over which its workers find each other."""
+
+    def put(self, key: str, text: str) -> None:
+        """Set the text of a key, once."""
+
+    def get(self, key: str, timeout_seconds: float) -> str:
+        """Return the text of a key, and wait until there is one.
+
+        Args:
+            key: String.
+            timeout_seconds: Float, the longest wait.
+
+        Raises:
+            TimeoutError: If there is no text in time.
+        """
 
 
 class Mesh:
@@ -119,7 +137,9 @@ class Mesh:
         self._dialling: set[socket.socket] = set()
         address = listening_address(host, interface)
         self._secret = self._shared_secret()
-        tcp, unix = listen_tcp(address), listen_unix()
+        tcp = _listening(family_of(address), socket_address(address, 0))
+        # Under a name that nobody guesses, and that leaves no file.
+        unix = _listening(socket.AF_UNIX, f"\0tfdp-{secrets.token_hex(16)}")
         self.addresses = Addresses(
             host=host,
             ip=address,
@@ -441,6 +461,13 @@ class Mesh:
             "between them, or choose another interface with "
             '`CommunicationOptions(interface="...")`.'
         )
+
+
+def _listening(family: int, address: tuple | str) -> socket.socket:
+    sock = close_in_forks(socket.socket(family, socket.SOCK_STREAM))
+    sock.bind(address)
+    sock.listen(_BACKLOG)
+    return sock
 
 
 def _service(rank: int) -> str:

@@ -17,12 +17,7 @@ import numpy as np
 from tfdp.communication.cluster.mpi_cluster import is_of_slurm
 from tfdp.communication.cluster.mpi_job import MpiJob
 from tfdp.communication.cluster.mpi_launcher import has_mpi4py, mpi_rank
-from tfdp.communication.cluster.mpi_start import (
-    current_job,
-    import_mpi,
-    library_of,
-    start_job,
-)
+from tfdp.communication.cluster.mpi_start import current_job, import_mpi, start_job
 from tfdp.communication.transport.arithmetic import sum_into
 from tfdp.communication.transport.calls import Call, call_of
 from tfdp.communication.transport.communicator import Array, TransportError
@@ -324,12 +319,3 @@ def _make_comm(
     # All are here, so this does not wait.
     with job.lock:
         return job.comm.Create_group(job.comm.Get_group().Incl(members), tag)
-
-
-def library() -> str:
-    """Name and version of the MPI library that mpi4py has loaded.
-
-    Returns:
-        String, for plans and messages.
-    """
-    return library_of(import_mpi())

@@ -1,13 +1,16 @@
-"""The segments of an array, and the order in which they travel: pure plans."""
+"""The segments of an array, the order in which they travel, and what adds them."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tfdp.communication.transport.arithmetic import sum_into
 from tfdp.communication.transport.communicator import Array
+from tfdp.communication.transport.flows import Gate, Piece
 
 # A segment that is received, added and sent on stays in the second-level cache. With
 # 64 KB a third more of the processor's time went into Python; from 256 KB to 1 MB there
@@ -144,3 +147,125 @@ def pipeline(num_segments: int, steps: range, lag: int = LAG) -> Iterator[tuple]
         first = max(0, -(-(slot - num_segments + 1) // lag))
         for place in range(first, min(len(steps) - 1, slot // lag) + 1):
             yield slot - place * lag, steps[place]
+
+
+class Ring:
+    """Steps of a ring: the first `size - 1` add, the others only copy.
+
+    In step `s` member `i` sends its segments of part `i - s - 1`, which it has received
+    in the step before, and receives those of part `i - s - 2`. So the own part is
+    complete after `size - 1` steps. Only step 0 sends what is in the array and not a
+    sum, and each part is added once: so no copy is needed where the sum has an array of
+    its own.
+
+    Args:
+        segments: `Segments`.
+        index: Int, the own place among the members.
+        scratch: Array of the bytes of a segment at least, in which they are received.
+
+    Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+    clusters of workstations".
+    """
+
+    def __init__(self, segments: Segments, index: int, scratch: Array) -> None:
+        self._segments = segments
+        self._index = index
+        self._scratch = scratch
+        self._arrived = {step: Gate() for _, step in segments.order}
+
+    def outgoing(self) -> Iterator[Piece]:
+        """Yield what is sent to the next member, as soon as it has arrived."""
+        segments = self._segments
+        for number, step in segments.order:
+            where = segments.where(self._index - step - 1, number)
+            sent = segments.summed if step else segments.sent
+            yield Piece(sent[where], self._arrived.get(step - 1), number + 1)
+
+    def incoming(self) -> Iterator[Piece]:
+        """Yield where what the member before sends is received."""
+        segments = self._segments
+        for number, step in segments.order:
+            where = segments.where(self._index - step - 2, number)
+            gate = self._arrived[step]
+            if step < segments.size - 1:
+                into = self._scratch.data[: where.stop - where.start]
+                yield Piece(into, then=functools.partial(self._add, where, gate))
+            else:
+                yield Piece(segments.summed[where], then=gate.pass_one)
+
+    def _add(self, where: slice, gate: Gate) -> None:
+        target = self._segments.target(where)
+        received = self._scratch[: target.nbytes].view(target.dtype)
+        sum_into(target, (self._segments.addend(where), received))
+        gate.pass_one()
+
+
+class OrderedSums:
+    """Sums of the segments of the own part, added in the order of the members.
+
+    In step 0 each member sends each other its part of the array; in step 1 it sends
+    all the sum of its own part, where they gather the sums. Each peer has two buffers,
+    so that one segment arrives while another waits for those of the other peers.
+
+    Args:
+        segments: `Segments`.
+        index: Int, the own place among the members.
+    """
+
+    def __init__(self, segments: Segments, index: int) -> None:
+        self._segments = segments
+        self._index = index
+        self._done = Gate()
+        self._missing: dict[int, int] = {}
+        self._buffers = [
+            [np.empty(segments.num_bytes, np.uint8) for _ in range(LAG)]
+            for _ in range(segments.size)
+        ]
+
+    def outgoing(self, index: int) -> Iterator[Piece]:
+        """Yield what is sent to a peer."""
+        segments = self._segments
+        for number, step in segments.order:
+            if step:
+                own_sum = segments.summed[segments.where(self._index, number)]
+                yield Piece(own_sum, self._done, number + 1)
+            else:
+                yield Piece(segments.sent[segments.where(index, number)])
+
+    def incoming(self, index: int) -> Iterator[Piece]:
+        """Yield where what a peer sends is received."""
+        segments = self._segments
+        for number, step in segments.order:
+            if step:
+                yield Piece(segments.summed[segments.where(index, number)])
+            else:
+                yield self._addend(index, number)
+
+    def _addend(self, index: int, number: int) -> Piece:
+        """A segment of the own part, received once its buffer is free."""
+        where = self._segments.where(self._index, number)
+        buffer = self._buffers[index][number % LAG]
+        return Piece(
+            buffer.data[: where.stop - where.start],
+            self._done,
+            number - LAG + 1,
+            functools.partial(self._arrived, number),
+        )
+
+    def _arrived(self, number: int) -> None:
+        missing = self._missing.pop(number, self._segments.size - 1) - 1
+        if missing:
+            self._missing[number] = missing
+            return
+        where = self._segments.where(self._index, number)
+        target = self._segments.target(where)
+        length = where.stop - where.start
+        addends = [
+            self._segments.addend(where)
+            if index == self._index
+            else buffers[number % LAG][:length].view(target.dtype)
+            for index, buffers in enumerate(self._buffers)
+        ]
+        if length:
+            sum_into(target, addends)
+        self._done.pass_one()

@@ -36,7 +36,11 @@ import numpy as np
 from tfdp.communication.cluster.limits import lack_of_files
 from tfdp.communication.transport.arithmetic import sum_into
 from tfdp.communication.transport.calls import HEADER_BYTES, Call, call_of
-from tfdp.communication.transport.communicator import Array, TransportError
+from tfdp.communication.transport.communicator import (
+    Array,
+    Communicator,
+    TransportError,
+)
 from tfdp.communication.transport.mesh import Mesh
 from tfdp.communication.transport.schedules import equal_bounds
 from tfdp.communication.transport.socket_communicator import SocketCommunicator
@@ -260,6 +264,30 @@ class SharedMemoryCommunicator(SocketCommunicator):
 
     def _map(self, descriptor: int, *, is_own: bool) -> _Outbox:
         return _Outbox(descriptor, self._size, self._chunk_bytes, is_own=is_own)
+
+
+def new_communicator(mesh: Mesh, ranks: Sequence[int], lane: str) -> Communicator:
+    """Connect the workers of a group, and log by what.
+
+    Args:
+        mesh: `Mesh` of this worker.
+        ranks: Sequence of int, the members, this worker among them.
+        lane: String, what the group is for; all its members give the same one.
+
+    Returns:
+        `Communicator`.
+    """
+    kind: type[SocketCommunicator] = SocketCommunicator
+    if mesh.share_host(ranks):
+        kind = SharedMemoryCommunicator
+    communicator = kind(mesh, ranks, lane)
+    _logger.info(
+        "Worker %d communicates with workers %s by %s",
+        mesh.rank,
+        ", ".join(str(rank) for rank in ranks if rank != mesh.rank),
+        communicator.name,
+    )
+    return communicator
 
 
 class _Outbox:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -20,10 +21,10 @@ from tfdp.communication.transport.communicator import (
 from tfdp.communication.transport.connections import Connection, Ending
 from tfdp.communication.transport.flows import Flow, Gate, Piece, run
 from tfdp.communication.transport.mesh import Mesh
-from tfdp.communication.transport.ordered_sums import OrderedSums
-from tfdp.communication.transport.ring import Ring
 from tfdp.communication.transport.schedules import (
     SEGMENT_BYTES,
+    OrderedSums,
+    Ring,
     Segments,
     bytes_of,
     equal_bounds,
@@ -334,11 +335,9 @@ class SocketCommunicator:
 
     def _run(self, flows: list[Flow]) -> None:
         """Run flows, and watch the other members meanwhile."""
-        run([*flows, *(Flow(link) for link in self._watched_beside(flows))])
-
-    def _watched_beside(self, flows: list[Flow]) -> list[Connection]:
         used = {flow.descriptor for flow in flows}
-        return [link for link in self._links.values() if link.fileno() not in used]
+        others = [link for link in self._links.values() if link.fileno() not in used]
+        run([*flows, *map(Flow, others)])
 
     def _flow(
         self,
@@ -357,8 +356,10 @@ class SocketCommunicator:
             header = memoryview(bytearray(HEADER_BYTES))
             then = functools.partial(self._check, header, expected, index)
             received.append(Piece(header, then=then))
+        # No peer waits for empty pieces, nor stays until they are due.
+        full = (piece for piece in outgoing if piece.view.nbytes)
         return Flow(
-            link, _chain(sent, _with_bytes(outgoing)), _chain(received, incoming)
+            link, itertools.chain(sent, full), itertools.chain(received, incoming)
         )
 
     def _check(self, header: memoryview, expected: Call, index: int) -> None:
@@ -368,13 +369,3 @@ class SocketCommunicator:
         if self._scratch.nbytes < num_bytes:
             self._scratch = np.empty(num_bytes, np.uint8)
         return self._scratch
-
-
-def _chain(first: list[Piece], rest: Iterable[Piece]) -> Iterator[Piece]:
-    yield from first
-    yield from rest
-
-
-def _with_bytes(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Leave out empty pieces: no peer waits for them, nor stays until they are due."""
-    return (piece for piece in pieces if piece.view.nbytes)
