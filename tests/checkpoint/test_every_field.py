@@ -21,7 +21,7 @@ from tests.harness.tiers import full, standard
 from tfdp import checkpoint
 from tfdp.checkpoint import index_file
 from tfdp.checkpoint.run_schema import check_run
-from tfdp.communication.cluster import sagemaker, vertex
+from tfdp.communication.cluster import clouds
 from tfdp.communication.cluster.spec import Cluster
 from tfdp.features.tuning.plan_cache import KeptPlan, load_plan
 from tfdp.features.tuning.plan_choice import PlanChoice
@@ -92,13 +92,13 @@ def vertex_of(folder: Path) -> tuple[Any, Read]:
         "cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]},
         "task": {"type": "workerpool1", "index": 1},
     }
-    return spec, lambda value: vertex.read({"CLUSTER_SPEC": json.dumps(value)})
+    return spec, lambda value: clouds.read_vertex({"CLUSTER_SPEC": json.dumps(value)})
 
 
 def sagemaker_of(folder: Path) -> tuple[Any, Read]:
     def read(value: Any) -> None:
         environ = {"SM_HOSTS": json.dumps(value), "SM_CURRENT_HOST": "algo-1"}
-        sagemaker.read(environ)
+        clouds.read_sagemaker(environ)
 
     return ["algo-1", "algo-2"], read
 

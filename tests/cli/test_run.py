@@ -30,7 +30,8 @@ import psutil
 import pytest
 
 from tests.harness.commands import HEEDING
-from tfdp.communication.cluster import Cluster, local_ports
+from tfdp.communication.cluster import Cluster
+from tfdp.communication.cluster import ports as cluster_ports
 from tfdp.communication.cluster.gpus import visible_gpus
 from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 from tfdp.launch.cli import launch, main, outlet, worker
@@ -1336,10 +1337,10 @@ def test_python_m_tfdp_is_the_command(arguments, words):
 
 
 def test_ports_are_distinct_free_and_outside_the_kernels_own_range():
-    ports = local_ports.free_ports(200)
+    ports = cluster_ports.free_ports(200)
     assert len(set(ports)) == 200
     assert min(ports) >= 10000
-    assert max(ports) < local_ports._first_ephemeral_port()
+    assert max(ports) < cluster_ports._first_ephemeral_port()
 
 
 @pytest.mark.parametrize(
@@ -1366,9 +1367,9 @@ def test_more_workers_than_the_machine_can_hold_are_refused(
 
 
 def test_too_many_workers_for_the_ports_are_refused(monkeypatch):
-    monkeypatch.setattr(local_ports, "_first_ephemeral_port", lambda: 10010)
+    monkeypatch.setattr(cluster_ports, "_first_ephemeral_port", lambda: 10010)
     with pytest.raises(ValueError, match="-n 20"):
-        local_ports.free_ports(20)
+        cluster_ports.free_ports(20)
 
 
 def test_a_job_that_fails_is_started_again_and_the_history_is_kept(launcher):

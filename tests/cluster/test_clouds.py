@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tfdp.communication.cluster import Cluster, sagemaker
+from tfdp.communication.cluster import Cluster, clouds
 
 ENVIRONMENTS = Path(__file__).parent / "environments"
 HOSTS = ["algo-2", "algo-10", "algo-1"]
@@ -21,7 +21,7 @@ HOSTS = ["algo-2", "algo-10", "algo-1"]
 def resources(tmp_path, monkeypatch) -> Path:
     """Where SageMaker's file would be."""
     path = tmp_path / "resourceconfig.json"
-    monkeypatch.setattr(sagemaker, "RESOURCES", path)
+    monkeypatch.setattr(clouds, "RESOURCES", path)
     return path
 
 

@@ -18,9 +18,10 @@ import pytest
 from tests.harness.timing import within
 from tfdp.communication.cluster import (
     Cluster,
-    accepts_connections,
+    ProbeResult,
     check_port_free,
     free_ports,
+    probe_port,
     rendezvous,
     split_address,
     unreachable_workers,
@@ -517,7 +518,7 @@ def test_a_connection_of_a_port_to_itself_is_no_answer(monkeypatch):
         return connection
 
     monkeypatch.setattr(socket, "create_connection", connect_to_itself)
-    assert not accepts_connections(f"127.0.0.1:{port}", timeout_seconds=1)
+    assert probe_port(f"127.0.0.1:{port}", 1.0) is ProbeResult.REFUSED
 
 
 def test_ports_are_not_drawn_from_the_generator_of_the_script():

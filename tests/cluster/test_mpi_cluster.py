@@ -23,15 +23,15 @@ from tfdp.communication.cluster import (
     mpi_start,
 )
 from tfdp.communication.cluster.gpus import own_gpus
-from tfdp.communication.cluster.local_ports import reserved_ports
+from tfdp.communication.cluster.launchers import LaunchedRank, mpi_rank
 from tfdp.communication.cluster.mpi_cluster import ProcessPlacement, choose_hosts
-from tfdp.communication.cluster.mpi_launcher import MpiRank, mpi_rank
 from tfdp.communication.cluster.own_addresses import (
     answering,
     host_key,
     own_addresses,
     reached,
 )
+from tfdp.communication.cluster.ports import reserved_ports
 
 DEADLINE_SECONDS = 60.0
 TF_CONFIG = (
@@ -289,14 +289,14 @@ def test_the_mpi_of_another_launcher_is_refused_before_it_starts(
     launcher, vendor, environ
 ):
     environ.setattr(mpi_start, "_configuration", lambda: "")
-    own = MpiRank(launcher, "SIZE=2", 0, 2)
+    own = LaunchedRank(launcher, "SIZE=2", 0, 2)
     with pytest.raises(ValueError, match=f"mpi4py has loaded {vendor} 1.2, and") as e:
         mpi_start._check_library(own, vendor, f"{vendor} 1.2")
     assert str(e.value).endswith("Received: SIZE=2")
 
 
 def test_an_mpi_that_does_not_see_the_other_processes_is_refused():
-    own = MpiRank("MPICH", "PMI_SIZE=4", 0, 4)
+    own = LaunchedRank("MPICH", "PMI_SIZE=4", 0, 4)
     with pytest.raises(ValueError, match="the processes do not see each other"):
         mpi_start._check_size(own, 1, "MPICH 1.2")
 

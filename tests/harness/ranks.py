@@ -98,7 +98,7 @@ def _end(launcher: subprocess.Popen) -> None:
 
 def _main() -> None:
     from tests.harness.cluster import files_of
-    from tfdp.communication.cluster.mpi_launcher import mpi_rank
+    from tfdp.communication.cluster.launchers import mpi_rank
 
     setup, flavor, folder = sys.argv[1], sys.argv[2], pathlib.Path(sys.argv[3])
     own = mpi_rank()

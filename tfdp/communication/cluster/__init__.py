@@ -3,14 +3,13 @@
 Only `devices` and `cpu_kernels` import TensorFlow, so that the command line reads a
 cluster in milliseconds. Reading order:
     spec: the cluster and this task's rank
-    tf_config, slurm, sagemaker, vertex: read it from the environment
-    mpi_launcher, mpi_start, mpi_job, mpi_cluster: a job of MPI, which agrees by MPI
+    tf_config, slurm, clouds: read it from the environment
+    launchers: ranks that MPI and other launchers tell
+    mpi_start, mpi_job, mpi_cluster: a job of MPI, which agrees by MPI
     own_addresses, gpus: what the host of a worker has
-    other_launchers: processes that nothing there tells of each other
-    address, ports, local_ports: check, probe and find ports; rendezvous of workers
+    address, ports: check, probe and find ports; rendezvous of workers
     limits: open files and threads that a worker needs, and may have
     join_guard: deadline of a worker that joins
-    backoff: pauses of those who wait without a signal
     islands: workers that are jobs of their own
     nodes: replicas of each node, and how they are found
     devices: local devices that hold a replica
@@ -22,19 +21,18 @@ from __future__ import annotations
 
 from tfdp.communication.cluster.address import split_address
 from tfdp.communication.cluster.join_guard import join_deadline
-from tfdp.communication.cluster.local_ports import free_ports
+from tfdp.communication.cluster.launchers import processes_apart
 from tfdp.communication.cluster.mpi_cluster import (
     count_workers,
     find_cluster,
     rank_of_process,
 )
 from tfdp.communication.cluster.nodes import topology_of
-from tfdp.communication.cluster.other_launchers import processes_apart
 from tfdp.communication.cluster.ports import (
     ProbeResult,
-    accepts_connections,
     check_port_free,
     describe_workers,
+    free_ports,
     probe_port,
     rendezvous,
     unreachable_workers,
@@ -44,7 +42,6 @@ from tfdp.communication.cluster.spec import Cluster
 __all__ = [
     "Cluster",
     "ProbeResult",
-    "accepts_connections",
     "check_port_free",
     "count_workers",
     "describe_workers",

@@ -11,9 +11,8 @@ from typing import Any
 from tfdp.communication.cluster import slurm
 from tfdp.communication.cluster.address import join_address
 from tfdp.communication.cluster.gpus import own_gpus, visible_gpus
-from tfdp.communication.cluster.local_ports import reserved_ports
+from tfdp.communication.cluster.launchers import LaunchedRank, has_mpi4py, mpi_rank
 from tfdp.communication.cluster.mpi_job import MpiJob
-from tfdp.communication.cluster.mpi_launcher import MpiRank, has_mpi4py, mpi_rank
 from tfdp.communication.cluster.mpi_start import start_job
 from tfdp.communication.cluster.own_addresses import (
     answering,
@@ -21,6 +20,7 @@ from tfdp.communication.cluster.own_addresses import (
     own_addresses,
     reached,
 )
+from tfdp.communication.cluster.ports import reserved_ports
 from tfdp.communication.cluster.spec import Cluster
 
 # As `tfdp run` has it, where all are on one machine.
@@ -111,20 +111,20 @@ def _place_of_process() -> tuple[int, int]:
     return cluster.rank, cluster.num_workers
 
 
-def _says_more(own: MpiRank) -> bool:
+def _says_more(own: LaunchedRank) -> bool:
     """Whether `TF_CONFIG` names a cluster, or `srun` has started the ranks."""
     is_set = Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
     return is_set or is_of_slurm(own)
 
 
-def is_of_slurm(own: MpiRank) -> bool:
+def is_of_slurm(own: LaunchedRank) -> bool:
     """Whether `srun` has started the ranks, rather than one `mpiexec` per node.
 
     `mpiexec` starts a process on each node by `srun`, whose ranks inherit its
     variables.
 
     Args:
-        own: `MpiRank` of this process.
+        own: `LaunchedRank` of this process.
 
     Returns:
         Bool.
@@ -132,7 +132,7 @@ def is_of_slurm(own: MpiRank) -> bool:
     if os.environ.get("SLURM_PROCID") != str(own.rank):
         return False
     step = slurm.read(os.environ)
-    return step is not None and len(step[0]) == own.size
+    return step is not None and len(step["workers"]) == own.size
 
 
 def agree(job: MpiJob, timeout_seconds: float | None = None) -> Cluster:

@@ -12,14 +12,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.communication.cluster.backoff import Backoff
 from tfdp.communication.cluster.join_guard import (
     shared_memory_of,
     start_deadline,
     unlink,
 )
-from tfdp.communication.cluster.mpi_job import LONGEST_PAUSE_SECONDS, MpiJob
-from tfdp.communication.cluster.mpi_launcher import MpiRank, has_mpi4py, mpi_rank
+from tfdp.communication.cluster.launchers import LaunchedRank, has_mpi4py, mpi_rank
+from tfdp.communication.cluster.mpi_job import LONGEST_PAUSE_SECONDS, Backoff, MpiJob
 from tfdp.ground.forks import at_exit
 
 _DEFAULT_START_SECONDS = 300.0
@@ -67,7 +66,8 @@ def _start(timeout_seconds: float | None) -> MpiJob:
     if not mpi.Is_initialized():
         _check_library(own, mpi.get_vendor()[0], library)
         _initialize(mpi, own, timeout_seconds)
-    _check_size(own, mpi.COMM_WORLD.size, library)
+    if own is not None and mpi.COMM_WORLD.size != own.size:
+        raise ValueError(_another_mpi(own, library, "another"))
     lock = _lock_of(mpi, library)
     everyone = tuple(range(mpi.COMM_WORLD.size))
     job = MpiJob(mpi, mpi.COMM_WORLD, lock, everyone, library)
@@ -123,29 +123,20 @@ def library_of(mpi: Any) -> str:
     return f"{name} {'.'.join(map(str, version))}"
 
 
-def _check_library(own: MpiRank | None, vendor: str, library: str) -> None:
+def _check_library(own: LaunchedRank | None, vendor: str, library: str) -> None:
     """Refuse what would abort the process in MPI's start, or start it alone."""
     if own is None:
         return
     is_open = vendor == "Open MPI"
     if own.launcher == "MPI" and not is_open:
         # One that was built for PMIx can be started by any launcher that has it.
-        if "pmix" not in _configuration():
+        if "pmix" not in sys.modules["mpi4py.MPI"].Get_library_version().lower():
             raise ValueError(_another_mpi(own, library, "Open MPI's"))
     elif own.launcher == "MPICH" and is_open and "PMIX_RANK" not in os.environ:
         raise ValueError(_another_mpi(own, library, "MPICH's or Intel MPI's"))
 
 
-def _configuration() -> str:
-    return sys.modules["mpi4py.MPI"].Get_library_version().lower()
-
-
-def _check_size(own: MpiRank | None, size: int, library: str) -> None:
-    if own is not None and size != own.size:
-        raise ValueError(_another_mpi(own, library, "another"))
-
-
-def _another_mpi(own: MpiRank, library: str, launcher: str) -> str:
+def _another_mpi(own: LaunchedRank, library: str, launcher: str) -> str:
     return (
         f"mpi4py has loaded {library}, and the job was started by {launcher} mpiexec: "
         "the processes do not see each other. Start the job with the mpiexec of "
@@ -153,7 +144,9 @@ def _another_mpi(own: MpiRank, library: str, launcher: str) -> str:
     )
 
 
-def _initialize(mpi: Any, own: MpiRank | None, timeout_seconds: float | None) -> None:
+def _initialize(
+    mpi: Any, own: LaunchedRank | None, timeout_seconds: float | None
+) -> None:
     limit = timeout_seconds or _DEFAULT_START_SECONDS
     place = f"rank {own.rank} of {own.size}" if own else "this process"
     sentence = (
@@ -224,7 +217,10 @@ def _all_end(job: MpiJob) -> bool:
     with job.lock:
         everyone = job.comm.Ibarrier()
     backoff = Backoff(LONGEST_PAUSE_SECONDS)
-    while not _is_done(job, everyone):
+    while True:
+        with job.lock:
+            if everyone.Test():
+                break
         backoff.pause()
     is_finished = job.finish_rest(_REST_SECONDS)
     try:
@@ -232,8 +228,3 @@ def _all_end(job: MpiJob) -> bool:
     except TimeoutError:
         return False
     return all(each["is_finished"] for each in ends)
-
-
-def _is_done(job: MpiJob, request: Any) -> bool:
-    with job.lock:
-        return request.Test()

@@ -1,22 +1,27 @@
-"""Ports: check this task's own, probe those of others, rendezvous of all workers."""
+"""Ports: find free ones, check and probe them; rendezvous of all workers."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
 import errno
+import pathlib
+import random
 import socket
 import threading
 import time
 from collections.abc import Iterator
 
 from tfdp.communication.cluster.address import split_address
+from tfdp.communication.cluster.limits import lack_of_files
 from tfdp.communication.cluster.spec import Cluster
 from tfdp.ground import user_code
 from tfdp.ground.forks import close_in_forks
 
 _WARN_AFTER_SECONDS = 10.0
 _TOGETHER_SECONDS = 1.0
+_LOWEST_PORT = 10000
+_PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 
 
 def check_port_free(address: str) -> None:
@@ -192,23 +197,6 @@ def _wait_for_connection(
         time.sleep(0.1)
 
 
-def accepts_connections(address: str, timeout_seconds: float) -> bool:
-    """Return whether something accepts TCP connections at an address.
-
-    Args:
-        address: String, `"host:port"`.
-        timeout_seconds: Float, seconds to wait for the connection.
-
-    Returns:
-        Bool.
-
-    Example:
-    >>> accepts_connections("localhost:1", timeout_seconds=0.5)
-    False
-    """
-    return probe_port(address, timeout_seconds) is ProbeResult.ACCEPTED
-
-
 class ProbeResult(enum.Enum):
     """Result of a TCP connection attempt."""
 
@@ -261,3 +249,70 @@ def _try_to_bind(port: int) -> None:
             if family == socket.AF_INET6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind((host, port))
+
+
+def free_ports(count: int) -> list[int]:
+    """Find different ports that are free on all interfaces.
+
+    They are drawn at random from below the range in which the kernel picks
+    source ports: from inside it, a worker's first outgoing connection could
+    take the port on which another worker is about to listen.
+
+    Args:
+        count: Int, how many.
+
+    Returns:
+        List of int.
+
+    Raises:
+        ValueError: If there are not that many.
+    """
+    with reserved_ports(count) as (ports, _):
+        return ports
+
+
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]]:
+    """Hold ports as `free_ports` finds them, so that no other process gets them.
+
+    Args:
+        count: Int, how many.
+
+    Yields:
+        List of int, and the sockets that are bound to them, which listen to nobody.
+
+    Raises:
+        ValueError: If there are not that many.
+    """
+    candidates = range(_LOWEST_PORT, _first_ephemeral_port())
+    ports: list[int] = []
+    sockets: list[socket.socket] = []
+    # Every socket stays bound until all are chosen, so that no two are equal.
+    with contextlib.ExitStack() as stack:
+        # Not from the generator that a script may have seeded.
+        for port in random.Random().sample(candidates, len(candidates)):
+            if len(ports) == count:
+                break
+            try:
+                probe = stack.enter_context(socket.socket())
+            except OSError as error:
+                raise ValueError(lack_of_files(error) or str(error)) from error
+            with contextlib.suppress(OSError):
+                probe.bind(("", port))  # TensorFlow listens on all interfaces
+                ports.append(port)
+                sockets.append(probe)
+        if len(ports) < count:
+            raise ValueError(
+                f"There are not enough free ports for the workers. Received: -n {count}"
+                f", with {len(ports)} free"
+            )
+        yield ports, sockets
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        first = int(pathlib.Path(_PORT_RANGE_FILE).read_text("ascii").split()[0])
+    except (OSError, ValueError):
+        first = 32768
+    # A machine may have been told to use nearly all ports for connections.
+    return first if first >= _LOWEST_PORT + 2000 else 32768

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from tfdp.ground.text import pluralize
 
@@ -14,15 +15,15 @@ _FIRST_PORT = 10000
 _NUM_PORTS = 20000
 
 
-def read(environ: Mapping[str, str]) -> tuple[tuple[str, ...], int] | None:
+def read(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """Read the addresses of a Slurm step's tasks, and this task's rank.
 
     Args:
         environ: Mapping of environment variables.
 
     Returns:
-        The addresses in the order of ranks and this task's rank; or `None`
-        outside of a step, or in a step of a single task.
+        A dict of the arguments of `Cluster`; or `None` outside of a step, or in a
+        step of a single task.
 
     Raises:
         ValueError: If the variables do not fit together.
@@ -41,12 +42,12 @@ def read(environ: Mapping[str, str]) -> tuple[tuple[str, ...], int] | None:
     base = _base_port(environ, max(counts))
     # Node by node. With `--distribution=cyclic` this is not SLURM_PROCID's
     # order, but every task finds the same one, whichever way they are spread.
-    workers = tuple(
+    workers = [
         f"{host}:{base + local_id}"
         for host, count in zip(hosts, counts, strict=True)
         for local_id in range(count)
-    )
-    return workers, _rank(environ, counts)
+    ]
+    return {"workers": workers, "task_index": _rank(environ, counts)}
 
 
 def _rank(environ: Mapping[str, str], counts: list[int]) -> int:

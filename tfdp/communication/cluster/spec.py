@@ -5,13 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfdp.communication.cluster import sagemaker, slurm, tf_config, vertex
+from tfdp.communication.cluster import clouds, slurm, tf_config
 from tfdp.communication.cluster.address import canonical_address, split_address
 from tfdp.ground.text import pluralize
 
+# What may say which cluster this is, the first one first.
+SOURCES: dict[str, Callable[[Mapping[str, str]], dict[str, Any] | None]] = {
+    "TF_CONFIG": lambda environ: tf_config.parse(environ.get("TF_CONFIG", "")),
+    "Slurm": slurm.read,
+    "SageMaker": clouds.read_sagemaker,
+    "Vertex AI": clouds.read_vertex,
+}
 # More is a slip of the hand, and would take all of the memory.
 _MOST_DEVICES = 1024
 
@@ -111,14 +118,11 @@ class Cluster:
         >>> Cluster.from_environment({}) is None
         True
         """
-        cluster = cls.from_tf_config(environ.get("TF_CONFIG", ""))
-        if cluster is not None:
-            return cluster
-        tasks = slurm.read(environ) or sagemaker.read(environ)
-        if tasks is not None:
-            return cls(tasks[0], task_index=tasks[1])
-        fields = vertex.read(environ)
-        return None if fields is None else cls(**fields)
+        for read in SOURCES.values():
+            fields = read(environ)
+            if fields is not None:
+                return cls(**fields)
+        return None
 
     def to_tf_config(self) -> str:
         """Write this cluster as a value for `TF_CONFIG`.

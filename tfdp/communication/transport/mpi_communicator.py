@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from tfdp.communication.cluster.launchers import has_mpi4py, mpi_rank
 from tfdp.communication.cluster.mpi_cluster import is_of_slurm
 from tfdp.communication.cluster.mpi_job import MpiJob
-from tfdp.communication.cluster.mpi_launcher import has_mpi4py, mpi_rank
 from tfdp.communication.cluster.mpi_start import current_job, import_mpi, start_job
 from tfdp.communication.transport.arithmetic import sum_into
 from tfdp.communication.transport.calls import Call, call_of

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.communication.cluster.backoff import Backoff
-from tfdp.communication.cluster.mpi_job import MpiJob
+from tfdp.communication.cluster.mpi_job import Backoff, MpiJob
 from tfdp.communication.transport import calls
 from tfdp.communication.transport.calls import HEADER_BYTES, Call
 from tfdp.communication.transport.communicator import (

@@ -14,11 +14,10 @@ from tfdp.communication.cluster import (
     Cluster,
     find_cluster,
     processes_apart,
-    sagemaker,
-    slurm,
     topology_of,
 )
 from tfdp.communication.cluster.mpi_start import current_job
+from tfdp.communication.cluster.spec import SOURCES
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import version_of
 from tfdp.launch.cli import parameter_types as types
@@ -267,12 +266,7 @@ def _source() -> str:
     """Tell where the cluster is from."""
     if job := current_job():
         return job.library
-    is_set = Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
-    if is_set:
-        return "TF_CONFIG"
-    if slurm.read(os.environ):
-        return "Slurm"
-    return "SageMaker" if sagemaker.read(os.environ) else "Vertex AI"
+    return next(name for name, read in SOURCES.items() if read(os.environ))
 
 
 def _states_in_mpi(cluster: Cluster) -> list[str]:

@@ -15,7 +15,7 @@ from tfdp.communication.cluster.devices import (
     local_devices,
     resolve_devices,
 )
-from tfdp.communication.cluster.mpi_launcher import mpi_rank
+from tfdp.communication.cluster.launchers import mpi_rank
 from tfdp.communication.coordination.join import resolver_of_environment, start_worker
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops, program_trace
