@@ -12,7 +12,7 @@ import pytest
 
 import tfdp
 from tests.harness import common
-from tfdp.communication.coordination.differences import describe_difference
+from tfdp.communication.coordination.checks import describe_difference
 from tfdp.training.keras_hooks.configs import configs_of, fingerprint
 
 layers = keras.layers

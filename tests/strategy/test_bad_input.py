@@ -244,11 +244,11 @@ def test_workers_that_disagree_on_options_are_refused_by_all(option: str, values
 def auto_strategy_of(**versions: str) -> int:
     import keras
 
-    from tfdp.communication.coordination import same_setup
+    from tfdp.communication.coordination import checks
 
     keras.__version__ = versions.get("Keras", keras.__version__)
     own = versions.get("tfdp", "1.0")
-    same_setup._own_version = lambda: own
+    checks._own_version = lambda: own
     return auto_strategy()
 
 

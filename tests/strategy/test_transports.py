@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdp.communication.coordination.same_setup import check_same_setup
+from tfdp.communication.coordination.checks import check_same_setup
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground.options import CommunicationOptions
 from tfdp.training.strategy import transports

@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from tfdp.callbacks.measuring_callback import MeasuringCallback
 from tfdp.checkpoint.files import error_text
-from tfdp.communication.coordination.mailbox import Mailbox
-from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.communication.coordination.worker_group import Mailbox, WorkerGroup
 from tfdp.features.monitor.advice import facts_of, loss_scale_of, settings_of
 from tfdp.features.monitor.device_meter import meter_for
 from tfdp.features.monitor.meter import Meter

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tfdp.callbacks.measuring_callback import MeasuringCallback
-from tfdp.communication.coordination.mailbox import Mailbox
-from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.communication.coordination.worker_group import Mailbox, WorkerGroup
 from tfdp.features.monitor.device_meter import meter_for
 from tfdp.features.monitor.readings import Reading
 from tfdp.features.monitor.sinks import write_json

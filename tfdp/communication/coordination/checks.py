@@ -1,20 +1,122 @@
-"""Consistency checks between workers, before collectives that would hang."""
+"""What workers compare before collectives that would hang, or give wrong sums.
+
+Each comparison is of one moment: the set-up, as soon as all have joined; variables, as
+they are created and trained; the buckets and the operations of a first step. Workers
+exchange digests, and what these are of only where they differ; then all raise one error
+that names the first difference.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import dataclasses
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
+import tensorflow as tf
+
+from tfdp.communication.cluster import topology_of
 from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import _compat
+from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
+from tfdp.ground.plans.topology import Topology
 
 # Also within the name of a slot, which holds that of its variable.
 _AUTO_NUMBER = re.compile(r"_\d+(?=[/:_]|$)")
+_LET_NOTHING_CHOOSE = (
+    "Let nothing that differs between workers, such as a rank or Python's `random`, "
+    "choose what a step computes."
+)
+# Letters of a value in the description of a difference.
+_LONGEST = 60
+
+
+def check_same_setup(
+    worker_group: WorkerGroup,
+    devices: Sequence[str],
+    options: CommunicationOptions,
+    *,
+    rebalances: bool = False,
+) -> list[str]:
+    """Raise on every worker if device counts, versions or options differ.
+
+    Args:
+        worker_group: `WorkerGroup`.
+        devices: Sequence of strings, full names of the local devices.
+        options: `CommunicationOptions`.
+        rebalances: Bool, whether rows follow the workers' speed. Defaults to `False`.
+
+    Returns:
+        List of strings, the devices of all workers in the order of ranks.
+
+    Raises:
+        ValueError: Naming the first worker that differs from worker 0.
+    """
+    kinds = sorted({_compat.device_type(device) for device in devices})
+    facts = {
+        "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
+        # What a step is made of. Another Python computes the same.
+        "TensorFlow version": tf.__version__,
+        "Keras version": keras.__version__,
+        "tfdp version": _own_version(),
+        "settings of `rebalance`": str(rebalances).lower(),
+    }
+    for field in dataclasses.fields(options):
+        # Each may wait as long as it likes, and has interfaces of its own.
+        if field.name not in ("timeout_seconds", "interface"):
+            facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
+    own = json.dumps({"devices": list(devices), "facts": facts})
+    messages = [json.loads(text) for text in worker_group.all_gather("start-up", own)]
+    first = messages[0]["facts"]
+    for rank, message in enumerate(messages):
+        for name, value in message["facts"].items():
+            if value != first[name]:
+                raise worker_group.error(
+                    f"Workers have different {name}: worker 0 has {first[name]}, "
+                    f"worker {rank} has {value}. Start all workers alike."
+                )
+    return [device for message in messages for device in message["devices"]]
+
+
+def agreed_topology(
+    worker_group: WorkerGroup,
+    hosts: Sequence[str],
+    num_local: int,
+    options: CommunicationOptions,
+) -> Topology:
+    """Find which replicas share a node; all workers take the first one's answer.
+
+    Args:
+        worker_group: `WorkerGroup`.
+        hosts: Sequence of strings, the host of each worker.
+        num_local: Int, replicas of a worker.
+        options: `CommunicationOptions`.
+
+    Returns:
+        A `Topology`.
+
+    Raises:
+        ValueError: If `node_size` or `nodes` do not fit the cluster.
+    """
+    found = topology_of(
+        hosts, num_local, node_size=options.node_size, nodes=options.nodes
+    )
+    # A name may have other addresses on another machine.
+    return Topology.from_json(worker_group.all_gather("topology", found.to_json())[0])
+
+
+def _own_version() -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("tfdp")
+    return "not installed"
 
 
 def check_same_variables(
@@ -31,19 +133,21 @@ def check_same_variables(
     Raises:
         ValueError: Naming the first variable that differs.
     """
-    if worker_group.num_workers == 1:
+    items = [(signature_of(variable), _describe(variable)) for variable in variables]
+    found = _compare_items(worker_group, topic, "variables", items)
+    if found is None:
         return
-    signatures = [signature_of(variable) for variable in variables]
-    digest = hashlib.sha256(json.dumps(signatures).encode()).hexdigest()
-    same, _ = worker_group.all_equal(topic, digest)
-    if same:
-        return
-    descriptions = [_describe(variable) for variable in variables]
-    texts = worker_group.all_gather(
-        f"{topic}: variables", json.dumps([signatures, descriptions])
+    text = "Workers have different models. Build the same one on every worker."
+    if verb == "creates":
+        text = (
+            "Workers have different models. Build the same one on every worker, and "
+            "outside of `strategy.scope()` what one of them needs alone."
+        )
+    rank, index, first, own = found
+    raise worker_group.error(
+        f"{text} First difference, variable {index}: worker 0 {verb} {first}, "
+        f"worker {rank} {verb} {own}."
     )
-    worker_group.leave()
-    raise ValueError(_variable_difference([json.loads(text) for text in texts], verb))
 
 
 def created_alone(rank: int, line: str, signatures: list[list]) -> str:
@@ -76,18 +180,20 @@ def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
     Raises:
         ValueError: Naming the first gradient in another position.
     """
-    topic = "the buckets of the first step"
-    same, _ = worker_group.all_equal(topic, plan.fingerprint)
-    if same:
-        return
     order = [
-        [bucket, index, entry.name]
-        for bucket, members in enumerate(plan)
-        for index, entry in zip(members.indices, members.entries, strict=True)
+        ([number, bucket.dtype, index, list(entry.shape)], repr(entry.name))
+        for number, bucket in enumerate(plan)
+        for index, entry in zip(bucket.indices, bucket.entries, strict=True)
     ]
-    texts = worker_group.all_gather(f"{topic}: gradients", json.dumps(order))
-    worker_group.leave()
-    raise ValueError(_order_difference([json.loads(text) for text in texts]))
+    topic = "the buckets of the first step"
+    found = _compare_items(worker_group, topic, "gradients", order)
+    if found is not None:
+        rank, position, first, own = found
+        raise worker_group.error(
+            "Workers would reduce the gradients of a model in different orders. Call "
+            "its layers in the same order on every worker. First difference, gradient "
+            f"{position}: that of {first} on worker 0, of {own} on worker {rank}."
+        )
 
 
 def check_same_program(
@@ -119,17 +225,19 @@ def check_same_program(
         return available
     compared = json.dumps([[what for what, _ in conversions], sorted(signatures)])
     digest = hashlib.sha256(compared.encode()).hexdigest()
-    texts = worker_group.all_gather(topic, json.dumps([digest, available]))
-    found = [json.loads(text) for text in texts]
+    found = worker_group.all_gather_values(topic, [digest, available])
     if len({own for own, _ in found}) == 1:
         return min((n for _, n in found if n is not None), default=None)
     counts = collections.Counter(signatures)
-    message = json.dumps([conversions, counts])
-    texts = worker_group.all_gather(f"{topic}: operations", message)
-    steps, all_counts = zip(*map(json.loads, texts), strict=True)
-    if (difference := _step_difference(topic, steps)) is not None:
-        worker_group.leave()
-        raise ValueError(difference)
+    told = worker_group.all_gather_values(f"{topic}: operations", [conversions, counts])
+    steps, all_counts = zip(*told, strict=True)
+    if (difference := _first_difference(steps)) is not None:
+        rank, _, first, other = difference
+        raise worker_group.error(
+            f"Workers would wait for each other in {topic}, which differs between them."
+            f" {_LET_NOTHING_CHOOSE} First operation that differs: {first} on worker "
+            f"0, {other} on worker {rank}."
+        )
     # As many conversions: then operations differ, on some worker from the first one's.
     rank = next(r for r, others in enumerate(all_counts) if others != all_counts[0])
     compared = all_counts[0 if worker_group.rank else rank]
@@ -139,81 +247,56 @@ def check_same_program(
     operations = worker_group.all_gather(
         f"{topic}: first difference", "nothing" if own is None else describe(own)
     )
-    worker_group.leave()
-    raise ValueError(
+    raise worker_group.error(
         f"Workers would compute different things in {topic}. {_LET_NOTHING_CHOOSE} "
         f"First operation that differs: {operations[0]} on worker 0, "
         f"{operations[rank]} on worker {rank}."
     )
 
 
-_LET_NOTHING_CHOOSE = (
-    "Let nothing that differs between workers, such as a rank or Python's `random`, "
-    "choose what a step computes."
-)
-
-
-def _step_difference(topic: str, steps: Sequence[list]) -> str | None:
-    """Format the error message of workers that would wait for each other, if any."""
-    text = (
-        f"Workers would wait for each other in {topic}, which differs between them. "
-        f"{_LET_NOTHING_CHOOSE}"
-    )
-    nothing = [None, "nothing"]
-    for rank, step in enumerate(steps[1:], start=1):
-        for first, own in itertools.zip_longest(steps[0], step, fillvalue=nothing):
-            if first[0] != own[0]:
-                return (
-                    f"{text} First operation that differs: {first[1]} on worker 0, "
-                    f"{own[1]} on worker {rank}."
-                )
-    return None
-
-
-def _order_difference(orders: list) -> str:
-    """Format the error message of bucket plans in different orders."""
-    text = (
-        "Workers would reduce the gradients of a model in different orders. Call its "
-        "layers in the same order on every worker."
-    )
-    for rank, order in enumerate(orders[1:], start=1):
-        for position, (first, own) in enumerate(zip(orders[0], order, strict=False)):
-            if first[:2] != own[:2]:
-                return (
-                    f"{text} First difference, gradient {position}: that of "
-                    f"{first[2]!r} on worker 0, of {own[2]!r} on worker {rank}."
-                )
-    return text
-
-
-def _variable_difference(models: list, verb: str) -> str:
-    """Format the error message of workers with different variables.
+def _compare_items(
+    worker_group: WorkerGroup, topic: str, what: str, items: Sequence[tuple[Any, str]]
+) -> tuple[int, int, str, str] | None:
+    """Compare lists of workers by a digest, and find the first item that differs.
 
     Args:
-        models: List, for each worker the signatures and the descriptions of its
-            variables.
-        verb: String, see `check_same_variables`.
+        worker_group: `WorkerGroup` between the workers.
+        topic: String, the point of the program.
+        what: String, what the items are.
+        items: Sequence of pairs of what is compared, and its description.
+
+    Returns:
+        See `_first_difference`.
     """
-    text = "Workers have different models. Build the same one on every worker."
-    if verb == "creates":
-        text = (
-            "Workers have different models. Build the same one on every worker, and "
-            "outside of `strategy.scope()` what one of them needs alone."
-        )
-    first_signatures, first_descriptions = models[0]
-    for rank, (signatures, descriptions) in enumerate(models[1:], start=1):
-        for index in range(max(len(signatures), len(first_signatures))):
-            own = signatures[index] if index < len(signatures) else None
-            first = first_signatures[index] if index < len(first_signatures) else None
-            if own == first:
-                continue
-            ours = descriptions[index] if own else "nothing"
-            theirs = first_descriptions[index] if first else "nothing"
-            return (
-                f"{text} First difference, variable {index}: worker 0 {verb} "
-                f"{theirs}, worker {rank} {verb} {ours}."
-            )
-    return text
+    if worker_group.num_workers == 1:
+        return None
+    compared = json.dumps([each for each, _ in items])
+    digest = hashlib.sha256(compared.encode()).hexdigest()
+    same, _ = worker_group.all_equal(topic, digest)
+    if same:
+        return None
+    return _first_difference(worker_group.all_gather_values(f"{topic}: {what}", items))
+
+
+def _first_difference(
+    lists: Sequence[Sequence[Any]],
+) -> tuple[int, int, str, str] | None:
+    """Find the first item of which a worker has another than worker 0.
+
+    Args:
+        lists: Sequence, for each worker its items, see `_compare_items`.
+
+    Returns:
+        The worker, the position, and the descriptions of worker 0's item and of its;
+        or `None`.
+    """
+    nothing = (None, "nothing")
+    for rank, items in enumerate(lists[1:], start=1):
+        pairs = itertools.zip_longest(lists[0], items, fillvalue=nothing)
+        for position, (first, own) in enumerate(pairs):
+            if first[0] != own[0]:
+                return rank, position, first[1], own[1]
+    return None
 
 
 def signature_of(variable: Any) -> list:
@@ -234,3 +317,70 @@ def _name(variable: Any) -> str:
 def _type(variable: Any) -> tuple[list, str]:
     dtype = getattr(variable.dtype, "name", variable.dtype)
     return list(variable.shape), str(dtype)
+
+
+class _Missing:
+    """What a worker does not have at a path where another has something."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_MISSING = _Missing()
+
+
+def describe_difference(values: Mapping[int, Any]) -> str:
+    """Describe the first difference between workers' nests, or return `""`.
+
+    Args:
+        values: Mapping from worker to a nest of dicts, lists and plain values.
+
+    Returns:
+        String: the path, and what each worker has there.
+
+    Example:
+
+    >>> describe_difference({0: {"a": 1, "b": [2, 3]}, 1: {"a": 1, "b": [2]}})
+    'b/1: 3 on worker 0, nothing on worker 1'
+    """
+    first = values[min(values)]
+    paths = (_first_path(first, other) for other in values.values())
+    path = next((found for found in paths if found is not None), None)
+    if path is None:
+        return ""
+    told = ", ".join(
+        f"{_text(_at(value, path))} on worker {rank}" for rank, value in values.items()
+    )
+    return f"{'/'.join(map(str, path))}: {told}"
+
+
+def _first_path(first: Any, other: Any) -> tuple | None:
+    """Return the path of the first difference between two nests, or `None`."""
+    keys: list[Any]
+    if isinstance(first, dict) and isinstance(other, dict):
+        keys = [*first, *(key for key in other if key not in first)]
+    elif isinstance(first, list) and isinstance(other, list):
+        keys = list(range(max(len(first), len(other))))
+    else:
+        # Not a number is like itself here.
+        is_same = first == other or (first != first and other != other)
+        return None if is_same else ()
+    for key in keys:
+        path = _first_path(_at(first, (key,)), _at(other, (key,)))
+        if path is not None:
+            return (key, *path)
+    return None
+
+
+def _at(value: Any, path: tuple) -> Any:
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return _MISSING
+    return value
+
+
+def _text(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

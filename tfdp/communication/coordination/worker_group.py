@@ -182,6 +182,15 @@ class WorkerGroup:
         with contextlib.suppress(TimeoutError, RuntimeError, tf.errors.OpError):
             self.all_gather("an error", timeout_seconds=_LEAVE_SECONDS)
 
+    def error(self, text: str) -> ValueError:
+        """Return an error that all workers have agreed on, once all are about to raise.
+
+        Args:
+            text: String, its message.
+        """
+        self.leave()
+        return ValueError(text)
+
     def _collect(
         self,
         call: str,
@@ -273,6 +282,49 @@ class WorkerGroup:
             return f"worker {rank}"
         unnamed = "an operation of TensorFlow" if known.is_computing else NO_CALL
         return f"worker {rank} (at {known.name or unnamed})"
+
+
+class Mailbox:
+    """Key-value mailbox of the first worker, with texts by number and rank.
+
+    All workers have to create their mailboxes in the same order.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+    """
+
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self.rank = worker_group.rank
+        self.num_workers = worker_group.num_workers
+        self._prefix = worker_group.new_prefix()
+
+    def send(self, number: int, text: str) -> None:
+        """Send a text to the first worker.
+
+        Args:
+            number: Int, a new one for each text.
+            text: String.
+        """
+        _compat.set_key_value(f"{self._prefix}/{number}/{self.rank}", text)
+
+    def receive(self, number: int, rank: int, timeout_seconds: float) -> str | None:
+        """Receive a text of another worker.
+
+        Args:
+            number: Int.
+            rank: Int, the other worker's.
+            timeout_seconds: Float, the longest wait.
+
+        Returns:
+            String, or `None` if it did not come in time.
+        """
+        key = f"{self._prefix}/{number}/{rank}"
+        try:
+            text = _compat.get_key_value(key, timeout_seconds)
+        except tf.errors.DeadlineExceededError:
+            return None
+        _compat.delete_key_value(key)
+        return text
 
 
 def remember_group(group: WorkerGroup) -> WorkerGroup:

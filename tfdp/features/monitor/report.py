@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfdp.communication.coordination.mailbox import Mailbox
+from tfdp.communication.coordination.worker_group import Mailbox
 from tfdp.features.monitor.advice import Facts, advise
 from tfdp.features.monitor.sinks import (
     CsvFile,

@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.communication.coordination.differences import describe_difference
+from tfdp.communication.coordination.checks import describe_difference
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops

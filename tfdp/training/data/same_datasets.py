@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.coordination.differences import describe_difference
+from tfdp.communication.coordination.checks import describe_difference
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
@@ -82,8 +82,7 @@ def check_same_values(
     """
     found = find_difference(worker_group, topic, told, values)
     if found:
-        worker_group.leave()
-        raise ValueError(
+        raise worker_group.error(
             "Workers have data of different values, so that some rows would be read "
             "twice and others never. Draw, shuffle, split and list data alike on every "
             "worker, by one seed and in sorted order, or give each a `tf.data.Dataset` "
@@ -103,8 +102,7 @@ def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> Non
     """
     found = describe_difference(dict(enumerate(without_unknown_sizes(specs))))
     if found:
-        worker_group.leave()
-        raise ValueError(
+        raise worker_group.error(
             "Workers have datasets of different elements. Every worker has to make the "
             f"same pipeline. Received: batch{found}"
         )

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.communication.coordination.differences import describe_difference
+from tfdp.communication.coordination.checks import describe_difference
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.training.data.checks import describe_arrays, named_arrays
 from tfdp.training.data.fingerprints import ArrayValues, find_difference
@@ -202,8 +202,7 @@ def _compare(
         or _assignment_problem(worker_group, topic, told, model)
     )
     if problem:
-        worker_group.leave()
-        raise ValueError(problem)
+        raise worker_group.error(problem)
     return told
 
 

@@ -21,13 +21,13 @@ from tfdp.communication.collectives import (
     device_positions,
     timing,
 )
+from tfdp.communication.coordination.checks import agreed_topology, check_same_setup
 from tfdp.communication.coordination.join import (
     Worker,
     has_joined,
     joining,
     worker_devices,
 )
-from tfdp.communication.coordination.same_setup import agreed_topology, check_same_setup
 from tfdp.communication.coordination.watch import Watchdog, watch, watch_data
 from tfdp.communication.coordination.worker_group import WorkerGroup, remember_group
 from tfdp.ground import _compat
