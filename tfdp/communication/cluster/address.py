@@ -69,18 +69,27 @@ def canonical_address(address: str) -> tuple[str, int]:
     True
     """
     host, port = split_address(address)
+    return canonical_host(host), port
+
+
+def canonical_host(host: str) -> str:
+    """Return one name for all names of this machine, see `canonical_address`."""
     host = host.lower().rstrip(".")
-    if host in _LOCAL_NAMES:
-        return "localhost", port
-    try:
-        found = ipaddress.ip_address(host)
-    except ValueError:
-        return host, port
-    mapped = getattr(found, "ipv4_mapped", None)
-    found = found if mapped is None else mapped
+    address = ip_address(host)
+    if address is None:
+        return "localhost" if host in _LOCAL_NAMES else host
     # Where a connection to the unspecified address goes, too.
-    is_local = found.is_loopback or found.is_unspecified
-    return "localhost" if is_local else str(found), port
+    is_local = address.is_loopback or address.is_unspecified
+    return "localhost" if is_local else str(address)
+
+
+def ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Parse an IP address, IPv4 also where it is mapped; `None` for a name."""
+    try:
+        found = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
 
 
 def _can_be_looked_up(host: str) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
-import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
+from tfdp.communication.cluster.address import ip_address
+from tfdp.communication.cluster.own_addresses import call_at_once
 from tfdp.ground.arguments import checked_integer
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.text import pluralize
@@ -136,34 +135,21 @@ def _resolve_all(
     found = {name: [] if (at := _address(name)) is None else [at] for name in names}
     # Workers that are all on one host need no look-up: one node, whichever it is.
     unknown = [name for name, at in found.items() if not at and len(found) > 1]
-    answers: dict[str, list[str]] = {}
 
-    def look_up(name: str) -> None:
+    def look_up(name: str) -> list[str]:
         try:
-            answers[name] = [_address(text) or text for text in resolve(name)]
+            return [_address(text) or text for text in resolve(name)]
         except (OSError, UnicodeError):  # UnicodeError: no name of a host at all
-            return
+            return []
 
-    # Daemon threads: looking up a host's name cannot be interrupted, and must
-    # not keep the process alive past the deadline.
-    deadline = time.monotonic() + _RESOLVE_SECONDS
-    threads = [
-        threading.Thread(target=look_up, args=(name,), daemon=True) for name in unknown
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return {**found, **answers.copy()}
+    return found | call_at_once(look_up, unknown, _RESOLVE_SECONDS)
 
 
 def _address(text: str) -> str | None:
     """Normalize a numeric address; return `None` for a name."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
+    address = ip_address(text)
+    if address is None:
         return None
-    address = getattr(address, "ipv4_mapped", None) or address
     # All loopback addresses are this machine: Debian gives a host's own name
     # 127.0.1.1, while `localhost` is 127.0.0.1 or ::1.
     return "loopback" if address.is_loopback else str(address)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import pathlib
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from tfdp.communication.cluster.address import ip_address
 
 _BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
 _NETWORK_FILE = "/proc/self/ns/net"
@@ -17,6 +20,9 @@ _NETWORK_FILE = "/proc/self/ns/net"
 _MOST_ADDRESSES = 16
 _TOKEN_BYTES = 16
 _PROBE_SECONDS = 3.0
+
+_Item = TypeVar("_Item", bound=Hashable)
+_Result = TypeVar("_Result")
 
 
 def network_of_host() -> str | None:
@@ -46,7 +52,7 @@ def own_addresses() -> list[str]:
     Returns:
         List of strings, without those that only this host understands.
     """
-    found = [*_addresses_of_name(), *sorted(_addresses_of_interfaces(), key=_is_ipv6)]
+    found = [*_addresses_of_name(), *_addresses_of_interfaces()]
     usable = [text for text in dict.fromkeys(found) if _is_usable(text)]
     return usable[:_MOST_ADDRESSES]
 
@@ -58,28 +64,25 @@ def _addresses_of_name() -> list[str]:
     return []
 
 
-def _addresses_of_interfaces() -> Iterator[str]:
+def _addresses_of_interfaces() -> list[str]:
     # Those that are down, too: a link that is coming up says so late, and those that
     # carry nothing are found out.
     # Late: an interpreter of another environment reads plans of a benchmark without it.
     import psutil
 
-    for addresses in psutil.net_if_addrs().values():
-        for each in addresses:
-            if each.family in (socket.AF_INET, socket.AF_INET6):
-                yield each.address
-
-
-def _is_ipv6(text: str) -> bool:
-    return ":" in text
+    interfaces = psutil.net_if_addrs().values()
+    return [
+        each.address
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for addresses in interfaces
+        for each in addresses
+        if each.family == family
+    ]
 
 
 def _is_usable(text: str) -> bool:
-    try:
-        address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return False
-    return not (
+    address = ip_address(text)
+    return address is not None and not (
         address.is_loopback
         or address.is_link_local
         or address.is_multicast
@@ -163,20 +166,11 @@ def reached(
         for rank, (addresses, _, _) in candidates.items()
         for address in addresses
     ]
-    answered: set[tuple[int, str]] = set()
-
-    def try_one(rank: int, address: str) -> None:
-        _, port, token = candidates[rank]
-        if _answers(address, port, token):
-            answered.add((rank, address))
-
-    threads = [threading.Thread(target=try_one, args=pair) for pair in pairs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    answers = call_at_once(
+        lambda pair: _answers(pair[1], *candidates[pair[0]][1:]), pairs
+    )
     return {
-        rank: [address for address in addresses if (rank, address) in answered]
+        rank: [address for address in addresses if answers[rank, address]]
         for rank, (addresses, _, _) in candidates.items()
     }
 
@@ -193,3 +187,36 @@ def _answers(address: str, port: int, token: str) -> bool:
             return got == token.encode()
     except OSError:
         return False
+
+
+def call_at_once(
+    function: Callable[[_Item], _Result],
+    items: Iterable[_Item],
+    timeout_seconds: float | None = None,
+) -> dict[_Item, _Result]:
+    """Call a function for each item, all at the same time.
+
+    Args:
+        function: Callable of an item.
+        items: Iterable of hashable items.
+        timeout_seconds: Float or `None`, the longest wait. Defaults to `None`.
+
+    Returns:
+        Dict from items to results, of the calls that have returned in time.
+    """
+    results: dict[_Item, _Result] = {}
+
+    def call(item: _Item) -> None:
+        results[item] = function(item)
+
+    # Daemon threads: looking up a host's name cannot be interrupted, and must
+    # not keep the process alive past the deadline.
+    threads = [
+        threading.Thread(target=call, args=(item,), daemon=True) for item in items
+    ]
+    end = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(None if end is None else max(0.0, end - time.monotonic()))
+    return results.copy()

@@ -8,12 +8,12 @@ import errno
 import pathlib
 import random
 import socket
-import threading
 import time
 from collections.abc import Iterator
 
 from tfdp.communication.cluster.address import split_address
 from tfdp.communication.cluster.limits import lack_of_files
+from tfdp.communication.cluster.own_addresses import call_at_once
 from tfdp.communication.cluster.spec import Cluster
 from tfdp.ground import user_code
 from tfdp.ground.forks import close_in_forks
@@ -80,22 +80,10 @@ def _probe_workers(cluster: Cluster, timeout_seconds: float) -> dict[int, ProbeR
     deadline = time.monotonic() + timeout_seconds
     own_rank = None if cluster.is_evaluator else cluster.rank
     ranks = [rank for rank in range(cluster.num_workers) if rank != own_rank]
-    waiting = dict.fromkeys(ranks, ProbeResult.NONE)
-    # Daemon threads: looking up a host's name cannot be interrupted, and must
-    # not keep the process alive past the deadline.
-    threads = [
-        threading.Thread(
-            target=_wait_for_connection,
-            args=(cluster.workers[rank], deadline, waiting, rank),
-            daemon=True,
-        )
-        for rank in ranks
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return waiting.copy()
+    found = dict.fromkeys(ranks, ProbeResult.NONE) | call_at_once(
+        lambda rank: _try_until(cluster.workers[rank], deadline), ranks, timeout_seconds
+    )
+    return {rank: r for rank, r in found.items() if r is not ProbeResult.ACCEPTED}
 
 
 def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
@@ -182,18 +170,13 @@ def _listening(address: str, num_workers: int) -> Iterator[None]:
         yield
 
 
-def _wait_for_connection(
-    address: str, deadline: float, waiting: dict[int, ProbeResult], rank: int
-) -> None:
+def _try_until(address: str, deadline: float) -> ProbeResult:
+    """Try to connect, again and again; return what the last attempt has met."""
     while True:
         left = deadline - time.monotonic()
         result = probe_port(address, max(left, 0.05))
-        if result is ProbeResult.ACCEPTED:
-            del waiting[rank]
-            return
-        waiting[rank] = result
-        if time.monotonic() + 0.1 >= deadline:
-            return
+        if result is ProbeResult.ACCEPTED or time.monotonic() + 0.1 >= deadline:
+            return result
         time.sleep(0.1)
 
 

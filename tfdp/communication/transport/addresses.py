@@ -11,10 +11,9 @@ import socket
 
 import psutil
 
+from tfdp.communication.cluster.address import canonical_host, ip_address
 from tfdp.communication.cluster.own_addresses import network_of_host
 from tfdp.communication.transport.communicator import TransportError
-
-_LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "ip6-loopback")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ def listening_address(host: str, interface: str | None) -> str:
             '`CommunicationOptions(interface="...")`.'
         )
     reached = [address for address in own if not is_loopback(address)]
-    if reached or _is_local_name(host):
+    if reached or canonical_host(host) == "localhost":
         return (reached or own)[0]
     return _instead_of_loopback(host, own[0])
 
@@ -170,26 +169,12 @@ def is_loopback(address: str) -> bool:
     return _parsed(address).is_loopback
 
 
-def _is_local_name(host: str) -> bool:
-    """Whether a host is named as this one: a loopback address is what is meant."""
-    name = host.lower().rstrip(".")
-    try:
-        return name in _LOCAL_NAMES or is_loopback(name)
-    except ValueError:
-        return False
-
-
 def _address_of_interface(interface: str) -> str:
     own = own_addresses()
     if interface in own:
         return own[interface][0]
-    try:
-        _parsed(interface)
-    except ValueError:
-        pass
-    else:
-        if is_own(interface):
-            return interface
+    if ip_address(interface) is not None and is_own(interface):
+        return interface
     raise TransportError(
         "`interface` must be the name or an address of an interface of this host that "
         f"is up: {_listed_own()}. Received: interface={interface!r}"
