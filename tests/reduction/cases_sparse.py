@@ -70,7 +70,8 @@ def reduced(
     with Recorder() as recorder:
         step = tf.function(lambda: each_replica(env, work), autograph=False)
         results = [(i.numpy(), v.numpy()) for i, v in step()]
-    run = {c.kind for c, begin, _ in recorder.intervals() if begin > 0}
+    own = [c for c in recorder.collectives if c.replica == 0]
+    run = {c.kind for c in own if c.values.numpy()[0] > 0}  # it has begun
     return results, run
 
 

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
-from tfdp.communication.collectives.bridge import Failure, remember
-from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnected
-from tfdp.ground import _compat, forks
+from tfdp.communication.collectives.bridge import Failure, Queues
+from tfdp.communication.coordination.watch import COLLECTIVE_FAILED
+from tfdp.ground import forks
 from tfdp.ground.base.finalizers import finalizers
 
 _CLOSE_SECONDS = 2.0
@@ -28,7 +27,6 @@ _CLOSE_SECONDS = 2.0
 _CAPACITY = 2
 # Answers a call that has failed: no call has this number.
 _FAILED = tf.int64.max
-_log = logging.getLogger("tfdp.transport")
 
 _backgrounds: weakref.WeakSet[Background] = weakref.WeakSet()
 
@@ -114,8 +112,8 @@ class _Count:
             self._changed.wait_for(lambda: self._number >= number)
 
 
-class _Boxes:
-    """The two queues of one replica."""
+class _Boxes(Queues):
+    """The queues of one replica, with tensors of its own dtypes and shapes."""
 
     def __init__(
         self,
@@ -125,12 +123,8 @@ class _Boxes:
     ) -> None:
         self._device = device
         with tf.init_scope():
-            self._requests = new_queue(device, specs)
-            self._results = new_queue(device, result_specs)
-        # Counts the launches, on each replica alike.
-        self._number = _compat.plain_variable(0, tf.int64, device)
-        self._failure: Failure | None = None
-        remember(self._number.handle, self)
+            queues = [new_queue(device, each) for each in (specs, result_specs)]
+        super().__init__(device, *queues)
 
     def launch(self, tensors: Sequence[tf.Tensor]) -> None:
         with tf.device(self._device):
@@ -169,18 +163,6 @@ class _Boxes:
             )
         ]
         self._results.enqueue([tf.constant(_FAILED, tf.int64), *nothing])
-
-    def end_call(self) -> Failure | None:
-        """Why a step may have failed; what is under way stays so, unlike in a bridge.
-
-        A step that ends with an error need not be the one that has launched it.
-        """
-        return self._failure
-
-    def close(self) -> None:
-        with tf.init_scope():  # also while a step is traced
-            for queue in self._requests, self._results:
-                queue.close(cancel_pending_enqueues=True)
 
 
 def new_queue(device: str, specs: Sequence[tf.TensorSpec]) -> tf.queue.FIFOQueue:
@@ -223,9 +205,7 @@ def _serve_call(
         try:
             results = function([tensors for _, *tensors in requests])
         except Exception as error:  # noqa: BLE001 the step has to end, not the thread
-            has_connected = not isinstance(error, NotConnected)
-            failure = Failure(str(error), has_connected)
-            _log.info("%s: %s", COLLECTIVE_FAILED, error)
+            failure = Failure.of(error)
     if failure is not None:
         for own in boxes:
             own.fail(failure)

@@ -39,7 +39,7 @@ _COUNT_BITS = 32
 _LEFT_BEHIND = "An earlier step ended with an error on some replicas of a worker only"
 _log = logging.getLogger("tfdp.transport")
 # By the id of a tensor that every function has as an input in which they are.
-_crossings: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_crossings: weakref.WeakValueDictionary[int, Queues] = weakref.WeakValueDictionary()
 
 # Runs one collective: its ticket, number and the local replicas' data; returns a
 # result for each.
@@ -55,6 +55,12 @@ class Failure(NamedTuple):
 
     reason: str
     has_connected: bool = True
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Return what an error means for the steps that wait, and log it."""
+        _log.info("%s: %s", COLLECTIVE_FAILED, error)
+        return cls(str(error), not isinstance(error, NotConnected))
 
 
 class _Request(NamedTuple):
@@ -73,16 +79,6 @@ class _Request(NamedTuple):
 def generation_of(number: int) -> int:
     """Return the number of calls that had ended with an error before a request."""
     return number >> _COUNT_BITS
-
-
-def remember(tensor: tf.Tensor, crossing: Any) -> None:
-    """Tell what crosses between graphs and threads when a call of a graph has failed.
-
-    Args:
-        tensor: Tensor that every function has as an input in which it is.
-        crossing: Object whose `end_call` is called; nothing else keeps it.
-    """
-    _crossings[id(tensor)] = crossing
 
 
 def end_call(inputs: Sequence[Any]) -> Failure | None:
@@ -197,9 +193,7 @@ class Bridge:
             except StepEnded as error:
                 failure = Failure(str(error))
             except Exception as error:  # noqa: BLE001 the step has to end, not the thread
-                has_connected = not isinstance(error, NotConnected)
-                self.failure = failure = Failure(str(error), has_connected)
-                _log.info("%s: %s", COLLECTIVE_FAILED, error)
+                self.failure = failure = Failure.of(error)
                 self._close(failure.reason)
         return [failure] * len(requests)
 
@@ -211,20 +205,50 @@ class Bridge:
         return self._run(ticket, number, [array_of(r.data) for r in requests])
 
 
-class _Crossing:
-    """The two queues of one replica."""
+class Queues:
+    """The two queues of one replica, to a thread and back.
+
+    Args:
+        device: String, the CPU that holds them.
+        requests: `tf.queue.FIFOQueue`.
+        results: `tf.queue.FIFOQueue`.
+    """
+
+    def __init__(
+        self, device: str, requests: tf.queue.FIFOQueue, results: tf.queue.FIFOQueue
+    ) -> None:
+        self._requests, self._results = requests, results
+        # Counts the requests, on each replica alike.
+        self._number = _compat.plain_variable(0, tf.int64, device)
+        # Why this replica's step ends.
+        self._failure: Failure | None = None
+        # Tells what crosses when a call of a graph has failed: every function in which
+        # it is has the counter as an input.
+        _crossings[id(self._number.handle)] = self
+
+    def end_call(self) -> Failure | None:
+        """Return why a call of a graph with these queues may have failed.
+
+        What is under way stays so: that call need not be the one that has begun it.
+        """
+        return self._failure
+
+    def close(self) -> None:
+        """End what waits at the queues with an error."""
+        with tf.init_scope():  # also while a step is traced
+            for queue in self._requests, self._results:
+                queue.close(cancel_pending_enqueues=True)
+
+
+class _Crossing(Queues):
+    """The queues of one replica, of which the number begins anew in a generation."""
 
     def __init__(self, device: str) -> None:
         with tf.init_scope(), tf.device(device):
-            self._requests = tf.queue.FIFOQueue(_CAPACITY, _COMPONENTS)
-            self._results = tf.queue.FIFOQueue(_CAPACITY, _COMPONENTS)
-        # Counts the requests of a generation, on each replica alike.
-        self._number = _compat.plain_variable(0, tf.int64, device)
+            queues = [tf.queue.FIFOQueue(_CAPACITY, _COMPONENTS) for _ in range(2)]
+        super().__init__(device, *queues)
         self.generation = 0
-        # Why this replica's step ends, until it has.
-        self._failure: Failure | None = None
         self._lock = threading.Lock()
-        remember(self._number.handle, self)
         self.exchange = tf.function(
             self._exchange,
             input_signature=[
@@ -277,12 +301,6 @@ class _Crossing:
                 self._results.dequeue()
             failure, self._failure = self._failure, None
             return failure
-
-    def close(self) -> None:
-        """End what waits at the queues with an error."""
-        with tf.init_scope():  # also while a step is traced
-            for queue in self._requests, self._results:
-                queue.close(cancel_pending_enqueues=True)
 
 
 def array_of(tensor: tf.Tensor) -> np.ndarray:

@@ -116,12 +116,6 @@ class Recorder:
         """List of `Collective`, those that were traced, in order."""
         return [row for row in self.rows if isinstance(row, Collective)]
 
-    def intervals(self, replica: int = 0) -> list[tuple[Collective, float, float]]:
-        """Return begin and end of each collective's last execution, in seconds."""
-        rows = [c for c in self.collectives if c.replica == replica]
-        found = [(c, c.values.numpy()) for c in rows]
-        return [(c, float(times[0]), float(times[1])) for c, times in found]
-
     def gather(self) -> None:
         """Collect the rows of a traced step in one variable.
 
