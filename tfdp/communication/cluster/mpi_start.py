@@ -130,10 +130,14 @@ def _check_library(own: LaunchedRank | None, vendor: str, library: str) -> None:
     is_open = vendor == "Open MPI"
     if own.launcher == "MPI" and not is_open:
         # One that was built for PMIx can be started by any launcher that has it.
-        if "pmix" not in sys.modules["mpi4py.MPI"].Get_library_version().lower():
+        if "pmix" not in _configuration():
             raise ValueError(_another_mpi(own, library, "Open MPI's"))
     elif own.launcher == "MPICH" and is_open and "PMIX_RANK" not in os.environ:
         raise ValueError(_another_mpi(own, library, "MPICH's or Intel MPI's"))
+
+
+def _configuration() -> str:
+    return sys.modules["mpi4py.MPI"].Get_library_version().lower()
 
 
 def _another_mpi(own: LaunchedRank, library: str, launcher: str) -> str:

@@ -275,6 +275,11 @@ class ProcessGroup:
         self._split_lock = threading.Lock()
 
     @property
+    def backend(self) -> str:
+        """String, the name of the transport."""
+        return self.transport.name
+
+    @property
     def devices(self) -> tuple[str, ...]:
         """Tuple of strings, the device of each local replica."""
         return self.launch_order.devices

@@ -346,5 +346,5 @@ def is_read_on_cpus(strategy: Any, options: Any) -> bool:
     """Return whether a step takes its rows from host memory, or from a GPU's."""
     extended = strategy.extended
     devices = map(_compat.device_type, extended.worker_devices)
-    has_gpus = extended.group.transport.name == "nccl" or "GPU" in devices
+    has_gpus = extended.group.backend == "nccl" or "GPU" in devices
     return options is None and (not has_gpus or extended.balance is not None)

@@ -69,7 +69,7 @@ def load_or_measure_links(
     elif first["is_long"]:
         samples = _measure_samples(algorithm_selector, group)
         # The workers' clocks differ, and their figures must not.
-        fitted = _fit_to_json(samples, group.transport.name) if worker_group.is_chief else ""
+        fitted = _fit_to_json(samples, group.backend) if worker_group.is_chief else ""
         text_of_first = worker_group.all_gather("measured links", fitted)[0]
         if text_of_first:
             algorithm_selector.set_links(Links.from_dict(json.loads(text_of_first)))
@@ -93,7 +93,7 @@ def cluster_key(
     parts = (
         _MODEL_VERSION,
         algorithm_selector.topology.nodes,
-        group.transport.name,
+        group.backend,
         hosts,
         tf.__version__,
     )
