@@ -66,8 +66,7 @@ def _start(timeout_seconds: float | None) -> MpiJob:
     if not mpi.Is_initialized():
         _check_library(own, mpi.get_vendor()[0], library)
         _initialize(mpi, own, timeout_seconds)
-    if own is not None and mpi.COMM_WORLD.size != own.size:
-        raise ValueError(_another_mpi(own, library, "another"))
+    _check_size(own, mpi.COMM_WORLD.size, library)
     lock = _lock_of(mpi, library)
     everyone = tuple(range(mpi.COMM_WORLD.size))
     job = MpiJob(mpi, mpi.COMM_WORLD, lock, everyone, library)
@@ -138,6 +137,11 @@ def _check_library(own: LaunchedRank | None, vendor: str, library: str) -> None:
 
 def _configuration() -> str:
     return sys.modules["mpi4py.MPI"].Get_library_version().lower()
+
+
+def _check_size(own: LaunchedRank | None, size: int, library: str) -> None:
+    if own is not None and size != own.size:
+        raise ValueError(_another_mpi(own, library, "another"))
 
 
 def _another_mpi(own: LaunchedRank, library: str, launcher: str) -> str:
