@@ -137,16 +137,20 @@ def check_same_variables(
     found = _compare_items(worker_group, topic, "variables", items)
     if found is None:
         return
-    text = "Workers have different models. Build the same one on every worker."
-    if verb == "creates":
-        text = (
-            "Workers have different models. Build the same one on every worker, and "
-            "outside of `strategy.scope()` what one of them needs alone."
-        )
     rank, index, first, own = found
+    difference = (
+        f"First difference, variable {index}: worker 0 {verb} {first}, worker {rank} "
+        f"{verb} {own}."
+    )
+    if verb == "creates":
+        raise worker_group.error(
+            "Workers have different models. Build the same one on every worker, and "
+            "outside of `strategy.scope()` what one of them needs alone. "
+            f"{difference}"
+        )
     raise worker_group.error(
-        f"{text} First difference, variable {index}: worker 0 {verb} {first}, "
-        f"worker {rank} {verb} {own}."
+        "Workers have different models. Build the same one on every worker. "
+        f"{difference}"
     )
 
 
