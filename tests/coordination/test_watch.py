@@ -68,8 +68,9 @@ def test_a_port_that_refuses_twice_in_a_row_is_that_of_a_process_that_has_ended(
 def test_a_port_that_a_forked_process_holds_is_no_sign_of_life(clock: Clock):
     known = FailureDetector([1, 2], limit_seconds=60)
     own = ProcessIdentity.current()
-    known.record_process(1, dataclasses.replace(own, started="before this one"))
-    known.record_process(2, own)
+    other = dataclasses.replace(own, started="before this one")
+    known.record_status(1, process=other)
+    known.record_status(2, process=own)
     for rank in (1, 2):
         for _ in range(2):
             known.record_probe(rank, refused=False, accepted=True)

@@ -296,17 +296,10 @@ class ProcessGroup:
             replica: Int, index among the local replicas.
 
         Returns:
-            Int from 0 to `size - 1`.
-
-        Raises:
-            ValueError: If the replica is not in the group.
+            Int from 0 to `size - 1`; the replica is in the group.
         """
-        position = None if self._positions is None else self._positions[replica]
-        if position is None:
-            raise ValueError(
-                "The position of a replica in this group is not known. "
-                f"Received: replica={replica}"
-            )
+        position = self.local_positions[replica]
+        assert position is not None
         return position
 
     def split(self, parts: Sequence[Sequence[int]]) -> tuple[ProcessGroup | None, ...]:
@@ -342,9 +335,7 @@ class ProcessGroup:
                 f"that have each position from 0 to {self.size - 1} at most once. "
                 f"Received: {parts}"
             )
-        if self._positions is None:
-            raise ValueError("A group is split by positions. Received: none.")
-        own = list(self._positions)
+        own = list(self.local_positions)
         groups: list[ProcessGroup | None] = [None] * len(own)
         for index, part in enumerate(parts):
             split_id = self._split_id.of_subgroup(parts, index)

@@ -21,7 +21,7 @@ from tfdp.communication.cluster import (
     unreachable_workers,
 )
 from tfdp.communication.cluster.address import split_address
-from tfdp.communication.cluster.devices import resolve_devices, set_logical_cpus
+from tfdp.communication.cluster.devices import set_logical_cpus
 from tfdp.communication.cluster.limits import check_limits
 from tfdp.communication.coordination.preemption import restore_python_handler
 from tfdp.ground import _compat, user_code
@@ -229,11 +229,6 @@ def _ended_message(cluster: Cluster, ranks: list[int], error: Exception) -> str:
         f"{names} ended while the workers joined the cluster ({reason}): see how "
         "the output ends there, and start all workers again."
     )
-
-
-def worker_devices(worker: Worker) -> list[str]:
-    """Return the checked devices of this worker, without its own address."""
-    return resolve_devices(worker.devices)
 
 
 def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.communication.cluster.devices import resolve_devices
 from tfdp.communication.collectives import (
     LaunchOrder,
     ProcessGroup,
@@ -26,7 +27,6 @@ from tfdp.communication.coordination.join import (
     Worker,
     has_joined,
     joining,
-    worker_devices,
 )
 from tfdp.communication.coordination.watch import Watchdog, watch, watch_data
 from tfdp.communication.coordination.worker_group import WorkerGroup, remember_group
@@ -346,7 +346,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     ) -> tuple[tuple[str, ...], str]:
         """Several devices a worker, GPUs or logical CPUs; stock has one CPU."""
         del cluster_resolver
-        devices = worker_devices(self.worker)
+        devices = resolve_devices(self.worker.devices)
         full = tuple(f"{worker_device}/device:{device}" for device in devices)
         return full, _compat.device_type(full[0])
 

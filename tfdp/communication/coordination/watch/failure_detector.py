@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.progress import WorkerProgress
@@ -78,19 +79,10 @@ class FailureDetector:
             status.last_heartbeat = max(status.last_heartbeat, heartbeat)
             status.progress = progress or status.progress
 
-    def record_status(
-        self, rank: int, *, has_left: bool, last_error: str, idle_seconds: float = 0.0
-    ) -> None:
-        """Record whether a worker has left, its last error, and how long it idles."""
+    def record_status(self, rank: int, **fields: Any) -> None:
+        """Record some fields of a worker's status, see `WorkerStatus`."""
         with self._lock:
-            status = self._status[rank]
-            status.has_left, status.last_error = has_left, last_error
-            status.idle_seconds = idle_seconds
-
-    def record_process(self, rank: int, process: ProcessIdentity) -> None:
-        """Record which process a worker is."""
-        with self._lock:
-            self._status[rank].process = process
+            self._status[rank] = dataclasses.replace(self._status[rank], **fields)
 
     def record_probe(self, rank: int, *, refused: bool, accepted: bool) -> None:
         """Record the result of a connection attempt to a worker's port.
@@ -166,32 +158,26 @@ class FailureDetector:
 
     def stragglers(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
         """Return the progress of the workers that are behind this one, by rank."""
-        found = {}
-        for rank in self.ranks():
-            other = self.status(rank).progress
-            if other is not None and other.count < own.count:
-                found[rank] = other
-        return found
+        found = self._progress()
+        return {rank: its for rank, its in found.items() if its.count < own.count}
 
     def workers_past(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
         """Return the progress of workers that an error has led past a place, by rank.
 
         Without an error, others may be ahead of a step that needs nothing of them.
         """
-        found = {rank: self.status(rank) for rank in self.ranks()}
         return {
-            rank: status.progress
-            for rank, status in found.items()
-            if status.last_error
-            and status.progress is not None
-            and status.progress.count >= own.count
-            and status.progress.name != own.name
+            rank: its
+            for rank, its in self._progress().items()
+            if self.status(rank).last_error
+            and its.count >= own.count
+            and its.name != own.name
         }
 
     def sources(self) -> dict[int, str]:
         """Return the data sources that other workers wait for, by rank."""
-        found = {rank: self.status(rank).progress for rank in self.ranks()}
-        return {rank: its.source for rank, its in found.items() if its and its.source}
+        found = self._progress()
+        return {rank: its.source for rank, its in found.items() if its.source}
 
     def is_deadlocked(self, own: WorkerProgress, idle_seconds: float) -> bool:
         """Return whether all workers compute a step, and none of them does anything.
@@ -216,8 +202,11 @@ class FailureDetector:
 
     def first_with_other_reductions(self, own: WorkerProgress) -> int | None:
         """Return the first rank that has traced other reductions, or `None`."""
-        for rank in self.ranks():
-            other = self.status(rank).progress
-            if other is not None and other.reductions != own.reductions:
-                return rank
-        return None
+        found = self._progress()
+        others = (r for r, its in found.items() if its.reductions != own.reductions)
+        return next(others, None)
+
+    def _progress(self) -> dict[int, WorkerProgress]:
+        """Return the progress of the other workers, as far as it is known."""
+        found = {rank: self.status(rank).progress for rank in self.ranks()}
+        return {rank: its for rank, its in found.items() if its is not None}

@@ -30,6 +30,8 @@ _BEATS_AFTER_JOINING = 5
 _LONG_WAIT_SECONDS = 5.0
 # Of a processor: heartbeats and TensorFlow's polling take less, computing takes more.
 _IDLE_FRACTION = 0.2
+# Fields of `WorkerStatus` that a worker reports.
+_STATUS = ("has_left", "last_error", "idle_seconds")
 
 
 class IdleMeter:
@@ -160,11 +162,9 @@ class Heartbeat(threading.Thread):
         return {
             "count": self._count,
             "progress": dataclasses.asdict(self.progress),
-            "idle_seconds": self.idle_seconds,
-            "last_error": self.last_error,
-            "has_left": self.has_left,
             "process": self._process,
             "failure": self.failure and dataclasses.asdict(self.failure),
+            **{name: getattr(self, name) for name in _STATUS},
         }
 
     def _receive(
@@ -178,14 +178,10 @@ class Heartbeat(threading.Thread):
         if beat.get("failure") and self.failure is None:
             self.failure = WorkerFailure(**beat["failure"])
         if beat.get("process"):  # of its own report, not of the summary
-            self._detector.record_process(rank, ProcessIdentity(**beat["process"]))
+            process = ProcessIdentity(**beat["process"])
+            self._detector.record_status(rank, process=process)
         self._detector.record_heartbeat(rank, age, WorkerProgress(**beat["progress"]))
-        self._detector.record_status(
-            rank,
-            has_left=beat["has_left"],
-            last_error=beat["last_error"],
-            idle_seconds=beat["idle_seconds"],
-        )
+        self._detector.record_status(rank, **{name: beat[name] for name in _STATUS})
         return True
 
     def _summary(self) -> dict[int, dict[str, Any]]:
@@ -205,9 +201,7 @@ class Heartbeat(threading.Thread):
                 "count": count,
                 "age": now - status.last_heartbeat,
                 "progress": its_progress and dataclasses.asdict(its_progress),
-                "idle_seconds": status.idle_seconds,
-                "last_error": status.last_error,
-                "has_left": status.has_left,
+                **{name: getattr(status, name) for name in _STATUS},
             }
         return found
 
