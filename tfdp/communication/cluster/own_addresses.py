@@ -98,45 +98,21 @@ def answering(bound: socket.socket) -> Iterator[str]:
     nothing.
 
     Args:
-        bound: Socket that is bound to the port, on IPv4.
+        bound: Socket that is bound to the port.
 
     Yields:
         String, the token.
     """
     token = secrets.token_hex(_TOKEN_BYTES)
-    twin = _bound_on_ipv6(bound.getsockname()[1])
-    sockets = [bound] if twin is None else [bound, twin]
-    for each in sockets:
-        each.listen(128)
+    bound.listen(128)
     is_over = threading.Event()
-    threads = [
-        threading.Thread(target=_answer, args=(each, token, is_over), daemon=True)
-        for each in sockets
-    ]
-    for thread in threads:
-        thread.start()
+    thread = threading.Thread(target=_answer, args=(bound, token, is_over), daemon=True)
+    thread.start()
     try:
         yield token
     finally:
         is_over.set()
-        for thread in threads:
-            thread.join()
-        if twin is not None:
-            twin.close()
-
-
-def _bound_on_ipv6(port: int) -> socket.socket | None:
-    """The socket of the same port on IPv6, where there is such a thing."""
-    with contextlib.suppress(OSError):
-        twin = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
-        twin.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        try:
-            twin.bind(("::", port))
-        except OSError:
-            twin.close()
-            raise
-        return twin
-    return None
+        thread.join()
 
 
 def _answer(listener: socket.socket, token: str, is_over: threading.Event) -> None:

@@ -42,7 +42,7 @@ def check_port_free(address: str) -> None:
     """
     _, port = split_address(address)
     try:
-        _try_to_bind(port)
+        _bound(port, reuses=True).close()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         reason = "is already taken by another process" if taken else error.strerror
@@ -159,13 +159,8 @@ def _listening(address: str, num_workers: int) -> Iterator[None]:
     """Listen on a port; the system completes connections without an `accept`."""
     check_port_free(address)
     _, port = split_address(address)
-    dual = socket.has_dualstack_ipv6()
-    server = socket.create_server(
-        ("", port),
-        family=socket.AF_INET6 if dual else socket.AF_INET,
-        dualstack_ipv6=dual,
-        backlog=max(128, 2 * num_workers),
-    )
+    server = _bound(port, reuses=True)
+    server.listen(max(128, 2 * num_workers))
     with close_in_forks(server):
         yield
 
@@ -219,19 +214,23 @@ def probe_port(address: str, timeout_seconds: float) -> ProbeResult:
         return ProbeResult.NONE
 
 
-def _try_to_bind(port: int) -> None:
-    """Bind the port on all interfaces; raise `OSError` if it is taken on any."""
-    families = [(socket.AF_INET, "")]
-    if socket.has_dualstack_ipv6():
-        families.append((socket.AF_INET6, "::"))
-    for family, host in families:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As gRPC does: closed connections of an earlier run, which linger
-            # for a minute, are no obstacle; a listening process is.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            probe.bind((host, port))
+def _bound(port: int, *, reuses: bool) -> socket.socket:
+    """Bind a port on all interfaces; raise `OSError` if it is taken on any.
+
+    With `reuses`, as gRPC does, closed connections of an earlier run, which linger for
+    a minute, are no obstacle; a listening process is.
+    """
+    is_dual = socket.has_dualstack_ipv6()
+    sock = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
+        if is_dual:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(("", port))
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def free_ports(count: int) -> list[int]:
@@ -277,13 +276,13 @@ def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]
             if len(ports) == count:
                 break
             try:
-                probe = stack.enter_context(socket.socket())
+                sock = _bound(port, reuses=False)
             except OSError as error:
-                raise ValueError(lack_of_files(error) or str(error)) from error
-            with contextlib.suppress(OSError):
-                probe.bind(("", port))  # TensorFlow listens on all interfaces
-                ports.append(port)
-                sockets.append(probe)
+                if (lack := lack_of_files(error)) is not None:
+                    raise ValueError(lack) from error
+                continue
+            sockets.append(stack.enter_context(sock))
+            ports.append(port)
         if len(ports) < count:
             raise ValueError(
                 f"There are not enough free ports for the workers. Received: -n {count}"

@@ -145,11 +145,8 @@ class Cluster:
             "cluster": {name: tasks for name, tasks in jobs.items() if tasks},
             "task": {"type": self.task_type, "index": self.task_index},
         }
-        settings: dict[str, Any] = {}
-        if self.devices_per_worker is not None:
-            settings["devices_per_worker"] = self.devices_per_worker
-        if self.rebalance:
-            settings["rebalance"] = True
+        names = ("devices_per_worker", "rebalance")
+        settings = {name: getattr(self, name) for name in names if getattr(self, name)}
         if settings:
             config["tfdp"] = settings
         return json.dumps(config)

@@ -10,8 +10,7 @@ Reading order:
     bridge: tensors out of a graph to a thread, and back
     background: functions of the replicas' tensors that run beside the steps
     primitives: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast
-    phases: the reduce-scatter and all-gather phases of all-reduce algorithms
-    algorithms: all-reduce by ring, tree, halving-doubling, hierarchical
+    algorithms: all-reduce by ring, tree, halving-doubling, hierarchical, in phases
     adasum: gradients combined pair by pair in the place of a sum
     gather: all-gather of rows of unequal length
     timing: times of collectives, recorded inside the graph

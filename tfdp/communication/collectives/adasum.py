@@ -21,14 +21,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdp.communication.collectives.groups import Partition, ProcessGroup
-from tfdp.communication.collectives.phases import (
+from tfdp.communication.collectives.algorithms import (
     PHASES,
     Pairs,
     in_two_phases,
     power_of_two_in,
     powers_below,
 )
+from tfdp.communication.collectives.groups import Partition, ProcessGroup
 from tfdp.communication.collectives.primitives import Member, all_reduce, all_to_all
 
 

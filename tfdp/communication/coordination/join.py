@@ -123,7 +123,11 @@ def start_worker(
     missing = rendezvous(cluster, options.timeout_seconds)
     if missing:
         assert options.timeout_seconds is not None  # else it waits for ever
-        raise TimeoutError(_missing_message(cluster, missing, options.timeout_seconds))
+        raise TimeoutError(
+            f"Waited {options.timeout_seconds:.0f} s for "
+            f"{describe_workers(cluster, missing)}, which did not start. Start every "
+            "worker of TF_CONFIG, and check that they reach each other's ports."
+        )
     _configure(cluster, options.timeout_seconds)
     return worker
 
@@ -163,8 +167,8 @@ def joining(worker: Worker) -> Iterator[None]:
             raise
         limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
         if is_deadline:
-            explain = _lost_message if silent else _not_joined_message
-            raise TimeoutError(explain(worker.cluster, silent, limit)) from error
+            text = _deadline_message(worker.cluster, silent, limit)
+            raise TimeoutError(text) from error
         raise TimeoutError(_ended_message(worker.cluster, silent, error)) from error
 
 
@@ -193,25 +197,13 @@ def _deadline(worker: Worker) -> contextlib.AbstractContextManager:
     return join_deadline(others, limit + _JOIN_SLACK_SECONDS)
 
 
-def _missing_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
-    return (
-        f"Waited {limit:.0f} s for {describe_workers(cluster, ranks)}, which did not "
-        "start. Start every worker of TF_CONFIG, and check that they reach each "
-        "other's ports."
-    )
-
-
-def _lost_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
-    return (
-        f"{describe_workers(cluster, ranks)} met the other workers, and did not join "
-        f"the cluster within {limit:.0f} s: see how the output ends there, and start "
-        "all workers again."
-    )
-
-
-def _not_joined_message(cluster: Cluster, ranks: list[int], limit: float) -> str:
-    """What is known where all ports answer, and the cluster is not complete."""
-    del ranks
+def _deadline_message(cluster: Cluster, silent: list[int], limit: float) -> str:
+    if silent:
+        return (
+            f"{describe_workers(cluster, silent)} met the other workers, and did not "
+            f"join the cluster within {limit:.0f} s: see how the output ends there, "
+            "and start all workers again."
+        )
     # All join at the first worker; that one waits for all.
     others = [0] if cluster.rank else list(range(1, cluster.num_workers))
     return (
