@@ -8,11 +8,12 @@ coordination service, which the first worker hosts.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -37,6 +38,9 @@ NO_CALL = "no call of Keras or tfdp"
 # The group of the strategy made last, and of the last one of several workers. They are
 # kept: which ones there are must not depend on when a worker collects its garbage.
 _latest: dict[bool, WorkerGroup] = {}
+
+# Waits for a key of a worker, so many seconds at the longest.
+_Wait: TypeAlias = Callable[[str, int, float | None], str]
 
 
 class WorkerGroup:
@@ -115,50 +119,21 @@ class WorkerGroup:
         if self.num_workers == 1:
             return [text]
         self.owner.check(topic)
-        with progress.all_gathering(topic), self.guard():
-            return self._all_gather(topic, text, timeout_seconds, check)
-
-    def _all_gather(
-        self,
-        topic: str,
-        text: str,
-        timeout_seconds: float | None,
-        check: Callable[[int], None],
-    ) -> list[str]:
-        call = f"{self._prefix}/{self.num_calls}"
-        self.num_calls += 1
         limit = timeout_seconds or self.timeout_seconds
         message = json.dumps({"topic": topic, "text": text})
-        try:
-            answer = self._exchange(call, topic, message, limit, check)
-        except ValueError:  # of `check`
-            self.num_calls -= 1
-            _compat.delete_key_value(f"{call}/{self.rank}")
-            raise
-        progress.texts_gathered()
-        return self._texts(topic, json.loads(answer))
-
-    def _exchange(
-        self,
-        call: str,
-        topic: str,
-        message: str,
-        limit: float | None,
-        check: Callable[[int], None],
-    ) -> str:
-        if self.rank == 0:
-            # The first worker collects and answers: 2 N messages, not N * N.
-            answer = self._collect(call, topic, message, limit, check)
-            _compat.set_key_value(f"{call}/all", answer)
-            self._last_call = call
-            return answer
-        _compat.set_key_value(f"{call}/{self.rank}", message)
-        patience = limit and limit + _ANSWER_SECONDS
-        answer = self._wait(f"{call}/all", topic, 0, patience, check)
-        # The store may end with the first worker before it has confirmed this.
-        with contextlib.suppress(tf.errors.OpError):
-            _compat.set_key_value(f"{call}/seen/{self.rank}", "")
-        return answer
+        wait = functools.partial(self._wait, topic=topic, check=check)
+        with progress.all_gathering(topic), self.guard():
+            call = f"{self._prefix}/{self.num_calls}"
+            self.num_calls += 1
+            exchange = self._ask if self.rank else self._collect
+            try:
+                answer = exchange(call, message, limit, wait)
+            except ValueError:  # of `check`
+                self.num_calls -= 1
+                _compat.delete_key_value(f"{call}/{self.rank}")
+                raise
+            progress.texts_gathered()
+            return self._texts(topic, json.loads(answer))
 
     def all_gather_values(self, topic: str, value: Any) -> list[Any]:
         """Gather values that JSON can hold, ordered by worker."""
@@ -191,26 +166,31 @@ class WorkerGroup:
         self.leave()
         return ValueError(text)
 
-    def _collect(
-        self,
-        call: str,
-        topic: str,
-        own: str,
-        limit: float | None,
-        check: Callable[[int], None],
-    ) -> str:
+    def _ask(self, call: str, own: str, limit: float | None, wait: _Wait) -> str:
+        """Give the own message to the first worker, and take its answer."""
+        _compat.set_key_value(f"{call}/{self.rank}", own)
+        answer = wait(f"{call}/all", 0, limit and limit + _ANSWER_SECONDS)
+        # The store may end with the first worker before it has confirmed this.
+        with contextlib.suppress(tf.errors.OpError):
+            _compat.set_key_value(f"{call}/seen/{self.rank}", "")
+        return answer
+
+    def _collect(self, call: str, own: str, limit: float | None, wait: _Wait) -> str:
+        """Collect all messages, and answer with them: 2 N messages, not N * N."""
         messages: list[str | None] = [own]
         for rank in range(1, self.num_workers):
-            key = f"{call}/{rank}"
             try:
-                messages.append(self._wait(key, topic, rank, limit, check))
+                messages.append(wait(f"{call}/{rank}", rank, limit))
             except TimeoutError:
                 messages.append(None)
                 limit = 0.001  # to name the others that are missing
         if self._last_call is not None:
             # All have read the previous answer, since all are at this call.
             _compat.delete_key_value(self._last_call)
-        return json.dumps(messages)
+        answer = json.dumps(messages)
+        _compat.set_key_value(f"{call}/all", answer)
+        self._last_call = call
+        return answer
 
     def _wait_for_readers(self) -> None:
         """Wait until the others have read the last answer, then let the store end."""
@@ -221,14 +201,14 @@ class WorkerGroup:
         with contextlib.suppress(Exception):
             for rank in range(1, self.num_workers):
                 left = max(end - time.monotonic(), 0.01)
-                self._wait(f"{self._last_call}/seen/{rank}", "the end", rank, left)
+                self._wait(f"{self._last_call}/seen/{rank}", rank, left, "the end")
 
     def _wait(
         self,
         key: str,
-        topic: str,
         rank: int,
         limit: float | None,
+        topic: str,
         check: Callable[[int], None] = lambda rank: None,
     ) -> str:
         begin = clock.now()
