@@ -20,8 +20,7 @@ from tfdp.communication.cluster.islands import Island
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.features.islands.hub import Hub
 from tfdp.features.islands.hub_connection import SERVICE, HubConnection
-from tfdp.features.islands.launcher_link import LauncherLink
-from tfdp.features.islands.member import HubGone, Member
+from tfdp.features.islands.member import HubGone, LauncherLink, Member
 
 SECRET = "0123456789abcdef"
 SETTINGS = {"sync_every": 4, "least": None, "patience_seconds": 0.2}
@@ -61,8 +60,8 @@ def join(hub: Hub, *indices: int, settings: dict | None = None) -> list[Member]:
             for member, index in zip(members, indices, strict=True)
         )
     )
-    for _, standing in joined:
-        np.testing.assert_array_equal(standing.state[0], np.full(2, min(indices)))
+    for reply in joined:
+        np.testing.assert_array_equal(reply.state[0], np.full(2, min(indices)))
     return members
 
 
@@ -77,7 +76,7 @@ def test_an_exchange_is_the_mean_by_samples_and_one_keeps_its_state(open_hub):
     )
     for reply in replies:
         np.testing.assert_allclose(reply.mean[0], np.full((2, 1), 2.0))
-        assert (reply.version, reply.participants, reply.standing) == (1, 2, None)
+        assert (reply.version, reply.participants, reply.is_behind) == (1, 2, False)
     assert [reply.keeps for reply in replies] == [True, False]
 
 
@@ -92,10 +91,10 @@ def test_who_joins_later_gets_the_state_that_was_kept_and_the_means_since(open_h
             first.keep(reply.version, [np.array([7.0, 7.0], "f4")])
     # What is kept is not answered: the hub has it when this island is served again.
     late = Member(island(hub, 2))
-    version, standing = late.join(SETTINGS, [np.zeros(2, "f4")])
-    assert version == 3
-    np.testing.assert_array_equal(standing.state[0], [7.0, 7.0])
-    np.testing.assert_array_equal(np.ravel(standing.means), [2.0, 2.0])
+    reply = late.join(SETTINGS, [np.zeros(2, "f4")])
+    assert reply.version == 3
+    np.testing.assert_array_equal(reply.state[0], [7.0, 7.0])
+    np.testing.assert_array_equal(np.ravel(reply.means), [2.0, 2.0])
 
 
 def test_nobody_waits_for_an_island_that_has_gone(open_hub):
@@ -154,9 +153,9 @@ def test_with_least_a_late_one_is_left_out_and_counts_in_the_next(open_hub):
     time.sleep(0.2)
     behind = bring(second, 0, 9.0)
     assert behind.version == 1
-    assert behind.standing is not None
-    np.testing.assert_array_equal(behind.standing.state[0], [4.0, 4.0])
-    assert behind.standing.means == []
+    assert behind.is_behind
+    np.testing.assert_array_equal(behind.state[0], [4.0, 4.0])
+    assert behind.means == []
     replies = at_once(lambda: bring(first, 1, 0.0), lambda: bring(second, 1, 3.0))
     for reply in replies:  # of 0, 3 and the 9 that came late
         np.testing.assert_allclose(reply.mean[0], np.full((2, 1), 4.0))
@@ -171,7 +170,7 @@ def test_an_exchange_of_too_few_waits_for_one_that_comes_back(open_hub):
     def back() -> object:
         time.sleep(0.5)
         member = Member(island(hub, 1))
-        version, _ = member.join(settings, [np.zeros(2, "f4")])
+        version = member.join(settings, [np.zeros(2, "f4")]).version
         return bring(member, version, 3.0)
 
     reply, _ = at_once(lambda: bring(first, 0, 1.0), back)
@@ -255,17 +254,17 @@ def test_each_fit_has_a_meeting_of_its_own(open_hub):
     bring(member, 0, 1.0)
     member.close()
     again = Member(island(hub, 0), fit=1)
-    version, standing = again.join({**SETTINGS, "sync_every": 9}, [np.full(2, 5.0)])
-    assert version == 0
-    np.testing.assert_array_equal(standing.state[0], [5.0, 5.0])
-    assert standing.means == []
+    reply = again.join({**SETTINGS, "sync_every": 9}, [np.full(2, 5.0)])
+    assert reply.version == 0
+    np.testing.assert_array_equal(reply.state[0], [5.0, 5.0])
+    assert reply.means == []
 
 
 def test_an_island_that_comes_a_second_time_takes_its_own_place(open_hub):
     hub = open_hub(2)
     first, second = join(hub, 0, 1)
     again = Member(island(hub, 1))  # the connection of before is still open
-    version, _ = again.join(SETTINGS, [np.zeros(2, "f4")])
+    version = again.join(SETTINGS, [np.zeros(2, "f4")]).version
     replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(again, version, 3.0))
     assert [reply.participants for reply in replies] == [2, 2]
     with pytest.raises(RuntimeError, match="has gone"):
@@ -296,8 +295,8 @@ def test_all_begin_with_the_state_that_has_most_updates(open_hub):
             for index, member in enumerate(members)
         )
     )
-    for _, standing in joined:
-        np.testing.assert_array_equal(standing.state[0], [1, 1])
+    for reply in joined:
+        np.testing.assert_array_equal(reply.state[0], [1, 1])
 
 
 def test_a_hub_is_needed_until_those_that_have_been_there_have_ended(open_hub):
@@ -367,7 +366,7 @@ def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypa
     time.sleep(0.7)
     assert hub.forget_lost() == []  # its launcher starts it again
     # As where the launcher is killed: nothing is reported.
-    monkeypatch.setattr("tfdp.features.islands.launcher_link.connect", refuse)
+    monkeypatch.setattr("tfdp.features.islands.member.connect", refuse)
     for connection, heard in list(hub._connections.items()):
         if heard == {1}:
             connection.close()
@@ -397,7 +396,7 @@ def test_an_island_that_was_forgotten_may_come_back(open_hub, monkeypatch):
     second.close()
     wait_until(lambda: hub.forget_lost() == [1])
     again = Member(island(hub, 1))
-    version, _ = again.join({**SETTINGS, "least": 2}, [np.zeros(2, "f4")])
+    version = again.join({**SETTINGS, "least": 2}, [np.zeros(2, "f4")]).version
     replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(again, version, 3.0))
     assert [reply.participants for reply in replies] == [2, 2]
     assert hub.is_needed
@@ -417,7 +416,7 @@ def test_islands_of_the_launcher_that_runs_the_hub_are_not_forgotten(monkeypatch
 def test_a_link_reports_what_has_ended_while_the_hub_could_not_be_reached(
     open_hub, monkeypatch
 ):
-    monkeypatch.setattr("tfdp.features.islands.launcher_link._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("tfdp.features.islands.member._REPORT_AGAIN_SECONDS", 0.05)
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     server.close()
@@ -453,7 +452,7 @@ def test_islands_that_wait_for_long_hear_that_the_hub_lives(open_hub, monkeypatc
 def test_a_hub_that_stands_still_is_gone_for_its_islands_and_launchers(monkeypatch):
     """Its kernel goes on to answer for it: connections stay open."""
     monkeypatch.setattr("tfdp.features.islands.hub_connection.SILENT_SECONDS", 1)
-    monkeypatch.setattr("tfdp.features.islands.launcher_link._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("tfdp.features.islands.member._CLOSE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = Island(0, 1, f"127.0.0.1:{server.getsockname()[1]}", SECRET)
 

@@ -1,18 +1,23 @@
-"""Rounds: means over the workers that come in time, without those that are late.
+"""Rounds: means over those that come in time, without those that are late.
 
-Worker 0 leads, and makes a round whenever it has something to give. It waits for those
-that were there in the last one, but only so long. Whoever comes later gets the state
-that the leader had before its last round, and that round's mean: both make the state of
-now. What it brings counts in the next round, if it has missed no more than one.
+A round is over when all that are there have come; or, with `least`, when as many have
+come and `patience_seconds` are over. One that comes later is behind: it gets the state
+after some round, and the means since, and so makes the updates that it has missed. What
+it brings counts in the next round, if it has missed no more than one.
+
+Between workers, worker 0 leads: it makes a round whenever it has something to give, and
+its state before the last round is what those who are behind get.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -23,39 +28,202 @@ from tfdp.ground.text import pluralize
 
 # The version of a follower that makes no more rounds until all meet.
 _RESTS = -1
+# Samples, by which it counts, and arrays.
+Brought = tuple[float, Sequence[Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """The end of a round for one worker.
+    """The end of a round for one participant.
 
     Args:
-        version: Int, rounds that have been made since all met.
+        version: Int, rounds so far.
         is_made: Bool, whether there was a round: not while the leader rests.
-        is_behind: Bool, whether the worker has missed rounds before.
-        mean: List of arrays, the mean of those who came, by samples.
-        state: List of arrays, the state before the round, for whoever is behind.
+        keeps: Bool, whether the participant is to hand in the state that follows.
+        participants: Int, who came in time; 0 for one that is behind.
+        means: List of lists of arrays: the mean of this round; for one that is behind
+            those of all rounds since `state`.
+        state: List of arrays, the state after some round, for one that is behind or
+            joins, whose own it replaces.
+        error: String, why a participant cannot join.
     """
 
     version: int
-    is_made: bool = False
-    is_behind: bool = False
-    mean: list[Array] = dataclasses.field(default_factory=list)
+    is_made: bool = True
+    keeps: bool = False
+    participants: int = 0
+    means: list[list[Array]] = dataclasses.field(default_factory=list)
     state: list[Array] = dataclasses.field(default_factory=list)
+    error: str = ""
+
+    @property
+    def mean(self) -> list[Array]:
+        """List of arrays, the mean of the last round."""
+        return self.means[-1]
+
+    @property
+    def is_behind(self) -> bool:
+        """Bool, whether the participant has missed rounds."""
+        return bool(self.state)
+
+    def send(self, link: Link) -> None:
+        """Send it to the participant."""
+        head = {field.name: getattr(self, field.name) for field in _HEAD}
+        head |= {"num_means": len(self.means), "num_state": len(self.state)}
+        send_frame(link, head, [*self.state, *itertools.chain(*self.means)])
+
+    @classmethod
+    def from_frame(cls, head: dict[str, Any], arrays: list[Array]) -> Reply:
+        """Read what `send` has sent."""
+        num_means, num_state = head.pop("num_means"), head.pop("num_state")
+        size = (len(arrays) - num_state) // max(1, num_means)
+        begins = [num_state + size * number for number in range(num_means)]
+        means = [arrays[begin : begin + size] for begin in begins]
+        return cls(**head, means=means, state=arrays[:num_state])
 
 
-@dataclasses.dataclass
-class _Parcel:
-    """What a follower brings to a round, and the reply once there is one."""
+_HEAD = [f for f in dataclasses.fields(Reply) if f.name not in ("means", "state")]
 
-    generation: int
-    version: int
-    samples: float
-    arrays: list[Array]
+
+@dataclasses.dataclass(eq=False)
+class Participant:
+    """Who makes rounds while it is there; one that comes back is another.
+
+    Args:
+        index: Int.
+        has_begun: Bool, whether it is waited for.
+        is_away: Bool, whether it has missed the last round.
+        brought: Tuple of samples and arrays that waits for the end of a round, or
+            `None`.
+        reply: `Reply`, once there is one to what it has brought last.
+    """
+
+    index: int
+    has_begun: bool = True
+    is_away: bool = False
+    brought: Brought | None = None
     reply: Reply | None = None
 
 
-class RoundLeader:
+class Rounds:
+    """The rounds of those that are there; each is called on a thread of its own.
+
+    Args:
+        indices: Sequence of ints, who may come.
+        least: Int, how many make a round, or `None`: all that are there.
+        patience_seconds: Float, how long a round waits for more.
+        leader: `Participant` without whom there is no round, or `None`.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        least: int | None = None,
+        patience_seconds: float = 0.0,
+        leader: Participant | None = None,
+    ) -> None:
+        self._least, self._patience, self._leader = least, patience_seconds, leader
+        self._changed = threading.Condition()
+        self._members: dict[int, Participant] = {}
+        self._may_come = set(indices)
+        # Rounds so far; the state after one of them, and the means since.
+        self._version = 0
+        self._state: tuple[int, list[Array]] | None = None
+        self._means: list[tuple[int, list[Array]]] = []
+        self._late: list[Brought] = []
+        self._is_open = True
+        self._deadline = 0.0
+
+    def expect_no_more(self, index: int) -> None:
+        """Take note that a participant does not come any more.
+
+        Args:
+            index: Int.
+        """
+        with self._changed:
+            self._may_come.discard(index)
+            self._members.pop(index, None)
+            self._changed.notify_all()
+
+    def bring(self, member: Participant, version: int, brought: Brought) -> Reply:
+        """Return the mean over those that come, or what a late one has missed.
+
+        Args:
+            member: `Participant`.
+            version: Int, rounds that it has made.
+            brought: Tuple of a float, the samples by which it counts, and arrays.
+
+        Raises:
+            EOFError: If `member` is not waited for any more.
+        """
+        with self._changed:
+            if missed := self._version - version:
+                member.is_away = False
+                if missed == 1 and self._is_open:
+                    self._late.append(brought)
+                return self._standing()
+            if not self._is_open:
+                return Reply(self._version, is_made=False)
+            if member is self._leader or not (self._leader or self._waiting()):
+                self._deadline = time.monotonic() + self._patience
+            member.brought, member.reply = brought, None
+            self._changed.notify_all()
+            while member.reply is None:
+                self._check(member)
+                left = self._deadline - time.monotonic()
+                if self._is_complete(is_late=left <= 0):
+                    self._end_round()
+                else:
+                    self._changed.wait(left if left > 0 else None)
+            return member.reply
+
+    def _check(self, member: Participant) -> None:
+        """Raise an error where a participant would wait in vain."""
+        if self._members.get(member.index) is not member:
+            raise EOFError
+
+    def _standing(self) -> Reply:
+        """The state that is kept, and the means since: together the state of now."""
+        assert self._state is not None
+        version, state = self._state
+        means = [mean for number, mean in self._means if number > version]
+        return Reply(self._version, means=means, state=state)
+
+    def _waiting(self) -> list[Participant]:
+        return [m for m in self._members.values() if m.brought is not None]
+
+    def _is_complete(self, *, is_late: bool) -> bool:
+        if self._leader is not None and self._leader.brought is None:
+            return False
+        missing = [
+            m for m in self._members.values() if m.has_begun and m.brought is None
+        ]
+        if self._least is None:
+            return not missing
+        # Fewer where no more will come.
+        is_enough = len(self._waiting()) >= min(self._least, len(self._may_come))
+        return is_enough and (is_late or all(m.is_away for m in missing))
+
+    def _end_round(self) -> None:
+        waiting = self._waiting()
+        brought = [m.brought for m in waiting if m.brought is not None]
+        mean = mean_by_samples([*brought, *self._late])
+        self._version += 1
+        self._means.append((self._version, mean))
+        self._late = []
+        keeper = min(member.index for member in waiting)
+        for member in self._members.values():
+            member.is_away = member.brought is None
+            keeps, count = member.index == keeper, len(waiting)
+            self._answer(member, Reply(self._version, True, keeps, count, [mean]))
+
+    def _answer(self, member: Participant, reply: Reply) -> None:
+        if member.brought is not None:
+            member.reply, member.brought = reply, None
+            self._changed.notify_all()
+
+
+class RoundLeader(Rounds):
     """The end of worker 0.
 
     Args:
@@ -70,24 +238,18 @@ class RoundLeader:
         least: int,
         patience_seconds: float,
     ) -> None:
-        self._links = dict(links)
-        self._least, self._patience = least, patience_seconds
-        self._generation = self._version = 0
-        self._is_open = True
-        self._waiting: dict[int, _Parcel] = {}
-        self._late: list[_Parcel] = []
-        self._last: tuple[list[Array], list[Array]] = [], []
-        # Who has missed the last round, makes none until all meet, or has gone.
-        self._away: set[int] = set()
-        self._resting: set[int] = set()
-        self._gone: dict[int, str] = {}
-        self._changed = threading.Condition()
+        self._own = Participant(0)
+        super().__init__([0, *links], least, patience_seconds, self._own)
+        self._members = {0: self._own, **{rank: Participant(rank) for rank in links}}
+        self._generation = 0
+        self._own_state: list[Array] = []
+        self._reasons: list[str] = []
         # Held during a round: what rests begins after it.
         self._lock = threading.Lock()
         for rank, link in links.items():
             threading.Thread(
                 target=self._serve,
-                args=(rank, link),
+                args=(self._members[rank], link),
                 name=f"tfdp rounds {rank}",
                 daemon=True,
             ).start()
@@ -108,24 +270,16 @@ class RoundLeader:
         Raises:
             TransportError: If fewer workers are left than make a round.
         """
-        with self._lock, self._changed:
-            self._wait_for_parcels()
-            parcels = [*self._waiting.values(), *self._late]
-            brought = [(parcel.samples, parcel.arrays) for parcel in parcels]
-            mean = mean_by_samples([(samples, arrays), *brought])
-            self._version += 1
-            self._last = mean, [np.array(array) for array in state]
-            self._away = set(self._links) - set(self._waiting)
-            reply = Reply(self._version, is_made=True, mean=mean)
-            self._answer(reply)
-            self._late = []
-            return reply
+        with self._lock:
+            self._own_state = [np.array(array) for array in state]
+            return self.bring(self._own, self._version, (samples, arrays))
 
     def rest(self) -> None:
         """Make no more rounds until all have met; those who come go on without."""
         with self._lock, self._changed:
             self._is_open = False
-            self._answer(Reply(self._version))
+            for member in self._waiting():
+                self._answer(member, Reply(self._version, is_made=False))
 
     def meet(self) -> None:
         """Begin anew, once all have met and have one state."""
@@ -134,67 +288,54 @@ class RoundLeader:
             self._version = 0
             self._is_open = True
             self._late = []
-            self._away, self._resting = set(), set()
+            self._may_come = set(self._members)
+            for member in self._members.values():
+                member.has_begun, member.is_away = True, False
             self._changed.notify_all()
 
-    def _answer(self, reply: Reply) -> None:
-        for parcel in self._waiting.values():
-            parcel.reply = reply
-        self._waiting = {}
-        self._changed.notify_all()
+    def _check(self, member: Participant) -> None:
+        assert self._least is not None
+        if member is self._own and len(self._members) < self._least:
+            reasons = "; ".join(self._reasons)
+            raise TransportError(
+                f"A round needs {pluralize(self._least, 'worker')}. {reasons}"
+            )
 
-    def _wait_for_parcels(self) -> None:
-        deadline = time.monotonic() + self._patience
-        while True:
-            can_come = set(self._links) - self._resting - set(self._gone)
-            if len(self._links) - len(self._gone) + 1 < self._least:
-                reasons = "; ".join(self._gone.values())
-                raise TransportError(
-                    f"A round needs {pluralize(self._least, 'worker')}. {reasons}"
-                )
-            least = min(self._least, len(can_come) + 1)
-            is_enough = len(self._waiting) + 1 >= least
-            left = deadline - time.monotonic()
-            if is_enough and (left <= 0 or can_come - self._away <= set(self._waiting)):
-                return
-            self._changed.wait(left if left > 0 else None)
+    def _end_round(self) -> None:
+        self._state, self._means = (self._version, self._own_state), []
+        super()._end_round()
 
-    def _serve(self, rank: int, link: Link) -> None:
-        """Answer one follower, parcel by parcel, until it has gone."""
+    def _serve(self, member: Participant, link: Link) -> None:
+        """Answer one follower, round by round, until it has gone."""
         try:
             while True:
                 head, arrays = receive_frame(link)
-                reply = self._reply_to(rank, _Parcel(**head, arrays=arrays))
+                reply = self._reply_to(member, **head, arrays=arrays)
                 if reply is not None:
-                    _send_reply(link, reply)
+                    reply.send(link)
         except (PeerLost, TransportError) as error:
-            with self._changed:
-                self._gone[rank] = str(error)
-                self._changed.notify_all()
+            self._reasons.append(str(error))
+            self.expect_no_more(member.index)
 
-    def _reply_to(self, rank: int, parcel: _Parcel) -> Reply | None:
+    def _reply_to(
+        self,
+        member: Participant,
+        generation: int,
+        version: int,
+        samples: float,
+        arrays: list[Array],
+    ) -> Reply | None:
         with self._changed:
             # It may be through with a meeting that this worker is still in.
-            self._changed.wait_for(lambda: parcel.generation <= self._generation)
-            if parcel.version == _RESTS:
-                # Read late, it is of a meeting that is over.
-                if parcel.generation == self._generation:
-                    self._resting.add(rank)
-                    self._changed.notify_all()
-                return None
-            missed = self._version - parcel.version
-            if missed:
-                self._away.discard(rank)
-                if missed == 1 and self._is_open:
-                    self._late.append(parcel)
-                mean, state = self._last
-                return Reply(self._version, True, True, mean, state)
-            if not self._is_open:
-                return Reply(self._version)
-            self._waiting[rank] = parcel
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: parcel.reply is not None)
-            return parcel.reply
+            self._changed.wait_for(lambda: generation <= self._generation)
+            if version != _RESTS:
+                return self.bring(member, version, (samples, arrays))
+            # Read late, it is of a meeting that is over.
+            if generation == self._generation:
+                member.has_begun = False
+                self._may_come.discard(member.index)
+                self._changed.notify_all()
+            return None
 
 
 class RoundFollower:
@@ -216,7 +357,7 @@ class RoundFollower:
         del state
         with self._lock:
             self._send(self._version, samples, arrays)
-            reply = _receive_reply(self._link)
+            reply = Reply.from_frame(*receive_frame(self._link))
             self._version = reply.version
             return reply
 
@@ -238,19 +379,3 @@ class RoundFollower:
             "samples": samples,
         }
         send_frame(self._link, head, arrays)
-
-
-def _send_reply(link: Link, reply: Reply) -> None:
-    head = {
-        "version": reply.version,
-        "is_made": reply.is_made,
-        "is_behind": reply.is_behind,
-        "num_mean": len(reply.mean),
-    }
-    send_frame(link, head, [*reply.mean, *reply.state])
-
-
-def _receive_reply(link: Link) -> Reply:
-    head, arrays = receive_frame(link)
-    size = head.pop("num_mean")
-    return Reply(**head, mean=arrays[:size], state=arrays[size:])

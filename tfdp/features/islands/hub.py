@@ -1,9 +1,14 @@
-"""The hub: the process that islands connect to, one meeting for each `fit`."""
+"""The hub: the process that islands connect to, one meeting for each `fit`.
+
+Nobody trains here: the state that an island which is behind gets is what another one
+has kept here, see `tfdp.communication.transport.rounds`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import socket
 import sys
 import threading
@@ -13,17 +18,137 @@ from typing import Any
 
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.communication.connection.handshake import Authenticated
+from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.frames import send_frame
+from tfdp.communication.transport.rounds import Participant, Reply, Rounds
 from tfdp.features.islands.hub_connection import (
     GONE,
     SERVICE,
     SILENT_SECONDS,
     HubConnection,
 )
-from tfdp.features.islands.meeting import Meeting, Parcel, Participant
 
 # How long those who come first wait for the others, which may still start.
 JOIN_SECONDS = 120.0
+
+
+class Meeting(Rounds):
+    """The rounds of one `fit` of all islands, and the state for who joins.
+
+    Args:
+        expected: Set of ints, islands that may come, for which the first ones wait.
+        join_seconds: Float, for how long.
+    """
+
+    def __init__(self, expected: set[int], join_seconds: float) -> None:
+        super().__init__(sorted(expected))
+        # Who has not come yet, beside who may come, or come again.
+        self._expected = set(expected)
+        self._begins_by = time.monotonic() + join_seconds
+        self._is_closed = False
+        # Of those who wait for the first exchange, with their updates.
+        self._first_states: dict[int, tuple[int, list[Array]]] = {}
+        self._settings: dict[str, Any] | None = None
+
+    def close(self) -> None:
+        """End all that waits."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    @property
+    def is_over(self) -> bool:
+        """Bool, whether nobody is there, and nobody will come."""
+        with self._changed:
+            return not self._members and not self._may_come
+
+    def expect_no_more(self, index: int) -> None:
+        """Take note that an island is through, or does not come any more."""
+        with self._changed:
+            self._expected.discard(index)
+            super().expect_no_more(index)
+
+    def new_member(self, index: int) -> Participant:
+        """Let an island in, in place of what it was before."""
+        member = Participant(index, has_begun=False)
+        with self._changed:
+            self._members[index] = member
+            self._may_come.add(index)
+            self._changed.notify_all()
+        return member
+
+    def leave(self, member: Participant) -> None:
+        """Take note that an island has gone: nobody waits for it any more."""
+        with self._changed:
+            if self._members.get(member.index) is member:
+                del self._members[member.index]
+            member.brought = None
+            self._changed.notify_all()
+
+    def join(
+        self,
+        member: Participant,
+        settings: dict[str, Any],
+        updates: int,
+        state: list[Array],
+    ) -> Reply:
+        """Return the state from which an island goes on, once the first ones are there.
+
+        Args:
+            member: `Participant`.
+            settings: Dict, which all have to share.
+            updates: Int, those that it has made before, as where it is resumed.
+            state: List of arrays, its own.
+        """
+        with self._changed:
+            self._settings = self._settings or settings
+            if settings != self._settings:
+                return Reply(0, error=_difference(settings, self._settings))
+            self._least = settings["least"]
+            self._patience = settings["patience_seconds"]
+            self._expected.discard(member.index)
+            self._first_states[member.index] = updates, state
+            self._changed.notify_all()
+            self._changed.wait_for(self._may_begin, self._begins_by - time.monotonic())
+            if self._state is None:
+                self._state = 0, self._furthest()
+            self._first_states.pop(member.index, None)
+            member.has_begun = True
+            return self._standing()
+
+    def keep(self, version: int, state: list[Array]) -> None:
+        """Keep the state after an exchange, for those who join.
+
+        Args:
+            version: Int, the number of the exchange.
+            state: List of arrays.
+        """
+        with self._changed:
+            if self._state is None or version > self._state[0]:
+                self._state = version, state
+                self._means = [pair for pair in self._means if pair[0] > version]
+
+    def _furthest(self) -> list[Array]:
+        """The state with most updates, and of several that of the first island."""
+        states = self._first_states
+        return states[max(states, key=lambda index: (states[index][0], -index))][1]
+
+    def _may_begin(self) -> bool:
+        return self._is_closed or self._state is not None or not self._expected
+
+    def _check(self, member: Participant) -> None:
+        if self._is_closed:
+            raise EOFError
+        super()._check(member)
+
+
+def _difference(own: dict[str, Any], others: dict[str, Any]) -> str:
+    """The first setting in which an island differs from the others."""
+    for name, value in others.items():
+        if own.get(name) != value:
+            own_text, text = json.dumps(own.get(name)), json.dumps(value)
+            return f"{name} is {own_text} here, and {text} on others"
+    return f"it has more settings: {', '.join(sorted(set(own) - set(others)))}"
 
 
 class Hub:
@@ -161,7 +286,7 @@ class Hub:
                 reply = meeting.join(
                     member, head["settings"], int(head["updates"]), arrays
                 )
-            send_frame(connection, *reply)
+            reply.send(connection)
             if member.has_begun:
                 self._serve_member(connection, meeting, member)
         finally:
@@ -201,10 +326,10 @@ class Hub:
             if head["kind"] == "state":
                 meeting.keep(int(head["version"]), arrays)
                 continue
-            parcel = Parcel(int(head["version"]), float(head["samples"]), arrays)
+            brought = float(head["samples"]), arrays
             with connection.beating():
-                reply = meeting.exchange(member, parcel)
-            send_frame(connection, *reply)
+                reply = meeting.bring(member, int(head["version"]), brought)
+            reply.send(connection)
 
     def _meeting(self, number: int) -> Meeting:
         with self._lock:

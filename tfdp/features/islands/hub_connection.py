@@ -13,13 +13,6 @@ from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.frames import receive_frame, send_frame
 from tfdp.ground.forks import close_in_forks
 
-# Seconds, and their like: also where it is gone while something is sent to it.
-_LIVENESS = {
-    "TCP_KEEPIDLE": 30,
-    "TCP_KEEPINTVL": 10,
-    "TCP_KEEPCNT": 3,
-    "TCP_USER_TIMEOUT": 60_000,
-}
 # What is dialled, see `tfdp.communication.connection`.
 SERVICE = "hub"
 # Each end sends a sign of life so often, and without any for so long is lost.
@@ -45,11 +38,6 @@ class HubConnection:
         self._sock = close_in_forks(sock)
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A machine that is gone without a word is noticed within minutes.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _LIVENESS.items():
-            if hasattr(socket, name):
-                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         for option in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
             silence = _TIMEVAL.pack(SILENT_SECONDS, 0)
             sock.setsockopt(socket.SOL_SOCKET, option, silence)

@@ -1,9 +1,8 @@
-"""The hub as an island sees it."""
+"""The hub as an island sees it, and as the launcher of another machine does."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ from tfdp.communication.connection.handshake import (
 )
 from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.frames import send_frame
+from tfdp.communication.transport.rounds import Reply
 from tfdp.features.islands.hub_connection import (
     BEAT_SECONDS,
     GONE,
@@ -31,43 +31,13 @@ from tfdp.ground.forks import close_in_forks
 _CONNECT_SECONDS = 60.0
 _PROOF_SECONDS = 10.0
 _RETRY_SECONDS = 0.2
+_REPORT_AGAIN_SECONDS = 1.0
+# A launcher whose islands have ended has nothing else to wait for.
+_CLOSE_SECONDS = 5.0
 
 
 class HubGone(RuntimeError):
     """The connection to the hub has ended."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Standing:
-    """What all islands have in common, for one that has missed how it became so.
-
-    Args:
-        state: List of arrays, the state after some exchange.
-        means: List of lists of arrays, those of the exchanges since, in their order.
-    """
-
-    state: list[Array]
-    means: list[list[Array]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Reply:
-    """The end of an exchange for one island.
-
-    Args:
-        version: Int, exchanges so far.
-        mean: List of arrays, the mean of those who came.
-        standing: `Standing` if the island was behind, which replaces its own state, or
-            `None`.
-        keeps: Bool, whether it is to send the hub the state that follows.
-        participants: Int, islands in this exchange; 0 if the island was behind.
-    """
-
-    version: int
-    mean: list[Array]
-    standing: Standing | None
-    keeps: bool
-    participants: int
 
 
 class Member:
@@ -93,7 +63,7 @@ class Member:
 
     def join(
         self, settings: dict[str, Any], state: Sequence[Array], updates: int = 0
-    ) -> tuple[int, Standing]:
+    ) -> Reply:
         """Join the others, and wait for those that start.
 
         Args:
@@ -103,7 +73,7 @@ class Member:
             updates: Int, those that it has made before. Defaults to 0.
 
         Returns:
-            Tuple of the number of exchanges so far, and the `Standing`.
+            `Reply` with the state that all have in common.
 
         Raises:
             ValueError: If others have other settings.
@@ -116,13 +86,13 @@ class Member:
             "settings": settings,
             "updates": updates,
         }
-        answer, arrays = self._ask(head, state)
-        if "error" in answer:
+        reply = self._ask(head, state)
+        if reply.error:
             raise ValueError(
-                f"The islands do not fit together: {answer['error']}. Start all with "
+                f"The islands do not fit together: {reply.error}. Start all with "
                 "the same script and settings."
             )
-        return answer["version"], _standing(answer, arrays)
+        return reply
 
     def exchange(self, version: int, samples: float, arrays: Sequence[Array]) -> Reply:
         """Bring arrays to the exchange that follows a version, and wait for its mean.
@@ -139,13 +109,7 @@ class Member:
             HubGone: If the hub has gone, or has taken this island for gone.
         """
         head = {"kind": "exchange", "version": version, "samples": samples}
-        answer, found = self._ask(head, arrays)
-        if answer.get("is_behind"):
-            standing = _standing(answer, found)
-            return Reply(answer["version"], [], standing, False, 0)
-        return Reply(
-            answer["version"], found, None, answer["keeps"], answer["participants"]
-        )
+        return self._ask(head, arrays)
 
     def keep(self, version: int, state: Sequence[Array]) -> None:
         """Leave the state after an exchange with the hub, for those who join.
@@ -168,12 +132,10 @@ class Member:
                 self._send({"kind": "bye"})
         self._connection.close()
 
-    def _ask(
-        self, head: dict[str, Any], arrays: Sequence[Array]
-    ) -> tuple[dict[str, Any], list[Array]]:
+    def _ask(self, head: dict[str, Any], arrays: Sequence[Array]) -> Reply:
         with self._translated():
             send_frame(self._connection, head, arrays)
-            return self._connection.receive()
+            return Reply.from_frame(*self._connection.receive())
 
     def _send(self, head: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
         with self._translated():
@@ -186,7 +148,11 @@ class Member:
             try:
                 yield
             except GONE as error:
-                raise self._gone() from error
+                raise HubGone(
+                    f"The hub of the islands ({self._island.hub}) has gone: the "
+                    "launcher that ran it has ended, is suspended, or is cut off from "
+                    "the network. Start all again."
+                ) from error
 
     def _beat(self) -> None:
         """Send signs of life, until this island leaves."""
@@ -195,12 +161,72 @@ class Member:
                 with self._translated():
                     self._connection.send_beat()
 
-    def _gone(self) -> HubGone:
-        return HubGone(
-            f"The hub of the islands ({self._island.hub}) has gone: the launcher that "
-            "ran it has ended, is suspended, or is cut off from the network. Start all "
-            "again."
-        )
+
+class LauncherLink(threading.Thread):
+    """Reports of a launcher to the hub: which of its islands run, or start again.
+
+    The hub waits for an island that has failed as long as its launcher reports. A hub
+    that cannot be reached is tried again, and is no error of the launcher: its islands
+    say so.
+
+    Args:
+        island: `Island`, any of this launcher's.
+        indices: Sequence of ints, its islands.
+    """
+
+    def __init__(self, island: Island, indices: Sequence[int]) -> None:
+        super().__init__(name="tfdp launcher", daemon=True)
+        self._island = island
+        self._indices = list(indices)
+        self._ended: set[int] = set()
+        self._is_closed = False
+        self._changed = threading.Event()
+        self.start()
+
+    def ended(self, index: int) -> None:
+        """Report that an island has ended for good: nobody waits for it.
+
+        Args:
+            index: Int, the island's.
+        """
+        self._ended.add(index)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Report that all islands have ended, as far as the hub can be reached."""
+        self._ended.update(self._indices)
+        self._is_closed = True
+        self._changed.set()
+        self.join(_CLOSE_SECONDS)
+
+    def run(self) -> None:
+        """Report until this link is closed."""
+        while True:
+            # RuntimeError: the hub has not started yet, or has ended.
+            with contextlib.suppress(*GONE, RuntimeError):
+                self._report_on(connect(self._island, 0.0))
+                return
+            if self._is_closed:
+                return
+            self._changed.wait(_REPORT_AGAIN_SECONDS)
+            self._changed.clear()
+
+    def _report_on(self, connection: HubConnection) -> None:
+        """Report on a connection until this link is closed."""
+        try:
+            is_last = False
+            while not is_last:
+                self._changed.clear()
+                is_last = self._is_closed
+                ended = sorted(self._ended)
+                running = sorted(set(self._indices).difference(ended))
+                report = {"kind": "launcher", "running": running, "ended": ended}
+                send_frame(connection, report)
+                connection.receive()
+                if not is_last:
+                    self._changed.wait(BEAT_SECONDS)
+        finally:
+            connection.close()
 
 
 def connect(island: Island, within_seconds: float) -> HubConnection:
@@ -237,10 +263,3 @@ def connect(island: Island, within_seconds: float) -> HubConnection:
                     " See whether its launcher runs, and the firewall between."
                 ) from error
         time.sleep(_RETRY_SECONDS)
-
-
-def _standing(answer: dict[str, Any], arrays: list[Array]) -> Standing:
-    state, rest = arrays[: answer["num_state"]], arrays[answer["num_state"] :]
-    size = answer["num_mean"]
-    means = [rest[begin : begin + size] for begin in range(0, len(rest), size or 1)]
-    return Standing(state, means)

@@ -1,4 +1,4 @@
-"""Exchanges of an island while it trains."""
+"""Exchanges of an island while it trains, and what all islands have in common."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdp.communication.cluster.islands import Island
 from tfdp.communication.transport.communicator import Array
+from tfdp.communication.transport.rounds import Reply
 from tfdp.features.islands.member import HubGone, Member
-from tfdp.features.islands.outer_state import OuterState
 from tfdp.features.local_steps import LocalStepsOptions
 from tfdp.ground import user_code
 from tfdp.ground.base.feature import Feature, Fit, register
@@ -96,6 +98,75 @@ def meet_islands_after_flush(model: Any) -> None:
         training.flushed()
 
 
+class OuterState:
+    """Weights after the last exchange, statistics beside them, and the outer optimizer.
+
+    To be used on a thread without a strategy's scope: these variables are no replica's.
+
+    Args:
+        template: Keras optimizer of the outer step, not built.
+        weights: Sequence of arrays, the trained weights.
+        statistics: Sequence of arrays that are averaged, such as moving statistics.
+    """
+
+    def __init__(
+        self, template: Any, weights: Sequence[Array], statistics: Sequence[Array]
+    ) -> None:
+        self._optimizer = type(template).from_config(template.get_config())
+        with tf.device("CPU:0"):
+            self._anchors = [keras.Variable(array) for array in weights]
+            self._optimizer.build(self._anchors)
+        self.statistics = list(statistics)
+
+    @property
+    def weights(self) -> list[Array]:
+        """List of arrays, the trained weights."""
+        return [np.array(anchor.numpy()) for anchor in self._anchors]
+
+    @property
+    def arrays(self) -> list[Array]:
+        """List of arrays, the whole state."""
+        slots = [np.array(variable.numpy()) for variable in self._optimizer.variables]
+        return [*slots, *self.weights, *self.statistics]
+
+    def step(self, mean: Sequence[Array]) -> None:
+        """Make an outer step.
+
+        Args:
+            mean: Sequence of arrays, the mean pseudo-gradients, and then the mean
+                statistics.
+        """
+        count = len(self._anchors)
+        gradients = [tf.convert_to_tensor(array) for array in mean[:count]]
+        with tf.device("CPU:0"):
+            self._optimizer.apply(gradients, self._anchors)
+        self.statistics = list(mean[count:])
+
+    def take(self, reply: Reply) -> None:
+        """Take a state, and make the outer steps since.
+
+        Args:
+            reply: `Reply` with a state.
+
+        Raises:
+            ValueError: If it is the state of another model.
+        """
+        variables = [*self._optimizer.variables, *self._anchors]
+        state = reply.state
+        shapes = [tuple(v.shape) for v in variables]
+        shapes += [array.shape for array in self.statistics]
+        if [array.shape for array in state] != shapes:
+            raise ValueError(
+                "The islands do not fit together: their models, or outer optimizers, "
+                "differ in shapes. Start all with the same script."
+            )
+        for variable, array in zip(variables, state, strict=False):
+            variable.assign(array)
+        self.statistics = list(state[len(variables) :])
+        for mean in reply.means:
+            self.step(mean)
+
+
 class IslandTraining:
     """An island's part of DiLoCo: what it has learned travels beside its steps.
 
@@ -137,7 +208,7 @@ class IslandTraining:
         # exchange is under way.
         self._learned = 0
         self._sent_at = 0
-        self._exchange: _Task | None = None
+        self._exchange: Future[Any] | None = None
         self.staleness = self.participants = 0
 
     @property
@@ -162,7 +233,7 @@ class IslandTraining:
             self._state = OuterState(template, weights, statistics)
             self._join(updates)
 
-        _Task(join).result()
+        _task(join).result()
         assert self._state is not None
         self._common = self._state.weights
         self._assign(self._common, self._state.statistics)
@@ -176,9 +247,9 @@ class IslandTraining:
             "patience_seconds": self._outer_options.patience_seconds,
         }
         self._member = Member(self._island, self._fit)
-        found = self._member.join(settings, self._state.arrays, updates)
-        self._version, standing = found
-        self._state.take(standing)
+        reply = self._member.join(settings, self._state.arrays, updates)
+        self._version = reply.version
+        self._state.take(reply)
 
     def batches_end(self, count: int) -> None:
         """Send what was learned when it is time, and use what has come.
@@ -237,7 +308,7 @@ class IslandTraining:
         self._learned, self._sent_at = 0, self._updates
         arrays += self._statistics()
         updates = int(self._model.optimizer.iterations.numpy())
-        self._exchange = _Task(lambda: self._exchanged(samples, arrays, updates))
+        self._exchange = _task(lambda: self._exchanged(samples, arrays, updates))
 
     def _exchanged(self, samples: float, arrays: list[Array], updates: int) -> bool:
         """Exchange, on a thread; returns whether this island was behind."""
@@ -250,8 +321,8 @@ class IslandTraining:
             member.close()
             self._join(updates)
             return True
-        if reply.standing is not None:
-            state.take(reply.standing)
+        if reply.is_behind:
+            state.take(reply)
         else:
             state.step(reply.mean)
             self.participants = reply.participants
@@ -259,15 +330,14 @@ class IslandTraining:
         if reply.keeps:
             with contextlib.suppress(HubGone):  # the next exchange joins again
                 member.keep(reply.version, state.arrays)
-        return reply.standing is not None
+        return reply.is_behind
 
     def _finish(self, mixing: float) -> None:
         """Take the common weights, but for a part of what was learned meanwhile."""
         assert self._exchange is not None
         assert self._state is not None
         exchange, self._exchange = self._exchange, None
-        exchange.join(_WARN_AFTER_SECONDS)
-        if exchange.is_alive():
+        if wait([exchange], _WARN_AFTER_SECONDS).not_done:
             print(
                 f"tfdp: island {self._island.index} has waited for "
                 f"{_WARN_AFTER_SECONDS:g} s for the others in an exchange of `DiLoCo`; "
@@ -307,28 +377,18 @@ class IslandTraining:
             variable.assign(array)
 
 
-class _Task(threading.Thread):
-    """A function on a thread of its own, which does not outlive the process."""
+def _task(function: Callable[[], Any]) -> Future[Any]:
+    """Run a function on a thread of its own, which does not outlive the process."""
+    future: Future[Any] = Future()
 
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__(name="tfdp island", daemon=True)
-        self._function = function
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
+    def run() -> None:
         try:
-            self._result = self._function()
+            future.set_result(function())
         except BaseException as error:  # noqa: BLE001  it is raised by `result`
-            self._error = error
+            future.set_exception(error)
 
-    def result(self) -> Any:
-        """Wait for the end; return or raise what the function did."""
-        self.join()
-        if self._error is not None:
-            raise self._error
-        return self._result
+    threading.Thread(target=run, name="tfdp island", daemon=True).start()
+    return future
 
 
 def _wide(variable: Any) -> Array:

@@ -28,7 +28,7 @@ from tfdp.launch.rendezvous.secret import VARIABLE, new_secret, read_secret
 
 if TYPE_CHECKING:
     from tfdp.features.islands.hub import Hub
-    from tfdp.features.islands.launcher_link import LauncherLink
+    from tfdp.features.islands.member import LauncherLink
 
 _TURN_SECONDS = 0.2
 
@@ -120,7 +120,7 @@ def _link(islands: list[Island], hub: Hub | None) -> Iterator[Hub | LauncherLink
     if hub is not None:
         yield hub
         return
-    from tfdp.features.islands.launcher_link import LauncherLink
+    from tfdp.features.islands.member import LauncherLink
 
     with contextlib.closing(
         LauncherLink(islands[0], [island.index for island in islands])
