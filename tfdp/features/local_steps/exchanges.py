@@ -7,16 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.communication.collectives.background import Background
 from tfdp.features.local_steps import in_flight
-from tfdp.features.local_steps.exchange_reducer import (
+from tfdp.features.local_steps.in_flight import Deferred, RoundExchange
+from tfdp.features.local_steps.options import LocalStepsOptions
+from tfdp.features.local_steps.outer_step import OuterStep, Update
+from tfdp.features.local_steps.reducers import (
     new_reducer,
     sums_by_samples,
     sums_by_share,
 )
-from tfdp.features.local_steps.in_flight import InFlight
-from tfdp.features.local_steps.options import LocalStepsOptions
-from tfdp.features.local_steps.outer_step import OuterStep, Update
-from tfdp.features.local_steps.rounds import RoundExchange
 from tfdp.ground import _compat
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.gradient_reducer import GradientReducer, ReplicaReducer
@@ -54,8 +54,10 @@ class Exchanges:
         self._trained = list(trained)
         self._fragments = fragments
         self._reducer: Reducer | None = None
-        self._in_flight: dict[int, InFlight] = {}
-        self._rounds: RoundExchange | None = None
+        self._background_reducer: Reducer | None = None
+        self._in_flight: dict[int, Background | Deferred] = {}
+        # Where a worker may miss outer steps of the others.
+        self.rounds: RoundExchange | None = None
         # By fragment, after which update what is under way was sent; 0: nothing is.
         self._launched = make_variable(
             shape=(len(fragments),),
@@ -79,8 +81,8 @@ class Exchanges:
         Outside of a step, and once: what is traced refers to it.
         """
         options = self._outer_options
-        if options.min_participants is not None and self._rounds is None:
-            self._rounds = RoundExchange(
+        if options.min_participants is not None and self.rounds is None:
+            self.rounds = RoundExchange(
                 strategy,
                 self._specs_of(0),
                 in_flight.specs_of(self._outer.carried),
@@ -88,16 +90,19 @@ class Exchanges:
                 options.patience_seconds,
             )
         may_run = options.delay and in_flight.has_background(strategy)
-        if not may_run or self._in_flight or self._rounds is not None:
+        if not may_run or self._in_flight or self.rounds is not None:
             return
-        fragments = [
-            (self._variables_of(number), self._specs_of(number))
-            for number in range(len(self._fragments))
-        ]
-        made = in_flight.background_exchanges(
-            strategy, fragments, options.compression_by_level
+        self._background_reducer = in_flight.background_reducer(
+            strategy, options.compression_by_level
         )
-        self._in_flight.update(enumerate(made))
+        for number in range(len(self._fragments)):
+            self._in_flight[number] = in_flight.background_exchange(
+                f"tfdp exchange {number}",
+                self._background_reducer,
+                self._variables_of(number),
+                self._specs_of(number),
+                compresses=self._compresses,
+            )
 
     def learned(self, number: int) -> list[tf.Tensor]:
         """The pseudo-gradients of a fragment, this replica's."""
@@ -140,11 +145,11 @@ class Exchanges:
             updates: Scalar tensor, inner updates so far, alike on all replicas.
         """
         gradients = self.learned(number)
-        if self._rounds is not None:
+        if self.rounds is not None:
             state = [_read(variable) for variable in self._outer.carried]
-            self._rounds.launch(_replica(), samples, gradients, state)
+            self.rounds.launch(_replica(), samples, gradients, state)
         else:
-            self._in_flight_of(number).launch(_replica(), samples, gradients)
+            self._in_flight_of(number).launch(_replica(), [samples, *gradients])
         launched = _compat.local_part(self._launched)
         launched.scatter_nd_update([[number]], [tf.cast(updates, launched.dtype)])
 
@@ -172,11 +177,11 @@ class Exchanges:
         launched = _compat.local_part(self._launched)
         late = tf.cast(updates, launched.dtype) - launched[number]
         mixing = self._outer_options.mixing
-        if self._rounds is None:
+        if self.rounds is None:
             sums = self._sums_of_sent(number, reducer)
             self._step(number, self._scaled(sums, late), update, mixing)
         else:
-            outcome = self._rounds.collect(_replica())
+            outcome = self.rounds.collect(_replica())
 
             def step() -> tf.Tensor:
                 self._take_state(outcome.state)
@@ -193,21 +198,6 @@ class Exchanges:
         staleness.assign(tf.maximum(staleness.read_value(), late), read_value=False)
         launched.scatter_nd_update([[number]], [tf.zeros((), launched.dtype)])
 
-    @property
-    def may_differ(self) -> bool:
-        """Bool, whether a worker may have missed outer steps of the others."""
-        return self._rounds is not None
-
-    def rest(self) -> None:
-        """Make no rounds while all meet; outside of a step."""
-        if self._rounds is not None:
-            self._rounds.rest()
-
-    def meet(self) -> None:
-        """Make rounds again, once all have met; outside of a step."""
-        if self._rounds is not None:
-            self._rounds.meet()
-
     def take_state_of_first(self, reducer: GradientReducer) -> None:
         """Take the outer state of the first replica, whose worker misses no step."""
         context = replica_context()
@@ -222,19 +212,17 @@ class Exchanges:
         self, number: int, reducer: GradientReducer
     ) -> Sequence[tf.Tensor]:
         """Sums over all replicas of what they have sent."""
-
-        def add_up(
-            samples: tf.Tensor, gradients: Sequence[tf.Tensor]
-        ) -> Sequence[tf.Tensor]:
-            return sums_by_samples(
-                self._own_reducer(reducer),
-                samples,
-                gradients,
-                self._variables_of(number),
-                compresses=self._compresses,
-            )
-
-        return self._in_flight_of(number).collect(_replica(), add_up)
+        sent = self._in_flight_of(number)
+        if isinstance(sent, Background):
+            return sent.collect(_replica())
+        samples, *gradients = sent.collect(_replica())
+        return sums_by_samples(
+            self._own_reducer(reducer),
+            samples,
+            gradients,
+            self._variables_of(number),
+            compresses=self._compresses,
+        )
 
     def _scaled(
         self, sums: Sequence[tf.Tensor], late: tf.Tensor
@@ -297,12 +285,10 @@ class Exchanges:
             )
         return ReplicaReducer(self._reducer, context)
 
-    def _in_flight_of(self, number: int) -> InFlight:
+    def _in_flight_of(self, number: int) -> Background | Deferred:
         if number not in self._in_flight:
             strategy = tf.distribute.get_strategy()
-            self._in_flight[number] = in_flight.deferred(
-                strategy, self._specs_of(number)
-            )
+            self._in_flight[number] = Deferred(strategy, self._specs_of(number))
         return self._in_flight[number]
 
 

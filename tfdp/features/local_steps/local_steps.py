@@ -1,4 +1,4 @@
-"""The state of local steps, and the exchange between the replicas."""
+"""The state of local steps, the exchange between the replicas, and Keras's loops."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.features.local_steps.exchanges import Exchanges
-from tfdp.features.local_steps.node_reducer import NodeReducers
 from tfdp.features.local_steps.options import LocalStepsOptions
 from tfdp.features.local_steps.outer_step import OuterStep, Update
 from tfdp.features.local_steps.pace import Pace
+from tfdp.features.local_steps.reducers import NodeReducers
 from tfdp.ground import _compat
 from tfdp.ground.base import batch_weight
-from tfdp.ground.base.context import is_tfdp, replica_context
+from tfdp.ground.base.context import is_tfdp, replica_context, strategy_of
+from tfdp.ground.base.feature import Feature
+from tfdp.ground.base.loops import steps_alone
 from tfdp.ground.base.param_groups import innermost
 from tfdp.training.reduction.fusion import wide_dtype
 from tfdp.training.reduction.gradient_reducer import GradientReducer
+from tfdp.training.replicas.variables import StatisticVariable
 from tfdp.training.step.grouped_update import decay_and_update
 from tfdp.training.step.step import Step, StepFeature
 
@@ -111,15 +114,15 @@ class LocalSteps(StepFeature):
 
     def rest(self) -> None:
         """Wait for no worker that is late, nor be waited for, while all meet."""
-        if self.exchanges is not None:
-            self.exchanges.rest()
+        if self.exchanges is not None and self.exchanges.rounds is not None:
+            self.exchanges.rounds.rest()
 
     def meet(self) -> None:
         """Go on after all have met."""
         if self.pace is not None:
             self.pace.restart()
-        if self.exchanges is not None:
-            self.exchanges.meet()
+        if self.exchanges is not None and self.exchanges.rounds is not None:
+            self.exchanges.rounds.meet()
 
     def reducer(self) -> GradientReducer:
         """The reducer of the gradients of the replica that is running."""
@@ -235,7 +238,7 @@ class LocalSteps(StepFeature):
         (total,) = reducer.sum([own])
         exchanges, variables = self.exchanges, self._trained
         learned: Sequence[tf.Tensor] | None = None
-        if exchanges is not None and exchanges.may_differ:
+        if exchanges is not None and exchanges.rounds is not None:
             # By how much a worker has moved from where it was, not from where all are.
             learned = exchanges.learned(number)
             exchanges.take_state_of_first(reducer)
@@ -330,3 +333,67 @@ def _cond(predicate: tf.Tensor, action: Callable[[], None]) -> None:
         return tf.constant(True)
 
     tf.cond(predicate, run, lambda: tf.constant(False))
+
+
+class LocalStepsFeature(Feature):
+    """Replicas, or nodes, that train alone between meetings: see each hook."""
+
+    def before_meeting(self, model: Any) -> None:
+        """Tell late workers that this one waits for them, and they not for it."""
+        if steps_alone(model):
+            local_steps = model.optimizer.features.local_steps
+            if local_steps is not None:
+                local_steps.rest()
+
+    before_loop = before_meeting
+
+    def equalize_replicas(self, model: Any) -> None:
+        """Average what the replicas of a model have learned alone.
+
+        After local steps every replica would evaluate and save its own weights, and the
+        moving statistics of its own batches. Averages of these are what averages in
+        every step would have led to, since each step moves them by a fraction of its
+        batch's.
+        """
+        average = getattr(getattr(model, "optimizer", None), "average_replicas", None)
+        if average is not None:
+            average()
+        strategy = strategy_of(model)
+        if strategy is not None and steps_alone(model):
+            values = [variable.value for variable in model.variables]
+            strategy.extended.average(
+                [value for value in values if isinstance(value, StatisticVariable)]
+            )
+
+    def wrap_step(self, model: Any, step: Callable) -> Callable:
+        """Let a worker that is slow leave out updates where its callback says so."""
+
+        @functools.wraps(step)
+        def paced(iterator: Any) -> Any:
+            own = model.optimizer.features.local_steps if steps_alone(model) else None
+            if own is None or own.pace is None:
+                return step(iterator)
+            return own.pace.step(model, step, iterator)
+
+        return paced
+
+    def batches_between_meetings(
+        self, model: Any, *, is_delayed: bool = True
+    ) -> int | None:
+        """Return after how many batches the workers meet at the latest.
+
+        Args:
+            model: Keras model in `fit`.
+            is_delayed: Bool, whether exchanges that run beside the steps are no
+                meetings. Defaults to `True`.
+
+        Returns:
+            Int, 1 without local steps; or `None` if they do not within an epoch, as
+            where nobody waits for a worker that is late.
+        """
+        if not steps_alone(model):
+            return 1
+        options = model.optimizer.features.local_options
+        if options.delay and (is_delayed or options.outer.min_participants is not None):
+            return None
+        return options.sync_every * model.optimizer.accumulation_steps

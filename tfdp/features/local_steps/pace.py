@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import tensorflow as tf
 
 from tfdp.features.local_steps.options import LocalStepsOptions
 from tfdp.ground import _compat
-from tfdp.ground.base.loops import steps_alone
 
 # A worker that is not slower than this is as fast as the fastest one: times vary.
 _AS_FAST = 0.9
@@ -120,24 +118,6 @@ class Pace:
             self._num_timed += self._num_on_clock
 
 
-def paced(model: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a worker that is slow leave out updates where its callback says so.
-
-    Args:
-        model: Keras model.
-        compute: Callable, its `train_function`.
-    """
-
-    @functools.wraps(compute)
-    def step(iterator: Any) -> Any:
-        pace = _pace_of(model)
-        if pace is None:
-            return compute(iterator)
-        return pace.step(model, compute, iterator)
-
-    return step
-
-
 def shares(
     seconds: Sequence[float | None], nodes: Sequence[Sequence[int]]
 ) -> list[float] | None:
@@ -192,13 +172,6 @@ def workers_by_node(strategy: Any, scope: str) -> list[list[int]]:
         together = [other for other in together if not other & workers]
         together.append(workers.union(*joined))
     return [sorted(workers) for workers in together]
-
-
-def _pace_of(model: Any) -> Pace | None:
-    if not steps_alone(model):
-        return None
-    local_steps = model.optimizer.features.local_steps
-    return None if local_steps is None else local_steps.pace
 
 
 def _wait_for_step(model: Any) -> None:
