@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         options,
         testing,
     )
-    from tfdp.features.tracking.first_worker import track_each_worker
+    from tfdp.features.tracking.watch import track_each_worker
     from tfdp.ground.options import CommunicationOptions
     from tfdp.ground.plans.schedules import scale_learning_rate
     from tfdp.training.losses.all_gather import all_gather
@@ -52,7 +52,7 @@ _HOMES = {
     "options": "tfdp.options",
     "scale_learning_rate": "tfdp.ground.plans.schedules",
     "testing": "tfdp.testing",
-    "track_each_worker": "tfdp.features.tracking.first_worker",
+    "track_each_worker": "tfdp.features.tracking.watch",
 }
 # Names of this version's last one, by where they are now.
 _MOVED = {"Link": "tfdp.options", "Links": "tfdp.options"}

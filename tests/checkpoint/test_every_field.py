@@ -23,8 +23,7 @@ from tfdp.checkpoint import index_file
 from tfdp.checkpoint.run_schema import check_run
 from tfdp.communication.cluster import clouds
 from tfdp.communication.cluster.spec import Cluster
-from tfdp.features.tuning.plan_cache import KeptPlan, load_plan
-from tfdp.features.tuning.plan_choice import PlanChoice
+from tfdp.features.tuning.plan_cache import KeptPlan, PlanChoice, load_plan
 from tfdp.ground.links import DEFAULT_LINKS
 from tfdp.launch.cli.convert import convert
 from tfdp.launch.cli.json_screen import Entry

@@ -355,7 +355,7 @@ LEFT_OUT = {
     ),
     "quantized_gathers_go_on_inside_of_nodes": "quantized_gathers_train_as_*",
     "replicas_read_the_same_rounded_weights": "quantized_gathers_train_as_*",
-    "what_cannot_be_tuned_says_so_once": "the doctest of `tuning.conditions`",
+    "what_cannot_be_tuned_says_so_once": "the doctest of `tuning.callback`",
     "compressed_exchanges_send_a_quarter": "diloco_rounds_what_was_learned_*",
     "files_have_the_weights_that_are_kept": "files_of_sharded_parameters_are_those_*",
     "slices_that_nodes_share_travel_in_two_levels": "adamw_in_stage_1_shared_by_node",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import contextlib
+import types
 import typing
 import warnings
 from unittest import mock
@@ -62,7 +63,7 @@ def tuned(env: Env, **constants: int) -> collections.abc.Iterator[StepClock | No
         mock.patch.multiple(tuner, **(SMALL_BLOCKS | constants)),
         # The models here are smaller than the smallest bucket that is worth it.
         mock.patch.object(proposals, "_LEAST_BUCKET_BYTES", 64),
-        mock.patch.object(callback.BucketTuning.__init__, "__defaults__", (clock,)),
+        mock.patch.object(callback, "time", types.SimpleNamespace(perf_counter=clock)),
         mock.patch.object(
             plan_cache, "plans_path", return_value=env.tmp / f"{env.rank}.json"
         ),

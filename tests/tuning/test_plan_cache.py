@@ -9,12 +9,12 @@ import pytest
 
 from tfdp.features.tuning.plan_cache import (
     KeptPlan,
+    PlanChoice,
     load_plan,
     plan_key,
     plans_path,
     store_plan,
 )
-from tfdp.features.tuning.plan_choice import PlanChoice
 
 KEPT = KeptPlan(PlanChoice(4096, 1024, "tree"), "12 % faster than the default [9, 14]")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.features.tuning.plan_choice import PlanChoice
+from tfdp.features.tuning.plan_cache import PlanChoice
 from tfdp.features.tuning.proposals import MOST_PROPOSALS, Proposal, propose
 from tfdp.ground.links import Link, Links
 from tfdp.ground.options import CommunicationOptions
@@ -118,4 +118,4 @@ def test_a_chosen_size_is_taken_as_it_is_also_that_of_the_default():
 )
 def test_a_choice_that_is_none_is_refused(entry: dict):
     with pytest.raises((ValueError, TypeError)):
-        PlanChoice.from_dict(entry)
+        PlanChoice(**entry)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tfdp.features.tuning.trial import DEFAULT, Trial, most_blocks
+from tfdp.features.tuning.tuner import DEFAULT, Trial, most_blocks
 
 
 def tried(num_rivals: int, seconds: Callable[[int], float]) -> tuple[Trial, int]:

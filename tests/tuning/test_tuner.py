@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tfdp.features.tuning.plan_choice import PlanChoice
+from tfdp.features.tuning.plan_cache import PlanChoice
 from tfdp.features.tuning.proposals import Proposal
 from tfdp.features.tuning.tuner import Tuner, longest, most_steps
 from tfdp.ground.plans.buckets import BucketPlan

@@ -71,12 +71,12 @@ def outcome_of(key_file: Path) -> str:
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:
-    from tfdp.features.tuning import conditions
+    from tfdp.features.tuning import callback
     from tfdp.features.tuning.plan_cache import plans_path
     from tfdp.launch.bench.training import make_strategy
 
     # Steps after the trial are measured by themselves.
-    conditions.LEAST_PART = 1
+    callback.LEAST_PART = 1
     strategy = make_strategy(setup)
     arms: dict[str, Arm] = {
         name: fit_arm(strategy, bucket_mb) for name, bucket_mb in setup["arms"].items()

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 
-from tfdp.features.tuning.conditions import (
-    describe_batches,
-    obstacle,
-    shortness,
-    update_steps,
+from tfdp.features.tuning.plan_cache import (
+    KeptPlan,
+    PlanChoice,
+    load_plan,
+    plan_key,
+    store_plan,
 )
-from tfdp.features.tuning.plan_cache import KeptPlan, load_plan, plan_key, store_plan
-from tfdp.features.tuning.plan_choice import PlanChoice
 from tfdp.features.tuning.proposals import Proposal, propose
-from tfdp.features.tuning.tuner import Outcome, Tuner, block_steps, longest
-from tfdp.ground import user_code
+from tfdp.features.tuning.tuner import Outcome, Tuner, block_steps, longest, most_steps
+from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.options import CommunicationOptions
@@ -36,6 +35,8 @@ from tfdp.training.reduction.link_measure import (
 )
 
 _NAME = '`bucket_mb="auto"`'
+# A trial takes at most half of a `fit`.
+LEAST_PART = 2
 
 
 class BucketTuning(keras.callbacks.Callback):
@@ -49,21 +50,13 @@ class BucketTuning(keras.callbacks.Callback):
         num_steps: Int, steps of this `fit`, or `None` where that is not known; the
             first worker's counts.
         data: String, what the batches are like, by which plans are kept.
-        clock: Callable that returns seconds. Defaults to `time.perf_counter`.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        num_steps: int | None,
-        data: str,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, strategy: Any, num_steps: int | None, data: str) -> None:
         super().__init__()
         self._extended = strategy.extended
         self._num_steps = num_steps
         self._data = data
-        self._clock = clock
         self._tuner: Tuner | None = None
         self._update_steps = 1
         self._begin = 0.0
@@ -83,7 +76,12 @@ class BucketTuning(keras.callbacks.Callback):
             self._stay(reason)
         elif kept is not None:
             self._take(kept)
-            self._tell_of_kept(kept)
+            is_chief = self._extended.worker_group.is_chief
+            if kept.choice and is_chief and user_code.is_new(self._key, self._extended):
+                print(
+                    f"tfdp: {_NAME} begins with {kept.choice}, which an earlier `fit` "
+                    f"has found {kept.gain}."
+                )
         elif reason := shortness(num_steps, self._update_steps):
             self._stay(reason)
         else:
@@ -107,7 +105,7 @@ class BucketTuning(keras.callbacks.Callback):
         """Take the time."""
         if self._tuner is not None:
             self._in_force = self._in_force or self.model.train_function
-            self._begin = self._clock()
+            self._begin = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Tell the tuner of the steps of this execution."""
@@ -115,7 +113,7 @@ class BucketTuning(keras.callbacks.Callback):
         if self._tuner is None:
             return
         _wait_for(logs)
-        self._tuner.step_ends(self._clock() - self._begin, num_steps)
+        self._tuner.step_ends(time.perf_counter() - self._begin, num_steps)
         if self._tuner.outcome is not None:
             outcome, self._tuner = self._tuner.outcome, None
             self._end(outcome)
@@ -236,15 +234,6 @@ class BucketTuning(keras.callbacks.Callback):
             steps = pluralize(block_steps(self._update_steps), "step")
             print(f"\ntfdp: {_NAME} {outcome.describe(steps)}.")
 
-    def _tell_of_kept(self, kept: KeptPlan) -> None:
-        """Say once with which plan a `fit` begins that has no trial."""
-        is_chief = self._extended.worker_group.is_chief
-        if kept.choice and is_chief and user_code.is_new(self._key, self._extended):
-            print(
-                f"tfdp: {_NAME} begins with {kept.choice}, which an earlier `fit` has "
-                f"found {kept.gain}."
-            )
-
     def _stay(self, reason: str) -> None:
         """Have the default, and say so once."""
         self._take(KeptPlan(None))
@@ -283,3 +272,85 @@ def _wait_for(logs: Any) -> None:
     """Wait for a step: on GPUs it is under way when Keras's call returns."""
     for value in keras.tree.flatten(logs)[:1]:
         np.asarray(value)
+
+
+def obstacle(model: Any) -> str:
+    """Say why the buckets of a model cannot change, or `""`.
+
+    Args:
+        model: Keras model, with the optimizer that its callbacks have made.
+    """
+    optimizer: Any = model.optimizer
+    features = getattr(optimizer, "features", None)
+    if model.run_eagerly:
+        return "with `run_eagerly=True` there is no traced step to try plans with"
+    if getattr(optimizer, "is_sharded", False):
+        return "sharded state lies by its buckets, which have to stay"
+    if features is not None and features.local_options is not None:
+        return "replicas that step alone do not communicate in each step"
+    if _compat.overridden(model, ("make_train_function",)):
+        return "the model makes its own `train_function`"
+    return ""
+
+
+def shortness(num_steps: int | None, update_steps: int) -> str:
+    """Say why a trial is not worth its steps, or `""`.
+
+    Args:
+        num_steps: Int, steps of `fit`, or `None` where that is not known.
+        update_steps: Int, see `update_steps`.
+
+    Example:
+
+    >>> shortness(30, 1)
+    'a trial of other plans needs a `fit` of 1,578 steps, and this one has 30'
+    """
+    if num_steps is None:
+        return "its data does not tell the number of steps (`steps_per_epoch` does)"
+    least = LEAST_PART * most_steps(update_steps)
+    if num_steps < least:
+        return (
+            f"a trial of other plans needs a `fit` of {pluralize(least, 'step')}, and "
+            f"this one has {num_steps:,}"
+        )
+    return ""
+
+
+def update_steps(model: Any) -> int:
+    """Return the steps after which updates and executions of a loop both are whole.
+
+    Args:
+        model: Keras model.
+    """
+    optimizer: Any = model.optimizer
+    plan = getattr(getattr(optimizer, "features", None), "plan", None)
+    if isinstance(plan, dict):  # from epochs to micro-batches of an update
+        accumulated = max(plan.values())
+    else:
+        own = getattr(optimizer, "accumulation_steps", None)
+        accumulated = own or getattr(optimizer, "gradient_accumulation_steps", None)
+    return math.lcm(accumulated or 1, model.steps_per_execution)
+
+
+def describe_batches(arguments: dict[str, Any]) -> str:
+    """Describe the batches of a `fit`, as far as its arguments show them.
+
+    Args:
+        arguments: Dict, the arguments of `fit` by name.
+
+    Returns:
+        String.
+
+    Example:
+
+    >>> import numpy as np
+    >>> describe_batches({"x": np.zeros([100, 3]), "batch_size": 8})
+    '8 of (3,)'
+    """
+    x = arguments.get("x")
+    spec = getattr(x, "element_spec", None)
+    if spec is not None:
+        return repr(spec)
+    shapes = [getattr(part, "shape", None) for part in keras.tree.flatten(x)]
+    rows = ", ".join(str(tuple(shape[1:])) for shape in shapes if shape)
+    return f"{arguments.get('batch_size')} of {rows}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
-from tfdp.features.tuning.plan_choice import PlanChoice
+from tfdp.features.tuning.plan_cache import PlanChoice
 from tfdp.ground.plans.buckets import BucketPlan, plan_buckets
 from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
 from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
