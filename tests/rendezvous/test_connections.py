@@ -24,9 +24,9 @@ from tfdp.launch.rendezvous.address import listen, own_address
 from tfdp.launch.rendezvous.channel import Channel
 from tfdp.launch.rendezvous.coordinator import Coordinator
 from tfdp.launch.rendezvous.failure import RendezvousError
-from tfdp.launch.rendezvous.hello import Hello
 from tfdp.launch.rendezvous.member import Member
 from tfdp.launch.rendezvous.restarts import Restarts
+from tfdp.launch.rendezvous.roster import Hello
 from tfdp.launch.rendezvous.server import Server
 
 SECRET = "0123456789abcdef"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tfdp.launch.rendezvous.channel import encode
 from tfdp.launch.rendezvous.coordinator import Coordinator, Phase
 from tfdp.launch.rendezvous.failure import (
     NODE_LOST,
@@ -14,9 +15,8 @@ from tfdp.launch.rendezvous.failure import (
     MalformedMessage,
     RendezvousError,
 )
-from tfdp.launch.rendezvous.hello import Hello
-from tfdp.launch.rendezvous.messages import encode
 from tfdp.launch.rendezvous.restarts import RestartDecision
+from tfdp.launch.rendezvous.roster import Hello
 
 JOIN_SECONDS = 60.0
 HELLO = Hello("1.0", "3.11", 2, 2, "train.py", False, "host", node_rank=0)

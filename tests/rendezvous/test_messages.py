@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tfdp.launch.rendezvous.channel import MAX_LINE_BYTES, Seal, decode, encode
 from tfdp.launch.rendezvous.failure import MalformedMessage
-from tfdp.launch.rendezvous.messages import MAX_LINE_BYTES, Seal, decode, encode
 
 MESSAGE = {"type": "start", "nodes": [["10.0.0.1", [1, 2]]], "text": "ü"}
 

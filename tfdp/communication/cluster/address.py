@@ -83,6 +83,11 @@ def canonical_host(host: str) -> str:
     return "localhost" if is_local else str(address)
 
 
+def is_local_name(host: str) -> bool:
+    """Whether a host is named as this one: a loopback address is what is meant."""
+    return canonical_host(host) == "localhost"
+
+
 def ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Parse an IP address, IPv4 also where it is mapped; `None` for a name."""
     try:

@@ -11,7 +11,7 @@ import socket
 
 import psutil
 
-from tfdp.communication.cluster.address import canonical_host, ip_address
+from tfdp.communication.cluster.address import ip_address, is_local_name
 from tfdp.communication.cluster.own_addresses import network_of_host
 from tfdp.communication.transport.communicator import TransportError
 
@@ -91,7 +91,7 @@ def listening_address(host: str, interface: str | None) -> str:
             '`CommunicationOptions(interface="...")`.'
         )
     reached = [address for address in own if not is_loopback(address)]
-    if reached or canonical_host(host) == "localhost":
+    if reached or is_local_name(host):
         return (reached or own)[0]
     return _instead_of_loopback(host, own[0])
 

@@ -6,8 +6,8 @@ import dataclasses
 import os
 import re
 
+from tfdp.communication.cluster.address import is_local_name
 from tfdp.ground.text import pluralize
-from tfdp.launch.rendezvous.address import is_loopback
 
 _MOST_HOSTS = 1024
 _MOST_BYTES = 1 << 20
@@ -119,7 +119,7 @@ def _checked(hosts: list[Host]) -> tuple[Host, ...]:
                 "is there twice"
             )
         seen.add(name)
-    if is_loopback(hosts[0].name) and not all(is_loopback(h.name) for h in hosts):
+    if is_local_name(hosts[0].name) and not all(is_local_name(h.name) for h in hosts):
         raise ValueError(
             f"the first host must have a name by which the others reach it; "
             f"{hosts[0].name!r} is each one's own"

@@ -18,9 +18,9 @@ from tfdp.launch.cli.node_options import NodeOptions, RendezvousAddress
 from tfdp.launch.rendezvous.address import listen, own_address, resolve
 from tfdp.launch.rendezvous.coordinator import Coordinator
 from tfdp.launch.rendezvous.failure import RendezvousError
-from tfdp.launch.rendezvous.hello import Hello
 from tfdp.launch.rendezvous.member import Member
 from tfdp.launch.rendezvous.restarts import Restarts
+from tfdp.launch.rendezvous.roster import Hello
 from tfdp.launch.rendezvous.secret import (
     VARIABLE,
     line_to_paste,

@@ -5,12 +5,10 @@ here depends on clocks that are equal, imports TensorFlow, or believes a message
 somebody who has not the job's secret. Reading order:
     failure: what ends a rendezvous, or a worker or node, in words
     secret: the job's secret, in a file or made for one job
-    messages: lines of JSON of limited length, sealed with a key
-    channel: messages of a connection, and heartbeats
+    channel: sealed lines of JSON over a connection, and heartbeats
     address: where node 0 listens, and whether this machine is it
-    hello: what a node says of itself, and what has to be the same on all
-    roster: the nodes that are there, their ranks and addresses
-    reports: which of several failures to name
+    roster: what a node says of itself, and what has to be the same on all; the nodes
+        that are there, their ranks and addresses; which of several failures to name
     restarts: what follows a failure, also of a job on one machine
     coordinator: the course of the job, decided by node 0
     server: thread of node 0 that serves the connections

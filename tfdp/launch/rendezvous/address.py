@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 
+from tfdp.communication.cluster.address import is_local_name
 from tfdp.communication.transport.addresses import is_own
 from tfdp.launch.rendezvous.failure import RendezvousError
 
@@ -97,23 +98,6 @@ def own_address(listener: socket.socket) -> tuple[str, int]:
     return host, port
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine itself reaches a host by this name.
-
-    Args:
-        host: String, name or IP address.
-
-    Example:
-
-    >>> is_loopback("localhost"), is_loopback("127.0.1.1"), is_loopback("10.0.0.1")
-    (True, True, False)
-    """
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host.lower().rstrip(".") in ("localhost", "localhost.localdomain")
-
-
 def is_link_local(host: str) -> bool:
     """Return whether a host is an IPv6 address that counts on one interface only.
 
@@ -135,7 +119,7 @@ def is_link_local(host: str) -> bool:
 def _listen_at(host: str, family: int, address: tuple) -> socket.socket:
     listener = socket.create_server(address, family=family, backlog=_BACKLOG)
     # Debian gives a machine's own name an address that no other machine reaches.
-    if is_loopback(address[0]) and not is_loopback(host):
+    if is_local_name(address[0]) and not is_local_name(host):
         listener.close()
         return _listen_everywhere(address[1])
     return listener

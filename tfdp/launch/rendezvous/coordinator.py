@@ -11,7 +11,6 @@ whether all start again. A node that has gone may come back until then.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from typing import Any
 
 from tfdp.communication.cluster.tf_config import shorten
 from tfdp.ground.text import pluralize
+from tfdp.launch.rendezvous.channel import Channel
 from tfdp.launch.rendezvous.failure import (
     LOST_EXIT_SECONDS,
     NODE_LOST,
@@ -26,10 +26,8 @@ from tfdp.launch.rendezvous.failure import (
     MalformedMessage,
     RendezvousError,
 )
-from tfdp.launch.rendezvous.hello import Hello
-from tfdp.launch.rendezvous.reports import Reports
 from tfdp.launch.rendezvous.restarts import Restarts
-from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Link, Node, Roster
+from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node, Reports, Roster
 
 # What the others report of a lost worker may come before the report of its own node,
 # which does not come where that node is silent.
@@ -48,19 +46,6 @@ class Phase(enum.Enum):
     STOPPING = "workers are being stopped"
     PAUSING = "waits before the next attempt"
     ENDED = "is over"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Verdict:
-    """Why the workers of all are stopped.
-
-    Args:
-        code: Int, the exit code if nothing follows.
-        failure: `Failure`, or `None` if the job was told to end.
-    """
-
-    code: int = 0
-    failure: Failure | None = None
 
 
 class Coordinator:
@@ -98,7 +83,10 @@ class Coordinator:
         self._until = clock() + join_seconds
         self._reports = Reports(self._roster)
         self._decide_at: float | None = None
-        self._verdict = _Verdict()
+        # Why the workers of all are stopped: the exit code if nothing follows, and the
+        # failure unless the job was told to end.
+        self._code = 0
+        self._failure: Failure | None = None
         # The code of workers that have saved because of a signal.
         self._saved_code: int | None = None
         self._turns = {
@@ -114,11 +102,11 @@ class Coordinator:
         """Bool, whether the job has ended."""
         return self.phase is Phase.ENDED
 
-    def join(self, link: Link, hello: Hello) -> None:
+    def join(self, link: Channel, hello: Hello) -> None:
         """Take a node in.
 
         Args:
-            link: `Link` to it.
+            link: `Channel` to it.
             hello: `Hello`.
 
         Raises:
@@ -133,11 +121,11 @@ class Coordinator:
         if is_back:
             self._tell(f"{node} has come back and joins at the next start")
 
-    def receive(self, link: Link, message: Mapping[str, Any]) -> None:
+    def receive(self, link: Channel, message: Mapping[str, Any]) -> None:
         """Act on a message of a node.
 
         Args:
-            link: `Link` to it.
+            link: `Channel` to it.
             message: Mapping.
 
         Raises:
@@ -163,11 +151,11 @@ class Coordinator:
             if message.get("has_saved") is True and isinstance(code, int):
                 self._saved_code = code
 
-    def gone(self, link: Link, how: str) -> None:
+    def gone(self, link: Channel, how: str) -> None:
         """Take note that a connection has ended.
 
         Args:
-            link: `Link` to the node.
+            link: `Channel` to the node.
             how: String, such as `"has ended its connection"`.
         """
         node = self._roster.of(link)
@@ -231,7 +219,7 @@ class Coordinator:
         if self._has_started:
             came = "is here" if here == 1 else "are here"
         self._end(
-            self._verdict.code or NODE_LOST,
+            self._code or NODE_LOST,
             f"waited {self._join_seconds:g} s for "
             f"{pluralize(self._own.nodes, 'node')}, and {here} {came}: "
             f"{self._roster.here()}. Start the same `tfdp run` on the others, "
@@ -247,7 +235,7 @@ class Coordinator:
     def _drop(self, node: Node, seconds: float) -> None:
         """Go on without a node that is heard of but does not stop its workers."""
         text = f"{node} has not stopped its workers within {seconds:.0f} s"
-        node.link.send({"type": "end", "code": self._verdict.code, "text": text})
+        node.link.send({"type": "end", "code": self._code, "text": text})
         self.gone(node.link, "has not stopped")
         self._tell(f"{text}; nobody waits for it any more")
 
@@ -287,7 +275,7 @@ class Coordinator:
     def _start(self, places: list[tuple[str, list[int]]]) -> None:
         message = {"type": "start", "attempt": self._attempt, "nodes": places}
         self._reports, self._decide_at = Reports(self._roster), None
-        self._verdict, self._saved_code = _Verdict(), None
+        self._code, self._failure, self._saved_code = 0, None, None
         self.phase, self._started_at = Phase.RUNNING, self._clock()
         self._has_started = True
         for node in self._roster.nodes:
@@ -309,13 +297,14 @@ class Coordinator:
     def _decide(self) -> None:
         cause = self._reports.cause()
         sentence = self._reports.sentence()
-        self._stop(_Verdict(cause.code, cause), sentence, rank=cause.rank)
+        self._stop(cause.code, cause, sentence, rank=cause.rank)
 
     def _lose(self, node: Node, how: str) -> None:
         first = self._roster.first_rank(node)
         failure = Failure(first, NODE_LOST, f"was lost with {node}, which {how},")
         self._stop(
-            _Verdict(NODE_LOST, failure),
+            NODE_LOST,
+            failure,
             f"{node} was lost: it {how}; the workers of all nodes were stopped",
         )
 
@@ -332,28 +321,30 @@ class Coordinator:
             self.gone(node.link, "has left")
         elif self.phase is Phase.RUNNING:
             order = {"signal": signum, "by": node.rank}
-            self._stop(_Verdict(code), f"{shorten(why)} on {node}: all stop", **order)
+            self._stop(code, None, f"{shorten(why)} on {node}: all stop", **order)
         elif self.phase is Phase.STOPPING:
-            self._verdict = _Verdict(code)
+            self._code, self._failure = code, None
         else:
             self._end(code, f"{shorten(why)} on {node}: the job does not go on")
 
-    def _stop(self, verdict: _Verdict, text: str, **order: Any) -> None:
-        self._verdict = verdict
+    def _stop(
+        self, code: int, failure: Failure | None, text: str, **order: Any
+    ) -> None:
+        self._code, self._failure = code, failure
         self.phase, self._stopped_at = Phase.STOPPING, self._clock()
         message = {
             "type": "stop",
             "attempt": self._attempt,
-            "code": verdict.code,
+            "code": code,
             "text": text,
         }
         for node in self._roster.nodes:
             node.link.send({**message, **order})
 
     def _after_stop(self, now: float) -> None:
-        failure = self._verdict.failure
+        failure = self._failure
         if failure is None:
-            code = self._verdict.code
+            code = self._code
             self._end(code if self._saved_code is None else self._saved_code)
             return
         seconds = now - self._started_at
@@ -361,7 +352,7 @@ class Coordinator:
             self._restarts = self._make_restarts(self._roster.num_workers)
         decision = self._restarts.after(failure, seconds)
         if decision is None:
-            self._end(self._verdict.code)
+            self._end(self._code)
             return
         self.phase, self._until = Phase.PAUSING, now + decision.pause_seconds
         for node in self._roster.nodes:

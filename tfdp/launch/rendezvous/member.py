@@ -19,10 +19,9 @@ from tfdp.communication.connection.handshake import (
     authenticate_stream,
     dial_steps,
 )
-from tfdp.launch.rendezvous.channel import Channel
+from tfdp.launch.rendezvous.channel import MAX_LINE_BYTES, SERVICE, Channel
 from tfdp.launch.rendezvous.failure import Lost, RendezvousError
-from tfdp.launch.rendezvous.hello import Hello
-from tfdp.launch.rendezvous.messages import MAX_LINE_BYTES, SERVICE
+from tfdp.launch.rendezvous.roster import Hello
 
 _DIAL_SECONDS = 5.0
 _HANDSHAKE_SECONDS = 10.0

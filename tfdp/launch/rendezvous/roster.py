@@ -1,16 +1,18 @@
-"""Roster of a job: the nodes that are there, their ranks, workers and addresses."""
+"""Roster of a job: what its nodes say of themselves, ranks, addresses and failures."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tfdp.communication.cluster.tf_config import shorten
+from tfdp.communication.cluster.address import is_local_name
 from tfdp.ground.text import pluralize
-from tfdp.launch.rendezvous.address import is_loopback
-from tfdp.launch.rendezvous.hello import Hello
+from tfdp.launch.rendezvous.channel import Channel
+from tfdp.launch.rendezvous.failure import Failure, MalformedMessage
 
+_MOST_OF_NODE = 1 << 16
 # Who was heard of more recently is there.
 DOUBTFUL_SECONDS = 3.5
 # The addresses of all of them go into one message.
@@ -18,23 +20,126 @@ _MOST_WORKERS = 8192
 _MOST_NAMES = 8
 
 
-class Link(Protocol):
-    """Connection to a node."""
+@dataclasses.dataclass(frozen=True)
+class Hello:
+    """What a node says of itself.
 
-    @property
-    def peer(self) -> str:
-        """String, the IP address of the node."""
+    Args:
+        version: String, of tfdp.
+        python: String, version of Python such as `"3.11"`.
+        nodes: Int, how many nodes its command asks for.
+        num_workers: Int, that it will start.
+        program: String, name of the script or module.
+        rebalance: Bool, whether rows follow the workers' speed.
+        host: String, the name of its machine.
+        node_rank: Int, the rank that it wants, or `None` for the next. Defaults to
+            `None`.
+        grace_seconds: Float, that its workers have to end when they are asked to.
+            Defaults to `5.0`.
+    """
 
-    @property
-    def local(self) -> str:
-        """String, the IP address at which it has reached node 0."""
+    version: str
+    python: str
+    nodes: int
+    num_workers: int
+    program: str
+    rebalance: bool
+    host: str
+    node_rank: int | None = None
+    grace_seconds: float = 5.0
 
-    @property
-    def silent_seconds(self) -> float:
-        """Float, seconds since something was heard of it."""
+    def to_message(self) -> dict[str, Any]:
+        """Return the message that carries it."""
+        return {"type": "hello", **dataclasses.asdict(self)}
 
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message."""
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Hello:
+        """Read the message of another node.
+
+        Args:
+            message: Mapping, which may hold anything.
+
+        Returns:
+            `Hello`.
+
+        Raises:
+            MalformedMessage: If a field is missing or has another type.
+        """
+        if message.get("type") != "hello":
+            raise MalformedMessage
+        fields = {f.name: message.get(f.name) for f in dataclasses.fields(cls)}
+        texts = [fields[name] for name in ("version", "python", "program", "host")]
+        numbers = [fields[name] for name in ("nodes", "num_workers")]
+        rank, grace = fields["node_rank"], fields["grace_seconds"]
+        is_right = (
+            all(isinstance(text, str) for text in texts)
+            and all(_is_number(each, 1) for each in numbers)
+            and isinstance(fields["rebalance"], bool)
+            and (rank is None or _is_number(rank, 0))
+            and isinstance(grace, (int, float))
+            and grace >= 0
+        )
+        if not is_right:
+            raise MalformedMessage
+        return cls(**fields)  # type: ignore[arg-type]
+
+    def difference(self, first: Hello) -> str | None:
+        """Say what is not as on node 0 but has to be.
+
+        Args:
+            first: `Hello` of node 0.
+
+        Returns:
+            String, one sentence, or `None`.
+
+        Example:
+
+        >>> one = Hello("1.0", "3.11", 2, 4, "train.py", False, "a")
+        >>> one.difference(one) is None
+        True
+        >>> dataclasses.replace(one, nodes=3).difference(one)
+        'Node 0 was started with --nodes 2, a with --nodes 3. Give both the same.'
+        """
+        host = shorten(self.host)
+        if self.version != first.version:
+            return (
+                f"Node 0 has tfdp {first.version}, {host} has tfdp "
+                f"{shorten(self.version)}. Install the same version on all machines."
+            )
+        if self.python != first.python:
+            return (
+                f"Node 0 has Python {first.python}, {host} has Python "
+                f"{shorten(self.python)}. Use the same version on all machines."
+            )
+        if self.nodes != first.nodes:
+            return (
+                f"Node 0 was started with --nodes {first.nodes}, {host} with --nodes "
+                f"{self.nodes}. Give both the same."
+            )
+        if self.program != first.program:
+            return (
+                f"Node 0 runs {first.program}, {host} runs {shorten(self.program)}. "
+                "Give all machines the same script."
+            )
+        if self.rebalance != first.rebalance:
+            who = "Node 0" if first.rebalance else host
+            return f"{who} alone has --rebalance. Give it to all machines, or to none."
+        return None
+
+    def rank_out_of_range(self) -> str | None:
+        """Say that the rank that the node wants is none, or return `None`."""
+        if self.node_rank is None or 0 <= self.node_rank < self.nodes:
+            return None
+        return (
+            f"--node-rank must be from 0 to {self.nodes - 1}, for there "
+            f"{'is' if self.nodes == 1 else 'are'} {pluralize(self.nodes, 'node')}. "
+            f"Received: --node-rank {self.node_rank}"
+        )
+
+
+def _is_number(value: object, least: int) -> bool:
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    return is_int and value in range(least, _MOST_OF_NODE + 1)
 
 
 @dataclasses.dataclass(eq=False)
@@ -42,7 +147,7 @@ class Node:
     """A node that is there.
 
     Args:
-        link: `Link` to it.
+        link: `Channel` to it.
         hello: `Hello`, what it says of itself.
         rank: Int, or `None` while any is free for it.
         ports: List of ints, of its workers in this attempt, or `None`.
@@ -50,7 +155,7 @@ class Node:
         has_stopped: Bool, whether none of its workers runs.
     """
 
-    link: Link
+    link: Channel
     hello: Hello
     rank: int | None
     ports: list[int] | None = None
@@ -126,11 +231,11 @@ class Roster:
             )
         return None
 
-    def add(self, link: Link, hello: Hello) -> Node:
+    def add(self, link: Channel, hello: Hello) -> Node:
         """Take a node in, to which nothing is objected.
 
         Args:
-            link: `Link` to it.
+            link: `Channel` to it.
             hello: `Hello`.
 
         Returns:
@@ -160,7 +265,7 @@ class Roster:
         """Return the node that has a rank, or `None`."""
         return next((node for node in self.nodes if node.rank == rank), None)
 
-    def of(self, link: Link) -> Node | None:
+    def of(self, link: Channel) -> Node | None:
         """Return the node at the end of a link, or `None`."""
         return next((node for node in self.nodes if node.link is link), None)
 
@@ -212,9 +317,9 @@ class Roster:
         machine can use: it has the address of node 0.
         """
         seen = [node.link.local for node in self.nodes]
-        public = next((host for host in seen if not is_loopback(host)), seen[0])
+        public = next((host for host in seen if not is_local_name(host)), seen[0])
         peers = [node.link.peer for node in self.nodes]
-        return [public if is_loopback(peer) else peer for peer in peers]
+        return [public if is_local_name(peer) else peer for peer in peers]
 
     def _rank_of(self, hello: Hello) -> int | None:
         """Return the rank of a node, if it is known before all are there."""
@@ -238,3 +343,57 @@ def _listed(names: Sequence[str]) -> str:
     more = len(names) - _MOST_NAMES
     rest = [f"{more:,} more"] if more > 0 else []
     return ", ".join([*names[:_MOST_NAMES], *rest])
+
+
+class Reports:
+    """What the nodes report of their workers in one attempt.
+
+    Args:
+        roster: `Roster` of the job.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._failures: list[Failure] = []
+
+    def add(self, failure: Failure) -> bool:
+        """Add a report.
+
+        Args:
+            failure: `Failure`.
+
+        Returns:
+            Bool, whether it is known what to name; or else a worker that was lost may
+            still be reported by its own node.
+        """
+        self._failures.append(failure)
+        known = {each.rank for each in self._failures}
+        return failure.lost_rank is None or failure.lost_rank in known
+
+    def cause(self) -> Failure:
+        """Return the failure that, as all say together, came first."""
+        by_rank = {failure.rank: failure for failure in reversed(self._failures)}
+        cause = self._failures[0]
+        seen = {cause.rank}
+        while cause.lost_rank in by_rank and cause.lost_rank not in seen:
+            cause = by_rank[cause.lost_rank]
+            seen.add(cause.rank)
+        return cause
+
+    def sentence(self) -> str:
+        """Say what has failed, where and how, and where its output is."""
+        cause = self.cause()
+        log = f". All that it wrote: {shorten(cause.log)}, there" if cause.log else ""
+        return (
+            f"worker {cause.rank} on {self._roster.place(cause.rank)} "
+            f"{shorten(cause.reason)}{self._because(cause)}; the workers of all nodes "
+            f"were stopped{log}"
+        )
+
+    def _because(self, cause: Failure) -> str:
+        lost = cause.lost_rank
+        if lost is None or lost == cause.rank:
+            return ""
+        silent = self._roster.silent_seconds(lost)
+        said = "" if silent is None else f", which has not answered for {silent:.0f} s"
+        return f" since worker {lost} on {self._roster.place(lost)} was lost{said}"

@@ -10,11 +10,10 @@ import threading
 
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.communication.connection.handshake import Authenticated
-from tfdp.launch.rendezvous.channel import Channel
+from tfdp.launch.rendezvous.channel import MAX_REPORT_BYTES, SERVICE, Channel
 from tfdp.launch.rendezvous.coordinator import Coordinator
 from tfdp.launch.rendezvous.failure import Lost, MalformedMessage, RendezvousError
-from tfdp.launch.rendezvous.hello import Hello
-from tfdp.launch.rendezvous.messages import MAX_REPORT_BYTES, SERVICE
+from tfdp.launch.rendezvous.roster import Hello
 
 _logger = logging.getLogger("tfdp.rendezvous")
 
