@@ -34,14 +34,21 @@ from tfdp.features.monitor.readings import (
 )
 from tfdp.features.monitor.report import RunReport
 from tfdp.features.monitor.sinks import write_json
-from tfdp.features.monitor.stragglers import Straggler, find_straggler
 from tfdp.features.monitor.trace import (
     WorkerTrace,
     chrome_trace,
     clock_offset,
     trace_of_worker,
 )
-from tfdp.features.monitor.windows import Row, Totals, Window, merge, window_of
+from tfdp.features.monitor.windows import (
+    Row,
+    Straggler,
+    Totals,
+    Window,
+    find_straggler,
+    merge,
+    window_of,
+)
 
 CASE_MODULES = ("monitor.cases_monitor",)
 

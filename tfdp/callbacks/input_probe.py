@@ -101,7 +101,7 @@ class InputProbe(MeasuringCallback):
         content = {
             "problem": self._problem,
             "num_steps": len(self._times),
-            "wait": mean_wait(self._times).to_json() if self._times else None,
+            "wait": dataclasses.asdict(mean_wait(self._times)) if self._times else None,
             "pipeline": dataclasses.asdict(self.pipeline),
             "left_out": self.left_out,
         }

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.features.monitor.stragglers import Straggler
+from tfdp.features.monitor.windows import Straggler
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.plans.gathers import StepGathers
 
@@ -54,7 +54,7 @@ def advise(
     """Recommend one change.
 
     Args:
-        totals: Mapping, see `tfdp.features.monitor.windows.mean_of_rows`.
+        totals: Mapping, see `tfdp.features.monitor.windows.Totals`.
         facts: `Facts`.
         straggler: `Straggler`, or `None`.
 
@@ -72,7 +72,8 @@ def advise(
     waits = totals["input_seconds"] / step
     exposed = totals["exposed_seconds"] / step
     if straggler is not None:
-        return f"{_sentence(str(straggler))}: {straggler.remedy}."
+        text = str(straggler)
+        return f"{text[0].upper()}{text[1:]}: {straggler.remedy}."
     if waits > max(exposed, _MUCH_INPUT):
         return (
             f"{waits:.0%} of the step passes before it has its data: prefetch, cache, "
@@ -112,10 +113,6 @@ def _remedy(exposed: float, seconds: float, facts: Facts) -> str:
     if not facts.accumulates:
         return f"{steps} {saved}"
     return "a larger batch on each replica would communicate less often"
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def facts_of(model: Any) -> Facts:

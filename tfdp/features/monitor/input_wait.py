@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 # From this part of a step on waiting matters, and below the second there is none: Keras
 # itself takes a few milliseconds between two steps.
@@ -15,6 +14,10 @@ _SETTLING_STEPS = 10
 
 GENERATOR, PY_DATASET, TORCH = "a generator", "a PyDataset", "a DataLoader"
 ARRAYS = "arrays"
+_REMEDY_OF_ONE = (
+    "the others do not, so look at the disk of its host, at what else runs there, and "
+    "at callbacks that only this worker runs"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +65,6 @@ class InputWait:
         """Float, the part of a step that is waiting."""
         return self.input_seconds / self.step_seconds if self.step_seconds else 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """A dict of numbers."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> InputWait:
-        """The inverse of `to_json`."""
-        return cls(**content)
-
 
 def mean_wait(times: Sequence[tuple[float, float]]) -> InputWait:
     """The mean of steps, without the first ones, in which buffers are still full.
@@ -114,15 +108,8 @@ def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
     # An obstacle costs every worker the same. Which of them is seen to wait for it
     # is chance: one that is a little faster has its data while it waits for the rest.
     is_of_one = is_apart and not pipeline.obstacle
-    remedy = _remedy_of_one() if is_of_one else _remedy(pipeline)
+    remedy = _REMEDY_OF_ONE if is_of_one else _remedy(pipeline)
     return f"{who} for its data for {share:.0%} of a step: {remedy}."
-
-
-def _remedy_of_one() -> str:
-    return (
-        "the others do not, so look at the disk of its host, at what else runs there, "
-        "and at callbacks that only this worker runs"
-    )
 
 
 def _remedy(pipeline: Pipeline) -> str:

@@ -19,18 +19,19 @@ from tfdp.features.monitor.sinks import (
     column_names,
     column_values,
     has_tensorboard,
-    histograms_of,
-    scalars_of,
     summary_table,
     write_json,
 )
-from tfdp.features.monitor.stragglers import (
+from tfdp.features.monitor.windows import (
     Excess,
+    Row,
+    Totals,
+    Window,
     excess_of,
     find_straggler,
+    merge,
     persistent_straggler,
 )
-from tfdp.features.monitor.windows import Row, Totals, Window, merge
 
 _NAME = "communication"
 # Of so many windows it is known at the end who was slow; a run may have millions.
@@ -73,8 +74,7 @@ class RunReport:
         self._windows = _no_windows()
         self._windows_of_epoch = _no_windows()
         self._last_of_epoch_before: Excess | None = None
-        self._csv: CsvFile | None = None
-        self._events: TensorBoardFile | None = None
+        self._files: list[CsvFile | TensorBoardFile] = []
 
     def take(self, row: Row) -> None:
         """Write a row; the first one of an epoch ends the epoch before."""
@@ -87,14 +87,10 @@ class RunReport:
         if excess is not None:
             self._windows.append(excess)
             self._windows_of_epoch.append(excess)
-        if self._csv is None:
-            self._open()
-        assert self._csv is not None
         rank = None if straggler is None else straggler.rank
         values = column_values(row, rank)
-        self._csv.add(values)
-        if self._events is not None:
-            self._write_events(row, values)
+        for file in self._files or self._open():
+            file.add(row, values)
         self.totals.add(row)
 
     def end_epoch(self) -> None:
@@ -115,9 +111,8 @@ class RunReport:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._csv, self._events):
-            if file is not None:
-                file.close()
+        for file in self._files:
+            file.close()
 
     def finish(self, facts: Facts, settings: dict[str, Any]) -> str:
         """Write the JSON file.
@@ -152,16 +147,13 @@ class RunReport:
         write_json(self._folder / f"{self._name}.json", content)
         return summary_table(self.totals, hosts, advice)
 
-    def _open(self) -> None:
+    def _open(self) -> list[CsvFile | TensorBoardFile]:
         names = column_names(len(self._hosts), self.labels)
-        self._csv = CsvFile(self._folder / f"{self._name}.csv", names)
+        self._files = [CsvFile(self._folder / f"{self._name}.csv", names)]
         if has_tensorboard():
-            self._events = TensorBoardFile(self._folder)
-
-    def _write_events(self, row: Row, values: dict[str, float]) -> None:
-        assert self._events is not None
-        histograms = histograms_of(row) if self._histogram else {}
-        self._events.add(row.step, scalars_of(values), histograms)
+            events = TensorBoardFile(self._folder, histogram=self._histogram)
+            self._files.append(events)
+        return self._files
 
 
 def _no_windows() -> collections.deque[Excess]:

@@ -164,8 +164,9 @@ class CsvFile:
         )
         self._writer.writeheader()
 
-    def add(self, values: Mapping[str, float]) -> None:
-        """Write a row; what is unknown stays empty."""
+    def add(self, row: Row, values: Mapping[str, float]) -> None:
+        """Write the values of a row; what is unknown stays empty."""
+        del row
         self._writer.writerow({k: v for k, v in values.items() if not math.isnan(v)})
         self._file.flush()
 
@@ -182,37 +183,29 @@ class TensorBoardFile:
 
     Args:
         folder: `Path`.
+        histogram: Bool, whether there are histograms.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, histogram: bool) -> None:
         self._writer = tf.summary.create_file_writer(str(folder))
+        self._histogram = histogram
 
-    def add(
-        self,
-        step: int,
-        scalars: Mapping[str, float],
-        histograms: Mapping[str, Sequence[float]],
-    ) -> None:
-        """Write what belongs to a step.
-
-        Args:
-            step: Int.
-            scalars: Mapping from tag to number; NaN is left out.
-            histograms: Mapping from tag to numbers.
-        """
+    def add(self, row: Row, values: Mapping[str, float]) -> None:
+        """Write the values of a row; what is unknown is left out."""
         from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
         # The older form of a scalar, which TensorBoard reads alike, is made faster.
         summary = tf.compat.v1.Summary()
-        for tag, value in scalars.items():
+        for tag, value in scalars_of(values).items():
             if not math.isnan(value):
                 summary.value.add(tag=tag, simple_value=value)
         parts = [summary]
+        histograms = histograms_of(row) if self._histogram else {}
         parts += [histogram_pb(t, np.asarray(v)) for t, v in histograms.items() if v]
         # Serialized messages one after the other are one message.
         joined = b"".join(part.SerializeToString() for part in parts)
         with self._writer.as_default():
-            tf.summary.experimental.write_raw_pb(joined, step)
+            tf.summary.experimental.write_raw_pb(joined, row.step)
 
     def close(self) -> None:
         """Write what is still in memory."""

@@ -1,4 +1,4 @@
-"""Windows: means over several steps of a worker, and of all workers together."""
+"""Windows: means of a worker and of all, and which worker the others wait for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import collections
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +26,10 @@ _MEANS = (
 _LATEST = ("gradient_norm", "loss_scale", "skipped_steps")
 # Enough for percentiles; a run may have millions of steps.
 _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
+# A worker is reported from this part of a step on, or at once from the second.
+_NOTABLE, _CLEAR = 0.2, 0.5
+# As many windows are no accident.
+_SEVERAL = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,19 +153,14 @@ def merge(windows: dict[int, Window], num_workers: int) -> Row:
     parts = [window.mean for window in windows.values()]
     means = {name: _mean([getattr(p, name) for p in parts]) for name in _MEANS}
     means["sent_bytes"] = own.mean.sent_bytes
-    busy = means["communication_seconds"]
     is_whole = len(parts) == num_workers
     squares = sum(p.squared_norm for p in parts) if is_whole else math.nan
-    percentiles = map(float, np.percentile(own.times, _PERCENTS))
     return Row(
         step=own.step,
         epoch=own.epoch,
         values={
-            **means,
-            **dict(zip(_PERCENTILES, percentiles, strict=True)),
+            **_completed(means, own.times),
             "samples_per_second": own.mean.samples / means["step_seconds"],
-            "communication_fraction": fraction(busy, means["compute_seconds"]),
-            "busbw_gb_per_second": _gb_per_second(means["sent_bytes"], busy),
             "gradient_norm": math.sqrt(squares) if squares >= 0 else math.nan,
             "loss_scale": own.loss_scale,
             "skipped_steps": own.skipped_steps,
@@ -211,56 +211,44 @@ class WeightedMean:
         return self._sum / self._weight if self._weight else math.nan
 
 
-Means = collections.defaultdict[str, WeightedMean]
-
-
 class Totals:
     """Totals of a run: means over its rows, weighted by their steps."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self._latest: dict[str, float] = {}
-        self._means: Means = collections.defaultdict(WeightedMean)
-        self._workers: dict[int, Means] = {}
+        # Of a worker, or under `None` of all together.
+        self._means: collections.defaultdict[tuple[int | None, str], WeightedMean]
+        self._means = collections.defaultdict(WeightedMean)
         self._buckets: dict[str, collections.deque[float]] = {}
         self._times: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)
 
     def add(self, row: Row) -> None:
         """Take in a row."""
-        count = row.num_steps
+        count, values = row.num_steps, row.values
         self.num_steps += count
         self._times.extend(row.times)
         for name in _LATEST:
-            if name not in self._latest or not math.isnan(row.values[name]):
-                self._latest[name] = row.values[name]
+            if name not in self._latest or not math.isnan(values[name]):
+                self._latest[name] = values[name]
         for name in _MEANS:
-            self._means[name].add(row.values[name], count)
+            self._means[None, name].add(values[name], count)
         # Samples of slow and of fast windows count alike, and so do seconds.
-        speed = row.values["samples_per_second"]
-        self._means["speed"].add(speed, count * row.values["step_seconds"])
+        speed = "samples_per_second"
+        self._means[None, speed].add(values[speed], count * values["step_seconds"])
         for label, seconds in row.buckets.items():
             kept = self._buckets.setdefault(label, collections.deque(maxlen=_KEPT_ROWS))
             kept.append(seconds)
         for rank, wait in row.waits().items():
-            means = self._workers.setdefault(
-                rank, collections.defaultdict(WeightedMean)
-            )
-            means["step_seconds"].add(row.workers[rank].mean.step_seconds, count)
-            means["compute_seconds"].add(row.workers[rank].mean.compute_seconds, count)
-            means["wait_seconds"].add(wait, count)
+            own = row.workers[rank].mean
+            self._means[rank, "step_seconds"].add(own.step_seconds, count)
+            self._means[rank, "compute_seconds"].add(own.compute_seconds, count)
+            self._means[rank, "wait_seconds"].add(wait, count)
 
     @property
     def values(self) -> dict[str, float]:
         """Dict from the name of a column to its mean; the last three are the latest."""
-        found = {name: self._means[name].value for name in _MEANS}
-        found["samples_per_second"] = self._means["speed"].value
-        percentiles = np.percentile(list(self._times), _PERCENTS)
-        for name, value in zip(_PERCENTILES, percentiles, strict=True):
-            found[name] = float(value)
-        busy, compute = found["communication_seconds"], found["compute_seconds"]
-        found["communication_fraction"] = fraction(busy, compute)
-        found["busbw_gb_per_second"] = _gb_per_second(found["sent_bytes"], busy)
-        return {**found, **self._latest}
+        return {**_completed(self._means_of(None), list(self._times)), **self._latest}
 
     @property
     def buckets(self) -> dict[str, float]:
@@ -270,16 +258,164 @@ class Totals:
     @property
     def workers(self) -> dict[int, dict[str, float]]:
         """Dict from rank to the means of a worker."""
-        return {
-            rank: {name: mean.value for name, mean in means.items()}
-            for rank, means in sorted(self._workers.items())
-        }
+        ranks = sorted({rank for rank, _ in self._means if rank is not None})
+        return {rank: self._means_of(rank) for rank in ranks}
+
+    def _means_of(self, of: int | None) -> dict[str, float]:
+        return {name: m.value for (rank, name), m in self._means.items() if rank == of}
 
 
-def _gb_per_second(num_bytes: float, seconds: float) -> float:
-    return num_bytes / seconds / 1e9 if seconds else 0.0
+def _completed(means: dict[str, float], times: Sequence[float]) -> dict[str, float]:
+    """Means, with the percentiles of steps and the columns that follow from means."""
+    busy = means["communication_seconds"]
+    percentiles = map(float, np.percentile(times, _PERCENTS))
+    return {
+        **means,
+        **dict(zip(_PERCENTILES, percentiles, strict=True)),
+        "communication_fraction": fraction(busy, means["compute_seconds"]),
+        "busbw_gb_per_second": means["sent_bytes"] / busy / 1e9 if busy else 0.0,
+    }
 
 
 def _mean(values: Sequence[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Straggler:
+    """The worker that the others wait for.
+
+    Args:
+        rank: Int.
+        host: String.
+        seconds: Float, by how much it is slower than the others in each step.
+        before_data_seconds: Float, how much of that passes before it has its data.
+            Defaults to 0.
+    """
+
+    rank: int
+    host: str
+    seconds: float
+    before_data_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"worker {self.rank} on {self.host} takes {1000 * self.seconds:.0f} ms "
+            "longer than the others for its own part of each step"
+        )
+
+    @property
+    def remedy(self) -> str:
+        """String, what to do about it."""
+        others = (
+            "`tfdp run --rebalance` gives it fewer rows; or train without that host"
+        )
+        if self.before_data_seconds > self.seconds / 2:
+            return (
+                "it waits for its data, so give its input pipeline more threads, a "
+                f"prefetch or a faster disk, and look at its callbacks; {others}"
+            )
+        return (
+            "look at what else runs on its host, at its clock rate and at its "
+            f"temperature; {others}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Excess:
+    """The slowest worker of a window.
+
+    Args:
+        rank: Int.
+        seconds: Float, by how much it is slower than the others in each step.
+        before_data_seconds: Float, how much of that passes before it has its data.
+        step_fraction: Float, the part of a step that this is.
+        num_steps: Int, steps of the window.
+    """
+
+    rank: int
+    seconds: float
+    before_data_seconds: float
+    step_fraction: float
+    num_steps: int
+
+
+def excess_of(row: Row) -> Excess | None:
+    """The slowest worker of a window, or `None` where only one was heard.
+
+    Args:
+        row: `Row`.
+    """
+    if len(row.workers) < 2:
+        return None
+    computes = {r: w.mean.compute_seconds for r, w in row.workers.items()}
+    rank = max(computes, key=computes.__getitem__)
+    seconds = _above_others(computes, rank)
+    inputs = {r: w.mean.input_seconds for r, w in row.workers.items()}
+    step = row.values["step_seconds"]
+    fraction = seconds / step if step else 0.0
+    return Excess(rank, seconds, _above_others(inputs, rank), fraction, row.num_steps)
+
+
+def find_straggler(rows: Sequence[Row], hosts: Sequence[str]) -> Straggler | None:
+    """The worker that was the slowest in the last windows, if it matters.
+
+    One window is enough where the worker costs half of a step; otherwise the same
+    worker has to be the slowest in two in a row.
+
+    Args:
+        rows: Sequence of `Row`, the latest last.
+        hosts: Sequence of strings, the host of each worker.
+    """
+    found = [e for e in map(excess_of, rows[-2:]) if e is not None]
+    if not found:
+        return None
+    last = found[-1]
+    notable = [e for e in found if e.rank == last.rank and e.step_fraction >= _NOTABLE]
+    if last.step_fraction >= _CLEAR or len(notable) == 2:
+        return _straggler_of([last], hosts)
+    return None
+
+
+def persistent_straggler(
+    windows: Sequence[Excess], hosts: Sequence[str]
+) -> Straggler | None:
+    """The worker that the others wait for again and again.
+
+    That is one that is the slowest, by a fifth of a step or more, in at least half of
+    the steps, and in more than one window.
+
+    Args:
+        windows: Sequence of `Excess`.
+        hosts: Sequence of strings, the host of each worker.
+
+    Example:
+
+    >>> slow, even = Excess(1, 0.5, 0.0, 0.4, 10), Excess(0, 0.01, 0.0, 0.01, 10)
+    >>> persistent_straggler([slow, even, slow, even], ["a", "b"]).rank
+    1
+    >>> persistent_straggler([slow, even], ["a", "b"]) is None
+    True
+    """
+    num_steps = sum(window.num_steps for window in windows)
+    for rank in {window.rank for window in windows}:
+        slow = [w for w in windows if w.rank == rank and w.step_fraction >= _NOTABLE]
+        slow_steps = sum(window.num_steps for window in slow)
+        if len(slow) >= _SEVERAL and 2 * slow_steps >= num_steps:
+            return _straggler_of(slow, hosts)
+    return None
+
+
+def _straggler_of(windows: Sequence[Excess], hosts: Sequence[str]) -> Straggler:
+    """A straggler as it was on average in some windows, all of which are its own."""
+    rank = windows[0].rank
+    count = sum(window.num_steps for window in windows)
+    seconds = sum(w.seconds * w.num_steps for w in windows) / count
+    before_data = sum(w.before_data_seconds * w.num_steps for w in windows) / count
+    return Straggler(rank, hosts[rank], seconds, before_data)
+
+
+def _above_others(seconds: Mapping[int, float], rank: int) -> float:
+    others = [value for key, value in seconds.items() if key != rank]
+    return seconds[rank] - statistics.median(others)

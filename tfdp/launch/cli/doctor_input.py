@@ -155,9 +155,7 @@ def _check(
 
 def _show(found: Mapping[int, dict[str, Any]], script: str) -> None:
     """Print a table of all workers and one sentence of advice."""
-    waits = {
-        rank: InputWait.from_json(each["wait"]) for rank, each in sorted(found.items())
-    }
+    waits = {rank: InputWait(**each["wait"]) for rank, each in sorted(found.items())}
     # All workers have the same script.
     first = found[min(found)]
     console = new_console()
