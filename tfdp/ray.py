@@ -9,14 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdp.features.ray.datasets import dataset_shard
-    from tfdp.features.ray.report import ReportCallback
+    from tfdp.features.ray.report import ReportCallback, dataset_shard
     from tfdp.features.ray.trainer import KerasTrainer
 
 _HOMES = {
     "KerasTrainer": "tfdp.features.ray.trainer",
     "ReportCallback": "tfdp.features.ray.report",
-    "dataset_shard": "tfdp.features.ray.datasets",
+    "dataset_shard": "tfdp.features.ray.report",
 }
 __all__ = ["KerasTrainer", "ReportCallback", "dataset_shard"]
 

@@ -2,6 +2,6 @@
 
 Reading order:
     trainer: workers of Ray as a cluster of tf.distribute
-    report: metrics and checkpoints to Ray
-    datasets: a worker's shard of Ray Data as a `tf.data.Dataset`
+    report: metrics and checkpoints to Ray, and a worker's shard of Ray Data as a
+        `tf.data.Dataset`
 """

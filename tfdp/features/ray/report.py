@@ -1,4 +1,4 @@
-"""Metrics and checkpoints of `fit`, reported to Ray Train."""
+"""Metrics and checkpoints of `fit`, reported to Ray Train, and its shards of data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import ray.train
+import tensorflow as tf
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from tfdp import checkpoint as checkpoints
@@ -133,3 +134,41 @@ def _chosen(
             f"{', '.join(logs)}. Received: {missing[0]!r}"
         )
     return {name: float(logs[log]) for name, log in names.items()}
+
+
+def dataset_shard(
+    name: str = "train",
+    *,
+    features: str | Sequence[str],
+    labels: str | Sequence[str],
+    batch_size: int,
+) -> tf.data.Dataset:
+    """This worker's shard of a dataset that `KerasTrainer` was given.
+
+    Ray gives each worker other rows. Each counts once an epoch; which ones meet in a
+    batch is not as on one device.
+
+    Args:
+        name: String, the key of `KerasTrainer`'s `datasets`. Defaults to `"train"`.
+        features: String or sequence of strings, columns.
+        labels: String or sequence of strings, columns.
+        batch_size: Int, of the global batch: rows of all workers together.
+
+    Returns:
+        `tf.data.Dataset` for `fit`, `evaluate` or `predict`.
+
+    Example:
+
+    >>> def train(config):
+    ...     rows = dataset_shard("train", features="x", labels="y", batch_size=256)
+
+    Source: https://docs.ray.io/en/latest/train/user-guides/data-loading-preprocessing.html
+    """
+    shard = ray.train.get_dataset_shard(name)
+    options = tf.data.Options()
+    # What a worker reads is its own.
+    options.experimental_distribute.auto_shard_policy = (
+        tf.data.experimental.AutoShardPolicy.OFF
+    )
+    rows = shard.to_tf(features, labels, batch_size=batch_size)
+    return rows.with_options(options)
