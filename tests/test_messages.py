@@ -22,8 +22,8 @@ WORDS = "(?:alternating|local|logical|million|more|other)"
 # What cannot be one: a constant, a list, or what is checked before.
 MANY = {
     ("launch/bench/collectives.py", "{count} replicas"),
-    ("launch/bench/collectives_report.py", "{num_replicas} replicas"),
-    ("launch/bench/compare_report.py", "{m} parameters"),
+    ("launch/bench/collectives.py", "{num_replicas} replicas"),
+    ("launch/bench/compare.py", "{m} parameters"),
     ("launch/bench/models.py", "{self.num_parameters / 1000000.0} million parameters"),
     ("launch/bench/models.py", "{least} million parameters"),
     ("checkpoint/index_file.py", "{INDEX_BYTES} bytes"),

@@ -17,7 +17,7 @@ import pytest
 
 from tests.harness.commands import run_python
 from tfdp.ground.base.intervals import median_interval
-from tfdp.launch.bench import compare, compare_report, compare_sides, output
+from tfdp.launch.bench import compare, compare_sides, output
 from tfdp.launch.bench.channel import OnDemand
 from tfdp.launch.bench.collectives import Settings, measure
 from tfdp.launch.bench.models import FAMILIES, model_of_size
@@ -32,13 +32,14 @@ from tfdp.launch.bench.nccl_tests import (
     padded_bytes,
 )
 from tfdp.launch.bench.sides import (
+    Ratio,
     Side,
     alternate,
+    paired_ratio,
     started,
     steps_that_take,
     worker_commands,
 )
-from tfdp.launch.bench.stats import Ratio, paired_ratio
 from tfdp.launch.cli import main
 from tfdp.launch.cli.parameter_types import ManyValues
 
@@ -309,13 +310,13 @@ def test_a_plot_that_is_asked_for_without_matplotlib_is_refused_at_once(
 def test_without_matplotlib_the_table_is_printed_and_the_plot_left_out(
     capsys, monkeypatch, no_matplotlib, declined
 ):
-    def draw(caption: str, path: Path) -> None:
+    def draw(rows: object, caption: str, path: Path) -> None:
         output.new_figure("title", caption)
 
     def run(settings: object, files: output.Files) -> None:
-        table = output.Table(("model", "step"), [("1M", "7.1")])
+        columns = {"median": lambda ratio: str(ratio.median)}
         content = output.about("compare", {})
-        output.report(output.new_console(), content, files, table=table, draw=draw)
+        output.report(content, files, [Ratio(7.1, 7.0, 7.2, 3)], columns, draw)
 
     monkeypatch.setattr(compare, "run", run)
     with pytest.raises(SystemExit) as stopped:
@@ -360,7 +361,7 @@ def test_each_set_up_is_compared_with_those_of_tfdp_of_its_settings():
         for arm in set_up.arms
     }
     assert set(times) == measured
-    rows = compare_report.rows_of("1M", set_ups, times, global_batch_size=64)
+    rows = compare.rows_of("1M", set_ups, times, global_batch_size=64)
     assert [row.set_up for row in rows[::2]] == [
         "tfdp, 1 process of 2 devices",
         "tfdp, 2 processes",
@@ -374,7 +375,7 @@ def test_each_set_up_is_compared_with_those_of_tfdp_of_its_settings():
     ]
     speeds = [
         [row.speed_of_tfdp[kind].median for row in rows if kind in row.speed_of_tfdp]
-        for kind in compare_report.OURS
+        for kind in compare.OURS
     ]
     assert speeds[0] == [1.5, 2.0, 0.5, 1.0, 1.0, 4.0, 1.0, 1.0]
     ours = [statistics.median([1 / 5, 1 / 7]), 1 / 8]
@@ -418,10 +419,10 @@ def test_plain_keras_has_the_kernels_that_it_has_without_tfdp(monkeypatch, left_
 
 def test_comparisons_are_drawn_from_their_table(tmp_path):
     set_ups, times = compare_sides.set_ups(2, has_torch=True), times_of_comparison()
-    rows = compare_report.rows_of("1M", set_ups, times, global_batch_size=64)
+    rows = compare.rows_of("1M", set_ups, times, global_batch_size=64)
     for row in rows:
-        assert len(compare_report.cells(row)) == len(compare_report.COLUMNS)
-    compare_report.plot(rows, "title", "caption", tmp_path / "compare.png")
+        assert all(show(row) for show in compare.COLUMNS.values())
+    compare.plot("title", rows, "caption", tmp_path / "compare.png")
     assert (tmp_path / "compare.png").read_bytes().startswith(PNG)
 
 

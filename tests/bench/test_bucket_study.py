@@ -25,13 +25,13 @@ from tools.bench.buckets import (
     order_of_runs,
     read_statistics,
 )
-from tools.bench.buckets_plot import plot
 from tools.bench.buckets_report import (
     best_over_worst,
+    columns_of,
     content_of,
     diminishing_returns,
+    plot,
     summarize,
-    table_of,
     write_csv,
 )
 
@@ -247,14 +247,14 @@ def test_results_are_written_as_csv_json_table_and_picture(tmp_path):
     assert content["diminishing_returns_mb"] == 2
     assert len(content["runs"]) == 6
 
-    marks = [row[-1] for row in table_of(results).rows]
+    marks = [columns_of(results)[""](result) for result in results]
     assert marks == ["", "returns diminish", "best"]
 
-    plot(results, runs, "a machine", tmp_path / "b.png")
+    plot(runs, results, "a machine", tmp_path / "b.png")
     assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
     # Without a loss there is one picture less, and no error.
     silent = [r for r in runs if r.bucket_mb == 2]
-    plot(summarize(silent), silent, "a machine", tmp_path / "c.png")
+    plot(silent, summarize(silent), "a machine", tmp_path / "c.png")
     assert (tmp_path / "c.png").stat().st_size < (tmp_path / "b.png").stat().st_size
 
 

@@ -18,6 +18,7 @@ from tools.bench.__main__ import bench
 from tools.bench.gradients import Settings, measure
 from tools.bench.gradients_report import buckets_text, least_seconds
 from tools.bench.link_rate import bits_per_second
+from tools.bench.meters import tcp_bytes_sent
 from tools.bench.published_models import (
     PUBLISHED_MODELS,
     Layer,
@@ -27,7 +28,6 @@ from tools.bench.published_models import (
     vgg16,
 )
 from tools.bench.report import Figure
-from tools.bench.tcp_bytes import tcp_bytes_sent
 
 CASE_MODULES = ("bench.cases_gradients",)
 DEADLINE_SECONDS = 200

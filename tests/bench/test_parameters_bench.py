@@ -11,8 +11,8 @@ import pytest
 from tfdp.launch.bench.models import Model
 from tfdp.launch.bench.sides import Side, started
 from tools.bench import parameters, parameters_memory, parameters_worker
+from tools.bench.meters import peak_of, resident_bytes
 from tools.bench.models import EMPTY, LARGE
-from tools.bench.resident import peak_of, resident_bytes
 
 MB = 10**6
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tfdp.launch.bench.stats import Ratio
+from tfdp.launch.bench.sides import Ratio
 from tfdp.launch.cli.main import run_command
 from tools.bench.__main__ import bench
-from tools.bench.stats import batch_of, efficiency, ratio_to_best, speedup
-from tools.bench.train_report import Row, plot
+from tools.bench.report import batch_of, efficiency, ratio_to_best, speedup
+from tools.bench.train import Row, plot
 
 
 def test_efficiency_is_that_of_the_literature():
@@ -67,5 +67,5 @@ def test_scaling_is_drawn_from_its_table(tmp_path):
         for scaling in ("weak", "strong")
         for count in (1, 2)
     ]
-    plot(rows, "mlp", "caption", tmp_path / "scaling.png")
+    plot("mlp", rows, "caption", tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

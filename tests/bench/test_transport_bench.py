@@ -10,7 +10,7 @@ import pytest
 from tests.harness.commands import run_python
 from tfdp.launch.bench.sides import Side, started
 from tools.bench import transport
-from tools.bench.metered import metered, of_all
+from tools.bench.meters import metered, of_all
 
 DEADLINE_SECONDS = 300
 

@@ -45,13 +45,13 @@ from tools.bench import (
     xla,
 )
 from tools.bench.buckets_command import buckets
-from tools.bench.gradients_command import models
+from tools.bench.gradients import models
 from tools.bench.hosts_bed import missing
 from tools.bench.hosts_sides import RATES
 from tools.bench.link_rate import LINK_RATE
 from tools.bench.models import MODELS
 from tools.bench.report import PROGRAM, Arguments
-from tools.bench.train_command import train
+from tools.bench.train import train
 
 Option = Callable[[Callable], Callable]
 

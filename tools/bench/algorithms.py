@@ -11,8 +11,7 @@ from tfdp.ground.links import Links
 from tfdp.ground.plans.cost_model import choose, predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import FLAT, Algorithm
-from tfdp.launch.bench.sides import Side, alternate, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate, paired_ratio, started
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import RATE_OF_START, HostsSide
 from tools.bench.report import Arguments, Figure, Report

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, Arms, work
-from tfdp.launch.bench.training import make_strategy, timed
+from tfdp.launch.bench.channel import Arm, Arms, timed, work
+from tfdp.launch.bench.training import make_strategy
 from tools.bench.barrier import barrier
 
 

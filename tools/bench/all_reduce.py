@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from tfdp.launch.bench.sides import Side, alternate, started
-from tfdp.launch.bench.stats import paired_ratio
-from tools.bench.report import Arguments, Figure, Report
-from tools.bench.stats import ratio_to_best
+from tfdp.launch.bench.sides import Side, alternate, paired_ratio, started
+from tools.bench.report import Arguments, Figure, Report, ratio_to_best
 
 MB = 2**20
 BUCKETS = [25 * MB // 4] * 4  # floats

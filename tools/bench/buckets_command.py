@@ -22,10 +22,10 @@ from tools.bench.buckets import Run, Study, order_of_runs, run_all
 from tools.bench.buckets_report import (
     TOLERANCE,
     best_over_worst,
+    columns_of,
     content_of,
     diminishing_size,
     summarize,
-    table_of,
     write_csv,
 )
 from tools.bench.report import PROGRAM
@@ -191,17 +191,17 @@ def _leaving_at_sigterm() -> Iterator[None]:
 
 
 def _finish(runs: list[Run], content: dict, folder: Path, *, plots: bool) -> None:
-    from tools.bench.buckets_plot import plot
+    from tools.bench.buckets_report import plot
 
     results = summarize(runs)
     picture = folder / "buckets.png" if plots else None
     write_csv(results, folder / "buckets.csv")
     output.report(
-        output.new_console(),
         {**content, **content_of(results, runs)},
         output.Files(folder / "buckets.json", picture),
-        table=table_of(results),
-        draw=functools.partial(plot, results, runs),
+        results,
+        columns_of(results),
+        functools.partial(plot, runs),
         notes=[
             f"The best size has {best_over_worst(results):.2f} times the throughput of "
             f"the worst. Returns diminish at {diminishing_size(results):g} MB, the "

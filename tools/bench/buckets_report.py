@@ -1,24 +1,23 @@
-"""Results of a bucket-size study: medians by size, CSV, JSON and a table."""
+"""Results of a bucket-size study: medians by size, CSV, JSON, a table and plots."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tfdp.launch.bench.output import Table
+from tfdp.launch.bench.output import COLOURS, MARKERS, new_panels, save
 from tools.bench.buckets import Epoch, Run
+
+if TYPE_CHECKING:  # it is an extra
+    from matplotlib.axes import Axes
 
 # A larger bucket that gains less than this is not worth its memory, nor the wait
 # for the gradients that fill it.
 TOLERANCE = 0.03
-_COLUMNS = (
-    *("bucket MB", "buckets", "ms per step", "images/s", "of the best"),
-    *("s", "val loss", "val accuracy", ""),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,36 +200,130 @@ def content_of(results: Sequence[SizeResult], runs: Sequence[Run]) -> dict[str, 
     }
 
 
-def table_of(results: Sequence[SizeResult]) -> Table:
-    """The results for the screen, with the best size and where returns diminish.
+def columns_of(
+    results: Sequence[SizeResult],
+) -> dict[str, Callable[[SizeResult], str]]:
+    """The columns on the screen, with the best size and where returns diminish.
 
     Args:
         results: Sequence of `SizeResult`.
-
-    Returns:
-        `Table`.
     """
     best = max(result.samples_per_second for result in results)
     enough = diminishing_size(results)
-    rows = []
-    for result in results:
-        marks = ["best"] if result.samples_per_second == best else []
-        marks += ["returns diminish"] if result.bucket_mb == enough else []
-        rows.append(
-            [
-                f"{result.bucket_mb:g}",
-                _shown(result.num_buckets, "d"),
-                f"{1000 * result.step_seconds:.1f}",
-                f"{result.samples_per_second:.1f}",
-                f"{100 * result.samples_per_second / best:.0f} %",
-                f"{100 * result.communication_fraction:.1f} %",
-                _shown(result.val_loss, ".4f"),
-                _shown(result.val_accuracy, ".4f"),
-                ", ".join(marks),
-            ]
-        )
-    return Table(_COLUMNS, rows)
+
+    def marks(result: SizeResult) -> str:
+        found = ["best"] if result.samples_per_second == best else []
+        found += ["returns diminish"] if result.bucket_mb == enough else []
+        return ", ".join(found)
+
+    return {
+        "bucket MB": lambda r: f"{r.bucket_mb:g}",
+        "buckets": lambda r: _shown(r.num_buckets, "d"),
+        "ms per step": lambda r: f"{1000 * r.step_seconds:.1f}",
+        "images/s": lambda r: f"{r.samples_per_second:.1f}",
+        "of the best": lambda r: f"{100 * r.samples_per_second / best:.0f} %",
+        "s": lambda r: f"{100 * r.communication_fraction:.1f} %",
+        "val loss": lambda r: _shown(r.val_loss, ".4f"),
+        "val accuracy": lambda r: _shown(r.val_accuracy, ".4f"),
+        "": marks,
+    }
 
 
 def _shown(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def plot(
+    runs: Sequence[Run], results: Sequence[SizeResult], caption: str, path: Path
+) -> None:
+    """Draw throughput and s against bucket size, and s against validation loss.
+
+    Args:
+        runs: Sequence of `Run`, for the validation loss of each epoch.
+        results: Sequence of `SizeResult`.
+        caption: String, the machine and the versions.
+        path: Path of the PNG file.
+    """
+    with_loss = any(result.val_loss is not None for result in results)
+    title = "What the bucket size is worth"
+    figure, panels = new_panels(title, 3 if with_loss else 2, caption)
+    _throughput(panels[0], results)
+    _fraction(panels[1], results)
+    if with_loss:
+        _fraction_and_loss(panels[2], runs)
+    save(figure, path)
+
+
+def _size_axis(axes: Axes, results: Sequence[SizeResult]) -> None:
+    sizes = [result.bucket_mb for result in results]
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:g}" for size in sizes], rotation=45)
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("bucket size in MB (log scale)")
+    axes.axvline(
+        diminishing_size(results),
+        color="0.4",
+        linestyle="--",
+        linewidth=1.2,
+        marker="",
+        label=f"smallest within {100 * TOLERANCE:.0f} % of the best",
+    )
+
+
+def _throughput(axes: Axes, results: Sequence[SizeResult]) -> None:
+    speeds = [result.samples_per_second for result in results]
+    below = [r.samples_per_second - r.lowest_samples_per_second for r in results]
+    above = [r.highest_samples_per_second - r.samples_per_second for r in results]
+    axes.errorbar(
+        [result.bucket_mb for result in results],
+        speeds,
+        yerr=(below, above),
+        capsize=3,
+        label="median; slowest and fastest run",
+    )
+    _size_axis(axes, results)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    axes.set_ylabel("images per second, all workers")
+    axes.set_title("Throughput")
+    axes.legend(loc="lower center", fontsize=8)
+
+
+def _fraction(axes: Axes, results: Sequence[SizeResult]) -> None:
+    axes.plot(
+        [result.bucket_mb for result in results],
+        [100 * result.communication_fraction for result in results],
+        color=COLOURS[1],
+        marker=MARKERS[1],
+        label="median",
+    )
+    _size_axis(axes, results)
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    axes.set_ylabel("s, in %")
+    axes.set_title("s = T_comm / (T_comp + T_comm)")
+    axes.legend(loc="lower center", fontsize=8)
+
+
+def _fraction_and_loss(axes: Axes, runs: Sequence[Run]) -> None:
+    """A point for each epoch of each run, in the colour of its bucket size."""
+    sizes = sorted({run.bucket_mb for run in runs})
+    for index, size in enumerate(sizes):
+        points = [
+            (epoch.val_loss, 100 * epoch.communication_fraction)
+            for run in runs
+            if run.bucket_mb == size
+            for epoch in timed_epochs(run)
+            if epoch.val_loss is not None
+        ]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True),
+                linestyle="",
+                color=COLOURS[index % len(COLOURS)],
+                marker=MARKERS[index // len(COLOURS) % len(MARKERS)],
+                label=f"{size:g} MB",
+            )
+    axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    axes.set_xlabel("validation loss after an epoch")
+    axes.set_ylabel("s, in %")
+    axes.set_title("s against validation loss")
+    axes.legend(fontsize=8, ncols=2)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tfdp.launch.bench.sides import Side, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import paired_ratio
 from tools.bench.monitor import blocks
 from tools.bench.report import Arguments, Figure, Report
 
@@ -21,10 +20,8 @@ def run(args: Arguments) -> None:
             "batch": "32 for each replica",
         }
         report = Report(args, setting)
-        setup = {"model": model, "strategy": "tfdp", "every": EVERY}
-        side = Side("fit", "tools.bench.consistency_worker", setup, num_workers=2)
-        with started(side):
-            found = blocks(side, args.blocks, EVERY)
+        setup = {"benchmark": "consistency", "model": model, "every": EVERY}
+        found = blocks(setup, args.blocks, EVERY)
         seconds = {arm: [b["seconds"] for b in found[arm]] for arm in found}
         report.add_times(seconds)
         name = f"{model}: step time with check and watchdog relative to neither"

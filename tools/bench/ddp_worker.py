@@ -8,7 +8,7 @@ from typing import Any
 from tfdp.launch.bench.channel import Arm, work
 from tfdp.launch.bench.models import Model
 from tfdp.launch.bench.torch_worker import build, make_arms, step_of
-from tools.bench.metered import metered
+from tools.bench.meters import metered
 
 # With several buckets PowerSGD's hook aborts a process (torch 2.13, Gloo): what its
 # callbacks reduce is not started in the same order by all.

@@ -1,14 +1,21 @@
-"""Blocks of steps of Keras `fit`, with callbacks or without."""
+"""One worker that trains by Keras `fit`, in blocks with something and without."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import keras
+import numpy as np
+import tensorflow as tf
 
-from tfdp.launch.bench.fit import timed_fit
-from tfdp.launch.bench.keras_models import build, make_batch
+from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.fit import build, make_batch, timed_fit
+from tfdp.launch.bench.training import make_strategy
 from tools.bench.models import MODELS
 
 # Steps that are not timed: one is traced, the next ones find cold caches.
@@ -47,3 +54,112 @@ def block_of(
         return {"seconds": fit(steps - skipped - 1, *callbacks)}
 
     return block
+
+
+def monitor_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
+    """With the communication monitor or without."""
+    from tfdp.callbacks import CommunicationMonitor
+
+    block = block_of(strategy, setup["model"])
+    folder = tempfile.TemporaryDirectory(prefix="tfdp-monitor-")
+
+    def on(steps: int) -> dict[str, float]:
+        monitor = CommunicationMonitor(folder.name, every=10)
+        result = block(steps, monitor)
+        last = monitor.recent(steps - SKIPPED)
+        parts = (last.compute_seconds + last.exposed_seconds) / last.step_seconds
+        return {**result, "parts": parts}
+
+    return {"off": block, "on": on}
+
+
+def consistency_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
+    """Looked after or not."""
+    from tfdp.callbacks import ConsistencyCheck
+
+    every = setup["every"]
+    # The first check, which TensorFlow has to get ready for, is not timed.
+    block = block_of(strategy, setup["model"], skipped=every + 5)
+
+    def off(steps: int) -> dict[str, float]:
+        with _unwatched():
+            return block(steps + every + 6)
+
+    def on(steps: int) -> dict[str, float]:
+        return block(steps + every + 6, ConsistencyCheck(every=every))
+
+    return {"off": off, "on": on}
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[None]:
+    """Run without heartbeats and without the watchdog."""
+    from tfdp.communication.coordination.watch.heartbeat import Heartbeat
+    from tfdp.communication.coordination.watch.watchdog import Watchdog
+
+    def nothing(thread: object) -> None:
+        del thread
+
+    with (
+        mock.patch.object(Heartbeat, "_beat", nothing),
+        mock.patch.object(Watchdog, "_check_workers", nothing),
+    ):
+        yield
+
+
+def rebalance_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
+    """With rows by speed or without."""
+    from tfdp.training.data.load_balancer import LoadBalancer
+
+    extended = strategy.extended
+    is_slow = setup["rank"] == 1 and setup["delay_ms"]
+    first = SlowByRows(setup["delay_ms"] / 1000) if is_slow else None
+    block = block_of(strategy, setup["model"], first=first)
+    balance = LoadBalancer(len(setup["addresses"]), extended.num_local)
+
+    def with_balance(chosen: LoadBalancer | None, steps: int) -> dict[str, float]:
+        # What the launcher's option has the strategy make; it keeps what it learns.
+        extended.balance = chosen
+        return {**block(steps), "rows": balance.rows(64)[1]}
+
+    return {
+        "off": lambda steps: with_balance(None, steps),
+        "on": lambda steps: with_balance(balance, steps),
+    }
+
+
+class SlowByRows(keras.layers.Layer):
+    """A layer that takes so long for each row, without loading the machine.
+
+    Args:
+        seconds: Float.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def call(self, x: Any) -> Any:
+        def sleep(rows: Any) -> Any:
+            time.sleep(self._seconds * int(rows))
+            return np.int32(0)
+
+        slept = tf.numpy_function(sleep, [tf.shape(x)[0]], tf.int32)
+        with tf.control_dependencies([slept]):
+            return tf.identity(x)
+
+
+_ARMS = {
+    "monitor": monitor_arms,
+    "consistency": consistency_arms,
+    "rebalance": rebalance_arms,
+}
+
+
+def make_arms(setup: dict[str, Any]) -> Arms:
+    strategy = make_strategy(setup)
+    return _ARMS[setup["benchmark"]](strategy, setup)
+
+
+if __name__ == "__main__":
+    work(make_arms)

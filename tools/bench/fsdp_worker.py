@@ -8,8 +8,7 @@ from typing import Any
 from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
 from tfdp.launch.bench.models import Model
 from tfdp.launch.bench.torch_worker import build, join, step_of
-from tools.bench.metered import metered
-from tools.bench.resident import peak_bytes, peak_of, reset_peak, resident_bytes
+from tools.bench.meters import metered, peak_bytes, peak_of, reset_peak, resident_bytes
 
 _SENT = 25_000_000 // 4
 Step = Callable[[], Any]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import click
 
 from tfdp.communication.transport import is_mpi_job
 from tfdp.ground.plans.topology import Topology
 from tfdp.launch.bench import output
-from tfdp.launch.bench.local_replicas import check_topology, local_topology
-from tfdp.launch.bench.sides import Runner, Side, alternate_for, started
-from tools.bench.gradients_report import COLUMNS, Row, cells, notes, plot, row_of
-from tools.bench.published_models import PublishedModel
+from tfdp.launch.bench.replicas import ReplicaSettings, ready_replicas
+from tfdp.launch.bench.sides import Runner, alternate_for
+from tfdp.launch.cli import bench_options as options
+from tfdp.launch.cli import parameter_types as types
+from tools.bench.gradients_report import COLUMNS, Row, notes, plot, row_of
+from tools.bench.link_rate import LINK_RATE
+from tools.bench.published_models import PUBLISHED_MODELS, PublishedModel
 from tools.bench.report import PROGRAM
 
 BACKENDS = ("direct", "ring", "mpi")
@@ -22,11 +27,10 @@ WORKER = "tools.bench.gradients_worker"
 _BLOCK_SECONDS = 0.1
 _WHAT = "gradients of published models"
 Times = dict[str, list[float]]
-Found = tuple[list[Row], Times, Topology, bool]
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(ReplicaSettings):
     """Settings of the measurement.
 
     Args:
@@ -75,13 +79,8 @@ class Settings:
     @property
     def worker_setup(self) -> dict[str, Any]:
         """Setup of a worker."""
-        return {
-            "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",
-            "devices": self.devices_per_worker,
-            "addresses": [],  # of local workers they are told by their side
-            "routes": self.routes,
-            "models": {model.name: model.shapes for model in self.models},
-        }
+        models = {model.name: model.shapes for model in self.models}
+        return {**super().worker_setup, "routes": self.routes, "models": models}
 
     def check(self, topology: Topology) -> None:
         """Check that all that is asked for can be run.
@@ -92,7 +91,7 @@ class Settings:
         Raises:
             ValueError: If not.
         """
-        check_topology(topology, self.algorithms)
+        super().check(topology)
         if self.link_rate and topology.num_nodes == 1:
             raise ValueError(
                 "A rate is that of the link between nodes, and all replicas are on "
@@ -171,24 +170,24 @@ def run(settings: Settings, files: output.Files) -> int:
     """
     settings.check_mpi()
     content = _about(settings)
-    measured = _measure_here if settings.num_workers is None else _measure_on_workers
-    rows, times, topology, is_chief = measured(settings)
-    if is_chief:
-        console = output.new_console()
-        console.print(f"{_WHAT} between {topology.num_replicas} replicas")
-        content |= {
-            "num_replicas": topology.num_replicas,
-            "nodes": topology.nodes,
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "seconds": times,
-        }
+    num_turns = len(settings.models) * len(settings.routes) * settings.blocks
+    with (
+        output.progress_bar(_WHAT, num_turns) as on_turn,
+        ready_replicas(settings, WORKER) as replicas,
+    ):
+        topology = replicas.topology
+        rows, times = measure(settings, replicas.runner, topology, on_turn)
+    if replicas.is_chief:
+        count = topology.num_replicas
+        about = {"num_replicas": count, "nodes": topology.nodes, "seconds": times}
         output.report(
-            console,
-            content,
+            {**content, **about},
             files,
-            table=output.Table(COLUMNS, [cells(row) for row in rows]),
+            rows,
+            COLUMNS,
+            functools.partial(plot, count),
+            heading=f"{_WHAT} between {count} replicas",
             notes=notes(settings.models, rows, settings.link_rate),
-            draw=functools.partial(plot, rows, topology.num_replicas),
         )
     return sum(row.num_wrong for row in rows)
 
@@ -212,34 +211,52 @@ def _about(settings: Settings) -> dict[str, Any]:
     return about
 
 
-def _num_turns(settings: Settings) -> int:
-    return len(settings.models) * len(settings.routes) * settings.blocks
+@click.command(cls=types.ManyValues)
+@options.workers
+@click.option(
+    "--models",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(tuple(PUBLISHED_MODELS)),
+    default=tuple(PUBLISHED_MODELS),
+    show_default=True,
+    help=f"Of {', '.join(PUBLISHED_MODELS)}.",
+)
+@options.algorithms
+@click.option(
+    "--backends",
+    metavar="NAME...",
+    multiple=True,
+    type=click.Choice(BACKENDS),
+    default=("direct", "ring"),
+    show_default=True,
+    help="What carries the bytes: direct (shared memory and TCP), ring (TensorFlow's "
+    "own, over gRPC), or mpi, in a job of MPI.",
+)
+@click.option(
+    "--bucket-mb",
+    metavar="MB",
+    type=types.POSITIVE,
+    help="Largest size of a bucket. Default: as in training, 25 MB or an eighth of "
+    "the gradients.",
+)
+@options.node_size
+@click.option(
+    "--link-rate",
+    metavar="RATE",
+    type=LINK_RATE,
+    help="Rate of each node's link in each direction, such as 10gbit: the share of "
+    "its bound is shown.",
+)
+@options.blocks(10)
+@options.files
+def models(**given: Any) -> None:
+    """Reduce the gradients of ResNet-50, VGG-16 and BERT-large.
 
-
-def _measure_on_workers(settings: Settings) -> Found:
-    topology = local_topology(
-        settings.num_workers, settings.devices_per_worker, settings.node_size
-    )
-    settings.check(topology)
-    side = Side("workers", WORKER, settings.worker_setup, settings.num_workers or 1)
-    with (
-        output.progress_bar(_WHAT, _num_turns(settings)) as on_turn,
-        started(side),
-    ):
-        rows, times = measure(settings, side, topology, on_turn)
-    return rows, times, topology, True
-
-
-def _measure_here(settings: Settings) -> Found:
-    """Measure on the cluster of this process; the first worker reports."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from tfdp.launch.bench.collectives_worker import ClusterRunner
-    from tools.bench.gradients_worker import GradientArms
-
-    arms = GradientArms(settings.worker_setup, settings.check)
-    extended = arms.strategy.extended
-    runner = ClusterRunner(arms.strategy, arms)
-    topology = extended.algorithm_selector.topology
-    with output.progress_bar(_WHAT, _num_turns(settings)) as on_turn:
-        rows, times = measure(settings, runner, topology, on_turn)
-    return rows, times, topology, extended.worker_group.is_chief
+    Gradients of the shapes of each model are all-reduced in the buckets of a training
+    step, by each algorithm on each backend, which take turns: time, payload against
+    2 (N - 1) / N times the model, and bandwidth. Every sum is checked. BERT-large
+    takes 4 GB of memory in each worker.
+    """
+    given["models"] = [PUBLISHED_MODELS[name]() for name in given["models"]]
+    options.run_benchmark("models", sys.modules[__name__], given)

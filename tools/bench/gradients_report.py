@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,6 @@ from tfdp.launch.bench.output import COLOURS, new_figure, save
 from tools.bench.link_rate import bits_per_second
 from tools.bench.published_models import PublishedModel
 
-COLUMNS = (
-    *("model", "algorithm", "backend", "time\n(ms)", "95 %\ninterval"),
-    *("payload\n(MB)", "/ ideal", "TCP\n(MB)", "algbw\n(GB/s)", "busbw\n(GB/s)"),
-    *("of link", "#wrong"),
-)
 _MB = 2**20
 _HATCHES = ("", "///", "...")
 
@@ -138,30 +133,29 @@ def least_seconds(num_bytes: int, num_nodes: int, link_rate: str) -> float:
     return 8 * sent_bytes / bits_per_second(link_rate)
 
 
-def cells(row: Row) -> list[str]:
-    """Cells of the line, as printed.
-
-    Args:
-        row: `Row`.
-
-    Returns:
-        List of strings, one for each of `COLUMNS`.
-    """
+def _interval(row: Row) -> str:
     low, high = (1e3 * limit for limit in row.interval)
-    return [
-        row.model,
-        row.algorithm,
-        row.backend,
-        f"{1e3 * row.seconds:.1f}",
-        f"[{low:.1f}, {high:.1f}]",
-        f"{row.payload_bytes / _MB:.1f}",
-        f"{row.payload_ratio:.3f}",
-        f"{row.tcp_bytes / _MB:.1f}",
-        f"{row.algbw_gb_per_second:.3f}",
-        f"{row.busbw_gb_per_second:.3f}",
-        "-" if row.share_of_link is None else f"{row.share_of_link:.3f}",
-        str(row.num_wrong),
-    ]
+    return f"[{low:.1f}, {high:.1f}]"
+
+
+def _share(row: Row) -> str:
+    return "-" if row.share_of_link is None else f"{row.share_of_link:.3f}"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "model": lambda row: row.model,
+    "algorithm": lambda row: row.algorithm,
+    "backend": lambda row: row.backend,
+    "time\n(ms)": lambda row: f"{1e3 * row.seconds:.1f}",
+    "95 %\ninterval": _interval,
+    "payload\n(MB)": lambda row: f"{row.payload_bytes / _MB:.1f}",
+    "/ ideal": lambda row: f"{row.payload_ratio:.3f}",
+    "TCP\n(MB)": lambda row: f"{row.tcp_bytes / _MB:.1f}",
+    "algbw\n(GB/s)": lambda row: f"{row.algbw_gb_per_second:.3f}",
+    "busbw\n(GB/s)": lambda row: f"{row.busbw_gb_per_second:.3f}",
+    "of link": _share,
+    "#wrong": lambda row: str(row.num_wrong),
+}
 
 
 def notes(
@@ -211,12 +205,12 @@ def buckets_text(sizes: Sequence[int]) -> str:
     return f"{pluralize(len(sizes), 'bucket')} of {ends} MB"
 
 
-def plot(rows: Sequence[Row], num_replicas: int, caption: str, path: Path) -> None:
+def plot(num_replicas: int, rows: Sequence[Row], caption: str, path: Path) -> None:
     """Draw the bus bandwidth of each algorithm and backend, model by model.
 
     Args:
-        rows: Sequence of `Row`.
         num_replicas: Int, number of replicas.
+        rows: Sequence of `Row`.
         caption: String, the machine and the versions.
         path: Path of the PNG file.
     """

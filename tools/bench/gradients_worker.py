@@ -11,13 +11,13 @@ import tensorflow as tf
 from tfdp.communication.collectives import ProcessGroup
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.topology import Topology
-from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
-from tfdp.launch.bench.training import make_strategy, timed
+from tfdp.launch.bench.channel import Arm, OnDemand, timed, work
+from tfdp.launch.bench.training import make_strategy
 from tfdp.training.reduction.communication_plan import CommunicationPlan
 from tfdp.training.strategy.strategy import auto_strategy
 from tools.bench.barrier import barrier
+from tools.bench.meters import tcp_bytes_sent
 from tools.bench.published_models import Shape
-from tools.bench.tcp_bytes import tcp_bytes_sent
 
 COUNT = "count "
 # Until the other end has confirmed what has arrived.
@@ -196,10 +196,7 @@ def reduction_step(
     return step.get_concrete_function()
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
-    """Make the reductions that the driver asks for."""
-    return GradientArms(setup)
-
+make_arms = GradientArms
 
 if __name__ == "__main__":
     work(make_arms)

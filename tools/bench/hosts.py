@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from tfdp.launch.bench.sides import alternate, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import alternate, paired_ratio, started
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
@@ -19,8 +18,7 @@ from tools.bench.hosts_sides import (
     utilisations,
 )
 from tools.bench.link_rate import bits_per_second
-from tools.bench.report import Arguments, Figure, Report
-from tools.bench.stats import ratio_to_best
+from tools.bench.report import Arguments, Figure, Report, ratio_to_best
 
 NUM_TENSORS = 16
 # Speed of an arm relative to a rival, by the workers on a host.

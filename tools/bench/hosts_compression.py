@@ -7,8 +7,7 @@ import statistics
 from typing import Any
 
 from tfdp.launch.bench.machine import torch_version
-from tfdp.launch.bench.sides import alternate, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import alternate, paired_ratio, started
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_START,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.launch.bench.channel import Arms, work
-from tfdp.launch.bench.training import make_strategy, timed, training_step
+from tfdp.launch.bench.channel import Arms, timed, work
+from tfdp.launch.bench.training import make_strategy, training_step
 from tools.bench.barrier import barrier
 from tools.bench.models import MODELS
 

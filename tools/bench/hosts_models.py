@@ -6,10 +6,9 @@ import statistics
 from typing import Any
 
 from tfdp.ground.options import FLAT_ALGORITHMS
-from tfdp.launch.bench.local_replicas import local_topology
 from tfdp.launch.bench.nccl_tests import bus_factor
-from tfdp.launch.bench.sides import alternate, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.replicas import local_topology
+from tfdp.launch.bench.sides import alternate, paired_ratio, started
 from tools.bench.gradients import WORKER, Settings
 from tools.bench.gradients_report import Row, buckets_text, least_seconds, row_of
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts

@@ -6,8 +6,7 @@ import dataclasses
 import statistics
 
 from tfdp.launch.bench.machine import torch_version
-from tfdp.launch.bench.sides import alternate, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import alternate, paired_ratio, started
 from tools.bench.hosts_bed import NUM_HOSTS, TwoHosts
 from tools.bench.hosts_sides import (
     RATE_OF_GOALS,
@@ -21,8 +20,7 @@ from tools.bench.hosts_sides import (
 )
 from tools.bench.link_rate import bits_per_second
 from tools.bench.models import MODELS
-from tools.bench.report import Arguments, Figure, Report
-from tools.bench.stats import ratio_to_best
+from tools.bench.report import Arguments, Figure, Report, ratio_to_best
 
 ALONE = "no communication"
 # Over stock, where the link is slow and each host has several workers.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.launch.bench.channel import Arms, work
+from tfdp.launch.bench.channel import Arms, timed, work
 from tfdp.launch.bench.training import (
     make_strategy,
     sums_in_packs,
-    timed,
     training_step,
 )
 from tools.bench.barrier import barrier

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tfdp.launch.bench.machine import torch_version
-from tfdp.launch.bench.sides import Side, alternate, started
-from tfdp.launch.bench.stats import Ratio, paired_ratio
+from tfdp.launch.bench.sides import Ratio, Side, alternate, paired_ratio, started
 from tools.bench.input_rows_worker import NUM_COUNTED
 from tools.bench.pictures import HEIGHT, WIDTH, write_pictures
-from tools.bench.report import Arguments, Figure, Report
-from tools.bench.stats import ratio_to_best
+from tools.bench.report import Arguments, Figure, Report, ratio_to_best
 
 # Steps of a block that are timed.
 STEPS = 6

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from tfdp.launch.bench.channel import Arms, work
-from tools.bench.cores import pin_to_core
+from tools.bench.meters import pin_to_core
 
 SIZE, SKIPPED = 224, 3
 # Passes over the files in one of the loader, which starts anew for each.

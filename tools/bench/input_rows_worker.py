@@ -144,7 +144,7 @@ def wait_until_quiet() -> tuple[float, float]:
 
 def make_arms(setup: dict[str, Any]) -> Arms:
     """Make a model that trains with rows taken early, and one with rows taken late."""
-    from tools.bench.cores import pin_to_core
+    from tools.bench.meters import pin_to_core
 
     pin_to_core(setup["rank"])
     from tfdp.launch.bench.training import make_strategy

@@ -6,17 +6,14 @@ where TensorFlow leaves it off. TensorFlow's own kernels use AVX on either.
 
 from __future__ import annotations
 
-from tfdp.launch.bench.sides import Side, alternate_for, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate_for, paired_ratio, started
 from tools.bench.report import Arguments, Figure, Report
+from tools.bench.xla_worker import BATCH_SIZES, UNITS
 
-# Units of two hidden layers, by millions of parameters.
-UNITS = {"1": 680, "5": 1860, "20": 4088}
 ROWS = ("8", "32", "256")
-# Samples of a replica.
-OTHERS = {"cnn": 16, "transformer": 8, "lstm": 32, "embedding": 256}
+OTHERS = ("cnn", "transformer", "lstm", "embedding")
 MODELS = (*(f"mlp-{size}-{rows}" for size in UNITS for rows in ROWS), *OTHERS)
-MODULE = "tools.bench.kernels_worker"
+MODULE = "tools.bench.xla_worker"
 # Of a block, of the slowest arm.
 SECONDS = 1.0
 WHO = {"plain": "plain Keras", "two": "two devices", "workers": "two workers"}
@@ -28,7 +25,7 @@ def run(args: Arguments) -> None:
         "benchmark": "Keras fit with TF_ENABLE_ONEDNN_OPTS=1 and 0, CPU, Adam",
         "models": "mlp-MILLIONS-ROWS: two hidden layers; the CNN and the transformer "
         "of `xla`; an LSTM of 128 units over 64 steps; an embedding of 50,000 rows",
-        "batch": f"rows of each replica: of others {OTHERS}",
+        "batch": f"rows of each replica: of others {BATCH_SIZES}",
     }
     report = Report(args, setting)
     for model in args.models:
@@ -52,7 +49,7 @@ def _measure(
     )
     with started(own, onednn):
         for who in whose:
-            arm = f"{model}/{who}"
+            arm = f"{model}/{who}/no jit"
             arms = [(own, arm), (onednn, arm)]
             times = alternate_for(SECONDS, arms, blocks=blocks)
             report.add_times(times)

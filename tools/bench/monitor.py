@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
+from typing import Any
 
-from tfdp.launch.bench.sides import Side, alternate, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate, paired_ratio, started
 from tools.bench.report import Arguments, Figure, Report
 
 # A block is a call of `fit`, whose first steps are traced and not timed.
@@ -22,11 +23,8 @@ def run(args: Arguments) -> None:
             "batch": "32 for each replica",
         }
         report = Report(args, setting)
-        setup = {"model": model, "strategy": "tfdp"}
-        side = Side("fit", "tools.bench.monitor_worker", setup, num_workers=2)
         steps = STEPS if model == "mlp" else STEPS // 3
-        with started(side):
-            found = blocks(side, args.blocks, steps)
+        found = blocks({"benchmark": "monitor", "model": model}, args.blocks, steps)
         for arm in ("off", "on"):
             report.add_times({arm: [block["seconds"] for block in found[arm]]})
         seconds = {arm: [b["seconds"] for b in found[arm]] for arm in found}
@@ -41,14 +39,28 @@ def run(args: Arguments) -> None:
         report.finish()
 
 
-def blocks(side: Side, count: int, steps: int) -> dict[str, list[dict]]:
-    """Blocks of both arms in turn, each as the slowest worker measured it."""
+def blocks(
+    setup: Mapping[str, Any], count: int, steps: int, num_untimed: int = 0
+) -> dict[str, list[dict]]:
+    """Blocks of both arms in turn, each as the slowest of two workers measured it.
+
+    Args:
+        setup: Mapping, what `tools.bench.fit_blocks` is told.
+        count: Int, turns of each arm.
+        steps: Int, of a block.
+        num_untimed: Int, blocks of the arm `on` before these. Defaults to 0.
+    """
+    setup = {"strategy": "tfdp", **setup}
+    side = Side("fit", "tools.bench.fit_blocks", setup, num_workers=2)
     arms = ("off", "on")
-    found = alternate(
-        [(side, arm) for arm in arms],
-        blocks=count,
-        steps=steps,
-        warm_up=0,
-        slowest=lambda workers: max(workers, key=lambda found: found["seconds"]),
-    )
+    with started(side):
+        for _ in range(num_untimed):
+            side.run("on", steps)
+        found = alternate(
+            [(side, arm) for arm in arms],
+            blocks=count,
+            steps=steps,
+            warm_up=0,
+            slowest=lambda workers: max(workers, key=lambda found: found["seconds"]),
+        )
     return {arm: found[f"{side.name}/{arm}"] for arm in arms}

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdp.launch.bench.machine import torch_version
-from tfdp.launch.bench.sides import Side, alternate, started
-from tfdp.launch.bench.stats import Ratio, paired_ratio
-from tools.bench.metered import Times, of_all
+from tfdp.launch.bench.sides import Ratio, Side, alternate, paired_ratio, started
+from tools.bench.meters import Times, of_all
 from tools.bench.models import LARGE
 from tools.bench.report import Arguments, Figure, Report
 

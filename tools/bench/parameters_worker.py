@@ -11,8 +11,7 @@ from tfdp.launch.bench.models import Model
 from tfdp.launch.bench.training import make_strategy, training_step
 from tools.bench.all_reduce import BUCKETS
 from tools.bench.barrier import barrier
-from tools.bench.metered import metered
-from tools.bench.resident import peak_bytes, peak_of, reset_peak, resident_bytes
+from tools.bench.meters import metered, peak_bytes, peak_of, reset_peak, resident_bytes
 
 OPTIMIZERS = {"adam": "Adam", "sgd": "SGD"}
 

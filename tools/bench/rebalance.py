@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from tfdp.launch.bench.sides import Side, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import paired_ratio
 from tools.bench.monitor import blocks
 from tools.bench.report import Arguments, Figure, Report
 
@@ -26,12 +25,8 @@ def run(args: Arguments) -> None:
             "batch": "64 for both replicas",
         }
         report = Report(args, setting)
-        setup = {"model": "mlp", "strategy": "tfdp", "delay_ms": delay_ms}
-        side = Side("fit", "tools.bench.rebalance_worker", setup, num_workers=2)
-        with started(side):
-            for _ in range(_UNTIMED):
-                side.run("on", STEPS)
-            found = blocks(side, args.blocks, STEPS)
+        setup = {"benchmark": "rebalance", "model": "mlp", "delay_ms": delay_ms}
+        found = blocks(setup, args.blocks, STEPS, _UNTIMED)
         seconds = {arm: [b["seconds"] for b in found[arm]] for arm in found}
         report.add_times(seconds)
         rows = statistics.median(block["rows"] for block in found["on"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tfdp.launch.bench.sides import Side, alternate, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate, paired_ratio, started
 from tools.bench.models import MODELS
 from tools.bench.report import Arguments, Figure, Report
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from tfdp.launch.bench.channel import Arms, work
-from tfdp.launch.bench.training import make_strategy, timed, training_step
+from tfdp.launch.bench.channel import Arms, timed, work
+from tfdp.launch.bench.training import make_strategy, training_step
 from tools.bench.models import MODELS
 
 

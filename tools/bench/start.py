@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from tfdp.launch.bench.machine import torch_version
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import paired_ratio
 from tools.bench.report import Arguments, Figure, Report
 
 COUNTS = (2, 4, 8, 16)

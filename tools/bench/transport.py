@@ -13,12 +13,10 @@ from typing import Any
 
 from tfdp.communication.transport.shared_memory import CHUNKS_BYTES
 from tfdp.launch.bench.machine import torch_version
-from tfdp.launch.bench.sides import Side, alternate, started
-from tfdp.launch.bench.stats import Ratio, paired_ratio
+from tfdp.launch.bench.sides import Ratio, Side, alternate, paired_ratio, started
 from tools.bench.all_reduce import BUCKETS, MB, SMALL
-from tools.bench.metered import Times, of_all
-from tools.bench.report import Arguments, Figure, Report
-from tools.bench.stats import ratio_to_best
+from tools.bench.meters import Times, of_all
+from tools.bench.report import Arguments, Figure, Report, ratio_to_best
 
 LARGE, LATENCY = "100 MB", "4 KB"
 SIZES = {LARGE: BUCKETS, LATENCY: SMALL}

@@ -7,7 +7,7 @@ from typing import Any
 
 from tfdp.launch.bench.channel import Arms, work
 from tfdp.launch.bench.torch_worker import join
-from tools.bench.metered import metered
+from tools.bench.meters import metered
 
 
 def all_reduce_step(lengths: Sequence[int]) -> Callable[[], None]:

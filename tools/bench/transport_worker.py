@@ -19,7 +19,7 @@ from tfdp.communication.transport import (
     SocketCommunicator,
 )
 from tfdp.launch.bench.channel import Arm, Arms, work
-from tools.bench.metered import metered
+from tools.bench.meters import metered
 
 
 class FolderStore:

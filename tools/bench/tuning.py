@@ -8,12 +8,10 @@ import statistics
 import tempfile
 from collections.abc import Callable
 
-from tfdp.launch.bench.sides import Side, alternate, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate, paired_ratio, started
 from tools.bench.hosts_bed import TwoHosts, missing
 from tools.bench.hosts_sides import RATE_OF_START, HostsSide
-from tools.bench.report import Arguments, Figure, Report
-from tools.bench.stats import ratio_to_best
+from tools.bench.report import Arguments, Figure, Report, ratio_to_best
 from tools.bench.tuning_worker import OUTCOME
 
 SIZES_MB = (0.0002, 0.1, 0.25, 0.5, 1.0)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from tfdp.launch.bench.sides import Side, alternate, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate, paired_ratio, started
 from tools.bench.report import Arguments, Figure, Report
 
 LAYERS = "50 layers of 64 units with LayerNormalization, 200 variables"

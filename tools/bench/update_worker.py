@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tfdp.launch.bench.channel import Arms, work
-from tfdp.launch.bench.training import timed
+from tfdp.launch.bench.channel import Arms, timed, work
 from tools.bench.update import GOALS, LARGE, LAYERS, SMALL
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, Arms, work
-from tfdp.launch.bench.training import make_strategy, sums_in_packs, timed
-from tools.bench.metered import metered
+from tfdp.launch.bench.channel import Arm, Arms, timed, work
+from tfdp.launch.bench.training import make_strategy, sums_in_packs
+from tools.bench.meters import metered
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:

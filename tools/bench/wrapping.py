@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from tfdp.launch.bench.sides import Side, alternate, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate, paired_ratio, started
 from tools.bench.report import Arguments, Figure, Report
 
 # Where a process happens to lay its weights makes it faster or slower by up to 7 % for

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from tfdp.launch.bench.sides import Side, alternate_for, started
-from tfdp.launch.bench.stats import paired_ratio
+from tfdp.launch.bench.sides import Side, alternate_for, paired_ratio, started
 from tools.bench.report import Arguments, Figure, Report
+from tools.bench.xla_worker import BATCH_SIZES
 
 MODELS = ("mlp", "cnn", "transformer")
-# Samples of a replica.
-BATCH_SIZES = {"mlp": 32, "cnn": 16, "transformer": 8}
 MODULE = "tools.bench.xla_worker"
 # Of a block, of the slowest arm.
 SECONDS = 1.0

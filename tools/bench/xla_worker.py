@@ -1,18 +1,27 @@
-"""Keras `fit` with and without XLA, on one device and under tfdp."""
+"""Keras `fit` of several models on one device and under tfdp, with XLA or without.
+
+It has the kernels that the process was started with.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
-from tools.bench.xla import BATCH_SIZES
+
+# Samples of a replica; of an MLP of another size its name tells them.
+BATCH_SIZES = {"mlp": 32, "cnn": 16, "transformer": 8, "lstm": 32, "embedding": 256}
+# Units of two hidden layers, by millions of parameters.
+UNITS = {"1": 680, "5": 1860, "20": 4088}
 
 
 def build(name: str) -> Any:
-    """Make a model of ten classes."""
+    """Make a model of ten classes.
+
+    Args:
+        name: String, a key of `BATCH_SIZES`, or `mlp-MILLIONS-ROWS`.
+    """
     import keras
 
     layers = keras.layers
@@ -34,8 +43,17 @@ def build(name: str) -> Any:
             if len(parts) in (7, 13):
                 parts.append(layers.MaxPooling2D())
         parts.append(layers.GlobalAveragePooling2D())
-    else:
+    elif name == "lstm":
+        parts = [keras.Input((64, 32)), layers.LSTM(128)]
+    elif name == "embedding":
+        inputs = keras.Input((16,), dtype="int32")
+        parts = [inputs, layers.Embedding(50_000, 64), layers.GlobalAveragePooling1D()]
+    elif name == "transformer":
         return _transformer()
+    else:
+        units = UNITS[name.split("-")[1]]
+        hidden = [layers.Dense(units, activation="relu") for _ in range(2)]
+        parts = [keras.Input((units // 4,)), *hidden]
     return keras.Sequential([*parts, layers.Dense(10)])
 
 
@@ -64,14 +82,13 @@ def _batch(model: Any, size: int) -> tuple:
     return rng.normal(size=shape).astype("float32"), y
 
 
-def fit_arm(strategy: Any, make_model: Callable[[], Any], rows: int, how: str) -> Arm:
+def fit_arm(strategy: Any, name: str, *, jit_compile: bool) -> Arm:
     """Seconds per step of `fit`, from the end of the first step on.
 
     Args:
         strategy: Strategy or `None`.
-        make_model: Callable without arguments, which makes the model.
-        rows: Int, the samples of a replica.
-        how: String, `"no jit"` or `"jit"`.
+        name: String, the model.
+        jit_compile: Bool, as of `compile`.
     """
     import keras
 
@@ -79,13 +96,14 @@ def fit_arm(strategy: Any, make_model: Callable[[], Any], rows: int, how: str) -
 
     keras.utils.set_random_seed(0)
     with strategy.scope() if strategy else contextlib.nullcontext():
-        model = make_model()
+        model = build(name)
         model.compile(
             keras.optimizers.Adam(1e-3),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            jit_compile=how == "jit",
+            jit_compile=jit_compile,
         )
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
+    rows = BATCH_SIZES.get(name) or int(name.rpartition("-")[2])
     return timed_fit(model, _batch(model, rows * num_replicas))
 
 
@@ -94,8 +112,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
 
     def make(arm: str) -> Arm:
         name, who, how = arm.split("/")
-        make_model = functools.partial(build, name)
-        return fit_arm(strategies[who], make_model, BATCH_SIZES[name], how)
+        return fit_arm(strategies[who], name, jit_compile=how == "jit")
 
     return OnDemand(make, lambda arm: arm.partition("/")[0])
 

@@ -3,16 +3,15 @@
 The engine, in the order in which to read it, which `tools/bench` uses too:
 
 - `sides`: the driver. A `Side` is a group of worker processes; `alternate` gives all
-  sides their turns, block by block.
-- `channel`: the worker's end of the pipe.
-- `stats`: paired ratios with their intervals.
-- `machine`, `output`: what it ran on; table, JSON and plot.
+  sides their turns, block by block; paired ratios with their intervals.
+- `channel`: the worker's end of the pipe, and what it times.
+- `replicas`: local workers, or the cluster of this process, and what it can run.
+- `machine`, `output`: what it ran on; one report of table, JSON and plot for all.
 
-What is measured: `models` (sizes), `keras_models` (built by Keras), `fit` (timed steps
-of Keras `fit`), `training` (the worker that trains), `torch_worker` (its rival, which
-needs no TensorFlow). Beside it: `local_replicas` (which are on one node).
+What is measured: `models` (sizes), `fit` (the same built by Keras, and timed steps of
+its `fit`), `training` (the worker that trains), `torch_worker` (its rival, which needs
+no TensorFlow).
 
 The benchmarks: `collectives` (with `collectives_worker` and `nccl_tests`) and `compare`
-(with `compare_sides`, its set-ups); their tables and plots are in `collectives_report`
-and `compare_report`.
+(with `compare_sides`, its set-ups).
 """

@@ -8,6 +8,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
@@ -81,6 +82,38 @@ def work(make_arms: Callable[[dict[str, Any]], Arms]) -> None:
         order = orders.get()
         result = arms[order["arm"]](order["steps"])
         print(json.dumps({"result": result}), file=replies)
+
+
+def timed(
+    function: Callable[[], Any],
+    meet: Callable[[], Any] | None = None,
+    finish: Callable[[Any], Any] = lambda tensor: tensor.numpy(),
+) -> Arm:
+    """Seconds per call; the results are read, so that nothing is left undone.
+
+    A call before the first is not timed: it waits for the other worker's order to
+    arrive, and finds cold what another process has used since. Where a call is too
+    long to waste, the workers only meet.
+
+    Args:
+        function: Callable that returns a tensor.
+        meet: Callable that returns a tensor when all workers have called it, or
+            `None`. Defaults to `None`: `function` is called once more.
+        finish: Callable that reads a tensor. Defaults to one of TensorFlow's.
+
+    Returns:
+        Callable that takes a number of calls and returns seconds per call.
+    """
+
+    def run(steps: int) -> float:
+        finish((meet or function)())
+        begin = time.perf_counter()
+        for _ in range(steps):
+            result = function()
+        finish(result)
+        return (time.perf_counter() - begin) / steps
+
+    return run
 
 
 def _read_orders(pipe: TextIO, orders: queue.Queue[dict[str, Any]]) -> None:

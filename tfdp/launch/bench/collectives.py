@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from tfdp.ground.plans.topology import Topology
 from tfdp.launch.bench import output
-from tfdp.launch.bench.collectives_report import COLUMNS, cells, plot
-from tfdp.launch.bench.local_replicas import check_topology, local_topology
 from tfdp.launch.bench.nccl_tests import (
     BACKEND,
     MOST_REPLICAS_OF,
@@ -22,33 +20,28 @@ from tfdp.launch.bench.nccl_tests import (
     bus_factor,
     padded_bytes,
 )
-from tfdp.launch.bench.sides import Runner, Side, alternate_for, started
+from tfdp.launch.bench.replicas import ReplicaSettings, ready_replicas
+from tfdp.launch.bench.sides import Runner, alternate_for
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
 _BLOCK_SECONDS = 0.1
 _WORKER = "tfdp.launch.bench.collectives_worker"
-
-
-class Found(NamedTuple):
-    """What was measured, and on what.
-
-    Args:
-        rows: List of `Row`.
-        seconds: Dict from names to the seconds of each block.
-        num_replicas: Int.
-        backend: String, what carried the bytes.
-        is_chief: Bool, whether this process reports.
-    """
-
-    rows: list[Row]
-    seconds: dict[str, list[float]]
-    num_replicas: int
-    backend: str
-    is_chief: bool
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "collective": lambda row: row.collective,
+    "algorithm": lambda row: row.algorithm,
+    "size\n(B)": lambda row: str(row.size_bytes),
+    "count": lambda row: str(row.count),
+    "type": lambda row: row.dtype,
+    "time\n(us)": lambda row: f"{1e6 * row.seconds:.1f}",
+    "algbw\n(GB/s)": lambda row: f"{row.algbw_gb_per_second:.3f}",
+    "busbw\n(GB/s)": lambda row: f"{row.busbw_gb_per_second:.3f}",
+    "#wrong": lambda row: str(row.num_wrong),
+}
+_UNITS = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(ReplicaSettings):
     """Settings of the measurement.
 
     Args:
@@ -77,17 +70,8 @@ class Settings:
     @property
     def worker_setup(self) -> dict[str, Any]:
         """Setup of a worker."""
-        return {
-            "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",
-            "devices": self.devices_per_worker,
-            "dtype": self.dtype,
-            "communication": {"node_size": self.node_size},
-        }
-
-    @property
-    def topology(self) -> Topology:
-        """The replicas of the local processes, by node."""
-        return local_topology(self.num_workers, self.devices_per_worker, self.node_size)
+        own = {"dtype": self.dtype, "communication": {"node_size": self.node_size}}
+        return {**super().worker_setup, **own}
 
     def check(self, topology: Topology) -> None:
         """Check that all that is asked for can be run.
@@ -98,7 +82,7 @@ class Settings:
         Raises:
             ValueError: If not.
         """
-        check_topology(topology, self.algorithms)
+        super().check(topology)
         count = topology.num_replicas
         if count > MOST_REPLICAS_OF.get(self.dtype, count):
             raise ValueError(
@@ -147,21 +131,16 @@ def measure(
                 algorithm: f"{collective}/{algorithm}/{size}"
                 for algorithm in _algorithms(settings, collective)
             }
-            times = _times_of(settings, runner, list(names.values()), on_turn)
-            all_times |= times
+            arms = [(runner, name) for name in names.values()]
+            times = alternate_for(
+                _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
+            )
             for algorithm, name in names.items():
+                all_times[name] = found = times[f"{runner.name}/{name}"]
                 wrong = sum(runner.run(f"check {name}", 1))
                 what = (collective, algorithm, size)
-                rows.append(_row(settings, what, num_replicas, times[name], wrong))
+                rows.append(_row(settings, what, num_replicas, found, wrong))
     return rows, all_times
-
-
-def _times_of(
-    settings: Settings, runner: Runner, names: list[str], on_turn: Callable[[], Any]
-) -> Mapping[str, list[float]]:
-    arms = [(runner, name) for name in names]
-    times = alternate_for(_BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn)
-    return {name: times[f"{runner.name}/{name}"] for name in names}
 
 
 def _row(
@@ -206,56 +185,61 @@ def run(settings: Settings, files: output.Files) -> int:
         RuntimeError: If a worker fails.
     """
     content = output.about("collectives", dataclasses.asdict(settings))
-    measured = _measure_here if settings.num_workers is None else _measure_on_workers
-    found = measured(settings)
-    rows, count = found.rows, found.num_replicas
-    if found.is_chief:
-        console = output.new_console()
-        console.print(f"collectives between {count} replicas, by {found.backend}")
-        content |= {
-            "num_replicas": count,
-            "backend": found.backend,
-            "rows": [dataclasses.asdict(row) for row in rows],
-            "seconds": found.seconds,
-        }
+    with (
+        output.progress_bar("collectives", num_turns(settings)) as on_turn,
+        ready_replicas(settings, _WORKER) as replicas,
+    ):
+        count = replicas.topology.num_replicas
+        rows, times = measure(settings, replicas.runner, count, on_turn)
+        (backend, *_) = replicas.runner.run(BACKEND, 1)
+    if replicas.is_chief:
         output.report(
-            console,
-            content,
+            {**content, "num_replicas": count, "backend": backend, "seconds": times},
             files,
-            table=output.Table(COLUMNS, [cells(row) for row in rows]),
-            draw=functools.partial(plot, rows, count),
+            rows,
+            COLUMNS,
+            functools.partial(_plot, count),
+            heading=f"collectives between {count} replicas, by {backend}",
         )
     return sum(row.num_wrong for row in rows)
 
 
-def _measure_on_workers(settings: Settings) -> Found:
-    topology = settings.topology
-    settings.check(topology)
-    count = topology.num_replicas
-    side = Side("workers", _WORKER, settings.worker_setup, settings.num_workers or 1)
-    with (
-        output.progress_bar("collectives", num_turns(settings)) as on_turn,
-        started(side),
-    ):
-        rows, times = measure(settings, side, count, on_turn)
-        (backend, *_) = side.run(BACKEND, 1)
-    return Found(rows, times, count, backend, is_chief=True)
+def _plot(num_replicas: int, rows: Sequence[Row], caption: str, path: Path) -> None:
+    dtype = rows[0].dtype
+    title = f"Collectives between {num_replicas} replicas, {dtype}"
+    figure, axes = output.new_figure(title, caption)
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        name = row.collective.replace("_", "-")
+        name += "" if row.algorithm == NO_ALGORITHM else f", {row.algorithm}"
+        lines.setdefault(name, []).append(row)
+    for name, points in lines.items():
+        points.sort(key=lambda row: row.size_bytes)
+        sizes = [row.size_bytes for row in points]
+        axes.plot(sizes, [row.busbw_gb_per_second for row in points], label=name)
+    sizes = sorted({row.size_bytes for row in rows})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [size_text(size) for size in sizes], minor=False)
+    axes.set_xlabel("size")
+    axes.set_ylabel("bus bandwidth (busbw), GB/s")
+    axes.legend(frameon=False)
+    output.save(figure, path)
 
 
-def _measure_here(settings: Settings) -> Found:
-    """Measure on the cluster of this process; the first worker reports."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from tfdp.ground.options import CommunicationOptions
-    from tfdp.launch.bench.collectives_worker import ClusterRunner, CollectiveArms
-    from tfdp.training.strategy.strategy import auto_strategy
+def size_text(num_bytes: int) -> str:
+    """A size in a unit that fits.
 
-    options = CommunicationOptions(node_size=settings.node_size)
-    strategy: Any = auto_strategy(communication=options)
-    extended = strategy.extended
-    settings.check(extended.algorithm_selector.topology)
-    runner = ClusterRunner(strategy, CollectiveArms(strategy, settings.dtype))
-    is_chief = extended.worker_group.is_chief
-    count = extended.group.size
-    with output.progress_bar("collectives", num_turns(settings)) as on_turn:
-        rows, times = measure(settings, runner, count, on_turn)
-    return Found(rows, times, count, extended.group.backend, is_chief)
+    Args:
+        num_bytes: Int.
+
+    Returns:
+        String.
+
+    Example:
+
+    >>> size_text(65536), size_text(3 * 2**19)
+    ('64 KB', '1.5 MB')
+    """
+    factor, unit = next(u for u in _UNITS if num_bytes >= u[0] or u[0] == 1)
+    return f"{num_bytes / factor:.3g} {unit}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,9 @@ from tfdp.communication.collectives import (
     broadcast,
     reduce_scatter,
 )
+from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
-from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.channel import Arm, OnDemand, work
 from tfdp.launch.bench.nccl_tests import (
     BACKEND,
     NO_ALGORITHM,
@@ -42,6 +42,7 @@ class CollectiveArms:
     """
 
     def __init__(self, strategy: Any, dtype: str) -> None:
+        self.strategy = strategy
         self._group, self._dtype = strategy.extended.group, tf.as_dtype(dtype)
         # Algorithms of one collective and size take turns.
         self._cases = OnDemand(self._make, lambda n: (n.split("/")[0], n.split("/")[2]))
@@ -103,28 +104,6 @@ class _Case:
         return wrong
 
 
-class ClusterRunner:
-    """Runner of this process's arms, in step with the other workers of its cluster.
-
-    Args:
-        strategy: The strategy of tfdp.
-        arms: The arms of this process, by name.
-    """
-
-    name = "here"
-
-    def __init__(self, strategy: Any, arms: Arms) -> None:
-        self._worker_group, self._arms = strategy.extended.worker_group, arms
-
-    def run(self, arm: str, steps: int) -> list[float]:
-        """Run a block of steps and return what each worker measured."""
-        own = json.dumps(self._arms[arm](steps))
-        return [
-            json.loads(text)
-            for text in self._worker_group.all_gather(f"time of {arm}", own)
-        ]
-
-
 def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
     if algorithm != NO_ALGORITHM:
         return AlgorithmChoice(Algorithm(algorithm)).all_reduce
@@ -139,9 +118,13 @@ def _broadcast_from_first(
     return broadcast(tensor, group, replica)
 
 
-def make_arms(setup: dict[str, Any]) -> Arms:
-    """Make the collectives that the driver asks for."""
-    return CollectiveArms(make_strategy(setup), setup["dtype"])
+def make_arms(
+    setup: dict[str, Any], check: Callable[[Topology], None] = lambda topology: None
+) -> CollectiveArms:
+    """Make the collectives that the driver asks for, once their topology is checked."""
+    strategy = make_strategy(setup)
+    check(strategy.extended.algorithm_selector.topology)
+    return CollectiveArms(strategy, setup["dtype"])
 
 
 if __name__ == "__main__":

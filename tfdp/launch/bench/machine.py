@@ -53,7 +53,7 @@ def describe(program: str | None = None) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         **{name: version_of(name) for name in _PACKAGES},
-        "command": command_line(program),
+        "command": " ".join([program or Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
 
@@ -74,19 +74,6 @@ def caption(described: Mapping[str, Any]) -> str:
     versions = [f"{_NAMES[k]} {described[k]}" for k in _NAMES if described.get(k)]
     kernels = f" ({described['kernels']})" if "kernels" in described else ""
     return f"{described['machine']}{kernels}; {', '.join(versions)}"
-
-
-def command_line(program: str | None = None) -> str:
-    """The command as a person would type it.
-
-    Args:
-        program: String, as for `describe`. Defaults to `None`.
-
-    Returns:
-        String.
-    """
-    words = [program] if program else [Path(sys.argv[0]).name]
-    return " ".join([*words, *sys.argv[1:]])
 
 
 def load() -> float:

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import rich.table
 from rich import box
@@ -18,10 +18,15 @@ from rich.progress import Progress
 
 from tfdp.launch.bench.machine import caption, describe, load
 
-if TYPE_CHECKING:  # it is an extra
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    # It is an extra.
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# A dataclass instance, a line of a table.
+Row = TypeVar("Row", bound="DataclassInstance")
 # A table that is cut off says nothing: better that a narrow terminal breaks lines.
 _LEAST_WIDTH, _MOST_WIDTH = 120, 1000
 # Okabe and Ito's: told apart by those who do not see red and green alike.
@@ -102,53 +107,46 @@ class Files:
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Printed table of a benchmark.
-
-    Args:
-        columns: Sequence of strings, the headings.
-        rows: Sequence of rows of strings.
-    """
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
 def report(
-    console: Console,
     content: Mapping[str, Any],
     files: Files,
+    rows: Sequence[Row],
+    columns: Mapping[str, Callable[[Row], str]],
+    draw: Callable[[Sequence[Row], str, Path], None],
     *,
-    table: Table,
-    draw: Callable[[str, Path], None],
+    heading: str = "",
     notes: Sequence[str] = (),
 ) -> None:
     """Print, draw and write the results of a run.
 
     Args:
-        console: Console.
-        content: Mapping, from `about` and more: all that goes into the JSON.
+        content: Mapping, from `about` and more: what the JSON has beside the rows.
         files: `Files` to write.
-        table: `Table`.
-        draw: Callable that is given the machine and the versions as a string, and
-            the path of the PNG file.
+        rows: Sequence of dataclass instances, the lines of the table.
+        columns: Mapping from a heading to a callable that shows the cell of a row.
+        draw: Callable that is given the rows, the machine and the versions as a string,
+            and the path of the PNG file.
+        heading: String, the first line. Defaults to none.
         notes: Sequence of strings, what is said below the table. Defaults to none.
     """
+    console = new_console()
+    if heading:
+        console.print(heading)
     console.print(caption(content), soft_wrap=True)
     console.print(
         f"load average of a minute: {content['load_average_1_min']} at the start, "
         f"{load()} at the end"
     )
-    drawn = _drawn(table)
+    drawn = _table(rows, columns)
     wide = console.options.update(width=_MOST_WIDTH)
     console.width = max(console.width, console.measure(drawn, options=wide).maximum)
     console.print(drawn)
     for line in notes:
         console.print(line, soft_wrap=True)
     if files.plot:
-        draw(caption(content), files.plot)
-    content = {**content, "load_average_1_min_at_end": load()}
+        draw(rows, caption(content), files.plot)
+    kept = {"rows": [dataclasses.asdict(row) for row in rows]}
+    content = {**content, **kept, "load_average_1_min_at_end": load()}
     files.json.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     written = ", ".join(str(path) for path in (files.json, files.plot) if path)
     console.print(f"Written: {written}", soft_wrap=True)
@@ -156,18 +154,20 @@ def report(
         console.print(files.note, soft_wrap=True)
 
 
-def _drawn(table: Table) -> rich.table.Table:
+def _table(
+    rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]
+) -> rich.table.Table:
     """Columns of numbers are to the right."""
-    drawn = rich.table.Table(box=box.SIMPLE)
-    for index, name in enumerate(table.columns):
-        cells = [row[index] for row in table.rows]
+    table = rich.table.Table(box=box.SIMPLE)
+    for name, show in columns.items():
         is_number = all(
-            cell.lstrip("-")[:1].isdigit() or cell in ("", "-") for cell in cells
+            cell.lstrip("-")[:1].isdigit() or cell in ("", "-")
+            for cell in map(show, rows)
         )
-        drawn.add_column(name, justify="right" if is_number else "left", no_wrap=True)
-    for row in table.rows:
-        drawn.add_row(*row)
-    return drawn
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(show(row) for show in columns.values()))
+    return table
 
 
 def has_matplotlib() -> bool:

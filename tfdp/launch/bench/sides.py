@@ -1,21 +1,25 @@
-"""Sides of a benchmark: groups of worker processes that take turns, block by block."""
+"""Sides of a benchmark, groups of processes that take turns, and their ratios."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from tfdp.communication.cluster import free_ports
 from tfdp.communication.cluster.process_tree import kill_processes
+from tfdp.ground.base.intervals import median_interval
+from tfdp.ground.text import pluralize
 
 DEADLINE_SECONDS = 300.0
 # Another interpreter has its own packages, and of ours gets this one and that of the
@@ -72,7 +76,16 @@ class Side:
         self._workers: list[subprocess.Popen] = []
         try:
             for command, log in zip(commands, self._logs, strict=True):
-                self._workers.append(_started_worker(command, environment, log))
+                worker = subprocess.Popen(
+                    list(command),
+                    env=dict(environment),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=log,
+                    text=True,
+                    start_new_session=True,
+                )
+                self._workers.append(worker)
         except OSError:
             self.close()
             raise
@@ -156,20 +169,6 @@ def worker_commands(
         for rank in range(len(addresses))
     ]
     return [[*start, json.dumps(each)] for each in told]
-
-
-def _started_worker(
-    command: Sequence[str], environment: Mapping[str, str], log: IO[str]
-) -> subprocess.Popen:
-    return subprocess.Popen(
-        list(command),
-        env=dict(environment),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def worker_environment() -> dict[str, str]:
@@ -262,3 +261,40 @@ def steps_that_take(
         side.run(arm, 1)  # traces
     slowest = max(max(side.run(arm, 2)) for side, arm in arms)
     return max(1, min(most, round(seconds / slowest)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """The median of paired ratios with its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+    num_pairs: int
+
+    def times(self, factor: float) -> Ratio:
+        """The ratio times a number, with its interval.
+
+        Args:
+            factor: Float.
+
+        Returns:
+            A `Ratio`.
+        """
+        low, high = self.low * factor, self.high * factor
+        return Ratio(self.median * factor, low, high, self.num_pairs)
+
+    @property
+    def interval(self) -> str:
+        """String, the interval in brackets."""
+        return f"[{self.low:.3f}, {self.high:.3f}]"
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} {self.interval}, {pluralize(self.num_pairs, 'pair')}"
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
+    """Compare two sides that ran in turn, block by block."""
+    ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
+    low, high = median_interval(ratios)
+    return Ratio(statistics.median(ratios), low, high, len(ratios))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
+from tfdp.launch.bench.channel import Arm, Arms, OnDemand, timed, work
 from tfdp.launch.bench.models import (
     CONTEXT,
     IMAGE_CHANNELS,
@@ -19,7 +19,7 @@ from tfdp.launch.bench.models import (
 
 
 def build(model: Model) -> Any:
-    """The model as `tfdp.launch.bench.keras_models` builds it, layer by layer.
+    """The model as `tfdp.launch.bench.fit` builds it, layer by layer.
 
     Args:
         model: `Model`.
@@ -156,27 +156,6 @@ def _batch(model: Model, size: int) -> tuple[Any, Any]:
     return ids[:, :-1], ids[:, 1:].flatten()
 
 
-def timed(step: Callable[[], Any]) -> Arm:
-    """Seconds per step, as `tfdp.launch.bench.training.timed` measures them.
-
-    Args:
-        step: Callable that returns the loss.
-
-    Returns:
-        Callable that takes a number of steps and returns seconds per step.
-    """
-
-    def run(steps: int) -> float:
-        step().item()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            loss = step()
-        loss.item()
-        return (time.perf_counter() - begin) / steps
-
-    return run
-
-
 def join(setup: dict[str, Any]) -> None:
     """Make this process a member of the workers' group.
 
@@ -194,10 +173,13 @@ def join(setup: dict[str, Any]) -> None:
     )
 
 
+_timed = functools.partial(timed, finish=lambda loss: loss.item())
+
+
 def make_arms(
     setup: dict[str, Any],
     make_step: Callable[..., Callable[[], Any]] = training_step,
-    timed: Callable[[Callable[[], Any]], Arm] = timed,
+    timed: Callable[[Callable[[], Any]], Arm] = _timed,
 ) -> Arms:
     """Make the training steps that the driver asks for.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,8 @@ import tensorflow as tf
 
 from tfdp.communication.cluster import Cluster
 from tfdp.ground.options import CommunicationOptions
-from tfdp.launch.bench.channel import Arm, Arms, OnDemand, work
-from tfdp.launch.bench.fit import fit_arm
-from tfdp.launch.bench.keras_models import build, make_batch
+from tfdp.launch.bench.channel import Arm, Arms, OnDemand, timed, work
+from tfdp.launch.bench.fit import build, fit_arm, make_batch
 from tfdp.launch.bench.models import Model
 from tfdp.training.strategy.strategy import MultiWorkerMirroredStrategy, auto_strategy
 
@@ -53,33 +51,6 @@ def make_strategy(setup: dict[str, Any]) -> Any:
     if name == "tfdp":
         return MultiWorkerMirroredStrategy(communication=options)
     return tf.distribute.MultiWorkerMirroredStrategy()
-
-
-def timed(function: Callable[[], Any], meet: Callable[[], Any] | None = None) -> Arm:
-    """Seconds per call; the results are read, so that nothing is left undone.
-
-    A call before the first is not timed: it waits for the other worker's order to
-    arrive, and finds cold what another process has used since. Where a call is too
-    long to waste, the workers only meet.
-
-    Args:
-        function: Callable that returns a tensor.
-        meet: Callable that returns a tensor when all workers have called it, or
-            `None`. Defaults to `None`: `function` is called once more.
-
-    Returns:
-        Callable that takes a number of calls and returns seconds per call.
-    """
-
-    def run(steps: int) -> float:
-        (meet or function)().numpy()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            result = function()
-        result.numpy()
-        return (time.perf_counter() - begin) / steps
-
-    return run
 
 
 def training_step(

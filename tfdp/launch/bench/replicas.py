@@ -1,0 +1,147 @@
+"""Replicas that a benchmark runs on: local workers, or the cluster of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from tfdp.ground.plans.topology import Topology
+from tfdp.launch.bench.channel import Arms
+from tfdp.launch.bench.sides import Runner, Side, started
+
+
+class ReplicaSettings:
+    """Settings of a benchmark that say on which replicas it runs.
+
+    It adds no field, so that those of each benchmark stay in their own order.
+    """
+
+    algorithms: Sequence[str]
+    num_workers: int | None
+    devices_per_worker: int | None
+    node_size: int | None
+
+    @property
+    def worker_setup(self) -> dict[str, Any]:
+        """Setup of a worker."""
+        return {
+            "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",
+            "devices": self.devices_per_worker,
+            "addresses": [],  # of local workers they are told by their side
+        }
+
+    def check(self, topology: Topology) -> None:
+        """Check that there is somebody to talk to, by each algorithm.
+
+        Args:
+            topology: `Topology` of the replicas.
+
+        Raises:
+            ValueError: If not.
+        """
+        count = topology.num_replicas
+        if count < 2:
+            raise ValueError(
+                "A collective needs at least 2 replicas; give -n, or "
+                f"--devices-per-worker, or run it in a cluster. Received: {count}"
+            )
+        if "hierarchical" in self.algorithms and not topology.has_levels:
+            raise ValueError(
+                "The hierarchical algorithm needs several nodes with equally many, "
+                "at least 2, replicas; --node-size says how many count as one. "
+                f"Received: nodes of {[len(node) for node in topology.nodes]}"
+            )
+
+
+class Replicas(NamedTuple):
+    """Replicas that are ready.
+
+    Args:
+        runner: `Runner` of their arms.
+        topology: `Topology`.
+        is_chief: Bool, whether this process reports.
+    """
+
+    runner: Runner
+    topology: Topology
+    is_chief: bool
+
+
+class ClusterRunner:
+    """Runner of this process's arms, in step with the other workers of its cluster.
+
+    Args:
+        worker_group: `WorkerGroup` of the strategy.
+        arms: The arms of this process, by name.
+    """
+
+    name = "here"
+
+    def __init__(self, worker_group: Any, arms: Arms) -> None:
+        self._worker_group, self._arms = worker_group, arms
+
+    def run(self, arm: str, steps: int) -> list[Any]:
+        """Run a block of steps and return what each worker measured."""
+        own = json.dumps(self._arms[arm](steps))
+        texts = self._worker_group.all_gather(f"time of {arm}", own)
+        return [json.loads(text) for text in texts]
+
+
+@contextlib.contextmanager
+def ready_replicas(settings: ReplicaSettings, worker: str) -> Iterator[Replicas]:
+    """Start local workers, or make this process one of its cluster's.
+
+    Args:
+        settings: `ReplicaSettings`.
+        worker: String, the module of a worker. Its `make_arms` takes what the worker is
+            told, and a callable that checks the `Topology`; the arms have a `strategy`.
+
+    Yields:
+        `Replicas`.
+
+    Raises:
+        ValueError: If what is asked for cannot be run.
+    """
+    if settings.num_workers is None:
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        module = importlib.import_module(worker)
+        arms = module.make_arms(settings.worker_setup, settings.check)
+        extended = arms.strategy.extended
+        group, topology = extended.worker_group, extended.algorithm_selector.topology
+        yield Replicas(ClusterRunner(group, arms), topology, group.is_chief)
+        return
+    topology = local_topology(
+        settings.num_workers, settings.devices_per_worker, settings.node_size
+    )
+    settings.check(topology)
+    side = Side("workers", worker, settings.worker_setup, settings.num_workers)
+    with started(side):
+        yield Replicas(side, topology, is_chief=True)
+
+
+def local_topology(
+    num_workers: int | None, devices_per_worker: int | None, node_size: int | None
+) -> Topology:
+    """The replicas of local processes, by node.
+
+    Args:
+        num_workers: Int or `None`, one.
+        devices_per_worker: Int or `None`, one.
+        node_size: Int, replicas that count as one node, or `None`: all do.
+
+    Returns:
+        `Topology`.
+
+    Example:
+
+    >>> local_topology(3, None, 2).nodes
+    ((0, 1), (2,))
+    """
+    count = (num_workers or 1) * (devices_per_worker or 1)
+    size = node_size or count
+    starts = range(0, count, size)
+    return Topology(tuple(tuple(range(s, min(s + size, count))) for s in starts))
