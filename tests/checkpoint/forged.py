@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from tfdp.checkpoint import api, index_file
+from tfdp.checkpoint.index import Index
+from tfdp.checkpoint.reader import LoadPlan
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
@@ -35,6 +37,11 @@ def _tensor(name: str, array: np.ndarray) -> StateTensor:
     return StateTensor(name, array.shape, array.dtype.name, shards, shards)
 
 
+def planned(tensors: list[StateTensor]) -> Callable[[Index], LoadPlan]:
+    """Plan to read these tensors of any checkpoint."""
+    return lambda index: LoadPlan(tensors)
+
+
 def save(folder: Path) -> Path:
     """Saves `VALUES` and returns the folder of their data."""
     api.save_state(state(VALUES), folder, WorkerGroup(0, 1))
@@ -44,7 +51,7 @@ def save(folder: Path) -> Path:
 def restore(folder: Path) -> dict[str, np.ndarray]:
     """The values that a restore has found."""
     found = {name: np.full_like(array, 99) for name, array in VALUES.items()}
-    api.restore_state(state(found), folder, WorkerGroup(0, 1))
+    api.restore_state(planned(state(found)), folder, WorkerGroup(0, 1))
     return found
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.checkpoint.forged import planned
 from tests.harness import forks
 from tests.harness.forks import run_script
 from tests.harness.tf_config import cluster_configs
@@ -163,8 +164,8 @@ def restore(
 ) -> tuple[list, list[Worker]]:
     """What each worker returned or raised, and the workers."""
     workers = make_workers(tensors, count, is_filled=False, seed=count)
-    states = [worker.state for worker in workers]
-    replies = on_workers(api.restore_state, states, [directory] * count)
+    plans = [planned(worker.state) for worker in workers]
+    replies = on_workers(api.restore_state, plans, [directory] * count)
     return replies, workers
 
 
@@ -261,7 +262,7 @@ def test_a_worker_reads_only_the_files_that_it_needs(tmp_path, small_parts):
     for path in folders(tmp_path)[0].iterdir():
         if path.name.split(".")[0] not in needed:
             path.unlink()
-    assert on_workers(api.restore_state, [state], [tmp_path]) == [None]
+    assert on_workers(api.restore_state, [planned(state)], [tmp_path]) == [None]
     assert elements.tolist() == list(range(90, 120))
 
 
@@ -271,7 +272,7 @@ def test_several_local_replicas_may_hold_the_same_elements(tmp_path, small_parts
     first, second = np.zeros(200), np.zeros(150)
     held = (_local_shard(first, 0, 0, 200), _local_shard(second, 50, 50, 200))
     state = [StateTensor("a", (200,), "float64", (), held)]
-    assert on_workers(api.restore_state, [state], [tmp_path]) == [None]
+    assert on_workers(api.restore_state, [planned(state)], [tmp_path]) == [None]
     assert first.tolist() == list(range(200))
     assert second.tolist() == list(range(50, 200))
 
@@ -411,6 +412,7 @@ FULL_DISK = """
 import resource, signal, sys
 import numpy as np, tensorflow as tf
 from tfdp.checkpoint import api
+from tfdp.checkpoint.reader import LoadPlan
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 directory = sys.argv[1]
@@ -428,7 +430,7 @@ try:
 except OSError as error:
     print("ERROR", error)
 tensors, elements = state(0)
-api.restore_state(tensors, directory, alone)
+api.restore_state(lambda index: LoadPlan(tensors), directory, alone)
 print("RESTORED", set(elements.tolist()))
 """
 
@@ -581,8 +583,8 @@ def test_workers_that_find_different_checkpoints_load_none(tmp_path):
     for place in places:
         save(values(), place)
     workers = make_workers(values(), 2, is_filled=False)
-    states = [worker.state for worker in workers]
-    replies = on_workers(api.restore_state, states, places)
+    plans = [planned(worker.state) for worker in workers]
+    replies = on_workers(api.restore_state, plans, places)
     assert "The workers found different checkpoints." in str(replies[1])
     check_nothing_loaded(workers)
 

@@ -360,7 +360,7 @@ def test_each_replica_takes_its_own_value_where_they_are_as_many():
     assert [len(tensor.local_shards) for tensor in tensors] == [0, 1, 0]
     tensors[1].local_shards[0].write(np.array([1, 2], "float32"))
     assert tensors[1].owned_shards[0].read().tolist() == [1, 2]
-    replica_state.zero_local_values([item], second)
+    replica_state.zero_local_values(variable, second)
     assert variable.numpy().tolist() == [0, 0]
 
 

@@ -28,6 +28,7 @@ from tests.checkpoint.test_api import (
 from tests.harness.tiers import standard
 from tfdp.checkpoint import api, files, object_store
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index
+from tfdp.checkpoint.reader import LoadPlan
 from tfdp.communication.coordination.worker_group import WorkerGroup
 
 URL = "bucket://runs/latest"
@@ -101,7 +102,7 @@ def test_a_worker_downloads_what_it_needs_and_keeps_little_of_it(store, monkeypa
     needed = [t for t in worker.state if t.name == "big"]
     index = load_index(URL)
     folder = object_store.open_storage(URL).below(index.token)
-    api.reading.read_shards(needed, index, folder)
+    api.reading.read_shards(LoadPlan(needed), index, folder)
     wanted = {f.name for s in api.reading.needed_shards(needed, index) for f in s.files}
     assert set(read) == wanted
     assert len(wanted) < sum(len(part.files) for part in index.shards)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tfdp.checkpoint.run_state import metric_variables
+from tfdp.checkpoint.training_state import metric_variables
 
 case = registry.case
 ONE_PROCESS: dict[str, Any] = {"setups": ("mirrored",), "full_setups": ()}

@@ -11,7 +11,6 @@
   `timeline`.
 - `input_probe`: how long the `fit` of a script waits for data, for `tfdp doctor`.
 - `consistency_check`: a checksum of all replicas' weights.
-- `arguments`: checks of arguments that several take.
 """
 
 from tfdp.callbacks.backup_and_restore import BackupAndRestore

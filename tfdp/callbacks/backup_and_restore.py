@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 
-from tfdp.callbacks.arguments import check_directory
 from tfdp.callbacks.resumed_batches import ResumedBatches
 from tfdp.checkpoint import api, schema
 from tfdp.checkpoint.backups import Backups, IncompatibleBackup
@@ -25,9 +24,14 @@ from tfdp.checkpoint.callback_state import (
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
-from tfdp.checkpoint.reader import check_model
+from tfdp.checkpoint.reader import LoadPlan, check_model
 from tfdp.checkpoint.run_schema import check_run
-from tfdp.checkpoint.run_state import CALLBACKS_PREFIX, LoadPlan, RunState
+from tfdp.checkpoint.training_state import (
+    CALLBACKS_PREFIX,
+    backup_tensors,
+    plan_backup,
+    run_facts,
+)
 from tfdp.communication.cluster import cpu_kernels
 from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.preemption import (
@@ -223,11 +227,10 @@ class BackupAndRestore(keras.callbacks.Callback):
         """
         equalize_replicas(self.model)
         states, arrays = callback_states(self._others)
-        state = RunState(self.model, arrays)
         run = {
             "format": _FORMAT,
             **self._batches.metadata(epoch),
-            "facts": state.metadata(),
+            "facts": run_facts(self.model),
             "epoch": epoch,
             "batches": batches,
             "steps": self._total,
@@ -238,7 +241,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             "data": self._begin if batches else self._position.snapshot(),
         }
         check_run(json.loads(json.dumps(run)))
-        tensors = state.tensors_to_save(in_epoch=batches > 0)
+        tensors = backup_tensors(self.model, arrays, in_epoch=batches > 0)
         serialize = functools.partial(api.serialize_model, self.model)
         self._backups.save(self._total, tensors, run, serialize)
 
@@ -267,7 +270,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             raise IncompatibleBackup("it is a checkpoint, and none of a run")
         if not isinstance(run, dict):
             schema.refuse(run, "run", "an object")
-        schema.integer()(run.get("format"), "run.format")
+        schema.check(run.get("format"), schema.COUNT, "run.format")
         if run["format"] > _FORMAT:
             made_by = index.versions.get("tfdp", "a newer version")
             raise IncompatibleBackup(
@@ -281,9 +284,11 @@ class BackupAndRestore(keras.callbacks.Callback):
             and self._position.difference_to(run["data"], change) is None
         )
         try:
-            state = RunState(self.model, empty_arrays(run["callbacks"]))
-            load_plan = state.plan_load(index, run["facts"], with_metrics=in_epoch)
-            check_model(index, load_plan.tensors, load_plan.left_out)
+            arrays = empty_arrays(run["callbacks"])
+            load_plan = plan_backup(
+                self.model, arrays, index, run["facts"], with_metrics=in_epoch
+            )
+            check_model(index, load_plan)
         except schema.Malformed:
             raise
         except ValueError as error:
@@ -327,9 +332,9 @@ class BackupAndRestore(keras.callbacks.Callback):
     def _load(self, index: Index, load_plan: LoadPlan) -> None:
         run = index.run
         self._backups.load(index, run["steps"], load_plan)
-        set_callback_states(self._others, run["callbacks"], load_plan.state.arrays)
+        set_callback_states(self._others, run["callbacks"], load_plan.arrays)
         restore_random_states(run["random"], self._worker_group)
-        said = self._batches.adapt(run, self._change, load_plan)
+        said = self._batches.adapt(run, self._change)
         if said is not None:
             self._say(said)
 
@@ -356,7 +361,11 @@ class BackupAndRestore(keras.callbacks.Callback):
 
 
 def _check_arguments(directory: Any, save_freq: Any, batch: Any) -> None:
-    check_directory(directory)
+    if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
+        raise ValueError(
+            "`directory` must be the path of a directory, or a URL. "
+            f"Received: directory={directory!r}"
+        )
     is_epoch = isinstance(save_freq, str) and save_freq == "epoch"
     if not is_epoch and not is_integer(save_freq, least=1):
         raise ValueError(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tfdp.callbacks import learning_rates
+from tfdp.checkpoint.accumulated_gradients import clear_accumulated
 from tfdp.checkpoint.backups import IncompatibleBackup
-from tfdp.checkpoint.replica_state import local_replicas
-from tfdp.checkpoint.run_state import LoadPlan
 from tfdp.ground.base.param_groups import innermost
 from tfdp.ground.plans.schedules import steps_at_epoch
 from tfdp.ground.text import pluralize
@@ -88,9 +87,7 @@ class ResumedBatches:
             batches -= 0 if change.can_carry(waiting) else waiting
         return self._position.convert_position(run["data"], batches, change)
 
-    def adapt(
-        self, run: dict[str, Any], change: BatchChange | None, load_plan: LoadPlan
-    ) -> str | None:
+    def adapt(self, run: dict[str, Any], change: BatchChange | None) -> str | None:
         """Adapt what was restored to the batches of this run.
 
         Returns:
@@ -107,7 +104,7 @@ class ResumedBatches:
             ratio = change.before / change.now
             self._model.optimizer.recount(change.floor(waiting), ratio)
         else:
-            load_plan.state.clear_accumulated()
+            clear_accumulated(self._model)
         return (
             f"training goes on with batches of {pluralize(change.now, 'sample')}, "
             f"after {change.before}, and as many samples for an update as before."
@@ -133,7 +130,7 @@ class ResumedBatches:
         )
         identity = self._identity()
         now = Batches(
-            local_replicas(self._model).count,
+            self._model.distribute_strategy.num_replicas_in_sync,
             identity["batch_size"],
             identity["steps_per_epoch"],
             self._accumulation_steps(run["epoch"]),

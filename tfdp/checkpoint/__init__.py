@@ -4,8 +4,8 @@ A save goes through these files from top to bottom, a restore from `api` to `rea
 
 - `api`: `save` and `restore`, on all workers together.
 - `on_all_workers`: what succeeds on all workers or fails on all.
-- `model_state`: weights and optimizer as named state tensors.
-- `other_optimizers`: those that a model has beside `model.optimizer`.
+- `training_state`: the tensors of a checkpoint and of a backup; what is read of them.
+- `model_state`: weights and optimizers as named state tensors.
 - `accumulated_gradients`: gradients accumulated for the next update.
 - `index`, `index_file`: which file holds which elements; the index as JSON.
 - `schema`: types and bounds of what is read from a file.
@@ -13,7 +13,7 @@ A save goes through these files from top to bottom, a restore from `api` to `rea
 - `files`: sizes, tensor keys and checksums of the shards' files.
 - `writer`, `reader`: shards to the disk, and back into variables.
 - `backups`: a directory of backups of one run.
-- `run_state`, `replica_state`: what a backup has besides, of a `fit` under way.
+- `replica_state`: variables with a value of their own on each replica.
 - `residual_state`: what compressors have kept of gradients.
 - `run_schema`: what a backup may say of its run.
 - `callback_state`, `random_state`: state of callbacks and of random generators.

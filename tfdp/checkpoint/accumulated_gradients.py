@@ -14,6 +14,7 @@ import keras
 import numpy as np
 
 from tfdp.checkpoint.model_state import ACCUMULATED_PREFIX, COUNTER, shard_writer_of
+from tfdp.checkpoint.replica_state import local_replicas, zero_local_values
 from tfdp.ground import _compat
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.param_groups import innermost, is_multi
@@ -114,6 +115,19 @@ def per_replica_sums(model: keras.Model) -> list[tuple[str, Any]]:
     """
     is_empty = accumulation_counter(model) is None or _shards_gradients(model)
     return [] if is_empty else list(_sums(model))
+
+
+def clear_accumulated(model: keras.Model) -> None:
+    """Clear accumulated gradients, in which each replica may have a sum of its own."""
+    count = accumulation_counter(model)
+    if count is None:
+        return
+    count.assign(0)
+    for _, total in per_replica_sums(model):
+        zero_local_values(total, local_replicas(model))
+    for tensor in accumulated_shards(model):
+        for local in tensor.local_shards:
+            local.write(np.zeros_like(local.read()))
 
 
 def _shards_gradients(model: keras.Model) -> bool:

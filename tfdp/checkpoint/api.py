@@ -13,35 +13,16 @@ import keras
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
-from tfdp.checkpoint.accumulated_gradients import (
-    accumulated_state,
-    num_accumulated,
-    redistribute_accumulated_gradients,
-)
+from tfdp.checkpoint.accumulated_gradients import redistribute_accumulated_gradients
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
-from tfdp.checkpoint.model_state import (
-    ACCUMULATED_PREFIX,
-    LOSS_SCALE_PREFIX,
-    OUTER_PREFIX,
-    RUN_PREFIX,
-    model_state,
-)
 from tfdp.checkpoint.object_store import open_storage
-from tfdp.checkpoint.on_all_workers import (
-    run_on_all_workers,
-    worker_group_of,
-)
-from tfdp.checkpoint.other_optimizers import check_others_are_built, match_others
-from tfdp.checkpoint.residual_state import (
-    ResidualPlan,
-    plan_residuals,
-    residual_tensors,
-)
+from tfdp.checkpoint.on_all_workers import run_on_all_workers, worker_group_of
+from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.storage import Storage, StoreError
+from tfdp.checkpoint.training_state import checkpoint_tensors, plan_checkpoint
 from tfdp.communication.cluster import cpu_kernels
 from tfdp.communication.coordination.checks import check_same_variables
-from tfdp.ground import user_code
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.keras_hooks.file_hooks import plain_optimizer
@@ -81,9 +62,7 @@ def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     >>> sorted(os.listdir(directory))
     ['data-...', 'index.json']
     """
-    state = model_state(model) + residual_tensors(model)
-    if num_accumulated(model):
-        state += accumulated_state(model)
+    state = checkpoint_tensors(model)
     prepare = functools.partial(_make_alike, model)
     serialize = functools.partial(serialize_model, model)
     save_state(state, directory, worker_group_of(model), serialize, prepare)
@@ -126,16 +105,8 @@ def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     >>> bool((model.get_weights()[0] == before[0]).all())
     True
     """
-    state, accumulated = model_state(model), accumulated_state(model)
-    found: list[ResidualPlan] = []
-
-    def others(index: Index) -> tuple[list[StateTensor], list[str]]:
-        check_others_are_built(model, (entry.name for entry in index.tensors))
-        found.append(plan_residuals(model, index))
-        return found[-1].tensors, found[-1].left_out
-
-    restore_state(state, directory, worker_group_of(model), accumulated, others)
-    found[-1].finish()
+    plan = functools.partial(plan_checkpoint, model)
+    restore_state(plan, directory, worker_group_of(model))
 
 
 def save_state(
@@ -187,28 +158,22 @@ def save_state(
 
 
 def restore_state(
-    state: Sequence[StateTensor],
+    make_plan: Callable[[Index], LoadPlan],
     directory: str | os.PathLike[str],
     worker_group: Any,
-    accumulated: Sequence[StateTensor] = (),
-    others: Callable[[Index], tuple[list[StateTensor], list[str]]] = lambda _: ([], []),
 ) -> None:
-    """Read state tensors, and accumulated gradients, from a directory.
-
-    Of what only the index tells, `others` gives tensors to read and names to leave out.
-    """
+    """Read from a directory what is planned once its index is known."""
     path = os.fspath(directory)
 
-    def find() -> tuple[Index, list[StateTensor], Storage]:
+    def find() -> tuple[Index, LoadPlan, Storage]:
         storage = open_storage(path)
         index = load_index(path)
-        wanted, left_out = _select_tensors(index, state, accumulated)
-        further, not_read = others(index)
-        wanted, left_out = wanted + further, left_out + not_read
-        reading.check_index(index, wanted, storage, left_out)
-        return index, wanted, storage.below(index.token)
+        load_plan, folder = make_plan(index), storage.below(index.token)
+        reading.check_model(index, load_plan)
+        files.verify_files(reading.needed_shards(load_plan.tensors, index), folder)
+        return index, load_plan, folder
 
-    index, wanted, folder = run_on_all_workers(
+    index, load_plan, folder = run_on_all_workers(
         worker_group, path, "restored", _NOTHING_LOADED, "its files", find
     )
     if len(set(worker_group.all_gather("checkpoint.restore: which", index.token))) > 1:
@@ -218,57 +183,11 @@ def restore_state(
             "directory, and do not save into it meanwhile. "
             f"Received: directory={path!r}"
         )
-    load = functools.partial(reading.read_shards, wanted, index, folder)
+    load = functools.partial(reading.read_shards, load_plan, index, folder)
     run_on_all_workers(
         worker_group, path, "restored", _PARTLY_LOADED, "its tensors", load
     )
-    restored = {tensor.name for tensor in wanted}
-    reading.write_zeros(tensor for tensor in accumulated if tensor.name not in restored)
-
-
-def _select_tensors(
-    index: Index, state: Sequence[StateTensor], accumulated: Sequence[StateTensor]
-) -> tuple[list[StateTensor], list[str]]:
-    """Select the tensors to restore, and the names in the checkpoint to leave out.
-
-    A callback may switch loss scaling on later, and between two updates nothing is
-    accumulated.
-    """
-    saved = {entry.name for entry in index.tensors}
-    scale, outer = f"{LOSS_SCALE_PREFIX}/", f"{OUTER_PREFIX}/"
-    optional = (scale, outer)
-    wanted = [t for t in state if t.name in saved or not t.name.startswith(optional)]
-    wanted, left_out_others = match_others(wanted, saved)
-    wanted += [tensor for tensor in accumulated if tensor.name in saved]
-    names = {tensor.name for tensor in wanted}
-    left_out = [n for n in saved if n.startswith(scale) and n not in names]
-    if left_out:
-        user_code.warn(
-            "The checkpoint has a loss scale and the optimizer has none, so that it is "
-            "left out. To go on with it, scale the loss before `restore`: "
-            '`DistributedOptimizer(..., loss_scale="dynamic")`.'
-        )
-    of_outer = [n for n in saved if n.startswith(outer) and n not in names]
-    if of_outer:
-        user_code.warn(
-            "The checkpoint has the outer optimizer of `DiLoCo`, which the model does "
-            "not use, so that it is left out."
-        )
-    left_out += of_outer + left_out_others
-    of_run = [name for name in saved if name.startswith(f"{RUN_PREFIX}/")]
-    if any(name.startswith(f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}/") for name in of_run):
-        user_code.warn(
-            "This is a backup from between the micro-batches of an update. What they "
-            "had accumulated is left out; `BackupAndRestore` in `fit` goes on with it."
-        )
-    left_out += of_run
-    waiting = [n for n in saved if n.startswith(f"{ACCUMULATED_PREFIX}/")]
-    if waiting and not accumulated:
-        raise ValueError(
-            "it was saved between the micro-batches of an update, and the optimizer "
-            "does not accumulate; give it `accumulation_steps` before `restore`"
-        )
-    return wanted, left_out
+    load_plan.finish()
 
 
 def serialize_model(model: keras.Model) -> str | None:

@@ -20,7 +20,7 @@ from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import INDEX_FILE, UnknownFormat, load_index
 from tfdp.checkpoint.object_store import open_storage
 from tfdp.checkpoint.on_all_workers import run_on_all_workers, storage_timeout
-from tfdp.checkpoint.run_state import LoadPlan
+from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.checkpoint.writer import remove_checkpoint
 from tfdp.ground import user_code
@@ -165,16 +165,13 @@ class Backups:
             OSError: The same.
         """
         backup = self._storage.below(f"step-{step}")
-
-        def read() -> None:
-            load_plan.state.clear_accumulated()
-            reading.read_shards(load_plan.tensors, index, backup.below(index.token))
-
+        folder = backup.below(index.token)
+        read = functools.partial(reading.read_shards, load_plan, index, folder)
         aftermath = "The model may hold some of it; start the script again."
         run_on_all_workers(
             self._worker_group, backup.path, "restored", aftermath, "its tensors", read
         )
-        load_plan.residuals.finish()
+        load_plan.finish()
 
     def delete(self) -> None:
         """Remove all backups, and the directory if nothing else is in it.

@@ -15,16 +15,7 @@ import keras
 import numpy as np
 
 from tfdp.checkpoint.index import DTYPES, Index
-from tfdp.checkpoint.schema import (
-    integer,
-    list_of,
-    mapping,
-    one_of,
-    optional,
-    record,
-    refuse,
-    row,
-)
+from tfdp.checkpoint.schema import COUNT, check, list_of, mapping, optional, refuse
 
 # What each holds that changes in training: values, and lists of arrays.
 _KERAS: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -107,14 +98,14 @@ def check_callback_states(states: Any, where: str) -> None:
 
 def _check_state(state: Any, where: str) -> None:
     if isinstance(state, dict) and "own" in state:
-        record({"own": check_value})(state, where)
+        check(state, {"own": check_value}, where)
         return
-    record({"values": mapping(check_value), "arrays": mapping(_SPECS)})(state, where)
+    check(state, {"values": mapping(check_value), "arrays": mapping(_SPECS)}, where)
     for name, value in state["values"].items():
         if not _is_value(name, from_json(value)):
             refuse(value, f"{where}.{name}", "a value of such a callback")
     for name in state["arrays"]:
-        one_of(*_LIST_NAMES)(name, where)
+        check(name, _LIST_NAMES, where)
 
 
 def _is_value(name: str, value: Any) -> bool:
@@ -129,7 +120,7 @@ def _is_value(name: str, value: Any) -> bool:
     return name in _NAMES and isinstance(value, kinds)
 
 
-_SPECS = optional(list_of(row(list_of(integer(), most=64), one_of(*DTYPES))))
+_SPECS = optional([(list_of(COUNT, most=64), set(DTYPES))])
 
 
 def check_arrays(states: dict[str, Any], index: Index, prefix: str) -> None:

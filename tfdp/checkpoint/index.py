@@ -11,13 +11,12 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tfdp.ground.text import pluralize
 
 
-@dataclasses.dataclass(frozen=True)
-class TensorMetadata:
+class TensorMetadata(NamedTuple):
     """Name, shape and dtype of a tensor of the training state.
 
     Args:
@@ -36,8 +35,7 @@ class TensorMetadata:
         return math.prod(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Extent:
+class Extent(NamedTuple):
     """Elements `start` to `stop` of a flattened tensor.
 
     Args:
@@ -51,8 +49,7 @@ class Extent:
     stop: int
 
 
-@dataclasses.dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """Name, size and checksum of a file as it was written.
 
     Args:
@@ -66,8 +63,7 @@ class File:
     checksum: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """Small checkpoint of TensorFlow's, with some elements of some tensors.
 
     Args:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Iterable
 from typing import Any
 
 from tfdp.checkpoint import schema
@@ -55,44 +53,21 @@ def _shape(value: Any, where: str) -> None:
         schema.refuse(value, where, "a shape")
 
 
-_COUNT = schema.integer()
-_SIZES = schema.list_of(_COUNT, most=_RANK)
-_SHARD = schema.row(
-    schema.name,
-    _COUNT,
-    schema.row(*[schema.row(schema.name, _COUNT, _COUNT)] * 2),
-    schema.list_of(schema.row(_COUNT, _COUNT, _COUNT)),
-)
-_CONTENT = schema.record(
-    {
-        "token": _folder_name,
-        "versions": schema.mapping(schema.name),
-        "tensors": schema.list_of(
-            schema.row(schema.name, _shape, schema.one_of(*DTYPES))
-        ),
-        "parts": schema.list_of(_SHARD),
-        "model": schema.optional(schema.string),
-        "run": schema.check_depth,
-    },
-    may_miss=("run",),
-)
-
-
-def shards_to_json(shards: Iterable[Shard]) -> list:
-    """Encode shards for JSON: short, for there may be many."""
-    return [
-        [
-            shard.prefix,
-            shard.worker,
-            [dataclasses.astuple(file) for file in shard.files],
-            [dataclasses.astuple(extent) for extent in shard.extents],
-        ]
-        for shard in shards
-    ]
+_SIZES = schema.list_of(schema.COUNT, most=_RANK)
+_FILE = (schema.name, schema.COUNT, schema.COUNT)
+_EXTENT = (schema.COUNT, schema.COUNT, schema.COUNT)
+_CONTENT = {
+    "token": _folder_name,
+    "versions": schema.mapping(schema.name),
+    "tensors": [(schema.name, _shape, set(DTYPES))],
+    "parts": [(schema.name, schema.COUNT, (_FILE, _FILE), [_EXTENT])],
+    "model": schema.optional(schema.string),
+    "run?": schema.check_depth,
+}
 
 
 def shards_from_json(rows: list) -> tuple[Shard, ...]:
-    """Decode shards that `shards_to_json` encoded."""
+    """Shards of what JSON has made of a sequence of `Shard`."""
     return tuple(
         Shard(
             prefix,
@@ -109,8 +84,8 @@ def to_text(index: Index) -> str:
     content = {
         "token": index.token,
         "versions": index.versions,
-        "tensors": [[e.name, list(e.shape), e.dtype] for e in index.tensors],
-        "parts": shards_to_json(index.shards),
+        "tensors": index.tensors,
+        "parts": index.shards,
         "model": index.model,
     }
     if index.run is not None:
@@ -138,7 +113,7 @@ def from_text(text: str) -> Index:
     True
     """
     content = _content_of(text)
-    _CONTENT(content, "content")
+    schema.check(content, _CONTENT, "content")
     tensors = ((name, tuple(shape), dtype) for name, shape, dtype in content["tensors"])
     index = Index(
         token=content["token"],
@@ -162,7 +137,7 @@ def _content_of(text: str) -> Any:
         is_whole = body["checksum"] == _checksum(content)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError("it is truncated or no index of a checkpoint") from error
-    schema.integer()(version, "format")
+    schema.check(version, schema.COUNT, "format")
     if version != FORMAT:
         raise UnknownFormat(f"it has format {version}, and this tfdp reads {FORMAT}")
     if not is_whole:

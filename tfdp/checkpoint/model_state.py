@@ -14,7 +14,6 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdp.checkpoint.other_optimizers import OTHERS_PREFIX, check_no_sums
 from tfdp.ground import _compat
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.param_groups import innermost, is_multi
@@ -33,6 +32,8 @@ from tfdp.training.sharding.state_tensors import (
 # What names begin with that a checkpoint may have or not.
 LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
 OUTER_PREFIX = "outer"
+# What those of an optimizer beside `model.optimizer` begin with, before its attribute.
+OTHERS_PREFIX = "others"
 # What they begin with that only a backup has: the state of a `fit` that is under way.
 RUN_PREFIX = "run"
 # What Keras counts in.
@@ -77,7 +78,7 @@ def model_state(model: keras.Model) -> list[StateTensor]:
         tensors += _optimizer_state(optimizer, shard_writer)
     for name, other in other_optimizers(model).items():
         if other.built:
-            check_no_sums(name, other)
+            _check_no_sums(name, other)
             tensors += [
                 renamed(tensor, f"{OTHERS_PREFIX}/{name}/{tensor.name}")
                 for tensor in _optimizer_state(other, shard_writer)
@@ -190,6 +191,19 @@ def _outer_state(optimizer: Any) -> dict[str, Any]:
     if local_steps is None or local_steps.outer is None:
         return {}
     return local_steps.outer.state
+
+
+def _check_no_sums(name: str, optimizer: Any) -> None:
+    """Raise where an optimizer beside the model's own accumulates."""
+    steps = getattr(optimizer, "accumulation_steps", None)
+    parts = innermost(getattr(optimizer, "inner_optimizer", optimizer))
+    steps = max([steps or 1, *(p.gradient_accumulation_steps or 1 for p in parts)])
+    if steps > 1:
+        raise ValueError(
+            "Backups and checkpoints have the accumulated gradients of "
+            "`model.optimizer` only. Let the model's other optimizers make an update "
+            f"of each batch. Received: {name!r} with {steps} micro-batches"
+        )
 
 
 def _update_counter(group: Any) -> Any:

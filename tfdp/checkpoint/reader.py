@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -15,42 +15,40 @@ from tfdp.checkpoint.storage import Storage
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 
-def check_index(
-    index: Index,
-    state: Sequence[StateTensor],
-    storage: Storage,
-    left_out: Sequence[str] = (),
-) -> None:
-    """Check that a checkpoint is of this model, and that its files are intact.
+def _nothing() -> None:
+    pass
+
+
+@dataclasses.dataclass
+class LoadPlan:
+    """What to read of a checkpoint or a backup, and what to leave out.
 
     Args:
-        index: `Index` of the checkpoint.
-        state: Sequence of `StateTensor`, what is to be restored.
-        storage: `Storage`, where it is.
-        left_out: Sequence of strings, tensors that nobody wants. Defaults to none.
-
-    Raises:
-        ValueError: If it is not, or they are not.
+        tensors: List of `StateTensor`, what is read.
+        left_out: List of strings, names of what is not.
+        clear: Callable, called before variables are written. Defaults to one that does
+            nothing.
+        finish: Callable, called when all workers have read all. Defaults to the same.
+        arrays: Dict from names to arrays, those of callbacks that are read into.
+        label: String, what all workers have to decide alike. Defaults to `""`.
     """
-    check_model(index, state, left_out)
-    files.verify_files(needed_shards(state, index), storage.below(index.token))
+
+    tensors: list[StateTensor]
+    left_out: list[str] = dataclasses.field(default_factory=list)
+    clear: Callable[[], None] = _nothing
+    finish: Callable[[], None] = _nothing
+    arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    label: str = ""
 
 
-def check_model(
-    index: Index, state: Sequence[StateTensor], left_out: Sequence[str] = ()
-) -> None:
+def check_model(index: Index, load_plan: LoadPlan) -> None:
     """Check that a checkpoint is of this model, by its index alone.
-
-    Args:
-        index: `Index` of the checkpoint.
-        state: Sequence of `StateTensor`, what is to be restored.
-        left_out: Sequence of strings, tensors that nobody wants. Defaults to none.
 
     Raises:
         ValueError: If it is not.
     """
-    saved = [entry for entry in index.tensors if entry.name not in left_out]
-    difference = first_difference(saved, files.metadata_of(state))
+    saved = [entry for entry in index.tensors if entry.name not in load_plan.left_out]
+    difference = first_difference(saved, files.metadata_of(load_plan.tensors))
     if difference:
         raise ValueError(f"it is of another model. {difference}")
 
@@ -66,29 +64,22 @@ def needed_shards(state: Sequence[StateTensor], index: Index) -> list[Shard]:
     return list(found.values())
 
 
-def read_shards(state: Sequence[StateTensor], index: Index, folder: Storage) -> None:
+def read_shards(load_plan: LoadPlan, index: Index, folder: Storage) -> None:
     """Read shards into the variables of this process.
 
     Args:
-        state: Sequence of `StateTensor`.
-        index: `Index` of the same tensors.
+        load_plan: `LoadPlan`.
+        index: `Index` of its tensors.
         folder: `Storage`, the subdirectory of the checkpoint.
     """
+    load_plan.clear()
     with folder.reading() as fetch:
-        for items in _read_batches(state, _positions(index)):
+        for items in _read_batches(load_plan.tensors, _positions(index)):
             for shard, extents in _items_by_shard(items, index):
                 path = fetch([file.name for file in shard.files])
                 _read_shard(shard, extents, index, path)
             for item in items:
                 item.local.write(item.values)
-
-
-def write_zeros(state: Iterable[StateTensor]) -> None:
-    """Set the variables of this process that hold these tensors to zero."""
-    for tensor in state:
-        for local in tensor.local_shards:
-            size = local.stop - local.start
-            local.write(np.zeros(size, files.dtype_of(tensor).as_numpy_dtype))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -119,15 +119,12 @@ def tensor_of_replica(
     return StateTensor(name, shape, dtype, shards, shards)
 
 
-def zero_local_values(
-    items: Iterable[PerReplicaVariable], replicas: LocalReplicas
-) -> None:
-    """Set the value of each local replica to zero."""
-    for item in items:
-        for replica in range(replicas.num_local):
-            component = _compat.local_value(item.variable, replica)
-            with tf.device(component.device):
-                component.assign(tf.zeros(component.shape, component.dtype))
+def zero_local_values(variable: Any, replicas: LocalReplicas) -> None:
+    """Set a variable's value of each local replica to zero."""
+    for replica in range(replicas.num_local):
+        component = _compat.local_value(variable, replica)
+        with tf.device(component.device):
+            component.assign(tf.zeros(component.shape, component.dtype))
 
 
 def _shard_of(item: PerReplicaVariable, local: int, *, merges: bool) -> LocalShard:

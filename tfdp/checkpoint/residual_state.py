@@ -6,7 +6,6 @@ have to wait for it. It is of no use to another number of replicas.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import re
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tfdp.checkpoint.index import Index, TensorMetadata
+from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.replica_state import (
     LocalReplicas,
     local_replicas,
@@ -54,46 +54,12 @@ def residual_tensors(model: Any) -> list[StateTensor]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class ResidualPlan:
-    """What to read of compressors' state, and what to leave out.
-
-    Args:
-        model: Keras model.
-        tensors: List of `StateTensor`, to be read.
-        left_out: List of strings, names of what is not read.
-        reason: String, why, or `""`.
-        restored: `RestoredResiduals`, which gets what is read.
-    """
-
-    model: Any
-    tensors: list[StateTensor]
-    left_out: list[str]
-    reason: str
-    restored: RestoredResiduals
-
-    def finish(self) -> None:
-        """Hand over what was read, once all of a checkpoint is; say what was not."""
-        strategy = strategy_of(self.model)
-        if strategy is None:
-            return
-        strategy.extended.reducer.residuals.restore(self.restored)
-        if self.reason and strategy.extended.worker_group.is_chief:
-            user_code.warn(
-                "The errors of compressed gradients that were saved are dropped, and "
-                f"begin at zero: {self.reason}."
-            )
-
-
-def plan_residuals(model: Any, index: Index) -> ResidualPlan:
+def plan_residuals(model: Any, index: Index) -> LoadPlan:
     """Plan which tensors of compressors' state to read of a checkpoint.
 
     Args:
         model: Built Keras model.
         index: `Index` of the checkpoint.
-
-    Returns:
-        `ResidualPlan`.
     """
     places, replicas = _places(model), local_replicas(model)
     restored = RestoredResiduals(places, {}, _identity)
@@ -110,15 +76,27 @@ def plan_residuals(model: Any, index: Index) -> ResidualPlan:
         )
     elif saved and not _compresses(model):
         reason = "gradients are not compressed now"
-    if reason or not saved:
-        return ResidualPlan(model, [], names, reason, restored)
     tensors = [
         _tensor_to_read(entry, match[1], match[2], int(match[3]), replicas, restored)
-        for entry, match in parsed
+        for entry, match in (() if reason else parsed)
     ]
     known = {tensor.name for tensor in tensors}
     left_out = [name for name in names if name not in known]
-    return ResidualPlan(model, tensors, left_out, "", restored)
+    finish = functools.partial(_hand_over, model, restored, reason)
+    return LoadPlan(tensors, left_out, finish=finish)
+
+
+def _hand_over(model: Any, restored: RestoredResiduals, reason: str) -> None:
+    """Hand over what was read; say why something was not."""
+    strategy = strategy_of(model)
+    if strategy is None:
+        return
+    strategy.extended.reducer.residuals.restore(restored)
+    if reason and strategy.extended.worker_group.is_chief:
+        user_code.warn(
+            "The errors of compressed gradients that were saved are dropped, and "
+            f"begin at zero: {reason}."
+        )
 
 
 def _places(model: Any) -> dict[int, int]:

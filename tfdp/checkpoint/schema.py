@@ -1,20 +1,27 @@
 """Schemas of what is read from a file: types and bounds, checked before use.
 
-A check is a callable that takes a value, as JSON has it, and where it stands in the
-file, and raises `Malformed` if the value is not what it has to be.
+A schema has the form of what it describes:
+
+    dict       object with these fields and no other; one with a "?" may be missing
+    list       list of any length, of values of the one schema in it
+    tuple      list of as many values, with a schema for each
+    set        one of these strings
+    range      integer in it, and no bool
+    callable   function of a value, as JSON has it, and of where it stands in the file,
+               which raises `Malformed` if the value is not what it has to be
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tfdp.ground.text import pluralize
 
-Check = Callable[[Any, str], None]
-
-_LARGEST = 2**63 - 1
+_NO_BOUND = 2**63
+COUNT = range(_NO_BOUND)
+POSITIVE = range(1, _NO_BOUND)
 _NAME_LENGTH = 4096
 _DEPTH = 200
 
@@ -28,23 +35,59 @@ def refuse(value: Any, where: str, wanted: str) -> None:
     raise Malformed(f"its {where} must be {wanted}, and is {_shown(value)}")
 
 
-def integer(least: int = 0, most: int = _LARGEST) -> Check:
-    """Integer from `least` to `most`, and no bool.
+def check(value: Any, schema: Any, where: str) -> None:
+    """Raise `Malformed` unless a value is as a schema describes.
+
+    Args:
+        value: As JSON has it.
+        schema: See above.
+        where: String, where it stands in the file.
 
     Example:
 
-    >>> integer(1)(5, "epoch")
-    >>> integer(1)(0, "epoch")
+    >>> check({"epoch": 5}, {"epoch": POSITIVE, "logs?": [number]}, "run")
+    >>> check({"epoch": 0}, {"epoch": POSITIVE, "logs?": [number]}, "run")
     Traceback (most recent call last):
-    tfdp.checkpoint.schema.Malformed: its epoch must be an integer from 1, and is 0
+    tfdp.checkpoint.schema.Malformed: its run.epoch must be an integer from 1, and is 0
     """
-    bounds = f"from {least}" if most == _LARGEST else f"from {least} to {most}"
+    if callable(schema):
+        schema(value, where)
+    elif isinstance(schema, range):
+        if type(value) is not int or value not in schema:
+            most = "" if schema.stop == _NO_BOUND else f" to {schema.stop - 1}"
+            refuse(value, where, f"an integer from {schema.start}{most}")
+    elif isinstance(schema, set):
+        if type(value) is not str or value not in schema:
+            refuse(value, where, "one of " + ", ".join(map(repr, sorted(schema))))
+    elif isinstance(schema, dict):
+        _check_fields(value, schema, where)
+    elif type(value) is not list:
+        refuse(value, where, "a list")
+    elif isinstance(schema, tuple):
+        if len(value) != len(schema):
+            refuse(value, where, f"a list of {pluralize(len(schema), 'value')}")
+        _check_items(zip(value, schema, strict=True), where)
+    else:
+        (each,) = schema
+        _check_items(((item, each) for item in value), where)
 
-    def check(value: Any, where: str) -> None:
-        if type(value) is not int or not least <= value <= most:
-            refuse(value, where, f"an integer {bounds}")
 
-    return check
+def _check_fields(value: Any, schema: dict[str, Any], where: str) -> None:
+    if type(value) is not dict:
+        refuse(value, where, "an object")
+    fields = {key.removesuffix("?"): each for key, each in schema.items()}
+    for key, item in value.items():
+        if key not in fields:
+            refuse(key, f"field in {where}", "one that is known")
+        check(item, fields[key], f"{where}.{key}")
+    for key in schema:
+        if key not in value and not key.endswith("?"):
+            refuse(value, where, f"an object with {key!r}")
+
+
+def _check_items(pairs: Iterable[tuple[Any, Any]], where: str) -> None:
+    for place, (item, schema) in enumerate(pairs):
+        check(item, schema, f"{where}[{place}]")
 
 
 def number(value: Any, where: str) -> None:
@@ -73,88 +116,36 @@ def string(value: Any, where: str) -> None:
         refuse(value, where, "a string")
 
 
-def one_of(*values: str) -> Check:
-    """One of some strings."""
-
-    def check(value: Any, where: str) -> None:
-        if type(value) is not str or value not in values:
-            refuse(value, where, "one of " + ", ".join(map(repr, values)))
-
-    return check
-
-
-def optional(check: Check) -> Check:
-    """`None`, or what another check takes."""
+def optional(schema: Any) -> Callable:
+    """`None`, or what a schema describes."""
 
     def check_optional(value: Any, where: str) -> None:
         if value is not None:
-            check(value, where)
+            check(value, schema, where)
 
     return check_optional
 
 
-def list_of(check: Check, least: int = 0, most: int | None = None) -> Check:
-    """List of values of one kind.
-
-    Args:
-        check: What each is checked with.
-        least: Int, number of values at least. Defaults to 0.
-        most: Int, number at most, or `None` for any. Defaults to `None`.
-    """
+def list_of(schema: Any, least: int = 0, most: float = math.inf) -> Callable:
+    """List of values of one schema, whose number is from `least` to `most`."""
 
     def check_list(value: Any, where: str) -> None:
-        if type(value) is not list or not least <= len(value) <= (most or len(value)):
+        check(value, [schema], where)
+        if not least <= len(value) <= most:
             refuse(value, where, "a list of the right length")
-        for place, item in enumerate(value):
-            check(item, f"{where}[{place}]")
 
     return check_list
 
 
-def row(*checks: Check) -> Check:
-    """List of as many values as there are checks, one for each."""
-
-    def check_row(value: Any, where: str) -> None:
-        if type(value) is not list or len(value) != len(checks):
-            refuse(value, where, f"a list of {pluralize(len(checks), 'value')}")
-        for place, (check, item) in enumerate(zip(checks, value, strict=True)):
-            check(item, f"{where}[{place}]")
-
-    return check_row
-
-
-def record(fields: Mapping[str, Check], may_miss: tuple[str, ...] = ()) -> Check:
-    """Object with certain fields and no other.
-
-    Args:
-        fields: Mapping from the name of a field to its check.
-        may_miss: Tuple of strings, fields that may not be there. Defaults to `()`.
-    """
-
-    def check_record(value: Any, where: str) -> None:
-        if type(value) is not dict:
-            refuse(value, where, "an object")
-        for key in value:
-            if key not in fields:
-                refuse(key, f"field in {where}", "one that is known")
-        for key, check in fields.items():
-            if key in value:
-                check(value[key], f"{where}.{key}")
-            elif key not in may_miss:
-                refuse(value, where, f"an object with {key!r}")
-
-    return check_record
-
-
-def mapping(check: Check) -> Check:
-    """Object with any names, and values of one kind."""
+def mapping(schema: Any) -> Callable:
+    """Object with any names, and values of one schema."""
 
     def check_mapping(value: Any, where: str) -> None:
         if type(value) is not dict:
             refuse(value, where, "an object")
         for key, item in value.items():
             name(key, f"name in {where}")
-            check(item, f"{where}[{key!r}]")
+            check(item, schema, f"{where}[{key!r}]")
 
     return check_mapping
 
@@ -165,8 +156,7 @@ def check_depth(value: Any, where: str, depth: int = _DEPTH) -> None:
         refuse(value, where, f"nested less than {_DEPTH} deep")
     if isinstance(value, (list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            if isinstance(item, (list, dict)):
-                check_depth(item, where, depth - 1)
+            check_depth(item, where, depth - 1)
 
 
 def _shown(value: Any) -> str:

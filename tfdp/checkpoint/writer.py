@@ -21,7 +21,6 @@ from tfdp.checkpoint.index_file import (
     is_folder_name,
     load_index,
     shards_from_json,
-    shards_to_json,
 )
 from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.ground import user_code
@@ -123,7 +122,7 @@ def write_local_shards(
             "that all workers share"
         )
     shards = write_shards(state, folder, worker)
-    folder.write_text(_list_name(worker), json.dumps(shards_to_json(shards)))
+    folder.write_text(_list_name(worker), json.dumps(shards))
 
 
 def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
