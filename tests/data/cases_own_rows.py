@@ -19,8 +19,8 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tfdp.ground import user_code
+from tfdp.training.data.own_rows import StoredRows
 from tfdp.training.data.rows import rows_of_worker
-from tfdp.training.data.stored_rows import StoredRows
 
 BATCH = common.BATCH_SIZE
 # Three full batches and one of five rows, which four replicas share as two, one, one

@@ -19,8 +19,8 @@ from tfdp.ground import _compat
 from tfdp.ground.plans.file_owners import balance_files, bytes_of_workers
 from tfdp.training.data import file_shards
 from tfdp.training.data.determinism import draws_seeds_once, nondeterminism_of
+from tfdp.training.data.early_rows import own_batches
 from tfdp.training.data.file_shards import FileShard
-from tfdp.training.data.own_data import own_batches
 
 NUM_FILES = 12
 

@@ -6,7 +6,12 @@ import json
 
 import pytest
 
-from tfdp.training.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
+from tfdp.training.data.same_datasets import (
+    ENDLESS,
+    Length,
+    agreed_steps,
+    dropped_batches,
+)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,8 @@ import tfdp
 from tests.data.cases_own_rows import BATCH, NUM_ROWS, Rows
 from tests.harness import common
 from tests.harness.interrupted import Layout, run
-from tfdp.training.data.py_dataset_rows import (
-    RowsAdapter,
-    RowsOfBatches,
-    describe_batches,
-    gives_rows,
-)
+from tfdp.ground import _compat
+from tfdp.training.data.own_rows import RowsOfBatches, describe_batches, gives_rows
 
 
 def data(**options: Any) -> Rows:
@@ -28,7 +24,9 @@ def data(**options: Any) -> Rows:
 def adapter(source: Rows, ranks: list[int], num_replicas: int, **options: Any) -> Any:
     dataset = RowsOfBatches(source, ranks, num_replicas)
     options = {"class_weight": None, "shuffle": False} | options
-    return RowsAdapter(dataset, lambda make: make(), **options)
+    made = _compat.RowsOfPyDatasetAdapter(dataset, **options)
+    made.user_data = source
+    return made
 
 
 def rows_of(adapter: Any) -> list[tuple]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from tests.data.test_early_rows import flat
 from tfdp.ground import _compat
 from tfdp.training.data.early_rows import divide_early
-from tfdp.training.data.stored_rows import (
+from tfdp.training.data.own_rows import (
     StoredArraysAdapter,
     StoredRows,
     has_stored_arrays,

@@ -31,7 +31,7 @@ from tfdp.features.monitor.readings import Reading
 from tfdp.ground import _compat
 from tfdp.ground.base.context import strategy_of
 from tfdp.training.data.early_rows import divide_early
-from tfdp.training.data.py_dataset_rows import gives_rows
+from tfdp.training.data.own_rows import gives_rows
 from tfdp.training.data.stages import MAPS
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 

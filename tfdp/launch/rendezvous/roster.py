@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdp.communication.cluster.tf_config import shorten
 from tfdp.communication.cluster.address import is_local_name
+from tfdp.communication.cluster.tf_config import shorten
 from tfdp.ground.text import pluralize
 from tfdp.launch.rendezvous.channel import Channel
 from tfdp.launch.rendezvous.failure import Failure, MalformedMessage

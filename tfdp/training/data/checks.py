@@ -183,10 +183,10 @@ def _original_message(text: str) -> str | None:
 
 
 def _checked(batches: types.GeneratorType) -> Generator[Any, None, None]:
-    first = None
+    first: Any = None
     for number, batch in enumerate(batches, start=1):
         structure = _structure_of(batch)
-        first = first or structure
+        first = structure if number == 1 else first
         if structure != first:
             raise ValueError(
                 "All batches of a generator must have the same structure. Received: "
@@ -197,23 +197,21 @@ def _checked(batches: types.GeneratorType) -> Generator[Any, None, None]:
         yield batch
 
 
-def _structure_of(batch: Any) -> str:
-    """Describe the structure of a batch, the same for dicts of any order."""
-    if batch is None:
-        return "None"
-    if isinstance(batch, dict):
-        items = sorted(batch.items(), key=lambda item: repr(item[0]))
-        return (
-            "{" + ", ".join(f"{k!r}: {_structure_of(part)}" for k, part in items) + "}"
-        )
-    if not isinstance(batch, (tuple, list)):
+class _Array:
+    """Stands for an array in the structure of a batch."""
+
+    def __repr__(self) -> str:
         return "array"
-    parts = [_structure_of(part) for part in batch]
-    if isinstance(batch, list):
-        return f"[{', '.join(parts)}]"
-    if hasattr(batch, "_fields"):
-        return f"{type(batch).__name__}({', '.join(parts)})"
-    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
+
+
+_ARRAY = _Array()
+
+
+def _structure_of(batch: Any) -> Any:
+    """Return the structure of a batch, equal for dicts of any order."""
+    return keras.tree.map_structure(
+        lambda leaf: None if leaf is None else _ARRAY, batch, none_is_leaf=True
+    )
 
 
 def _check_features(model: Any, x: Any, y: Any) -> None:

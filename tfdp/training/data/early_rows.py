@@ -238,6 +238,40 @@ def divide_rows(
     return batches.map(divide)
 
 
+def own_batches(
+    batches: tf.data.Dataset, ranks: list[int], num_replicas: int
+) -> tf.data.Dataset | None:
+    """Batch a worker's own rows by its part of a global batch, and not by all of it.
+
+    So the workers' batches of a step are together one of the size that the user gave,
+    and a worker holds no more rows than it needs.
+
+    Args:
+        batches: `tf.data.Dataset` of this worker's own rows, in global batches.
+        ranks: List of ints, consecutive, those of this worker.
+        num_replicas: Int, on all workers.
+
+    Returns:
+        `tf.data.Dataset`, or `None` where the pipeline does not end in `batch`, or in
+        stages after it that do not look into batches.
+
+    Example:
+
+    >>> rows = tf.data.Dataset.range(5).batch(4).take(2)
+    >>> [rows.tolist() for rows in own_batches(rows, [0, 1], 4).as_numpy_iterator()]
+    [[0, 1], [2, 3]]
+    """
+    stage, after = stages_after_batch(batches)
+    size = _compat.size_of_batch_stage(stage)
+    if _compat.kind_of_part(stage) not in BATCHES or size is None:
+        return None
+    (rows,) = _compat.dataset_sources(stage)
+    own = rebuild_batch(stage, rows, len(rows_of_worker(size, ranks, num_replicas)))
+    for each in after:
+        own = each.on(own)
+    return own.with_options(batches.options())
+
+
 def elements_of(dataset: tf.data.Dataset) -> Elements:
     """Find the raw elements of a pipeline, and the stages that treat each by itself."""
     kind = _compat.kind_of_part(dataset)

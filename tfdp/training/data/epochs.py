@@ -24,16 +24,23 @@ from tfdp.training.data.determinism import SeededShuffle, common_seed, new_seed
 from tfdp.training.data.distribute import (
     is_endless,
     island_in_training,
+    num_own_steps,
     rows_of_island,
     steps_per_batch,
 )
 from tfdp.training.data.fingerprints import ArrayValues
-from tfdp.training.data.lengths import ENDLESS, Length, agreed_steps, dropped_batches
-from tfdp.training.data.own_data import num_own_steps
 from tfdp.training.data.own_rows import with_own_rows
 from tfdp.training.data.per_replica_dataset import PerReplicaDataset, ReadOptions
 from tfdp.training.data.read_counts import is_counting
-from tfdp.training.data.same_datasets import check_same_values, stops_at_shortest
+from tfdp.training.data.same_datasets import (
+    ENDLESS,
+    Length,
+    agreed_steps,
+    check_same_values,
+    dropped_batches,
+    on_workers,
+    stops_at_shortest,
+)
 from tfdp.training.data.uneven_inputs import (
     CountedIterator,
     ShortestIterator,
@@ -247,9 +254,9 @@ def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
     dropped = dropped_batches(lengths)
     if not dropped:
         return
-    given = ", ".join(f"{length} on worker {r}" for r, length in enumerate(lengths))
     user_code.warn(
-        f'Workers have different numbers of batches: {given}. With `uneven="stop"` '
+        f"Workers have different numbers of batches: {on_workers(lengths)}. With "
+        '`uneven="stop"` '
         "each pass of `fit` over the data ends for all of them with the shortest. "
         f"Left out are {dropped}.",
         once_for=extended,

@@ -20,6 +20,7 @@ from tfdp.ground.arguments import is_integer, plain
 from tfdp.ground.base.context import in_tfdp_scope
 from tfdp.ground.plans.file_owners import balance_files, bytes_of_workers
 from tfdp.ground.text import pluralize
+from tfdp.training.data.same_datasets import on_workers
 from tfdp.training.data.stages import no_autograph
 
 _MARK = "tfdp_shard_files"
@@ -222,26 +223,24 @@ def _agree(
     found = next((rank for rank, problem in enumerate(problems) if problem), None)
     if found is not None:
         where = f" on worker {found}" if group.num_workers > 1 else ""
-        _raise(
+        refuse(
             group,
             f"`pattern` of `shard_files` {problems[found]}{where}; it has to match "
             f"each file of the data once. Received: pattern={_shown(patterns)}",
         )
     if len(set(digests)) > 1:
         difference = _difference(group, files)
-        listed = ", ".join(f"{each} on worker {r}" for r, each in enumerate(counts))
-        _raise(
+        refuse(
             group,
             "Workers see different files, so that some would be read twice or not at "
             f"all. `shard_files` needs the same ones on every worker. {difference}"
-            f"Received: {listed}",
+            f"Received: {on_workers(counts)}",
         )
     if len(set(seeds)) > 1:
-        listed = ", ".join(f"{each} on worker {r}" for r, each in enumerate(seeds))
-        _raise(
+        refuse(
             group,
             "Workers give `shard_files` different seeds, and with them different "
-            f"orders. Give all the same. Received: seed={listed}",
+            f"orders. Give all the same. Received: seed={on_workers(seeds)}",
         )
 
 
@@ -266,11 +265,6 @@ def _difference(group: WorkerGroup, files: Listing) -> str:
 
 def _size_of(num_bytes: int | None) -> str:
     return "no entry" if num_bytes is None else pluralize(num_bytes, "byte")
-
-
-def _raise(group: WorkerGroup, message: str) -> None:
-    group.leave()
-    raise ValueError(message)
 
 
 def _shown(patterns: list[str]) -> str:

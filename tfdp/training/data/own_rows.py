@@ -3,45 +3,63 @@
 Keras makes a data adapter of what `fit`, `evaluate` and `predict` are given. Of some
 kinds of data tfdp makes the adapter, which reads the rows of this worker's replicas:
 
-    py_dataset_rows   a `PyDataset` with the methods `rows` and `num_rows`
-    stored_rows       memory maps and HDF5 datasets
-    loader_rows       a torch `DataLoader`
+    PyDataset    with the methods `num_rows(index)`, and `rows(index, start, stop)` for
+                 the rows from `start` to `stop` of batch `index`
+    DataLoader   of torch: its sampler gives the numbers of the rows of each global
+                 batch, alike on all workers, and a worker loads those of its own
+    arrays       in files, memory maps and HDF5 datasets, which Keras copies into
+                 memory: its adapter is given the numbers of the rows in their place and
+                 shuffles and batches these, of which each worker takes its own
+                 (`early_rows`) and reads the rows
 """
 
 from __future__ import annotations
 
+import collections
+import hashlib
+import inspect
 import json
+import random
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import h5py
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.coordination.checks import describe_difference
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
-from tfdp.training.data import loader_rows
+from tfdp.ground.text import pluralize
 from tfdp.training.data.batch_labels import LabelRecord
 from tfdp.training.data.determinism import common_seed
 from tfdp.training.data.distribute import REBALANCE_REASON, warn_not_split_early
 from tfdp.training.data.early_rows import divide_rows
 from tfdp.training.data.element_specs import describe_spec
 from tfdp.training.data.per_replica_dataset import ReadOptions, distribute_divided
-from tfdp.training.data.py_dataset_rows import (
-    RowsAdapter,
-    RowsOfBatches,
-    describe_batches,
-    gives_rows,
-)
-from tfdp.training.data.stored_rows import StoredArraysAdapter, has_stored_arrays
+from tfdp.training.data.rows import rows_to_read
+from tfdp.training.data.stages import no_autograph
 
+# So many batches have their rows compared between workers before the first step.
+_COMPARED_BATCHES = 10_000
+# How many batches are read for the spec, as Keras reads them.
+_BATCHES_FOR_SPEC = 2
+_SAMPLERS = (
+    "SequentialSampler",
+    "RandomSampler",
+    "SubsetRandomSampler",
+    "WeightedRandomSampler",
+)
 _OF_RANDOM_ITEMS = (
     "its dataset draws random numbers, which each worker would draw for its rows only; "
     "seed them by the index of the item in a generator of their own, or augment in "
     "layers of the model"
 )
+_PARTS = ("x", "y", "sample_weight")
+_NUMBERS = "biuf"  # kinds of dtype: booleans, integers, floats
 
 
 def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -85,75 +103,6 @@ def _record_of_loop(*, restarts: bool) -> LabelRecord:
     return record
 
 
-def _rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -> Any:
-    ranks = strategy.extended.local_ranks
-    dataset = RowsOfBatches(source, ranks, strategy.num_replicas_in_sync)
-
-    def distribute(make: Callable[[], tf.data.Dataset]) -> Any:
-        def describe() -> tuple:
-            told = describe_batches(dataset)
-            found = make()
-            return found, told | {"batch": describe_spec(found.element_spec["rows"])}
-
-        return _distributed(strategy, "PyDatasets", describe)
-
-    return RowsAdapter(
-        dataset,
-        distribute,
-        arguments.get("class_weight"),
-        shuffle=bool(arguments.get("shuffle")),
-    )
-
-
-def _rows_of_loader(strategy: Any, loader: Any) -> Any:
-    """Return an adapter for a `DataLoader`, or the loader where all read all rows."""
-    worker_group = strategy.extended.worker_group
-    _agree_on_order(worker_group, loader)
-    ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
-    obstacle = loader_rows.why_not_split_loader(loader)
-    if not obstacle and strategy.extended.balance is not None:
-        obstacle = REBALANCE_REASON
-    items: list = []
-    if not worker_group.any("a DataLoader", bool(obstacle)):
-        items, is_random = loader_rows.first_items(loader, ranks, num_replicas)
-        obstacle = _OF_RANDOM_ITEMS if is_random else ""
-        if not worker_group.any("random numbers of a DataLoader", is_random):
-            return _adapter_of_loader(strategy, loader, items)
-    warn_not_split_early(strategy, obstacle)
-    return loader
-
-
-def _adapter_of_loader(strategy: Any, loader: Any, items: list) -> Any:
-    ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
-    told = {
-        "number of batches": len(loader),
-        "rows": len(loader.dataset),
-        "batch_size": loader.batch_size,
-        "batch": describe_spec(_compat.spec_of_batches(items)["rows"]),
-    }
-    return loader_rows.LoaderRowsAdapter(
-        loader,
-        loader_rows.loader_of_rows(loader, loader.dataset, ranks, num_replicas),
-        lambda make: _distributed(strategy, "DataLoaders", lambda: (make(), told)),
-        _compat.spec_of_batches(items),
-    )
-
-
-def _agree_on_order(worker_group: WorkerGroup, loader: Any) -> None:
-    """Have torch shuffle alike on all workers, which nobody has seeded before."""
-    if worker_group.any("shards of a DataLoader", loader_rows.is_sharded(loader)):
-        user_code.warn(
-            "This DataLoader is divided twice, so that some of its rows are never "
-            "read: each worker has a shard of its own, and takes its rows of each "
-            "batch of that. Leave `DistributedSampler` out, and batch by the global "
-            "batch size on every worker."
-        )
-    states = json.dumps(loader_rows.generator_states(loader))
-    same, _ = worker_group.all_equal("torch's random state", states)
-    if not same:
-        loader_rows.seed_generators(loader, common_seed(worker_group))
-
-
 def _distributed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
     """Distribute a dataset of this worker's rows.
 
@@ -188,13 +137,519 @@ def _agreed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
     facts = worker_group.all_gather_values(f"the batches of {kind}", own)
     for rank, fact in enumerate(facts):
         if "problem" in fact:
-            worker_group.leave()
-            raise ValueError(f"Worker {rank} cannot read its rows: {fact['problem']}")
+            problem = fact["problem"]
+            raise worker_group.error(f"Worker {rank} cannot read its rows: {problem}")
     difference = describe_difference({r: fact["told"] for r, fact in enumerate(facts)})
     if difference:
-        worker_group.leave()
-        raise ValueError(
+        raise worker_group.error(
             f"Workers have different {kind}. Each reads its own rows of every batch, "
-            f"so that all need the same batches. Received: {difference}"
+            f"so that all need the same batches. Received: {difference}",
         )
     return found
+
+
+def _item(rows: Any, total: int) -> dict[str, Any]:
+    """This worker's rows of a batch, and the number of all."""
+    return {"rows": rows, "total": np.array([total], "int64")}
+
+
+# A `PyDataset`.
+
+
+class RowsOfBatches(keras.utils.PyDataset):
+    """`PyDataset` of the rows of one worker.
+
+    Args:
+        source: `keras.utils.PyDataset` of the user, with `rows` and `num_rows`.
+        ranks: Sequence of ints, consecutive, the replicas of this worker.
+        num_replicas: Int, on all workers.
+    """
+
+    def __init__(self, source: Any, ranks: Sequence[int], num_replicas: int) -> None:
+        super().__init__(
+            source.workers, source.use_multiprocessing, source.max_queue_size
+        )
+        self.source = source
+        self.ranks = list(ranks)
+        self.num_replicas = num_replicas
+
+    @property
+    def num_batches(self) -> int | None:
+        """Int, or `None` if there is no end."""
+        return self.source.num_batches
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return this worker's rows of a batch, and the number of all.
+
+        Of a batch in which it has none it has one all the same, which tells shapes.
+        No operation of TensorFlow: Keras may call it in a forked process.
+        """
+        total = _num_rows_of(self.source, index)
+        own = rows_to_read(total, self.ranks, self.num_replicas)
+        rows = self.source.rows(index, own.start, own.stop)
+        _check_rows(self.source, index, own.start, own.stop, rows)
+        return _item(rows, total)
+
+    def on_epoch_begin(self) -> None:
+        """Pass it on."""
+        self.source.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Pass it on."""
+        self.source.on_epoch_end()
+
+
+def _rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -> Any:
+    """Return an adapter for a `PyDataset` that gives rows."""
+    ranks = strategy.extended.local_ranks
+    dataset = RowsOfBatches(source, ranks, strategy.num_replicas_in_sync)
+    adapter = _compat.RowsOfPyDatasetAdapter(
+        dataset,
+        class_weight=arguments.get("class_weight"),
+        shuffle=bool(arguments.get("shuffle")),
+    )
+    # Calls `rows` of the first two batches, by which Keras finds the spec.
+    make = adapter.get_tf_dataset
+
+    def describe() -> tuple:
+        told = describe_batches(dataset)
+        found = make()
+        return found, told | {"batch": describe_spec(found.element_spec["rows"])}
+
+    adapter.get_tf_dataset = lambda: _distributed(strategy, "PyDatasets", describe)
+    adapter.user_data = source
+    return adapter
+
+
+def gives_rows(source: Any) -> bool:
+    """Return whether a `PyDataset` of the user can be asked for rows.
+
+    A class may have something else of the name `rows`: it takes no three positions.
+    """
+    if not isinstance(source, keras.utils.PyDataset):
+        return False
+    if not _takes(source, "rows", 0, 0, 1):
+        return False
+    if _takes(source, "num_rows", 0):
+        return True
+    user_code.warn(
+        f"Each worker reads whole batches of {type(source).__name__}, and not only its "
+        "own rows: it has `rows(index, start, stop)` and no `num_rows(index)`, which "
+        "returns the number of rows of a batch."
+    )
+    return False
+
+
+def describe_batches(dataset: RowsOfBatches) -> dict[str, Any]:
+    """Describe number and rows of batches, to be compared between workers.
+
+    Raises:
+        ValueError: If the number of rows of a batch is no positive integer.
+    """
+    num_batches = dataset.num_batches
+    known = 2 if num_batches is None else min(num_batches, _COMPARED_BATCHES)
+    rows = [_num_rows_of(dataset.source, index) for index in range(known)]
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    return {
+        "number of batches": num_batches,
+        "number of rows": sum(rows),
+        "digest of the rows of each batch": digest,
+    }
+
+
+def _num_rows_of(source: Any, index: int) -> int:
+    """Return the number of rows of a batch, as the user's class tells it."""
+    found = source.num_rows(index)
+    if isinstance(found, bool) or not isinstance(found, (int, np.integer)) or found < 1:
+        raise ValueError(
+            f"`num_rows` of {type(source).__name__} must return the number of rows of "
+            f"a batch, an integer of 1 or more. Received: num_rows({index})={found!r}"
+        )
+    return int(found)
+
+
+def _takes(source: Any, name: str, *positions: int) -> bool:
+    """Return whether an object has a method that takes so many positions."""
+    try:
+        inspect.signature(getattr(source, name)).bind(*positions)
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _check_rows(source: Any, index: int, start: int, stop: int, rows: Any) -> None:
+    """Raise if the user's class returned another number of rows than was asked for."""
+    parts = [part for part in keras.tree.flatten(rows) if getattr(part, "shape", None)]
+    counts = [int(part.shape[0]) for part in parts]
+    if not counts or any(count != stop - start for count in counts):
+        raise ValueError(
+            f"`rows({index}, {start}, {stop})` of {type(source).__name__} must return "
+            f"{pluralize(stop - start, 'row')} in each part of the batch. Received: "
+            f"parts with these numbers of rows: {counts}"
+        )
+
+
+# A `DataLoader` of torch.
+
+
+class OwnBatches:
+    """Sampler of the numbers of this worker's rows of each batch.
+
+    Args:
+        batches: `torch.utils.data.BatchSampler` of global batches.
+        ranks: Sequence of ints, consecutive, the replicas of this worker.
+        num_replicas: Int, on all workers.
+
+    Attributes:
+        totals: `collections.deque` of ints, the rows of each global batch of the last
+            pass that has begun. Who takes a batch takes its number.
+    """
+
+    def __init__(self, batches: Any, ranks: Sequence[int], num_replicas: int) -> None:
+        self._batches = batches
+        self._ranks = list(ranks)
+        self._num_replicas = num_replicas
+        self.totals: collections.deque[int] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list]:
+        self.totals = collections.deque()
+        return self._numbers(self.totals)
+
+    def _numbers(self, totals: collections.deque[int]) -> Iterator[list]:
+        for batch in self._batches:
+            total = len(batch)
+            own = rows_to_read(total, self._ranks, self._num_replicas)
+            totals.append(total)
+            yield list(batch[own.start : own.stop])
+
+
+class Watched:
+    """Dataset that tells of each item whether random numbers were drawn for it.
+
+    Args:
+        dataset: Map-style dataset of torch.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: list) -> list[tuple]:
+        before = _random_states()
+        if hasattr(self._dataset, "__getitems__"):
+            items = self._dataset.__getitems__(indices)
+        else:
+            items = [self._dataset[index] for index in indices]
+        is_random = _random_states() != before
+        return [(item, is_random) for item in items]
+
+
+def _rows_of_loader(strategy: Any, loader: Any) -> Any:
+    """Return an adapter for a `DataLoader`, or the loader where all read all rows."""
+    worker_group = strategy.extended.worker_group
+    _agree_on_order(worker_group, loader)
+    division = strategy.extended.local_ranks, strategy.num_replicas_in_sync
+    obstacle = why_not_split_loader(loader)
+    if not obstacle and strategy.extended.balance is not None:
+        obstacle = REBALANCE_REASON
+    if worker_group.any("a DataLoader", bool(obstacle)):
+        warn_not_split_early(strategy, obstacle)
+        return loader
+    items, is_random = first_items(loader, *division)
+    if worker_group.any("random numbers of a DataLoader", is_random):
+        warn_not_split_early(strategy, _OF_RANDOM_ITEMS if is_random else "")
+        return loader
+    spec = _compat.spec_of_batches(items)
+    own = loader_of_rows(loader, loader.dataset, *division)
+
+    def describe() -> tuple:
+        told = {
+            "number of batches": len(loader),
+            "rows": len(loader.dataset),
+            "batch_size": loader.batch_size,
+            "batch": describe_spec(spec["rows"]),
+        }
+        make = tf.data.Dataset.from_generator
+        return make(lambda: items_of(own), output_signature=spec), told
+
+    adapter = _compat.TorchDataLoaderAdapter(loader)
+    adapter.get_tf_dataset = lambda: _distributed(strategy, "DataLoaders", describe)
+    return adapter
+
+
+def _agree_on_order(worker_group: WorkerGroup, loader: Any) -> None:
+    """Have torch shuffle alike on all workers, which nobody has seeded before."""
+    sampler = type(getattr(loader, "sampler", None)).__name__
+    if worker_group.any("shards of a DataLoader", sampler == "DistributedSampler"):
+        user_code.warn(
+            "This DataLoader is divided twice, so that some of its rows are never "
+            "read: each worker has a shard of its own, and takes its rows of each "
+            "batch of that. Leave `DistributedSampler` out, and batch by the global "
+            "batch size on every worker."
+        )
+    generators = _generators(loader)
+    states = [generator.get_state().numpy().tobytes() for generator in generators]
+    digests = [hashlib.sha256(state).hexdigest() for state in states]
+    same, _ = worker_group.all_equal("torch's random state", json.dumps(digests))
+    if not same:
+        seed = common_seed(worker_group)
+        for generator in generators:
+            generator.manual_seed(seed)
+
+
+def why_not_split_loader(loader: Any) -> str:
+    """Say what makes each worker load all rows, and what to do; empty if nothing."""
+    import torch
+
+    data = torch.utils.data
+    if type(loader) is not data.DataLoader:
+        return f"{type(loader).__name__} is a `DataLoader` of its own kind"
+    if isinstance(loader.dataset, data.IterableDataset):
+        return "its dataset is iterable; give it one with `__len__` and `__getitem__`"
+    sampler = type(loader.sampler)
+    if type(loader.batch_sampler) is not data.BatchSampler:
+        return "it has a `batch_sampler` of its own; give it `batch_size` and `shuffle`"
+    if sampler not in [getattr(data, name) for name in _SAMPLERS]:
+        return f"it has a {sampler.__name__}; give it `batch_size` and `shuffle`"
+    if loader.collate_fn is not data.default_collate:
+        return (
+            "its `collate_fn` may look at all rows of a batch; leave it out, and do "
+            "what it does in the dataset"
+        )
+    if not getattr(loader, "in_order", True):
+        return "with `in_order=False` its batches come in any order; leave that out"
+    return ""
+
+
+def loader_of_rows(
+    loader: Any, dataset: Any, ranks: Sequence[int], num_replicas: int, **changed: Any
+) -> Any:
+    """Make a `DataLoader` of the rows of one worker.
+
+    Args:
+        loader: `torch.utils.data.DataLoader` of global batches.
+        dataset: Its dataset, or one of as many rows.
+        ranks: Sequence of ints, consecutive, the replicas of this worker.
+        num_replicas: Int, on all workers.
+        **changed: Settings that it does not have of the given one.
+    """
+    import torch
+
+    settings = {
+        name: getattr(loader, name)
+        for name in (
+            *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+            *("multiprocessing_context", "generator", "prefetch_factor"),
+            "persistent_workers",
+        )
+    }
+    own = OwnBatches(loader.batch_sampler, ranks, num_replicas)
+    return torch.utils.data.DataLoader(
+        dataset, batch_sampler=own, **(settings | changed)
+    )
+
+
+def items_of(own: Any) -> Iterator[dict[str, Any]]:
+    """Iterate over a loader of this worker's rows.
+
+    Args:
+        own: What `loader_of_rows` returned.
+
+    Yields:
+        Dict of `rows`, a tuple of arrays, and the `total`, an array of one number.
+    """
+    batches = iter(own)
+    totals = own.batch_sampler.totals
+    for batch in batches:
+        yield _item(_arrays_of(batch), totals.popleft())
+
+
+def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
+    """Read this worker's rows of the first batches, as Keras does for the spec.
+
+    Returns:
+        Tuple: list of dicts as those of `items_of`, and whether the dataset draws
+        random numbers. If so, all generators are as before: Keras reads them again.
+    """
+    import torch
+
+    def collate(pairs: list[tuple]) -> tuple:
+        items, is_random = zip(*pairs, strict=True)
+        return torch.utils.data.default_collate(list(items)), any(is_random)
+
+    generators = _generators(loader)
+    before = [generator.get_state() for generator in generators]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    settings = {"collate_fn": collate, "persistent_workers": False}
+    watched = Watched(loader.dataset)
+    own = loader_of_rows(loader, watched, ranks, num_replicas, **settings)
+    items, draws = [], False
+    batches = iter(own)
+    for _, (batch, is_random) in zip(range(_BATCHES_FOR_SPEC), batches, strict=False):
+        items.append(_item(_arrays_of(batch), own.batch_sampler.totals.popleft()))
+        draws |= is_random
+    del batches  # ends its processes
+    if draws:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+    return items, draws
+
+
+def _generators(loader: Any) -> list[Any]:
+    """Return torch's generator, and those of a loader and its sampler."""
+    import torch
+
+    found = [torch.default_generator]
+    for owner in (loader, getattr(loader, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if generator is not None and all(generator is not other for other in found):
+            found.append(generator)
+    return found
+
+
+def _arrays_of(batch: Any) -> tuple:
+    """Convert tensors of torch as Keras converts them."""
+    return tuple(
+        keras.tree.map_structure(
+            lambda part: None if part is None else np.asarray(part.cpu()), batch
+        )
+    )
+
+
+def _random_states() -> list:
+    import torch
+
+    of_numpy: Any = np.random.get_state()
+    return [
+        random.getstate(),
+        [np.asarray(part).tolist() for part in of_numpy],
+        torch.get_rng_state().numpy().tobytes(),
+    ]
+
+
+# Arrays in files.
+
+
+class StoredRows:
+    """An array in a file.
+
+    Args:
+        array: `np.memmap` or `h5py.Dataset`.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        is_float = array.dtype.kind == "f"
+        self._dtype = tf.as_dtype(keras.config.floatx() if is_float else array.dtype)
+
+    def gather(self, numbers: tf.Tensor) -> tf.Tensor:
+        """Read rows, in a graph.
+
+        Args:
+            numbers: Tensor of shape `[num]`, int64, each number once.
+        """
+        rows = tf.numpy_function(self.read, [numbers], self._dtype, stateful=False)
+        return tf.ensure_shape(rows, [numbers.shape[0], *self._array.shape[1:]])
+
+    def read(self, numbers: np.ndarray) -> np.ndarray:
+        """Read rows.
+
+        Args:
+            numbers: Array of shape `[num]`, int64, each number once.
+        """
+        dtype = self._dtype.as_numpy_dtype
+        if len(numbers) == 0:
+            return np.zeros([0, *self._array.shape[1:]], dtype)
+        order = np.argsort(numbers)
+        rising = numbers[order]
+        first, last = int(rising[0]), int(rising[-1])
+        # HDF5 reads rows in rising order, and a range much faster.
+        is_range = last - first + 1 == len(rising)
+        rows = self._array[first : last + 1] if is_range else self._array[rising]
+        return np.asarray(rows)[np.argsort(order)].astype(dtype, copy=False)
+
+
+class StoredArraysAdapter(_compat.ArrayDataAdapter):
+    """Keras's adapter of arrays, some of which stand in files.
+
+    Args:
+        arguments: Dict, keyword arguments of Keras's epoch iterator.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        # By the number of a stand-in, which Keras holds as it is.
+        self._stored: dict[int, StoredRows] = {}
+        shuffle = arguments.get("shuffle", False)
+        self._of_classes = arguments.get("class_weight") is not None
+
+        def stand_in(leaf: Any) -> Any:
+            if not _is_read_by_rows(leaf, shuffle):
+                return leaf
+            numbers = np.arange(len(leaf), dtype="int64")
+            self._stored[id(numbers)] = StoredRows(leaf)
+            return numbers
+
+        given = {name: arguments.get(name) for name in _PARTS}
+        for name, part in given.items():
+            if name != "y" or not self._of_classes:  # Keras reads them for the weights
+                given[name] = keras.tree.map_structure(stand_in, part)
+        super().__init__(
+            given["x"],
+            given["y"],
+            sample_weight=given["sample_weight"],
+            batch_size=arguments.get("batch_size"),
+            steps=arguments.get("steps_per_epoch"),
+            shuffle=shuffle,
+            class_weight=arguments.get("class_weight"),
+        )
+
+    def get_tf_dataset(self) -> tf.data.Dataset:
+        """Make a dataset of batches; the rows are read by its last stage."""
+        inputs = keras.tree.lists_to_tuples(_compat.inputs_of(self))
+        stored = keras.tree.map_structure(
+            lambda leaf: self._stored.get(id(leaf)), inputs
+        )
+
+        def read(leaf: Any, rows: StoredRows | None) -> Any:
+            return leaf if rows is None else rows.gather(leaf)
+
+        @no_autograph
+        def read_stored_rows(*batch: Any) -> Any:
+            batch = batch if type(stored) is tuple else batch[0]
+            return keras.tree.map_structure(read, batch, stored)
+
+        return super().get_tf_dataset().map(read_stored_rows)
+
+
+def has_stored_arrays(arguments: dict[str, Any]) -> bool:
+    """Return whether arrays for a loop are better read row by row.
+
+    Args:
+        arguments: Dict, keyword arguments of Keras's epoch iterator.
+    """
+    given = [arguments.get(name) for name in _PARTS]
+    read = [given[0], given[2]] if arguments.get("class_weight") is not None else given
+    shuffle = arguments.get("shuffle", False)
+    is_any = any(_is_read_by_rows(leaf, shuffle) for leaf in keras.tree.flatten(read))
+    return is_any and _compat.can_convert_arrays(tuple(given))
+
+
+def _is_read_by_rows(leaf: Any, shuffle: bool | str) -> bool:
+    """Return whether rows of an array are read from its file.
+
+    Rows of a chunked or compressed HDF5 dataset in random order cost a chunk each:
+    that one goes into memory, as Keras does it.
+    """
+    if not isinstance(leaf, (np.memmap, h5py.Dataset)):
+        return False
+    if not leaf.ndim or leaf.dtype.kind not in _NUMBERS:
+        return False
+    is_contiguous = getattr(leaf, "chunks", None) is None
+    return is_contiguous or shuffle is False or shuffle == "batch"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -26,7 +26,6 @@ from tfdp.training.data.uneven_inputs import (
     ComponentsSpec,
     StepIterator,
     has_next_step,
-    raise_out_of_range,
 )
 
 PREFETCHED_STEPS = 2
@@ -171,7 +170,7 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
 
     @property
     def _type_spec(self) -> tf.TypeSpec:
-        return _spec_of(PerReplicaDatasetSpec, self)
+        return _spec_of(self)
 
 
 class PerReplicaIterator(StepIterator):
@@ -194,60 +193,44 @@ class PerReplicaIterator(StepIterator):
 
     def get_next(self) -> Any:
         """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
-        if not self.read_options.asks_workers:
-            with Read() as read:
-                element = self._iterator.get_next()
-            read.given(element)
-            return self._batch(*element)
-        optional = self._read_optional()
-        parts = tf.cond(
-            self._has_next_step(optional),
-            lambda: self._value_or_empty(optional),
-            self._end,
-        )
-        return self._per_replica(parts)
+        if self.read_options.asks_workers:
+            return super().get_next()
+        with Read() as read:
+            element = self._iterator.get_next()
+        read.given(element)
+        return self._batch(*element)
 
-    def get_next_as_optional(self) -> Any:
-        """Return the next batch, or an empty optional at the end."""
-        optional = self._read_optional()
-        asks_workers = self.read_options.asks_workers
-        has_value = (
-            self._has_next_step(optional) if asks_workers else optional.has_value()
-        )
-
-        def value() -> Any:
-            if not asks_workers:
-                batch = self._batch(*optional.get_value())
-            else:
-                batch = self._per_replica(self._value_or_empty(optional))
-            return tf.experimental.Optional.from_value(batch)
-
-        def nothing() -> Any:
-            spec = self.element_spec
-            if self.read_options.counts_rows and not asks_workers:
-                spec = CountedBatch(spec, self._iterator.element_spec[1])
-            return tf.experimental.Optional.empty(spec)
-
-        return tf.cond(has_value, value, nothing)
-
-    def _read_optional(self) -> Any:
+    def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
         with Read() as read:
             optional = self._iterator.get_next_as_optional()
-        read.given(optional.has_value())
-        return optional
+        has_data = optional.has_value()
+        read.given(has_data)
+        if not self.read_options.asks_workers:
+            return has_data, lambda: self._batch(*optional.get_value())
+        stops = self.read_options.stops_at_shortest
+        has_next = has_next_step(self.strategy, has_data, stops=stops)
 
-    def _value_or_empty(self, optional: Any) -> tuple:
-        """Return local rows, none where this worker has run out of data.
+        def rows() -> Any:
+            # Workers that have run out of data know the rows of no common batch.
+            parts, _ = tf.cond(has_data, optional.get_value, self._empty)
+            return self._per_replica(parts)
 
-        Such workers know the rows of no common batch.
-        """
-        parts, _ = tf.cond(optional.has_value(), optional.get_value, self._empty)
-        return parts
+        return has_next, rows
+
+    @property
+    def _next_spec(self) -> Any:
+        if not self._counts_rows:
+            return self.element_spec
+        return CountedBatch(self.element_spec, self._iterator.element_spec[1])
+
+    @property
+    def _counts_rows(self) -> bool:
+        return self.read_options.counts_rows and not self.read_options.asks_workers
 
     def _batch(self, parts: tuple, num_rows: tf.Tensor) -> Any:
         """Return the batch of a step that needs not ask the other workers."""
         batch = self._per_replica(parts)
-        return CountedBatch(batch, num_rows) if self.read_options.counts_rows else batch
+        return CountedBatch(batch, num_rows) if self._counts_rows else batch
 
     def _per_replica(self, parts: tuple) -> Any:
         """Return a per-replica value of the local rows, or of one global batch."""
@@ -257,63 +240,29 @@ class PerReplicaIterator(StepIterator):
             parts = rows_of_ranks_by_weight(parts[0], extended.local_ranks, weights)
         return _compat.per_replica(list(parts))
 
-    def _has_next_step(self, optional: Any) -> tf.Tensor:
-        return has_next_step(
-            self.strategy,
-            optional.has_value(),
-            stops=self.read_options.stops_at_shortest,
-        )
-
-    def _end(self) -> Any:
-        with tf.control_dependencies([raise_out_of_range(self.strategy)]):
-            parts, _ = self._empty()
-            return parts
-
     def _empty(self) -> Any:
         return tf.nest.map_structure(empty_of, self._iterator.element_spec)
 
     @property
     def _type_spec(self) -> tf.TypeSpec:
-        return _spec_of(PerReplicaIteratorSpec, self)
+        return _spec_of(self)
 
 
-class _PerReplicaTypeSpec(ComponentsSpec):
-    """Type spec of a dataset or its iterator, as an argument of `tf.function`."""
+class PerReplicaSpec(ComponentsSpec):
+    """Type spec of a `PerReplicaDataset` or a `PerReplicaIterator`."""
 
-    __slots__ = ("_read_options", "_strategy_id")
-
-    def __init__(self, inner: Any, strategy_id: int, read_options: tuple) -> None:
-        super().__init__(inner)
-        self._strategy_id = strategy_id
-        self._read_options = tuple(read_options)
-
-    def _serialize(self) -> tuple:
-        return (self._inner, self._strategy_id, self._read_options)
+    __slots__ = ()
 
     def _from_components(self, components: Any) -> Any:
-        strategy = _strategies[self._strategy_id]
-        return self.value_type(components, strategy, ReadOptions(*self._read_options))
+        strategy_id, read_options = self._settings
+        strategy = _strategies[strategy_id]
+        return self.value_type(components, strategy, ReadOptions(*read_options))
 
 
-class PerReplicaDatasetSpec(_PerReplicaTypeSpec):
-    """Type spec of a `PerReplicaDataset`."""
-
-    __slots__ = ()
-    value_type = PerReplicaDataset
-
-
-class PerReplicaIteratorSpec(_PerReplicaTypeSpec):
-    """Type spec of a `PerReplicaIterator`."""
-
-    __slots__ = ()
-    value_type = PerReplicaIterator
-
-
-def _spec_of(kind: type, value: Any) -> Any:
+def _spec_of(value: Any) -> PerReplicaSpec:
     # A spec is compared by plain values, so the strategy stands in a table.
     _strategies[id(value.strategy)] = value.strategy
-    inner = _compat.type_spec_of(value.components)
-    return kind(inner, id(value.strategy), value.read_options)
+    return PerReplicaSpec.of(value, id(value.strategy), tuple(value.read_options))
 
 
 def distribute_divided(

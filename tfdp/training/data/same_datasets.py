@@ -1,9 +1,13 @@
-"""Comparison of the workers' datasets: order, shards, length and rows of batches."""
+"""Comparison of the workers' datasets: order, shards, length and rows of batches.
+
+The lengths give the number of steps of an epoch, the same for all.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -14,11 +18,11 @@ from tfdp.ground.base import loops
 from tfdp.training.data.batch_sizes import describe_sizes, sizes_of_batches
 from tfdp.training.data.element_specs import describe_spec, without_unknown_sizes
 from tfdp.training.data.fingerprints import ArrayValues, find_difference
-from tfdp.training.data.lengths import Length
 from tfdp.training.data.per_replica_dataset import ReadOptions
 from tfdp.training.data.stages import is_of_arrays
 
 _TOPIC = "a dataset's order and length"
+ENDLESS = math.inf
 
 
 def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
@@ -55,6 +59,20 @@ def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
     return ReadOptions(asks_workers=False, same_rows=_same_rows(sizes))
 
 
+def on_workers(values: Iterable[Any]) -> str:
+    """List what each worker has, for a message.
+
+    Args:
+        values: Iterable, ordered by worker.
+
+    Example:
+
+    >>> on_workers([3, "no file"])
+    '3 on worker 0, no file on worker 1'
+    """
+    return ", ".join(f"{each} on worker {rank}" for rank, each in enumerate(values))
+
+
 def values_of_sources(dataset: tf.data.Dataset) -> ArrayValues:
     """Return the values of the tensors and file names that a dataset is made of.
 
@@ -86,7 +104,7 @@ def check_same_values(
             "Workers have data of different values, so that some rows would be read "
             "twice and others never. Draw, shuffle, split and list data alike on every "
             "worker, by one seed and in sorted order, or give each a `tf.data.Dataset` "
-            f"of its own with `AutoShardPolicy.OFF`. Received: {found}"
+            f"of its own with `AutoShardPolicy.OFF`. Received: {found}",
         )
 
 
@@ -104,7 +122,7 @@ def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> Non
     if found:
         raise worker_group.error(
             "Workers have datasets of different elements. Every worker has to make the "
-            f"same pipeline. Received: batch{found}"
+            f"same pipeline. Received: batch{found}",
         )
 
 
@@ -130,9 +148,7 @@ def check_not_sharded(shards: Sequence[list]) -> None:
     """
     if all(own == shards[0] for own in shards):
         return
-    calls = ", ".join(
-        f"{_shard_calls(own)} on worker {rank}" for rank, own in enumerate(shards)
-    )
+    calls = on_workers(map(_shard_calls, shards))
     user_code.warn(
         "This dataset is divided twice, so that some of its elements are never read: "
         "each worker has a shard of its own, and takes its rows of each batch of that. "
@@ -160,9 +176,7 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
     same = len(set(lengths)) == 1
     # `epochs` warns of batches that are dropped, where their number is known.
     if not same and not stops_at_shortest(strategy):
-        listed = ", ".join(
-            f"{Length.of_cardinality(n)} on worker {r}" for r, n in enumerate(lengths)
-        )
+        listed = on_workers(map(Length.of_cardinality, lengths))
         user_code.warn(
             "Workers have datasets of different length; each should read the same "
             "global batches. All go on until the longest ends, those without data "
@@ -178,12 +192,99 @@ def _same_rows(sizes: Sequence[dict[str, Any] | None]) -> bool:
         return False
     same = all(each == known[0] for each in known)
     if not same:
-        listed = ", ".join(
-            f"{describe_sizes(each)} on worker {r}" for r, each in enumerate(known)
-        )
+        listed = on_workers(map(describe_sizes, known))
         user_code.warn(
             "Workers have datasets with batches of different sizes; each should read "
             "the same global batches, of which it takes its rows, or data of its own "
             f"with `AutoShardPolicy.OFF`. Received: {listed}"
         )
     return same
+
+
+class Length(NamedTuple):
+    """Length of one worker's data.
+
+    Args:
+        steps: Int, `ENDLESS`, or `None` where it is not known before the end.
+        steps_per_batch: Float, number of steps for which one batch lasts.
+        batch_rows: Int, the rows of a batch of arrays, or `None` for other data.
+        last_rows: Int, the rows of a last smaller batch, or 0.
+    """
+
+    steps: float | None
+    steps_per_batch: float = 1
+    batch_rows: int | None = None
+    last_rows: int = 0
+
+    @classmethod
+    def of_cardinality(cls, cardinality: int) -> Length:
+        """Return the length of a `tf.data.Dataset` of this cardinality.
+
+        Example:
+
+        >>> [str(Length.of_cardinality(number)) for number in (4, -1, -2)]
+        ['4', 'endlessly many', 'an unknown number']
+        """
+        # `tf.data.INFINITE_CARDINALITY` and `tf.data.UNKNOWN_CARDINALITY`
+        return cls({-1: ENDLESS, -2: None}.get(cardinality, cardinality))
+
+    @property
+    def is_endless(self) -> bool:
+        """Bool, whether it never ends."""
+        return self.steps == ENDLESS
+
+    def __str__(self) -> str:
+        return _batches(self.steps, self.steps_per_batch)
+
+
+def agreed_steps(lengths: Sequence[Length], *, stops: bool) -> int | None:
+    """Return the number of steps after which an epoch ends for all workers.
+
+    Args:
+        lengths: Sequence of `Length`, one for each worker.
+        stops: Bool, whether the first worker without data ends it, or the last.
+
+    Returns:
+        Int, or `None` where it is not known before, or never ends.
+
+    Example:
+
+    >>> lengths = [Length(4), Length(6), Length(ENDLESS)]
+    >>> agreed_steps(lengths, stops=True), agreed_steps(lengths, stops=False)
+    (4, None)
+    """
+    known = [length.steps for length in lengths if length.steps is not None]
+    if len(known) < len(lengths):
+        return None
+    steps = min(known) if stops else max(known)
+    return None if steps == ENDLESS else int(steps)
+
+
+def dropped_batches(lengths: Sequence[Length]) -> str:
+    """Describe the batches beyond the shortest worker's, or return an empty string.
+
+    Args:
+        lengths: Sequence of `Length`, one for each worker.
+
+    Example:
+
+    >>> dropped_batches([Length(4), Length(6), Length(4), Length(ENDLESS)])
+    '2 of worker 1, endlessly many of worker 3'
+    """
+    steps = agreed_steps(lengths, stops=True)
+    if steps is None:
+        return ""
+    more = [
+        (rank, length.steps - steps, length.steps_per_batch)
+        for rank, length in enumerate(lengths)
+        if length.steps is not None and length.steps > steps
+    ]
+    return ", ".join(f"{_batches(n, each)} of worker {rank}" for rank, n, each in more)
+
+
+def _batches(steps: float | None, steps_per_batch: float) -> str:
+    if steps is None:
+        return "an unknown number"
+    if steps == ENDLESS:
+        return "endlessly many"
+    return f"{steps / steps_per_batch:g}"

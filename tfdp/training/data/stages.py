@@ -20,7 +20,7 @@ CHOOSE = ("TakeDataset", "SkipDataset", "RepeatDataset")
 # files: they treat each row of a batch by itself.
 _ROW_BY_ROW = (
     "keras.src.trainers.data_adapters.tf_dataset_adapter.make_class_weight_map_fn.",
-    "tfdp.training.data.stored_rows.",
+    "tfdp.training.data.own_rows.StoredArraysAdapter.",
 )
 # The function that gathers the rows of a batch from arrays.
 _OF_ARRAYS = "keras.src.trainers.data_adapters.array_data_adapter.ArrayDataAdapter."

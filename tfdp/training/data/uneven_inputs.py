@@ -6,6 +6,7 @@ those without get empty batches; or they stop as soon as one has none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -17,6 +18,8 @@ from tfdp.ground.forks import keep_in_forks
 from tfdp.training.data.read_counts import Read
 
 _deletions = FinalizerThread("tfdp-iterators")
+# A spec is compared by plain values, so that classes stand in a table.
+_kinds: dict[int, type] = {}
 
 
 def has_next_step(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tensor:
@@ -103,6 +106,36 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
         except tf.errors.OutOfRangeError as error:
             raise StopIteration from error
 
+    def get_next(self) -> Any:
+        """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
+        has_next, values = self._next_step()
+
+        def end() -> Any:
+            with tf.control_dependencies([raise_out_of_range(self.strategy)]):
+                return values()
+
+        return tf.cond(has_next, values, end)
+
+    def get_next_as_optional(self) -> Any:
+        """Return the next batch, or an empty optional at the end."""
+        has_next, values = self._next_step()
+        return tf.cond(
+            has_next,
+            lambda: tf.experimental.Optional.from_value(values()),
+            lambda: tf.experimental.Optional.empty(self._next_spec),
+        )
+
+    def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
+        """Whether there is a next batch, alike on all workers, and what returns it.
+
+        Where there is none on this worker, it returns an empty one.
+        """
+        raise NotImplementedError
+
+    @property
+    def _next_spec(self) -> Any:
+        return self.element_spec
+
     @property
     def components(self) -> Any:
         """The iterator of this worker, a composite tensor."""
@@ -116,8 +149,6 @@ class StockIterator(StepIterator):
         iterator: Iterator of TensorFlow's over a distributed dataset.
     """
 
-    spec_class: type[ComponentsSpec]
-
     def __init__(self, iterator: Any) -> None:
         super().__init__(iterator, _compat.strategy_of_iterator(iterator))
 
@@ -128,7 +159,7 @@ class StockIterator(StepIterator):
 
     @property
     def _type_spec(self) -> tf.TypeSpec:
-        return self.spec_class(_compat.type_spec_of(self._iterator))
+        return ComponentsSpec.of(self)
 
 
 class CountedIterator(StockIterator):
@@ -155,49 +186,44 @@ class ShortestIterator(StockIterator):
     TensorFlow's own ends with the longest, without an option.
     """
 
-    def get_next(self) -> Any:
-        """Return the next batches; raise `tf.errors.OutOfRangeError` at the end."""
+    def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
         optionals = _compat.optionals_of_replicas(self._iterator)
-
-        def values() -> Any:
-            return _compat.values_or_empty(self._iterator, optionals)
-
-        def end() -> Any:
-            with tf.control_dependencies([raise_out_of_range(self.strategy)]):
-                return values()
-
-        return tf.cond(self._all_have(optionals), values, end)
-
-    def get_next_as_optional(self) -> Any:
-        """Return the next batches, or an empty optional at the end."""
-        optionals = _compat.optionals_of_replicas(self._iterator)
-
-        def values() -> Any:
-            found = _compat.values_or_empty(self._iterator, optionals)
-            return tf.experimental.Optional.from_value(found)
-
-        def nothing() -> Any:
-            return tf.experimental.Optional.empty(self.element_spec)
-
-        return tf.cond(self._all_have(optionals), values, nothing)
-
-    def _all_have(self, optionals: list) -> tf.Tensor:
         # The last batches of a worker may be fewer than its replicas.
-        return has_next_step(
-            self.strategy, _compat.any_has_value(optionals), stops=True
-        )
+        has_data = _compat.any_has_value(optionals)
+        has_next = has_next_step(self.strategy, has_data, stops=True)
+        return has_next, lambda: _compat.values_or_empty(self._iterator, optionals)
 
 
 class ComponentsSpec(tf.TypeSpec):
-    """Base class of the type specs of what is made of its `components`."""
+    """Type spec of what is made of its `components`, an argument of `tf.function`.
 
-    __slots__ = ("_inner",)
+    Args:
+        inner: Spec of the components.
+        kind: Int, the number of the class of the value in a table.
+        *settings: Further arguments of the class, of types that specs can compare.
+    """
 
-    def __init__(self, inner: Any) -> None:
+    __slots__ = ("_inner", "_kind", "_settings")
+
+    def __init__(self, inner: Any, kind: int, *settings: Any) -> None:
         self._inner = inner
+        self._kind = kind
+        self._settings = settings
+
+    @classmethod
+    def of(cls, value: Any, *settings: Any) -> ComponentsSpec:
+        """Return the spec of a value."""
+        kind = type(value)
+        _kinds[id(kind)] = kind
+        return cls(_compat.type_spec_of(value.components), id(kind), *settings)
+
+    @property
+    def value_type(self) -> Any:
+        """Class of the value."""
+        return _kinds[self._kind]
 
     def _serialize(self) -> tuple:
-        return (self._inner,)
+        return (self._inner, self._kind, *self._settings)
 
     @property
     def _component_specs(self) -> Any:
@@ -207,22 +233,4 @@ class ComponentsSpec(tf.TypeSpec):
         return value.components
 
     def _from_components(self, components: Any) -> Any:
-        return self.value_type(components)
-
-
-class CountedIteratorSpec(ComponentsSpec):
-    """Type spec of a `CountedIterator`, as an argument of `tf.function`."""
-
-    __slots__ = ()
-    value_type = CountedIterator
-
-
-class ShortestIteratorSpec(ComponentsSpec):
-    """Type spec of a `ShortestIterator`, as an argument of `tf.function`."""
-
-    __slots__ = ()
-    value_type = ShortestIterator
-
-
-CountedIterator.spec_class = CountedIteratorSpec
-ShortestIterator.spec_class = ShortestIteratorSpec
+        return self.value_type(components, *self._settings)
