@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdp.checkpoint.model_state import ACCUMULATED_PREFIX, COUNTER, shard_writer_of
+from tfdp.checkpoint.model_state import ACCUMULATED_PREFIX, COUNTER, replicated
 from tfdp.checkpoint.replica_state import local_replicas, zero_local_values
 from tfdp.ground import _compat
 from tfdp.ground.base.context import strategy_of
@@ -38,13 +38,12 @@ def accumulated_state(model: keras.Model) -> list[StateTensor]:
     count = accumulation_counter(model)
     if count is None:
         return []
-    shard_writer = shard_writer_of(model)
-    tensors = [shard_writer.replicated(f"{ACCUMULATED_PREFIX}/steps", count, COUNTER)]
+    tensors = [replicated(model, f"{ACCUMULATED_PREFIX}/steps", count, COUNTER)]
     if _shards_gradients(model):
         sums, replicas = accumulated_shards(model), 1
     else:
         # Of these sums each replica has an equal fraction.
-        sums = [shard_writer.replicated(name, total) for name, total in _sums(model)]
+        sums = [replicated(model, name, total) for name, total in _sums(model)]
         strategy = strategy_of(model)
         replicas = 1 if strategy is None else strategy.num_replicas_in_sync
     return tensors + [

@@ -140,7 +140,7 @@ class Backups:
         found_steps = run_on_all_workers(
             group, self.directory, "restored", _NOTHING_LOADED, "the backups", find
         )
-        steps = json.loads(group.all_gather("their steps", json.dumps(found_steps))[0])
+        steps = group.all_gather_values("their steps", found_steps)[0]
         damaged: list[tuple[str, str]] = []
         for step in steps:
             name = f"step-{step}"

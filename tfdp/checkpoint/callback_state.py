@@ -17,31 +17,24 @@ import numpy as np
 from tfdp.checkpoint.index import DTYPES, Index
 from tfdp.checkpoint.schema import COUNT, check, list_of, mapping, optional, refuse
 
-# What each holds that changes in training: values, and lists of arrays.
-_KERAS: tuple[tuple[type, tuple[str, ...], tuple[str, ...]], ...] = (
-    (
-        keras.callbacks.EarlyStopping,
-        ("wait", "stopped_epoch", "best", "best_epoch"),
-        ("best_weights",),
+# What each holds that changes in training.
+_KERAS: dict[type, tuple[str, ...]] = {
+    keras.callbacks.EarlyStopping: (
+        *("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
     ),
-    (keras.callbacks.ReduceLROnPlateau, ("best", "wait", "cooldown_counter"), ()),
-    (
-        keras.callbacks.ModelCheckpoint,
-        ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
-        (),
+    keras.callbacks.ReduceLROnPlateau: ("best", "wait", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: (
+        *("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
     ),
-    (keras.callbacks.History, ("epoch", "history"), ()),
-    (keras.callbacks.SwapEMAWeights, ("_ema_weights_in_model",), ()),
-    (
-        keras.callbacks.TensorBoard,
-        ("_global_train_batch", "_global_test_batch"),
-        (),
-    ),
-)
-_NAMES = {name for _, names, _ in _KERAS for name in names}
+    keras.callbacks.History: ("epoch", "history"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
+}
+# Lists of arrays, which are tensors of a backup.
+_LISTS = {"best_weights"}
+_NAMES = {name for names in _KERAS.values() for name in names} - _LISTS
 # Before the first epoch that Keras looks at, and the first batch.
 _MAY_BE_NONE = {"best", "_last_batch_seen"}
-_LIST_NAMES = {name for _, _, lists in _KERAS for name in lists}
 _ARRAY, _PAIRS = "__array__", "__pairs__"
 _DTYPE = re.compile(r"[<>=|][?a-zA-Z][0-9]{1,9}(\[[a-zA-Z0-9]+\])?")
 
@@ -61,21 +54,20 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str,
         if _has_state_methods(callback):
             states[key] = {"own": to_json(callback.get_state())}
             continue
-        names, lists = _state_attributes(callback)
+        names = _state_attributes(callback)
         if not names:
             continue
-        values = {
-            name: to_json(getattr(callback, name))
-            for name in names
-            if hasattr(callback, name)
-        }
-        counts = {}
-        for name in lists:
+        values: dict[str, Any] = {}
+        specs: dict[str, Any] = {}
+        for name in names:
             found = getattr(callback, name, None)
-            counts[name] = None if found is None else _array_specs(found)
-            for number, array in enumerate(found or ()):
-                arrays[f"{key}/{name}/{number}"] = np.asarray(array)
-        states[key] = {"values": values, "arrays": counts}
+            if name in _LISTS:
+                specs[name] = None if found is None else _array_specs(found)
+                for number, array in enumerate(found or ()):
+                    arrays[f"{key}/{name}/{number}"] = np.asarray(array)
+            elif hasattr(callback, name):
+                values[name] = to_json(found)
+        states[key] = {"values": values, "arrays": specs}
     return states, arrays
 
 
@@ -105,7 +97,7 @@ def _check_state(state: Any, where: str) -> None:
         if not _is_value(name, from_json(value)):
             refuse(value, f"{where}.{name}", "a value of such a callback")
     for name in state["arrays"]:
-        check(name, _LIST_NAMES, where)
+        check(name, _LISTS, where)
 
 
 def _is_value(name: str, value: Any) -> bool:
@@ -180,15 +172,14 @@ def set_callback_states(
             if _has_state_methods(callback):
                 _set_own_state(callback, key, state["own"])
             continue
-        names, lists = _state_attributes(callback)
-        for name in names:
-            if name in state["values"]:
+        for name in _state_attributes(callback):
+            if name in _LISTS:
+                specs = state["arrays"].get(name)
+                items = [f"{key}/{name}/{number}" for number in range(len(specs or ()))]
+                found = [arrays[item] for item in items]
+                setattr(callback, name, None if specs is None else found)
+            elif name in state["values"]:
                 setattr(callback, name, from_json(state["values"][name]))
-        for name in lists:
-            specs = state["arrays"].get(name)
-            items = [f"{key}/{name}/{number}" for number in range(len(specs or ()))]
-            found = [arrays[item] for item in items]
-            setattr(callback, name, None if specs is None else found)
 
 
 def _set_own_state(callback: Any, key: str, state: Any) -> None:
@@ -271,8 +262,6 @@ def _has_state_methods(callback: Any) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
-def _state_attributes(callback: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    for kind, names, lists in _KERAS:
-        if isinstance(callback, kind):
-            return names, lists
-    return (), ()
+def _state_attributes(callback: Any) -> tuple[str, ...]:
+    found = (names for kind, names in _KERAS.items() if isinstance(callback, kind))
+    return next(found, ())

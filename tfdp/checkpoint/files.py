@@ -66,9 +66,13 @@ def verify_files(
     with folder.reading() as fetch:
         for shard in shards:
             for file in shard.files:
-                found = sizes.get(file.name)
-                fault = _fault_of_size(file, found)
-                if contents and not fault:
+                found, fault = sizes.get(file.name), None
+                if found is None:
+                    fault = "is missing"
+                elif found != file.num_bytes:
+                    wrong = pluralize(found, "byte")
+                    fault = f"has {wrong} instead of {file.num_bytes:,}"
+                elif contents:
                     fault = _fault_of_contents(file, fetch)
                 if fault:
                     name = f"{folder.name}/{file.name}"
@@ -76,14 +80,6 @@ def verify_files(
                         f"The file {name!r}, which worker {shard.worker} wrote, "
                         f"{fault}."
                     )
-
-
-def _fault_of_size(file: File, num_bytes: int | None) -> str | None:
-    if num_bytes is None:
-        return "is missing"
-    if num_bytes != file.num_bytes:
-        return f"has {pluralize(num_bytes, 'byte')} instead of {file.num_bytes:,}"
-    return None
 
 
 def _fault_of_contents(file: File, fetch: Fetch) -> str | None:

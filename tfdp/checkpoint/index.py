@@ -6,7 +6,6 @@ workers nor the way in which they had sliced it shows.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import math
@@ -120,17 +119,11 @@ class Index:
         >>> [(shard.prefix, e.start) for shard, e in index.find(Extent(0, 3, 6))]
         [('a', 0), ('b', 4)]
         """
-        by_tensor = self._by_tensor[wanted.tensor]
-        first = bisect.bisect_right(
-            by_tensor, wanted.start, key=lambda pair: pair[1].start
-        )
-        found = []
-        for shard, extent in by_tensor[max(first - 1, 0) :]:
-            if extent.start >= wanted.stop or wanted.start == wanted.stop:
-                break
-            if extent.stop > wanted.start:
-                found.append((shard, extent))
-        return found
+        return [
+            (shard, extent)
+            for shard, extent in self._by_tensor[wanted.tensor]
+            if max(extent.start, wanted.start) < min(extent.stop, wanted.stop)
+        ]
 
     @functools.cached_property
     def _by_tensor(self) -> list[list[tuple[Shard, Extent]]]:

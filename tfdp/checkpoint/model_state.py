@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.ground import _compat
-from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.param_groups import innermost, is_multi
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
@@ -63,11 +63,10 @@ def model_state(model: keras.Model) -> list[StateTensor]:
             "The model has no variables yet. Call `model.build(input_shape)` or train "
             f"it first. Received: {model.name!r}, not built"
         )
-    shard_writer = shard_writer_of(model)
     metrics = {id(v) for metric in model.metrics for v in metric.variables}
     variables = [v for v in model.variables if id(v) not in metrics]
     tensors = [
-        shard_writer.replicated(f"model/{variable_name(i, variables)}", v)
+        replicated(model, f"model/{variable_name(i, variables)}", v)
         for i, v in enumerate(variables)
     ]
     optimizer = getattr(model, "optimizer", None)
@@ -75,106 +74,87 @@ def model_state(model: keras.Model) -> list[StateTensor]:
         if not optimizer.built:
             with model.distribute_strategy.scope():
                 optimizer.build(model.trainable_variables)
-        tensors += _optimizer_state(optimizer, shard_writer)
+        tensors += _optimizer_state(model, optimizer)
     for name, other in other_optimizers(model).items():
         if other.built:
             _check_no_sums(name, other)
             tensors += [
                 renamed(tensor, f"{OTHERS_PREFIX}/{name}/{tensor.name}")
-                for tensor in _optimizer_state(other, shard_writer)
+                for tensor in _optimizer_state(model, other)
             ]
     return tensors
 
 
-class ShardWriter:
-    """Elements that this worker writes of what all workers hold."""
+def replicated(
+    model: keras.Model, name: str, variable: Any, dtype: str | None = None
+) -> StateTensor:
+    """State tensor of a variable that has the same value on every worker.
 
-    def __init__(self, rank: int, count: int) -> None:
-        self.rank = rank
-        self.count = count
+    Each worker writes a part of it; of a sharded parameter, what its replicas hold.
 
-    def replicated(
-        self, name: str, variable: Any, dtype: str | None = None
-    ) -> StateTensor:
-        """State tensor of a variable that has the same value on every worker.
+    Args:
+        model: Keras model, whose strategy has the workers.
+        name: String, that of the tensor.
+        variable: Variable, or what is read and assigned like one.
+        dtype: String, or by default the variable's.
+    """
+    parameter = sharded_parameter(variable)
+    if parameter is not None:
+        return parameter_state(name, parameter)
+    group, shape = worker_group_of(model), tuple(variable.shape)
+    size = int(np.prod(shape, dtype=np.int64))
+    start, stop = (size * r // group.num_workers for r in (group.rank, group.rank + 1))
 
-        Of a sharded parameter each worker writes what its replicas hold. The dtype is
-        the variable's, or another one.
-        """
-        parameter = sharded_parameter(variable)
-        if parameter is not None:
-            return parameter_state(name, parameter)
-        shape = tuple(variable.shape)
-        size = int(np.prod(shape, dtype=np.int64))
-        start, stop = (size * r // self.count for r in (self.rank, self.rank + 1))
+    read = functools.partial(_compat.elements_of, variable)
 
-        read = functools.partial(_compat.elements_of, variable)
+    def write(values: Any) -> None:
+        variable.assign(np.asarray(values).reshape(shape))
 
-        def write(values: Any) -> None:
-            variable.assign(np.asarray(values).reshape(shape))
-
-        everything = LocalShard(0, size, lambda: read(0, size), write, read)
-        own = dataclasses.replace(
-            everything,
-            start=start,
-            stop=stop,
-            read_range=lambda first, last: read(start + first, start + last),
-        )
-        owned, dtype = tuple(own.split(READ_ELEMENTS)), dtype or str(variable.dtype)
-        return StateTensor(name, shape, dtype, owned, (everything,))
+    everything = LocalShard(0, size, lambda: read(0, size), write, read)
+    own = dataclasses.replace(
+        everything,
+        start=start,
+        stop=stop,
+        read_range=lambda first, last: read(start + first, start + last),
+    )
+    owned, dtype = tuple(own.split(READ_ELEMENTS)), dtype or str(variable.dtype)
+    return StateTensor(name, shape, dtype, owned, (everything,))
 
 
-def shard_writer_of(model: keras.Model) -> ShardWriter:
-    """`ShardWriter` of this worker in a model's strategy."""
-    strategy = strategy_of(model)
-    if strategy is None:
-        return ShardWriter(0, 1)
-    worker_group = strategy.extended.worker_group
-    return ShardWriter(worker_group.rank, worker_group.num_workers)
-
-
-def _optimizer_state(
-    optimizer: Any, shard_writer: ShardWriter
-) -> Iterator[StateTensor]:
+def _optimizer_state(model: keras.Model, optimizer: Any) -> Iterator[StateTensor]:
     sharded = getattr(optimizer, "shards", None)
     scale = _scale_of(optimizer)
     if scale is not None:
-        yield shard_writer.replicated(f"{LOSS_SCALE_PREFIX}/value", scale[0])
-        yield shard_writer.replicated(
-            f"{LOSS_SCALE_PREFIX}/good_steps", scale[1], COUNTER
-        )
+        yield replicated(model, f"{LOSS_SCALE_PREFIX}/value", scale[0])
+        yield replicated(model, f"{LOSS_SCALE_PREFIX}/good_steps", scale[1], COUNTER)
     for name, variable in _outer_state(optimizer).items():
-        yield shard_writer.replicated(f"{OUTER_PREFIX}/{name}", variable)
+        yield replicated(model, f"{OUTER_PREFIX}/{name}", variable)
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if is_multi(inner):
-        yield shard_writer.replicated(
-            "optimizer/iterations", _update_counter(inner), COUNTER
-        )
+        yield replicated(model, "optimizer/iterations", _update_counter(inner), COUNTER)
     for number, group in enumerate(innermost(inner)):
         if group.built and _compat.trained_by(group):
             slots = None
             if sharded is not None:
                 slots = sharded.state(sharded.parts[id(group)])
-            yield from _param_group_state(group, number, slots, shard_writer)
+            yield from _param_group_state(model, group, number, slots)
 
 
 def _param_group_state(
-    group: Any, number: int, slots: list[StateTensor] | None, shard_writer: ShardWriter
+    model: keras.Model, group: Any, number: int, slots: list[StateTensor] | None
 ) -> Iterator[StateTensor]:
     prefix = f"optimizer{number}"
-    yield shard_writer.replicated(
-        f"{prefix}/iterations", _update_counter(group), COUNTER
-    )
+    yield replicated(model, f"{prefix}/iterations", _update_counter(group), COUNTER)
     if _compat.has_rate_variable(group):
         rate = _compat.rate_variable(group)
-        yield shard_writer.replicated(f"{prefix}/learning_rate", rate)
+        yield replicated(model, f"{prefix}/learning_rate", rate)
     if slots is not None:
         yield from (renamed(tensor, f"{prefix}/{tensor.name}") for tensor in slots)
         return
     sums = _compat.accumulators(group) if _compat.has_accumulators(group) else []
     for name, slot in slot_names(group, _compat.trained_by(group)):
         if not any(slot is item for item in sums):
-            yield shard_writer.replicated(f"{prefix}/{name}", slot)
+            yield replicated(model, f"{prefix}/{name}", slot)
 
 
 def _scale_of(optimizer: Any) -> tuple[Any, Any] | None:

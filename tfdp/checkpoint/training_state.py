@@ -33,7 +33,7 @@ from tfdp.checkpoint.model_state import (
     OUTER_PREFIX,
     RUN_PREFIX,
     model_state,
-    shard_writer_of,
+    replicated,
 )
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.replica_state import (
@@ -83,7 +83,7 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
         index: `Index` of the checkpoint.
 
     Raises:
-        ValueError: If it has what the model has to have, too.
+        ValueError: If it has what the model has no place for.
     """
     saved = [entry.name for entry in index.tensors]
     _check_others_are_built(model, saved)
@@ -94,16 +94,16 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
             "does not accumulate; give it `accumulation_steps` before `restore`"
         )
     tensors, left_out = _match_others(model_state(model), saved)
-    may_miss = (*_OPTIONAL, f"{ACCUMULATED_PREFIX}/")
+    names, may_miss = set(saved), (*_OPTIONAL, f"{ACCUMULATED_PREFIX}/")
     # Accumulated gradients after the loss scale, by which they are multiplied.
     tensors = [
         tensor
         for tensor in (*tensors, *accumulated)
-        if tensor.name in saved or not tensor.name.startswith(may_miss)
+        if tensor.name in names or not tensor.name.startswith(may_miss)
     ]
-    names = {tensor.name for tensor in tensors}
+    own = {tensor.name for tensor in tensors}
     for prefix, text in _OPTIONAL.items():
-        unused = [n for n in saved if n.startswith(prefix) and n not in names]
+        unused = [n for n in saved if n.startswith(prefix) and n not in own]
         if unused:
             user_code.warn(text)
         left_out += unused
@@ -234,18 +234,12 @@ def _other_of(name: str) -> str | None:
 
 def _common_tensors(model: Any, arrays: dict[str, np.ndarray]) -> list[StateTensor]:
     """Tensors that every backup has."""
-    shard_writer = shard_writer_of(model)
     tensors = model_state(model)
     for name, variable in _counters(model).items():
-        tensors.append(
-            shard_writer.replicated(f"{RUN_PREFIX}/counters/{name}", variable)
-        )
+        tensors.append(replicated(model, f"{RUN_PREFIX}/counters/{name}", variable))
     for name, array in arrays.items():
-        view = _view_of(array)
-        dtype = array.dtype.name
-        tensors.append(
-            shard_writer.replicated(f"{CALLBACKS_PREFIX}{name}", view, dtype)
-        )
+        view, full_name = _view_of(array), f"{CALLBACKS_PREFIX}{name}"
+        tensors.append(replicated(model, full_name, view, array.dtype.name))
     return tensors
 
 
@@ -254,7 +248,7 @@ def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
     count = accumulation_counter(model)
     if count is None:
         return []
-    tensors = [shard_writer_of(model).replicated(f"{_SUMS}/steps", count, COUNTER)]
+    tensors = [replicated(model, f"{_SUMS}/steps", count, COUNTER)]
     tensors += [renamed(t, f"{_SUMS}/{t.name}") for t in accumulated_shards(model)]
     sums = [
         PerReplicaVariable(f"{_SUMS}/{name}", total)
