@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tests.checkpoint import interrupted_fit
 from tests.harness.interrupted import Layout, run
-from tfdp.callbacks import BackupAndRestore, learning_rates
+from tfdp.callbacks import BackupAndRestore, resumed_batches
 from tfdp.training.data.batch_change import (
     BatchChange,
     Batches,
@@ -129,8 +129,8 @@ def schedule(factor: float = 1.0):
 def test_a_rate_is_scaled_also_in_a_step_that_was_traced(rate):
     scaled, wanted = compiled(rate(1.0)), compiled(rate(0.5))
     wanted.set_weights(scaled.get_weights())
-    saved = learning_rates.rate_factors(scaled)
-    assert learning_rates.scale_rates(scaled, 0.5, saved)
+    saved = resumed_batches.rate_factors(scaled)
+    assert resumed_batches.scale_rates(scaled, 0.5, saved)
     np.testing.assert_allclose(
         weights_after(scaled, 4), weights_after(wanted, 4), rtol=1e-6
     )
@@ -138,19 +138,19 @@ def test_a_rate_is_scaled_also_in_a_step_that_was_traced(rate):
 
 def test_the_factor_of_a_schedule_is_restored_and_multiplied_again():
     first = compiled(schedule())
-    learning_rates.scale_rates(first, 0.5, learning_rates.rate_factors(first))
-    saved = learning_rates.rate_factors(first)
+    resumed_batches.scale_rates(first, 0.5, resumed_batches.rate_factors(first))
+    saved = resumed_batches.rate_factors(first)
     second = compiled(schedule())
-    learning_rates.restore_rate_factors(second, saved)
+    resumed_batches.restore_rate_factors(second, saved)
     assert second.optimizer.warmup.last == 0.5
-    assert learning_rates.scale_rates(second, 3.0, saved)
+    assert resumed_batches.scale_rates(second, 3.0, saved)
     assert second.optimizer.warmup.last == 1.5
 
 
 def test_a_schedule_that_the_script_has_adapted_is_taken_as_it_is():
-    saved = learning_rates.rate_factors(compiled(schedule()))
+    saved = resumed_batches.rate_factors(compiled(schedule()))
     model = compiled(schedule(0.5))
-    assert not learning_rates.scale_rates(model, 0.5, saved)
+    assert not resumed_batches.scale_rates(model, 0.5, saved)
     assert isinstance(model.optimizer, keras.optimizers.SGD)
 
 

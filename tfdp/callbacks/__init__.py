@@ -1,14 +1,13 @@
 """Callbacks for `model.fit`: each switches one feature on, or observes.
 
-- `optimizer_callback`: base of those that change training; it turns the model's
-  optimizer into a `DistributedOptimizer`, once.
+- `bases`: base classes of those that change training, which turn the model's optimizer
+  into a `DistributedOptimizer`, once, and of those that time steps.
 - `gradient_accumulation`, `loss_scaling`, `sharded_optimizer`, `learning_rate_warmup`,
   `gradient_noise_scale`: one feature of that optimizer each.
-- `local_steps`: base of those that let replicas step alone: `local_sgd`, `diloco`.
-- `backup_and_restore`, with `resumed_batches` and `learning_rates`: backups, and the
-  resumption of a run on any number of replicas.
-- `measuring_callback`: base of those that time steps: `communication_monitor`,
-  `timeline`.
+- `local_sgd`, `diloco`: replicas or nodes step alone.
+- `backup_and_restore`, with `resumed_batches`: backups, and the resumption of a run on
+  any number of replicas.
+- `communication_monitor`, `timeline`: measurements of steps.
 - `input_probe`: how long the `fit` of a script waits for data, for `tfdp doctor`.
 - `consistency_check`: a checksum of all replicas' weights.
 """

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from tfdp.callbacks.bases import StrategyCallback
 from tfdp.callbacks.resumed_batches import ResumedBatches
 from tfdp.checkpoint import api, schema
 from tfdp.checkpoint.backups import Backups, IncompatibleBackup
@@ -45,14 +46,12 @@ from tfdp.ground.arguments import checked_bool, checked_integer, is_integer, pla
 from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.position import DataPosition
-from tfdp.training.keras_hooks import install
-from tfdp.training.optimizer.arguments import check_strategy
 
 # Of what a backup holds beside tensors; a newer tfdp may know more.
 _FORMAT = 1
 
 
-class BackupAndRestore(keras.callbacks.Callback):
+class BackupAndRestore(StrategyCallback):
     """Save training as it goes, and resume exactly there when it is run again.
 
     A run that was killed at any moment ends with the weights, and the history, of one
@@ -122,7 +121,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         batch: str = "global",
     ) -> None:
         super().__init__()
-        install.install()
         _check_arguments(directory, save_freq, batch)
         self.directory = os.fspath(directory)
         self.save_freq = plain(save_freq)
@@ -132,11 +130,6 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._others: list[Any] = []
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
-
-    def set_model(self, model: Any) -> None:
-        """Check the strategy."""
-        super().set_model(model)
-        check_strategy(model.distribute_strategy)
 
     def listen(self, position: DataPosition) -> None:
         """Record preemption notices until `fit` returns; called as it begins."""

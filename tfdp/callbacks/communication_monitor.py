@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.callbacks.measuring_callback import MeasuringCallback
+from tfdp.callbacks.bases import MeasuringCallback
 from tfdp.checkpoint.files import error_text
 from tfdp.communication.coordination.worker_group import Mailbox, WorkerGroup
 from tfdp.features.monitor.advice import facts_of, loss_scale_of, settings_of

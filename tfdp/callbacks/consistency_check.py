@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import keras
-
+from tfdp.callbacks.bases import StrategyCallback
 from tfdp.ground import user_code
 from tfdp.ground.arguments import checked_integer
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.text import pluralize
-from tfdp.training.data.batch_labels import LabelRecord
-from tfdp.training.data.fingerprints import ArrayValues
+from tfdp.training.data.fingerprints import ArrayValues, LabelRecord
 from tfdp.training.data.same_datasets import check_same_values
-from tfdp.training.keras_hooks import install
-from tfdp.training.optimizer.arguments import check_strategy
 from tfdp.training.replicas.assigned_values import recorded_weights
 from tfdp.training.replicas.drift import (
     check_weights,
@@ -26,7 +21,7 @@ from tfdp.training.replicas.drift import (
 from tfdp.training.replicas.drift_probe import DriftProbe
 
 
-class ConsistencyCheck(keras.callbacks.Callback):
+class ConsistencyCheck(StrategyCallback):
     """Stop training when a replica no longer has the weights of the others.
 
     Data parallelism rests on replicas that are alike; one that computes wrongly, or
@@ -71,16 +66,14 @@ class ConsistencyCheck(keras.callbacks.Callback):
     def __init__(self, every: int = 100) -> None:
         super().__init__()
         self.every = checked_integer("every", every, 1)
-        install.install()
         self._probe: DriftProbe | None = None
         self._labels: LabelRecord | None = None
         self._step = 0
         self._last_batch = -1
 
     def set_model(self, model: Any) -> None:
-        """Check the strategy; have a step that was traced before traced again."""
+        """Check the strategy, and have a step that was traced before traced again."""
         super().set_model(model)
-        check_strategy(model.distribute_strategy)
         if model.distribute_strategy.num_replicas_in_sync > 1:
             model.train_function = None
 
@@ -153,8 +146,8 @@ class ConsistencyCheck(keras.callbacks.Callback):
             {f"{name} of batch {number}": found[name] for name in found}
         )
         topic = f"ConsistencyCheck(every={self.every}): labels"
-        texts = worker_group.all_gather(topic, json.dumps(values.fingerprints()))
-        check_same_values(worker_group, topic, list(map(json.loads, texts)), values)
+        told = worker_group.all_gather_values(topic, values.fingerprints())
+        check_same_values(worker_group, topic, told, values)
 
     def _warn_of_parts(self) -> None:
         weights = recorded_weights(self.model)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import keras
 
-from tfdp.callbacks.local_steps import LocalStepsCallback
+from tfdp.callbacks.local_sgd import LocalStepsCallback
 from tfdp.communication.cluster.islands import Island
 from tfdp.features.islands.training import IslandTraining
 from tfdp.features.local_steps import (
@@ -224,11 +223,11 @@ class DiLoCo(LocalStepsCallback):
         strategy = self.model.distribute_strategy
         pace = local_steps.pace
         worker_group = strategy.extended.worker_group
-        texts = worker_group.all_gather(
-            "seconds of an inner step", json.dumps(pace.take_seconds())
+        seconds = worker_group.all_gather_values(
+            "seconds of an inner step", pace.take_seconds()
         )
         nodes = workers_by_node(strategy, self.options.outer.scope)
-        if found := shares([json.loads(text) for text in texts], nodes):
+        if found := shares(seconds, nodes):
             pace.share, self._least_share = found[worker_group.rank], min(found)
 
     @property

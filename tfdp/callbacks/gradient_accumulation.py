@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tfdp.callbacks.optimizer_callback import OptimizerCallback
+from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.features.islands.training import meet_islands_after_flush
 from tfdp.ground.plans.schedules import check_steps, steps_at_epoch
 from tfdp.training.optimizer.distributed import DistributedOptimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.callbacks.optimizer_callback import OptimizerCallback
+from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.features.monitor.gradient_noise import GradientNoise
 from tfdp.ground.arguments import checked_number
 from tfdp.training.optimizer.distributed import DistributedOptimizer

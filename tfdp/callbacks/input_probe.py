@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.callbacks.backup_and_restore import BackupAndRestore
+from tfdp.callbacks.bases import MeasuringCallback
 from tfdp.callbacks.communication_monitor import CommunicationMonitor
-from tfdp.callbacks.measuring_callback import MeasuringCallback
 from tfdp.callbacks.timeline import Timeline
 from tfdp.features.monitor.input_wait import (
     ARRAYS,
@@ -28,6 +27,7 @@ from tfdp.features.monitor.input_wait import (
 )
 from tfdp.features.monitor.meter import Meter
 from tfdp.features.monitor.readings import Reading
+from tfdp.features.monitor.sinks import write_json
 from tfdp.ground import _compat
 from tfdp.ground.base.context import strategy_of
 from tfdp.training.data.early_rows import divide_early
@@ -98,16 +98,14 @@ class InputProbe(MeasuringCallback):
 
     def _write(self) -> None:
         self._written_at = time.monotonic()
-        content = {
+        content = {  # in a file that is whole whenever it is read
             "problem": self._problem,
             "num_steps": len(self._times),
             "wait": dataclasses.asdict(mean_wait(self._times)) if self._times else None,
             "pipeline": dataclasses.asdict(self.pipeline),
             "left_out": self.left_out,
         }
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(content), "utf-8")
-        new.replace(self._path)  # who reads meanwhile finds a whole file
+        write_json(self._path, content)
 
 
 def _problem_of(model: Any, strategy: Any) -> str:

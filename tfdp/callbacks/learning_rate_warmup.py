@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tfdp.callbacks.optimizer_callback import OptimizerCallback
+from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.ground.arguments import checked_bool, checked_integer, checked_number
 from tfdp.ground.plans.schedules import steps_at_epoch
 from tfdp.training.optimizer.distributed import DistributedOptimizer

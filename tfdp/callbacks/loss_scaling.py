@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tfdp.callbacks.optimizer_callback import OptimizerCallback
+from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.ground.arguments import checked_integer
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 from tfdp.training.step import loss_scale

@@ -1,12 +1,15 @@
-"""Batches of a resumed run compared with those of its backup."""
+"""Batches of a resumed run compared with those of its backup, and their rates."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from typing import Any
 
-from tfdp.callbacks import learning_rates
+from tfdp.callbacks.bases import distributed_optimizer
 from tfdp.checkpoint.accumulated_gradients import clear_accumulated
 from tfdp.checkpoint.backups import IncompatibleBackup
+from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import innermost
 from tfdp.ground.plans.schedules import steps_at_epoch
 from tfdp.ground.text import pluralize
@@ -15,8 +18,10 @@ from tfdp.training.data.batch_change import (
     Batches,
     change_for_replicas,
     change_for_updates,
+    convert_position,
 )
 from tfdp.training.data.position import DataPosition
+from tfdp.training.step.warmup import WarmupOptions
 
 # Of the identity of a run, what may change with the number of replicas.
 _MAY_CHANGE = ("batch_size", "steps_per_epoch")
@@ -45,7 +50,7 @@ class ResumedBatches:
         """
         return {
             "identity": self._identity(),
-            "rates": learning_rates.rate_factors(self._model),
+            "rates": rate_factors(self._model),
             "accumulation": {
                 "steps": self._accumulation_steps(epoch),
                 "waiting": getattr(self._model.optimizer, "accumulated_steps", 0),
@@ -85,7 +90,13 @@ class ResumedBatches:
             waiting = run["accumulation"]["waiting"]
             # Else they are taken again, and make the update from its begin.
             batches -= 0 if change.can_carry(waiting) else waiting
-        return self._position.convert_position(run["data"], batches, change)
+        return convert_position(
+            run["data"],
+            batches,
+            change,
+            keeps_iterator=self._position.iterator.steps_per_epoch is not None,
+            group=self._position.iterator.steps_per_execution,
+        )
 
     def adapt(self, run: dict[str, Any], change: BatchChange | None) -> str | None:
         """Adapt what was restored to the batches of this run.
@@ -93,7 +104,7 @@ class ResumedBatches:
         Returns:
             String, what was done, for people; or `None`.
         """
-        learning_rates.restore_rate_factors(self._model, run.get("rates"))
+        restore_rate_factors(self._model, run.get("rates"))
         if change is None:
             return None
         if not change.keeps_updates:
@@ -112,7 +123,7 @@ class ResumedBatches:
 
     def _scale_rates(self, change: BatchChange, saved: dict[str, Any] | None) -> str:
         """Scale the learning rates in proportion to the batch."""
-        is_scaled = learning_rates.scale_rates(self._model, change.ratio, saved)
+        is_scaled = scale_rates(self._model, change.ratio, saved)
         done = f"multiplied by {change.ratio:g}" if is_scaled else "the script's own"
         return (
             f"training goes on with batches of {pluralize(change.now, 'sample')}, "
@@ -153,3 +164,87 @@ class ResumedBatches:
     def _accumulation_steps(self, epoch: int) -> int:
         plan = getattr(self._model.optimizer, "accumulation_plan", 1)
         return steps_at_epoch(plan, epoch)
+
+
+def rate_factors(model: Any) -> dict[str, Any]:
+    """Collect the factors of the learning rate that no variable holds.
+
+    Args:
+        model: Compiled Keras model.
+
+    Returns:
+        Dict: the script's schedules, and what they are multiplied by.
+    """
+    warmup = getattr(model.optimizer, "warmup", None)
+    return {
+        "schedules": [
+            _schedule_config(optimizer) for optimizer in _inner_optimizers(model)
+        ],
+        "warmup": None if warmup is None else dataclasses.asdict(warmup),
+    }
+
+
+def restore_rate_factors(model: Any, saved: dict[str, Any] | None) -> None:
+    """Restore the factors of schedules that `rate_factors` collected.
+
+    A rate that is a variable needs none: it was restored with its factor, or a
+    callback that raises it has restored its own.
+    """
+    if saved and saved["warmup"] and not _are_rates_variables(model):
+        _set_warmup(model, WarmupOptions(**saved["warmup"]))
+
+
+def scale_rates(model: Any, ratio: float, saved: dict[str, Any] | None) -> bool:
+    """Multiply the learning rate from now on, in a warmup and after it too.
+
+    Args:
+        model: Compiled Keras model.
+        ratio: Float.
+        saved: Dict, what `rate_factors` had returned in the run that was interrupted.
+
+    Returns:
+        Bool: `False` if nothing was changed, for the script makes another schedule
+        than in that run and so has adapted it itself.
+    """
+    options = getattr(model.optimizer, "warmup", None)
+    if not _are_rates_variables(model):
+        if saved and saved["schedules"] != rate_factors(model)["schedules"]:
+            return False
+        options = options or WarmupOptions(1, 1.0, 1.0, momentum_correction=False)
+    if options is None:
+        for optimizer in _inner_optimizers(model):
+            optimizer.learning_rate = float(optimizer.learning_rate.numpy()) * ratio
+        return True
+    first, last = options.first * ratio, options.last * ratio
+    _set_warmup(model, dataclasses.replace(options, first=first, last=last))
+    return True
+
+
+def _set_warmup(model: Any, options: WarmupOptions) -> None:
+    optimizer = distributed_optimizer(model)
+    optimizer.warmup = options
+    if optimizer.needs_trace:
+        model.make_train_function(force=True)
+
+
+def _inner_optimizers(model: Any) -> list:
+    optimizer = model.optimizer
+    while hasattr(optimizer, "inner_optimizer"):  # Keras's loss scaling, too
+        optimizer = optimizer.inner_optimizer
+    return innermost(optimizer)
+
+
+def _are_rates_variables(model: Any) -> bool:
+    return all(
+        _compat.has_rate_variable(optimizer) for optimizer in _inner_optimizers(model)
+    )
+
+
+def _schedule_config(optimizer: Any) -> str | None:
+    """Config of a schedule as text, or `None` where it has none."""
+    if _compat.has_rate_variable(optimizer):
+        return None
+    try:
+        return json.dumps(optimizer.get_config()["learning_rate"], default=str)
+    except (NotImplementedError, TypeError, ValueError):
+        return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.callbacks.optimizer_callback import OptimizerCallback
+from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.ground.arguments import is_integer
 from tfdp.ground.plans.units import UnitOptions
 from tfdp.training.optimizer.distributed import DistributedOptimizer

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tfdp.callbacks.measuring_callback import MeasuringCallback
+from tfdp.callbacks.bases import MeasuringCallback
 from tfdp.communication.coordination.worker_group import Mailbox, WorkerGroup
 from tfdp.features.monitor.device_meter import meter_for
 from tfdp.features.monitor.readings import Reading

@@ -16,6 +16,7 @@ from tfdp.training.data.rows import (
     BETWEEN_NAMES,
     UNEQUAL_ROWS,
     check_parts,
+    has_rows,
     named_leaves,
     parts_with_rows,
     unequal_rows,
@@ -233,23 +234,19 @@ def _is_empty(data: Any) -> bool:
 
 def _check_all(given: dict[str, Any]) -> None:
     """Check arrays of all samples; of anything else Keras takes care."""
-    if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
-        return
-    for name, part in given.items():
-        for where, leaf in named_leaves(part, name).items():
-            if leaf is not None and tf.TensorShape(leaf.shape).rank == 0:
-                raise ValueError(
-                    f"`{where}` must have the samples along its first axis. Received: "
-                    f"the scalar {leaf}"
-                )
-    _check_alike(given)
+    arrays = named_arrays(given) or {}
+    for where, leaf in arrays.items():
+        if not has_rows(leaf):
+            raise ValueError(
+                f"`{where}` must have the samples along its first axis. Received: "
+                f"the scalar {leaf}"
+            )
+    check_parts(arrays)
 
 
 def _check_alike(given: dict[str, Any]) -> None:
-    parts: dict[str, Any] = {}
-    for name, part in given.items():
-        parts.update(parts_with_rows(part, name))
-    check_parts(parts)
+    parts = [parts_with_rows(part, name) for name, part in given.items()]
+    check_parts({where: leaf for each in parts for where, leaf in each.items()})
 
 
 def _is_array(leaf: Any) -> bool:

@@ -10,6 +10,7 @@ most, and all workers see the end of the data at the same step.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import tensorflow as tf
@@ -32,6 +33,8 @@ from tfdp.training.data.per_replica_dataset import (
 )
 from tfdp.training.data.rows import divide_batches, flatten_local_replicas, has_rows
 from tfdp.training.data.same_datasets import (
+    ENDLESS,
+    Length,
     check_not_sharded,
     check_same_elements,
     check_same_values,
@@ -186,8 +189,7 @@ def _check_shards(
     told = group.all_gather_values("own files", facts)
     names, policies, specs, lengths = zip(*told, strict=True)
     if any(policies):
-        refuse(
-            group,
+        raise group.error(
             "`shard_files` has divided the files among workers, and a policy would "
             "divide them again. Leave `auto_shard_policy` out. "
             f"Received: {next(filter(None, policies))}",
@@ -197,26 +199,13 @@ def _check_shards(
         for rank in range(group.num_workers)
     ]
     if list(names) != expected:
-        refuse(
-            group,
+        raise group.error(
             "These are not the parts of one set of files. Call `shard_files` alike on "
             "every worker, for the strategy that trains. "
             f"Received: {on_workers(names)}",
         )
     check_same_elements(group, specs)
     return list(lengths)
-
-
-def num_own_steps(strategy: Any, source: Any) -> int | None:
-    """Return the number of steps for which a worker's own files last.
-
-    Returns:
-        Int as `tf.data.Dataset.cardinality` gives it, or `None` for other data.
-    """
-    if not isinstance(source, tf.data.Dataset) or not FileShard.of_several(source):
-        return None
-    own = _own_batches(strategy, source)
-    return None if own is None else int(own.cardinality())
 
 
 def _of_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
@@ -323,20 +312,38 @@ def _has_rows(dataset: Any) -> bool:
     )
 
 
-def steps_per_batch(strategy: Any, source: Any) -> float:
-    """Return the number of steps for which one batch of a dataset lasts.
+def length_of(strategy: Any, adapter: Any) -> Length:
+    """Return the length of this worker's data.
 
-    With `AutoShardPolicy.OFF` more than one. Of a dataset that a user distributed by
-    a function each replica is given a batch.
+    With `AutoShardPolicy.OFF` a batch lasts for several steps. Of a dataset that a user
+    distributed by a function each replica is given a batch.
+
+    Args:
+        strategy: A tfdp strategy.
+        adapter: Data adapter of Keras.
     """
+    source = _compat.source_of(adapter)
+    steps, each, own = adapter.num_batches, 1.0, None
     if isinstance(source, tf.data.Dataset):
+        shard = FileShard.of_several(source)
+        own = _own_batches(strategy, source) if shard else None
         policy = source.options().experimental_distribute.auto_shard_policy
-        has_own = policy == _POLICY.OFF or FileShard.of_several(source) is not None
-        return strategy.extended.worker_group.num_workers if has_own else 1
-    by_replica = isinstance(source, _compat.DistributedDatasetsFromFunction)
-    if by_replica and not isinstance(source, PerReplicaDataset):
-        return 1 / strategy.extended.num_local
-    return 1
+        if own is None and (shard or policy == _POLICY.OFF):
+            each = strategy.extended.worker_group.num_workers
+    elif isinstance(source, _compat.DistributedDatasetsFromFunction):
+        is_own = isinstance(source, PerReplicaDataset)
+        each = 1 if is_own else 1 / strategy.extended.num_local
+    if own is not None:
+        num_batches = int(own.cardinality())
+        steps = num_batches if num_batches >= 0 else None
+    elif steps is not None:
+        steps = math.ceil(steps * each)
+    if steps is None and is_endless(source):
+        steps = ENDLESS
+    if not _compat.holds_arrays(adapter):
+        return Length(steps, each)
+    rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
+    return Length(steps, each, *rows)
 
 
 def is_endless(source: Any) -> bool:

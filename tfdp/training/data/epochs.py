@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import random
 import weakref
 from collections.abc import Callable
@@ -18,22 +17,18 @@ from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops, stand_in_seed
 from tfdp.ground.base.context import is_tfdp
 from tfdp.training.data import position as data_position
-from tfdp.training.data.batch_labels import class_labels
 from tfdp.training.data.checks import source_name
 from tfdp.training.data.determinism import SeededShuffle, common_seed, new_seed
 from tfdp.training.data.distribute import (
     is_endless,
     island_in_training,
-    num_own_steps,
+    length_of,
     rows_of_island,
-    steps_per_batch,
 )
-from tfdp.training.data.fingerprints import ArrayValues
+from tfdp.training.data.fingerprints import ArrayValues, class_labels
 from tfdp.training.data.own_rows import with_own_rows
 from tfdp.training.data.per_replica_dataset import PerReplicaDataset, ReadOptions
-from tfdp.training.data.read_counts import is_counting
 from tfdp.training.data.same_datasets import (
-    ENDLESS,
     Length,
     agreed_steps,
     check_same_values,
@@ -45,6 +40,7 @@ from tfdp.training.data.uneven_inputs import (
     CountedIterator,
     ShortestIterator,
     StockDataset,
+    is_counting,
 )
 
 # The names of what Keras's epoch iterators read.
@@ -228,19 +224,7 @@ def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
     Raises:
         ValueError: If first batches hold other labels.
     """
-    source = _compat.source_of(adapter)
-    steps, each = adapter.num_batches, steps_per_batch(strategy, source)
-    own_steps = num_own_steps(strategy, source)
-    if own_steps is not None:
-        steps, each = (own_steps if own_steps >= 0 else None), 1
-    elif steps is not None:
-        steps = math.ceil(steps * each)
-    if steps is None and is_endless(source):
-        steps = ENDLESS
-    length = Length(steps, each)
-    if _compat.holds_arrays(adapter):
-        rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
-        length = Length(steps, each, *rows)
+    length = length_of(strategy, adapter)
     values = ArrayValues(class_labels(_compat.first_batch_of(adapter)))
     worker_group, topic = strategy.extended.worker_group, "the number of batches"
     told = worker_group.all_gather_values(topic, [length, values.fingerprints()])

@@ -223,22 +223,19 @@ def _agree(
     found = next((rank for rank, problem in enumerate(problems) if problem), None)
     if found is not None:
         where = f" on worker {found}" if group.num_workers > 1 else ""
-        refuse(
-            group,
+        raise group.error(
             f"`pattern` of `shard_files` {problems[found]}{where}; it has to match "
             f"each file of the data once. Received: pattern={_shown(patterns)}",
         )
     if len(set(digests)) > 1:
         difference = _difference(group, files)
-        refuse(
-            group,
+        raise group.error(
             "Workers see different files, so that some would be read twice or not at "
             f"all. `shard_files` needs the same ones on every worker. {difference}"
             f"Received: {on_workers(counts)}",
         )
     if len(set(seeds)) > 1:
-        refuse(
-            group,
+        raise group.error(
             "Workers give `shard_files` different seeds, and with them different "
             f"orders. Give all the same. Received: seed={on_workers(seeds)}",
         )

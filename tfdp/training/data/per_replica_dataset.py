@@ -19,11 +19,11 @@ from tfdp.ground import _compat
 from tfdp.training.data.batch_weights import CountedBatch
 from tfdp.training.data.element_specs import element_spec_of, empty_of
 from tfdp.training.data.load_balancer import rows_of_ranks_by_weight
-from tfdp.training.data.read_counts import Read
 from tfdp.training.data.rows import divide_batches, flatten_local_replicas
 from tfdp.training.data.stages import MAPS
 from tfdp.training.data.uneven_inputs import (
     ComponentsSpec,
+    Read,
     StepIterator,
     has_next_step,
 )

@@ -18,7 +18,7 @@ import tensorflow as tf
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat
 from tfdp.ground.text import pluralize
-from tfdp.training.data.batch_change import BatchChange, convert_position
+from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.batch_sizes import batch_size_of
 from tfdp.training.data.determinism import (
     SeededShuffle,
@@ -71,6 +71,9 @@ class DataPosition:
                 its own, or `None` for one worker. Defaults to `None`.
         """
         self.iterator = iterator
+        self._adapter = iterator.data_adapter
+        self._source = _compat.source_of(self._adapter)
+        self._is_dataset = isinstance(self._source, tf.data.Dataset)
         self._chosen_seed = chosen_seed
         self._make = _compat.dataset_maker(iterator)
         self._order = self._make if isinstance(self._make, SeededShuffle) else None
@@ -96,14 +99,13 @@ class DataPosition:
         return _compat.distributed_dataset(self.iterator)
 
     def _own_nondeterminism(self) -> str | None:
-        adapter = self.iterator.data_adapter
-        source = _compat.source_of(adapter)
+        adapter = self._adapter
         shuffles = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
         has_order = self._order is not None or _compat.global_seed() is not None
         is_py_dataset = hasattr(adapter, "py_dataset")
         is_ordered = not shuffles or (has_order and not is_py_dataset)
         return nondeterminism_of(
-            source, is_ordered=is_ordered, chosen_seed=self._chosen_seed
+            self._source, is_ordered=is_ordered, chosen_seed=self._chosen_seed
         )
 
     def fit_arguments(self) -> dict[str, Any]:
@@ -115,10 +117,9 @@ class DataPosition:
         }
 
     def _batch_size(self) -> int | None:
-        dataset = _compat.source_of(self.iterator.data_adapter)
-        batch_size = getattr(self.iterator.data_adapter, "batch_size", None)
-        if batch_size is None and isinstance(dataset, tf.data.Dataset):
-            batch_size = batch_size_of(dataset)
+        batch_size = getattr(self._adapter, "batch_size", None)
+        if batch_size is None and self._is_dataset:
+            batch_size = batch_size_of(self._source)
         return batch_size
 
     def snapshot(self) -> dict[str, Any]:
@@ -147,26 +148,12 @@ class DataPosition:
             return "arrays are shuffled with another seed"
         return self.nondeterminism or (None if change is None else self._dependence)
 
-    def convert_position(
-        self, snapshot: dict[str, Any], num_batches: int, change: BatchChange
-    ) -> tuple[dict[str, Any], int]:
-        """Convert a snapshot, and the batches since, to the present batch size."""
-        return convert_position(
-            snapshot,
-            num_batches,
-            change,
-            keeps_iterator=self.iterator.steps_per_epoch is not None,
-            group=self.iterator.steps_per_execution,
-        )
-
     def _own_batch_dependence(self) -> str | None:
         """Name what makes the order of the samples depend on the batch size."""
-        adapter = self.iterator.data_adapter
-        if self.iterator.steps_per_epoch and adapter.num_batches is not None:
+        if self.iterator.steps_per_epoch and self._adapter.num_batches is not None:
             return "the size of its batches has changed, and epochs end in its midst"
-        shuffles = getattr(adapter, "_shuffle", False)
-        source = _compat.source_of(adapter)
-        return batch_dependence_of(source, shuffles_batches=shuffles == "batch")
+        shuffles = getattr(self._adapter, "_shuffle", False)
+        return batch_dependence_of(self._source, shuffles_batches=shuffles == "batch")
 
     def restore(self, snapshot: dict[str, Any], num_batches: int) -> None:
         """Restore a position, so that the next epoch goes on there.
@@ -211,9 +198,8 @@ class DataPosition:
         Returns:
             The last one, at its position, if it is to be kept.
         """
-        source = _compat.source_of(self.iterator.data_adapter)
-        is_dataset = isinstance(source, tf.data.Dataset)
-        matters = is_dataset and _compat.reshuffles(source)
+        source = self._source
+        matters = self._is_dataset and _compat.reshuffles(source)
         reads = matters and not draws_seeds_once(source)
         last = len(taken) - 1
         for number in range(len(self._taken), len(taken)):
@@ -239,17 +225,15 @@ class DataPosition:
 
     def _describe(self) -> dict[str, Any]:
         """Return the properties that identify a pipeline."""
-        adapter = self.iterator.data_adapter
-        source = _compat.source_of(adapter)
-        is_dataset = isinstance(source, tf.data.Dataset)
-        seeds = _compat.shuffle_seeds(source) if is_dataset else []
-        uses_global = self._order is None and _compat.shuffles_arrays(adapter)
+        source = self._source
+        seeds = _compat.shuffle_seeds(source) if self._is_dataset else []
+        uses_global = self._order is None and _compat.shuffles_arrays(self._adapter)
         return {
             "the kind of the data": type(source).__name__.strip("_"),
-            _NUM_BATCHES: adapter.num_batches,
+            _NUM_BATCHES: self._adapter.num_batches,
             "the seeds of `Dataset.shuffle`": [list(pair) for pair in seeds],
             "the global seed": _compat.global_seed() if uses_global else None,
-            **(_describe_files(source) if is_dataset else {}),
+            **(_describe_files(source) if self._is_dataset else {}),
         }
 
 

@@ -34,7 +34,7 @@ from tfdp.ground import _compat
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.topology import Topology
 from tfdp.training.data.load_balancer import LoadBalancer
-from tfdp.training.data.read_counts import count_reads
+from tfdp.training.data.uneven_inputs import count_reads
 from tfdp.training.parameters.deferred import deferred_parameter, is_deferred
 from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.training.reduction.reducer import Reducer

@@ -1,4 +1,4 @@
-"""Base class of callbacks that turn an optimizer into a `DistributedOptimizer`."""
+"""Base classes: callbacks that change the optimizer, and those that time steps."""
 
 from __future__ import annotations
 
@@ -6,11 +6,25 @@ from typing import Any
 
 import keras
 
+from tfdp.features.monitor.meter import TimedSteps
 from tfdp.ground import user_code
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks import install
 from tfdp.training.optimizer.arguments import check_strategy
 from tfdp.training.optimizer.distributed import DistributedOptimizer
+
+
+class StrategyCallback(keras.callbacks.Callback):
+    """Callback that needs a strategy of tfdp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        install.install()
+
+    def set_model(self, model: Any) -> None:
+        """Check the strategy."""
+        super().set_model(model)
+        check_strategy(model.distribute_strategy)
 
 
 class OptimizerCallback(keras.callbacks.Callback):
@@ -95,3 +109,7 @@ def distributed_optimizer(model: Any) -> DistributedOptimizer:
         with model.distribute_strategy.scope():
             model.optimizer = DistributedOptimizer(model.optimizer)
     return model.optimizer
+
+
+class MeasuringCallback(StrategyCallback, TimedSteps):
+    """Callback that times every step."""
