@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 
@@ -65,9 +66,9 @@ def test_a_method_of_keras_that_was_looked_up_before_calls_the_replacement():
     def fit(original, model, x):
         return ["replaced", *original(model, x)]
 
-    entry = _compat.Replacement(Model, "fit(self, x)", fit, "Because.")
+    entry = _compat.Replacement(Model, "fit", fit, "Because.")
     before, model = Model().fit, Model()
     _compat.replace(entry)
     _compat.replace(entry)
     assert before(1) == model.fit(1) == ["replaced", 1]
-    assert not _compat.change_of(entry)
+    assert str(inspect.signature(Model.fit)) == "(self, x)"

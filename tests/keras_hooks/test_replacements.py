@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import configparser
 import functools
+import inspect
 import pathlib
 import re
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tfdp.ground import _compat
@@ -31,16 +33,75 @@ pytestmark = pytest.mark.core
 SOURCE = pathlib.Path(tfdp.__file__).parent
 TABLE = SOURCE / "training" / "keras_hooks" / "install.py"
 ISSUE = re.compile(r"https://github\.com/[\w-]+/[\w-]+/(issues|pull)/\d+")
+# The versions on which the signatures of the table were read.
+CHECKED_ON = {"keras": "Keras 3.12 to 3.15", "tensorflow": "TensorFlow 2.19 to 2.21"}
 VERSIONS = re.compile(r"(Keras|TensorFlow) (\d+\.\d+) to \d+\.\d+")
 
 
+# Each function of the table with its parameters; a line for each form that it has.
+SIGNATURES = pathlib.Path(__file__).with_name("signatures.txt").read_text("utf-8")
+
+
+def calls_of(path: str) -> list[str]:
+    """Forms of a function of the table, such as `"fit(self, x, *args, **kwargs)"`."""
+    owner, _, name = path.rpartition(".")
+    lines = [line.removeprefix(f"{owner}.") for line in SIGNATURES.splitlines()]
+    return [line for line in lines if line.startswith(f"{name}(")]
+
+
+def path_of(entry: _compat.Replacement) -> str:
+    """The function's name with those of its module and class."""
+    module = getattr(entry.owner, "__module__", None)
+    names = (module, entry.owner.__name__, entry.name)
+    return ".".join(name for name in names if name)
+
+
 def entry_of(path: str) -> _compat.Replacement:
-    return next(entry for entry in REPLACEMENTS if entry.path.endswith(path))
+    return next(entry for entry in REPLACEMENTS if path_of(entry).endswith(path))
 
 
-@pytest.mark.parametrize("entry", REPLACEMENTS, ids=lambda entry: entry.path)
+def change_of(entry: _compat.Replacement, calls: list[str]) -> str:
+    """Describe how a function differs from the one that a replacement is written for.
+
+    Args:
+        entry: `Replacement`.
+        calls: List of the function's name and parameters on the supported versions.
+
+    Returns:
+        String, one sentence; empty where the function's parameters are as recorded.
+    """
+    found, path = call_of(entry.owner, entry.name), path_of(entry)
+    if found in calls:
+        return ""
+    library = path.partition(".")[0]
+    version = {"keras": f"Keras {keras.__version__}"}.get(
+        library, f"TensorFlow {tf.__version__}"
+    )
+    now = f"is now `{found}`" if found else "is gone"
+    function = getattr(entry.function, "func", entry.function)
+    return (
+        f"`{path}` {now} in {version}, and was `{' | '.join(calls)}` in "
+        f"{CHECKED_ON[library]}: adapt `{function.__module__}.{function.__name__}`, "
+        "which takes its place, then its entry in "
+        "tfdp/training/keras_hooks/install.py."
+    )
+
+
+def call_of(owner: Any, name: str) -> str:
+    """A function's name and the names of its parameters, or nothing."""
+    function = patches._function_of(owner, name)
+    if function is None:
+        return ""
+    stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
+    # Follows `__wrapped__`, past what tfdp has put in its place.
+    parameters = inspect.signature(function).parameters.values()
+    names = [stars.get(p.kind.name, "") + p.name for p in parameters]
+    return f"{name}({', '.join(names)})"
+
+
+@pytest.mark.parametrize("entry", REPLACEMENTS, ids=path_of)
 def test_each_replaced_function_has_the_parameters_it_was_written_for(entry):
-    change = _compat.change_of(entry)
+    change = change_of(entry, calls_of(path_of(entry)))
     assert not change, change
 
 
@@ -49,7 +110,8 @@ def test_a_changed_signature_is_told_in_one_sentence(monkeypatch):
         return grads
 
     monkeypatch.setattr(_compat.BaseOptimizer, "apply", apply)
-    change = _compat.change_of(entry_of("BaseOptimizer.apply"))
+    entry = entry_of("BaseOptimizer.apply")
+    change = change_of(entry, calls_of(path_of(entry)))
     assert change == (
         "`keras.src.optimizers.base_optimizer.BaseOptimizer.apply` is now "
         f"`apply(self, grads, scale, **kwargs)` in Keras {keras.__version__}, and was "
@@ -61,7 +123,7 @@ def test_a_changed_signature_is_told_in_one_sentence(monkeypatch):
 
 def test_a_function_that_is_gone_is_told_in_one_sentence(monkeypatch):
     monkeypatch.delattr(_compat.keras_trainer, "reduce_per_replica")
-    change = _compat.change_of(entry_of("trainer.reduce_per_replica"))
+    change = change_of(entry_of("trainer.reduce_per_replica"), [])
     assert "reduce_per_replica` is gone in Keras" in change
     assert (
         "adapt `tfdp.training.keras_hooks.trainer_hooks.reduce_per_replica`" in change
@@ -70,21 +132,24 @@ def test_a_function_that_is_gone_is_told_in_one_sentence(monkeypatch):
 
 def test_each_of_several_signatures_is_right():
     owner = types.SimpleNamespace(__name__="keras.owner", call=lambda x, y: None)
-    for call, is_right in (("call(x) | call(x, y)", True), ("call(x)", False)):
-        entry = _compat.Replacement(
-            owner, call, test_each_of_several_signatures_is_right, ""
-        )
-        assert (not _compat.change_of(entry)) is is_right
+    entry = _compat.Replacement(owner, "call", path_of, "")
+    assert not change_of(entry, ["call(x)", "call(x, y)"])
+    assert change_of(entry, ["call(x)"])
 
 
-@pytest.mark.parametrize("entry", REPLACEMENTS, ids=lambda entry: entry.path)
-def test_each_entry_says_why_and_where_it_was_checked(entry):
+@pytest.mark.parametrize("entry", REPLACEMENTS, ids=path_of)
+def test_each_entry_says_why_and_which_issue_reports_it(entry):
     assert len(entry.why) > 5
     assert entry.why.endswith(".")
     assert entry.upstream is None or ISSUE.fullmatch(entry.upstream)
-    library, first = VERSIONS.fullmatch(entry.checked_on).groups()
-    assert entry.path.startswith(f"{library.lower()}.")
-    assert f"{library.lower()}>={first}" in supported(), "checked from the oldest on"
+    assert path_of(entry).partition(".")[0] in CHECKED_ON
+
+
+@pytest.mark.parametrize("library", CHECKED_ON)
+def test_signatures_were_read_from_the_oldest_supported_version_on(library):
+    name, first = VERSIONS.fullmatch(CHECKED_ON[library]).groups()
+    assert name.lower() == library
+    assert f"{library}>={first}" in supported()
 
 
 def supported() -> list[str]:
@@ -96,13 +161,13 @@ def supported() -> list[str]:
 
 
 def test_no_function_is_replaced_twice():
-    paths = [entry.path for entry in REPLACEMENTS]
+    paths = [path_of(entry) for entry in REPLACEMENTS]
     assert len(set(paths)) == len(paths)
     install()
     install.__wrapped__()  # a second time, past its cache
     for entry in REPLACEMENTS:
         original = patches._function_of(entry.owner, entry.name).__wrapped__
-        assert not hasattr(original, "_tfdp_entry"), entry.path
+        assert not hasattr(original, "_tfdp_entry"), path_of(entry)
 
 
 def test_only_the_table_calls_replace():
@@ -131,7 +196,7 @@ def test_nothing_of_tfdp_is_in_keras_or_tensorflow_but_what_the_table_has():
     found = {id(value) for _, value in ours_in_libraries()}
     for entry in REPLACEMENTS:
         function = patches._function_of(entry.owner, entry.name)
-        assert id(unfiltered(function)) in found, entry.path
+        assert id(unfiltered(function)) in found, path_of(entry)
 
 
 def test_a_function_that_is_replaced_past_the_table_is_found(monkeypatch):

@@ -143,6 +143,11 @@ def function_arguments(thing: Any) -> dict[str, Any]:
     return getattr(thing, "_fn_kwargs", {})
 
 
+def is_within_fit(arguments: dict[str, Any]) -> bool:
+    """Whether `fit` itself validates by an `evaluate` with these arguments."""
+    return bool(arguments.get("kwargs", {}).get("_use_cached_eval_dataset"))
+
+
 def initial_epoch(model: Any) -> int:
     """The epoch at which a restored model goes on, see BackupAndRestore."""
     return int(getattr(model, "_initial_epoch", 0) or 0)

@@ -34,11 +34,6 @@ def scope_of_optimizer(optimizer: Any) -> Iterator[None]:
             yield
 
 
-def is_optimizer_of(optimizer: Any, strategy: Any) -> bool:
-    """Whether an optimizer was made in a strategy's scope."""
-    return getattr(optimizer, "_distribution_strategy", None) is strategy
-
-
 def rehome_optimizer(optimizer: Any, strategy: Any) -> None:
     """Move an optimizer that was made outside the scope into it, in place.
 

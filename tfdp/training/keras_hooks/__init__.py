@@ -6,11 +6,10 @@ Read in this order:
     trainer_hooks     compile, fit, evaluate, predict, save
     loop_agreement    what workers compare before a loop, by one message
     configs           configs of models and optimizers, in a form to be compared
-    loss_hooks        losses: no scale by the number of replicas in a program
-    layer_hooks       moments of BatchNormalization, convolutions, seeds
+    layer_hooks       scale of losses, moments of BatchNormalization, seeds
     optimizer_hooks   a plain Keras optimizer: its updates take the path of a step
     file_hooks        saving and loading with the user's own optimizer
-    runtime_hooks     TensorFlow's hash of traced functions, seeds of operations
+    runtime_hooks     TensorFlow: replica contexts, traced functions, seeds
     file_view         that optimizer, as a view of the DistributedOptimizer around it
     scope_checks      what was made in which strategy's scope
     worker_callbacks  callbacks that each worker runs

@@ -1,4 +1,4 @@
-"""Layers under several replicas: moments, convolutions, seeds.
+"""Losses and layers under several replicas: scales, moments, convolutions, seeds.
 
 Each function that `tfdp.training.keras_hooks.install` names takes the place of one of
 Keras, is called with the original first, and hands over to it where no tfdp strategy is
@@ -14,27 +14,75 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp.communication.collectives import step_events
 from tfdp.ground import _compat
 from tfdp.ground.base import loops, program_trace, xla
-from tfdp.ground.base.context import is_tfdp, replica_context
+from tfdp.ground.base.context import in_tfdp_scope, is_tfdp, replica_context
 from tfdp.training.reduction.training_group import training_group
 
 # An odd number far from the increments of the counter beside it.
 _SEED_STRIDE = 1_000_003
 
 
+def reduce_values(
+    original: Callable,
+    values: Any,
+    sample_weight: Any = None,
+    reduction: Any = "sum_over_batch_size",
+) -> Any:
+    """Divide a loss that is a scalar already by the number of replicas, too."""
+    result = original(values, sample_weight, reduction)
+    is_mean = reduction not in (None, "none", "sum")
+    is_traced = program_trace.current() is not None
+    if is_traced or not in_tfdp_scope() or not is_mean or tuple(values.shape):
+        return result
+    # A loss function that takes the mean itself: Keras returns such a value before it
+    # divides by the number of replicas.
+    return _compat.keras_loss.scale_loss_for_distribution(result)
+
+
+def scale_loss(original: Callable, value: Any) -> Any:
+    """Leave a loss as it is in the program of one device."""
+    return original(value) if program_trace.current() is None else value
+
+
+def unscale_loss(original: Callable, value: Any) -> Any:
+    """Leave a loss that was not scaled, and note that it is computed."""
+    if (trace := program_trace.current()) is not None:
+        trace.add([value], lambda given: step_events.record_loss(given[0]), "as held")
+        return value
+    step_events.record_loss(value)
+    return original(value)
+
+
 def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
-    """Synchronized moments, by one all-reduce in place of three."""
-    if program_trace.current() is not None and replica_context() is not None:
-        return synchronized_moments(_OneDevice(), x, axes, keepdims)
+    """Synchronized moments, by one all-reduce in place of three.
+
+    Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, over the
+    global batch.
+    """
     context = replica_context()
     if context is None:
         return original(x, axes, keepdims)
-    return synchronized_moments(context, x, axes, keepdims)
+    total = tf.reduce_sum(x, axis=axes, keepdims=True)
+    squares = tf.reduce_sum(tf.square(x), axis=axes, keepdims=True)
+    count = tf.reduce_sum(tf.ones_like(x), axis=axes, keepdims=True)
+    total, squares, count = context.all_reduce(
+        tf.distribute.ReduceOp.SUM, [total, squares, count]
+    )
+    mean = tf.math.divide_no_nan(total, count)
+    mean_of_squares = tf.math.divide_no_nan(squares, count)
+    variance = tf.maximum(mean_of_squares - tf.square(mean), 0.0)
+    if keepdims:
+        return mean, variance
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
 
 
 def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
-    """Masked moments over the global batch; Keras takes the replica's own samples."""
+    """Masked moments over the global batch; Keras takes the replica's own samples.
+
+    In two passes, as Keras does: the mean first, then the squares around it.
+    """
     is_synchronized = _is_synchronized(layer)
     if (trace := program_trace.current()) is not None:
         if is_synchronized or trace.is_eager:
@@ -47,7 +95,20 @@ def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) ->
         return original(layer, inputs, mask)
     kept = [axis % inputs.shape.rank for axis in layer.input_spec.axes]
     axes = [axis for axis in range(inputs.shape.rank) if axis not in kept]
-    return synchronized_masked_moments(context, inputs, mask, axes)
+    reduce_op = tf.distribute.ReduceOp.SUM
+    is_kept = tf.cast(mask, tf.bool)[..., tf.newaxis]
+    is_kept = tf.broadcast_to(is_kept, tf.shape(inputs))
+    zeros = tf.zeros_like(inputs)
+    total = tf.reduce_sum(tf.where(is_kept, inputs, zeros), axis=axes, keepdims=True)
+    count = tf.reduce_sum(tf.cast(is_kept, inputs.dtype), axis=axes, keepdims=True)
+    total, count = context.all_reduce(reduce_op, [total, count])
+    # Keras's own guard against a mask that keeps nothing.
+    count += keras.config.epsilon()
+    mean = total / count
+    around_mean = tf.square(tf.where(is_kept, inputs - mean, zeros))
+    squares = tf.reduce_sum(around_mean, axis=axes, keepdims=True)
+    variance = context.all_reduce(reduce_op, squares) / count
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
 
 
 def normalize(
@@ -161,16 +222,6 @@ def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
     return read() if trace.is_eager else trace.read([2], dtype, read)
 
 
-class _OneDevice:
-    """The context of a program of one device: a sum over its rows is that of all."""
-
-    @staticmethod
-    def all_reduce(reduce_op: Any, value: Any) -> Any:
-        del reduce_op
-        # All at once, so that they are summed by one message.
-        return [_compat.marked(part, "whole") for part in value]
-
-
 def _moments_of_own_rows(
     original: Callable, layer: Any, inputs: Any, mask: Any
 ) -> tuple[Any, Any]:
@@ -190,63 +241,3 @@ def _moments_of_own_rows(
         mask = _compat.marked(tf.convert_to_tensor(mask), "rows of a replica")
     mean, variance = original(layer, enter(inputs), mask)
     return leave(mean), leave(variance)
-
-
-def synchronized_moments(context: Any, x: Any, axes: Any, keepdims: bool) -> Any:
-    """Mean and variance over the global batch, by one all-reduce.
-
-    Keras reduces sum, sum of squares and count one after the other.
-
-    Args:
-        context: The replica context.
-        x: Tensor, the local share of the batch.
-        axes: Sequence of ints, the axes to reduce.
-        keepdims: Bool, whether reduced axes stay with length one.
-
-    Returns:
-        Tuple of two tensors.
-
-    Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, over the
-    global batch.
-    """
-    total = tf.reduce_sum(x, axis=axes, keepdims=True)
-    squares = tf.reduce_sum(tf.square(x), axis=axes, keepdims=True)
-    count = tf.reduce_sum(tf.ones_like(x), axis=axes, keepdims=True)
-    total, squares, count = context.all_reduce(
-        tf.distribute.ReduceOp.SUM, [total, squares, count]
-    )
-    mean = tf.math.divide_no_nan(total, count)
-    mean_of_squares = tf.math.divide_no_nan(squares, count)
-    variance = tf.maximum(mean_of_squares - tf.square(mean), 0.0)
-    if keepdims:
-        return mean, variance
-    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
-
-
-def synchronized_masked_moments(context: Any, x: Any, mask: Any, axes: Any) -> Any:
-    """Mean and variance over the samples of the global batch that a mask keeps.
-
-    In two passes, as Keras does: the mean first, then the squares around it.
-
-    Args:
-        context: The replica context.
-        x: Tensor, the local share of the batch.
-        mask: Bool tensor without the last axis of `x`, true for what counts.
-        axes: Sequence of ints, the axes to reduce.
-
-    Returns:
-        Tuple of two tensors.
-    """
-    reduce_op = tf.distribute.ReduceOp.SUM
-    kept = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
-    zeros = tf.zeros_like(x)
-    total = tf.reduce_sum(tf.where(kept, x, zeros), axis=axes, keepdims=True)
-    count = tf.reduce_sum(tf.cast(kept, x.dtype), axis=axes, keepdims=True)
-    total, count = context.all_reduce(reduce_op, [total, count])
-    # Keras's own guard against a mask that keeps nothing.
-    count += keras.config.epsilon()
-    mean = total / count
-    around_mean = tf.square(tf.where(kept, x - mean, zeros))
-    squares = tf.reduce_sum(around_mean, axis=axes, keepdims=True)
-    variance = context.all_reduce(reduce_op, squares) / count
-    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)

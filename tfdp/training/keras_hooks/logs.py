@@ -44,7 +44,7 @@ def _logs_of_program(strategy: Any, model: Any, outputs: list, tail: Any) -> Any
     values = [_local_values(strategy, output) for output in outputs]
 
     def add_up(parts: list) -> list:
-        return _merge_states(strategy, model, parts, ["sum"] * len(parts))
+        return _add_up(strategy, model, parts)
 
     return tail.compute(values, add_up)
 
@@ -54,7 +54,7 @@ def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
     local = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
     is_alone = loops.in_steps_alone()
     means = list(map(_weighted_by_rows, local)) if is_alone else []
-    merged = _merge_states(strategy, model, means, ["sum"] * len(means))
+    merged = _add_up(strategy, model, means)
     found = map(_cast_like, merged, local) if is_alone else [own[0] for own in local]
     return tf.nest.pack_sequence_as(outputs, list(found))
 
@@ -88,16 +88,11 @@ def metric_states(model: Any) -> list[Any]:
     return [v for v in variables if isinstance(v, MetricVariable) and v.is_number]
 
 
-def _merge_states(
-    strategy: Any, model: Any, states: list, kinds: list[str]
-) -> list[tf.Tensor]:
-    """Merge the states of all replicas; drift probes travel along."""
+def _add_up(strategy: Any, model: Any, states: list) -> list[tf.Tensor]:
+    """Add up what all replicas have; drift probes travel along."""
     probes = drift_probe.pending(model)
-    merged = merge_states(
-        [*states, *(probe.rows for probe in probes)],
-        [*kinds, *["sum"] * len(probes)],
-        merging_group(strategy),
-    )
+    parts = [*states, *(probe.rows for probe in probes)]
+    merged = merge_states(parts, ["sum"] * len(parts), merging_group(strategy))
     for probe, row in zip(probes, merged[len(states) :], strict=True):
         probe.record(row)
     return merged[: len(states)]
@@ -112,20 +107,13 @@ def _local_values(strategy: Any, value: Any) -> list:
 
 def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
     """Weight the values of a mean, each local replica's by its rows."""
-    loop = loops.current()
-    weights = loop.batch_weights if loop is not None else None
-    assert weights is not None  # with one replica nothing is merged
-    if loops.in_steps_alone():
-        total = tf.add_n(weights)
-        weights = [tf.math.divide_no_nan(weight, total) for weight in weights]
+    loop: Any = loops.current()  # there is one: a step of it has run
+    total = tf.add_n(loop.batch_weights)
+    shares = [tf.math.divide_no_nan(weight, total) for weight in loop.batch_weights]
     return [
-        tf.math.multiply_no_nan(_as_number(value), tf.cast(weight, tf.float64))
-        for value, weight in zip(local_values, weights, strict=True)
+        tf.math.multiply_no_nan(tf.cast(value, tf.float64), tf.cast(share, tf.float64))
+        for value, share in zip(local_values, shares, strict=True)
     ]
-
-
-def _as_number(value: Any) -> tf.Tensor:
-    return tf.cast(tf.convert_to_tensor(value), tf.float64)
 
 
 def _cast_like(mean: tf.Tensor, local_values: list) -> tf.Tensor:

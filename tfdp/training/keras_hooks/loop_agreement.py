@@ -85,11 +85,6 @@ def agree_on_loop(
     return any(text.get("each_batch") for text in told)
 
 
-def is_within_fit(bound: inspect.BoundArguments) -> bool:
-    """Return whether `fit` itself validates, of which it agreed at its beginning."""
-    return bool(bound.arguments.get("kwargs", {}).get("_use_cached_eval_dataset"))
-
-
 def agree_on_batch(
     strategy: Any, name: str, model: Any, arguments: dict[str, Any]
 ) -> None:

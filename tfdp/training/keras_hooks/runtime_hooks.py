@@ -1,4 +1,4 @@
-"""TensorFlow's runtime under tfdp: traced functions, seeds of operations, caches.
+"""TensorFlow under tfdp: replica contexts, tapes, traced functions, seeds, caches.
 
 Each function takes the place of one of TensorFlow, see
 `tfdp.training.keras_hooks.install`.
@@ -15,6 +15,39 @@ import tensorflow as tf
 from tfdp.communication.collectives import end_failed_call
 from tfdp.ground import _compat
 from tfdp.ground.base import program_trace, stand_in_seed
+from tfdp.training.parameters.gathers import backward_pass, marked_backward_pass
+
+
+def all_reduce(
+    original: Callable, context: Any, reduce_op: Any, value: Any, options: Any = None
+) -> Any:
+    """Leave a value as it is in the program of one device."""
+    if program_trace.current() is not None:
+        return value
+    return original(context, reduce_op, value, options)
+
+
+def replica_id(original: Callable, context: Any) -> Any:
+    """Return that of one device in its program."""
+    if program_trace.current() is not None:
+        return tf.zeros([], tf.int32)
+    return original(context)
+
+
+def gradient(
+    original: Callable,
+    tape: Any,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+) -> Any:
+    """Mark a backward pass, in which sharded parameters are gathered again."""
+    trace = program_trace.traced()
+    if trace is not None:
+        trace.losses += tf.nest.flatten(target)
+    with backward_pass() if trace is None else marked_backward_pass(trace):
+        return original(tape, target, sources, output_gradients, unconnected_gradients)
 
 
 def hash_once(original: Callable, signature: Any) -> int:

@@ -42,35 +42,13 @@ def warn_of_separate_training(model: Any, name: str) -> None:
     )
 
 
-def move_metrics_into_scope(strategy: Any, arguments: dict[str, Any]) -> None:
-    """Move metrics that were made outside the scope into it, in place."""
-    del strategy
+def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
+    """Move metrics that were made outside the active scope into it, in place."""
     for key in ("metrics", "weighted_metrics"):
         for metric in keras.tree.flatten(arguments.get(key)):
             if isinstance(metric, keras.Metric):
                 for variable in metric.variables:
                     _compat.rehome_variable(variable)
-
-
-def move_optimizer_into_scope(strategy: Any, optimizer: Any) -> None:
-    """Move an optimizer that was made outside the scope into it, in place.
-
-    Raises:
-        ValueError: If it has been built outside already.
-    """
-    if optimizer is None:
-        return
-    if _compat.is_optimizer_of(optimizer, strategy):
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            # That of a float16 policy is made by `compile`, around what it is given.
-            move_optimizer_into_scope(strategy, optimizer.inner_optimizer)
-        return
-    if optimizer.built:
-        raise ValueError(
-            f"The optimizer {optimizer.name!r} was built outside "
-            "`strategy.scope()`. Make a new one, inside the scope."
-        )
-    _compat.rehome_optimizer(optimizer, strategy)
 
 
 def bring_into_scope(optimizer: Any) -> None:
@@ -80,8 +58,12 @@ def bring_into_scope(optimizer: Any) -> None:
         ValueError: If it has been built outside already, or a step is running.
     """
     active = tf.distribute.get_strategy()
-    is_inside = _compat.strategy_of_optimizer(optimizer) is active
-    if is_inside or not tf.distribute.has_strategy():
+    if optimizer is None or not tf.distribute.has_strategy():
+        return
+    if _compat.strategy_of_optimizer(optimizer) is active:
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            # That of a float16 policy is made by `compile`, around what it is given.
+            bring_into_scope(optimizer.inner_optimizer)
         return
     if optimizer.built or not tf.distribute.in_cross_replica_context():
         raise ValueError(

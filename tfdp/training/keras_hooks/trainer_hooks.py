@@ -55,8 +55,9 @@ _FUNCTION_OF = {
 }
 
 
-def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    strategy = strategy_of(model)
+def run_loop(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `fit`, `evaluate` or `predict`, on which the workers agree before."""
+    strategy, name = strategy_of(model), original.__name__
     if strategy is not None:
         strategy.extended.worker_group.owner.check(f"`{name}`")
     bound = inspect.signature(original).bind(model, *args, **kwargs)
@@ -72,11 +73,6 @@ def _loop(name: str, original: Callable, model: Any, *args: Any, **kwargs: Any) 
         with progress.looping(name), strategy.extended.explaining():  # noqa: SIM117
             with checks.translate_errors():
                 return _run_loop(name, original, model, bound, strategy)
-
-
-fit = functools.partial(_loop, "fit")
-evaluate = functools.partial(_loop, "evaluate")
-predict = functools.partial(_loop, "predict")
 
 
 def _run_loop(
@@ -194,7 +190,7 @@ def _agree(name: str, model: Any, bound: inspect.BoundArguments, strategy: Any) 
     Returns:
         Bool, whether a callback of any worker acts after each batch.
     """
-    if loop_agreement.is_within_fit(bound):
+    if _compat.is_within_fit(bound.arguments):
         return False
     worker_group = None if strategy is None else strategy.extended.worker_group
     if worker_group is not None and worker_group.num_workers > 1:
@@ -258,10 +254,9 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
             return original(model, *args, **kwargs)
 
 
-def _make_function(
-    name: str, original: Callable, model: Any, force: bool = False
-) -> Any:
+def make_function(original: Callable, model: Any, force: bool = False) -> Any:
     """Make the function of a step, which tells the watchdog when it computes."""
+    name = original.__name__.removeprefix("make_")
     before = getattr(model, name)
     with _without_xla(model):
         result = original(model, force)
@@ -331,11 +326,6 @@ def _drop_stale_function(model: Any, loop: str) -> None:
     function = getattr(model, name, None)
     if getattr(function, "made_after", num_conversions()) != num_conversions():
         setattr(model, name, None)
-
-
-make_train_function = functools.partial(_make_function, "train_function")
-make_test_function = functools.partial(_make_function, "test_function")
-make_predict_function = functools.partial(_make_function, "predict_function")
 
 
 @contextlib.contextmanager
@@ -412,32 +402,23 @@ def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
 def reduce_per_replica(
     original: Callable, values: Any, strategy: Any, reduction: Any
 ) -> Any:
-    """Merge what the replicas return from a step: the last thing that it does."""
-    reduced = _reduced(original, values, strategy, reduction)
-    if is_tfdp(strategy):
-        timing.gather()
-    return reduced
-
-
-def _reduced(original: Callable, values: Any, strategy: Any, reduction: Any) -> Any:
-    is_alone = strategy.num_replicas_in_sync == 1
-    loop = loops.current()
-    if not is_tfdp(strategy) or is_alone or loop is None:
-        return original(values, strategy, reduction)
-    if reduction == "concat":
-        return _concatenated(original, values, strategy)
-    return merge_logs(strategy, loop.model, values)
-
-
-def _concatenated(original: Callable, values: Any, strategy: Any) -> Any:
-    """The rows of all replicas in the order of the global batch.
+    """Merge what the replicas return from a step: the last thing that it does.
 
     Keras interleaves the rows of several workers as stock sharding deals them
     out; here rank r has the r-th rows.
     """
-    if strategy.extended.worker_group.num_workers == 1:
-        return original(values, strategy, "concat")
-    return keras.tree.map_structure(lambda v: strategy.gather(v, axis=0), values)
+    if not is_tfdp(strategy):
+        return original(values, strategy, reduction)
+    loop, is_alone = loops.current(), strategy.num_replicas_in_sync == 1
+    is_local = strategy.extended.worker_group.num_workers == 1
+    if is_alone or loop is None or (is_local and reduction == "concat"):
+        reduced = original(values, strategy, reduction)
+    elif reduction == "concat":
+        reduced = keras.tree.map_structure(lambda v: strategy.gather(v, axis=0), values)
+    else:
+        reduced = merge_logs(strategy, loop.model, values)
+    timing.gather()
+    return reduced
 
 
 def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -450,11 +431,11 @@ def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> 
         return result
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     with strategy.scope():
-        scope_checks.move_metrics_into_scope(strategy, bound.arguments)
+        scope_checks.move_metrics_into_scope(bound.arguments)
         result = original(*bound.args, **bound.kwargs)
         file_hooks.unwrap_loss_scaling(model)
         if (wrapper := wrapper_of(model.optimizer)) is not None:
             # A callback has wrapped it in a `fit` before: its state is there.
             model.optimizer = wrapper
-        scope_checks.move_optimizer_into_scope(strategy, model.optimizer)
+        scope_checks.bring_into_scope(model.optimizer)
     return result

@@ -192,28 +192,21 @@ def with_first(model: Any, callbacks: Any, added: keras.callbacks.Callback) -> A
     return callbacks
 
 
-def swap_averages(original: Callable, callback: Any) -> Any:
-    """Swap weights and averages for `SwapEMAWeights`, sharded or not."""
-    optimizer = _sharded_averages_owner(callback)
-    return original(callback) if optimizer is None else optimizer.swap_averages()
+def move_averages(name: str, original: Callable, callback: Any) -> Any:
+    """Swap weights and averages, or restart averages, sharded or not.
 
-
-def restart_averages(original: Callable, callback: Any) -> Any:
-    """Restart averages from the weights for `SwapEMAWeights`, sharded or not."""
-    optimizer = _sharded_averages_owner(callback)
-    return original(callback) if optimizer is None else optimizer.restart_averages()
-
-
-def _sharded_averages_owner(callback: Any) -> Any:
-    """Optimizer of a callback's model, if it has averages that are sharded."""
+    Args:
+        name: String, the method of an optimizer with sharded averages.
+        original: Callable, that of `SwapEMAWeights` for others.
+        callback: `SwapEMAWeights` callback.
+    """
     optimizer = callback.model.optimizer
-    if not getattr(optimizer, "is_sharded", False):
-        return None
-    return (
-        optimizer
-        if any(p.use_ema for p in innermost(optimizer.inner_optimizer))
-        else None
-    )
+    is_sharded = getattr(optimizer, "is_sharded", False)
+    if not is_sharded or not any(
+        part.use_ema for part in innermost(optimizer.inner_optimizer)
+    ):
+        return original(callback)
+    return getattr(optimizer, name)()
 
 
 def _is_sharded(model: Any, callbacks: list) -> bool:
