@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfdp.ground import _compat
 from tfdp.ground.base import step_context
-from tfdp.ground.base.active_hooks import ActiveHooks
+from tfdp.ground.base.step_context import ActiveHooks
 
 # Prefixes of the labels of a bucket's collectives, and the label of sparse gradients.
 GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"

@@ -257,11 +257,6 @@ def without_automatic_prefetch(
     return dataset._input_dataset, True
 
 
-def type_spec_of(value: Any) -> Any:
-    """The spec of a value that is made of tensors."""
-    return value._type_spec
-
-
 def empty_optional(spec: Any) -> Any:
     """An optional of a spec that holds nothing."""
     return tf.experimental.Optional.empty(spec._element_spec)

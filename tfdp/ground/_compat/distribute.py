@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,18 +61,12 @@ def without_tf_config() -> Iterator[None]:
     TensorFlow reads it only to log that, and raises what JSON does of one that is
     empty.
     """
-    stock = mirrored_strategy.tfconfig_cluster_resolver
-    mirrored_strategy.tfconfig_cluster_resolver = types.SimpleNamespace(
-        TFConfigClusterResolver=lambda: (
-            tf.distribute.cluster_resolver.SimpleClusterResolver(
-                tf.train.ClusterSpec({})
-            )
-        )
-    )
+    given = os.environ.pop("TF_CONFIG", None)
     try:
         yield
     finally:
-        mirrored_strategy.tfconfig_cluster_resolver = stock
+        if given is not None:
+            os.environ["TF_CONFIG"] = given
 
 
 def set_cluster_resolver(strategy: Any, resolver: Any) -> None:

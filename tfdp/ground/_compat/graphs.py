@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -28,25 +29,27 @@ def root_graph() -> Any:
     return graph
 
 
+def graphs_around(graph: Any) -> Iterator[Any]:
+    """Yield a graph, and those that it is traced inside of."""
+    while graph is not None:
+        yield graph
+        graph = getattr(graph, "outer_graph", None)
+
+
 def in_loop_of_replica() -> bool:
     """Whether a loop that began inside a replica's function is being traced."""
     entry = getattr(threading.current_thread(), "graph", None)
-    graph = ops.get_default_graph()
-    while graph is not None and graph is not entry:
-        if type(graph).__name__ == "WhileBodyFuncGraph":
-            return entry is not None
-        graph = getattr(graph, "outer_graph", None)
-    return False
+    around = graphs_around(ops.get_default_graph())
+    inside = itertools.takewhile(lambda graph: graph is not entry, around)
+    is_loop = any(type(graph).__name__ == "WhileBodyFuncGraph" for graph in inside)
+    return is_loop and entry is not None
 
 
 def in_branch() -> bool:
     """Whether a branch of a condition or the body of a loop is being traced."""
-    graph = ops.get_default_graph()
-    while graph is not None:
-        if type(graph).__name__ in ("CondBranchFuncGraph", "WhileBodyFuncGraph"):
-            return True
-        graph = getattr(graph, "outer_graph", None)
-    return False
+    names = ("CondBranchFuncGraph", "WhileBodyFuncGraph")
+    around = graphs_around(ops.get_default_graph())
+    return any(type(graph).__name__ in names for graph in around)
 
 
 def op_age(op: tf.Operation) -> int:
@@ -57,19 +60,6 @@ def op_age(op: tf.Operation) -> int:
 def op_position(tensor: tf.Tensor) -> int:
     """Position in the graph of the operation that makes `tensor`."""
     return op_age(tensor.op)
-
-
-def copy_of_operation(op: tf.Operation, inputs: list) -> list:
-    """The outputs of an operation like another one, on other inputs."""
-    attributes = {
-        name: value
-        for name, value in op.node_def.attr.items()
-        if not name.startswith("_")
-    }
-    graph = ops.get_default_graph()
-    dtypes = [output.dtype for output in op.outputs]
-    copy = graph.create_op(op.type, inputs, dtypes, attrs=attributes, op_def=op.op_def)
-    return list(copy.outputs)
 
 
 @contextlib.contextmanager

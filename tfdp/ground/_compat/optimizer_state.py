@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework import device as device_lib
 from tensorflow.python.trackable import data_structures
 
 from tfdp.ground._compat.distribute import outside_strategies
@@ -183,9 +182,5 @@ def copy_of(variable: Any) -> Any:
 
 def is_on(variable: Any, device: str) -> bool:
     """Whether a Keras variable of one replica lies on a device."""
-    own = device_lib.DeviceSpec.from_string(variable.value.device)
-    asked = device_lib.DeviceSpec.from_string(device)
-    return (own.device_type, own.device_index) == (
-        asked.device_type,
-        asked.device_index,
-    )
+    specs = [tf.DeviceSpec.from_string(d) for d in (variable.value.device, device)]
+    return len({(spec.device_type, spec.device_index) for spec in specs}) == 1

@@ -1,54 +1,29 @@
 """Classes and modules of Keras and TensorFlow whose functions tfdp replaces.
 
-`tfdp.training.keras_hooks.install` says which functions, and why.
+`tfdp.training.keras_hooks.install` says which functions, and why. `keras_random` and
+`keras_image` have `draw_seed`, from which Dropout and its like take seeds.
 """
+
+# ruff: noqa: F401  other rooms import these names from here.
 
 from __future__ import annotations
 
-from keras.src.backend.tensorflow import core as _core
-from keras.src.backend.tensorflow import image as _image
-from keras.src.backend.tensorflow import nn as _nn
-from keras.src.backend.tensorflow import random as _random
-from keras.src.backend.tensorflow import trainer as _trainer
-from keras.src.legacy.saving import legacy_h5_format as _legacy_h5_format
-from keras.src.losses import loss as _loss
-from keras.src.optimizers import base_optimizer as _base_optimizer
-from keras.src.saving import saving_lib as _saving_lib
-from keras.src.trainers import compile_utils as _compile_utils
-from keras.src.trainers import trainer as _base_trainer
-from tensorflow.core.function.polymorphism import function_type as _function_type
-from tensorflow.python.checkpoint import functional_saver as _functional_saver
-from tensorflow.python.eager.polymorphic_function import (
-    atomic_function as _atomic_function,
+from keras.src.backend.tensorflow import core as keras_core
+from keras.src.backend.tensorflow import image as keras_image
+from keras.src.backend.tensorflow import nn as keras_nn
+from keras.src.backend.tensorflow import random as keras_random
+from keras.src.backend.tensorflow import trainer as keras_trainer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.backend.tensorflow.trainer import TFEpochIterator as EpochIterator
+from keras.src.legacy.saving import legacy_h5_format
+from keras.src.losses import loss as keras_loss
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.saving import saving_lib
+from keras.src.trainers.trainer import Trainer as BaseTrainer
+from tensorflow.core.function.polymorphism.function_type import FunctionType
+from tensorflow.python.checkpoint.functional_saver import MultiDeviceSaver
+from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import (
+    Function as PolymorphicFunction,
 )
-from tensorflow.python.eager.polymorphic_function import (
-    polymorphic_function as _polymorphic_function,
-)
-from tensorflow.python.framework import random_seed as _random_seed
-
-# `fit` and what it calls.
-BaseTrainer = _base_trainer.Trainer
-TensorFlowTrainer = _trainer.TensorFlowTrainer
-EpochIterator = _trainer.TFEpochIterator
-keras_trainer = _trainer
-# Losses: the sum over all, the mean of one, its division by the number of replicas.
-CompileLoss = _compile_utils.CompileLoss
-keras_loss = _loss
-# Layers: convolutions, the moments of synchronized BatchNormalization, and the modules
-# that hold `draw_seed`, from which Dropout and its like take seeds; what is computed
-# again for the backward pass.
-keras_core = _core
-keras_nn = _nn
-keras_random = _random
-keras_image = _image
-# Optimizers.
-BaseOptimizer = _base_optimizer.BaseOptimizer
-# Files.
-saving_lib = _saving_lib
-legacy_h5_format = _legacy_h5_format
-MultiDeviceSaver = _functional_saver.MultiDeviceSaver
-# TensorFlow's traced functions and their types, and the seeds of operations.
-PolymorphicFunction = _polymorphic_function.Function
-AtomicFunction = _atomic_function.AtomicFunction
-FunctionType = _function_type.FunctionType
-random_seed = _random_seed
+from tensorflow.python.framework import random_seed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ from tensorflow.python.framework import (
 )
 from tensorflow.python.ops import cond_v2, control_flow_util_v2, while_v2
 from tensorflow.python.util import tf_stack
+
+from tfdp.ground._compat.graphs import graphs_around
 
 _MARKER = "_tfdp_marker"
 _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
@@ -54,11 +56,6 @@ def stack_of(op: tf.Operation) -> list[Any]:
     """
     found = getattr(op.graph, "stacks", {}).get(op)
     return list(op.traceback if found is None else found)
-
-
-def captures_of(graph: Any) -> list[tuple[Any, Any]]:
-    """Pairs of what a graph captures and its placeholder for that."""
-    return list(graph.captures)
 
 
 def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
@@ -130,12 +127,10 @@ def is_call(op: tf.Operation) -> bool:
 def function_graph(op: tf.Operation) -> Any:
     """The graph of the function that an operation calls."""
     name = op.get_attr("f").name if op.type in _CALLS else op.type
-    graph = op.graph
-    while graph is not None:
+    for graph in graphs_around(op.graph):
         function = graph._get_function(name)
         if function is not None and getattr(function, "graph", None) is not None:
             return function.graph
-        graph = getattr(graph, "outer_graph", None)
     shapes = [tensor.shape for tensor in op.inputs]
     return control_flow_util_v2.get_func_graph(op, shapes, name)
 
@@ -187,7 +182,8 @@ class OperationTemplate:
         """
         graph = ops.get_default_graph()
         definition = self._definition if kind is None else None
-        with tf.control_dependencies(list(control)) if control else _nothing():
+        after = tf.control_dependencies(list(control)) if control else None
+        with after or contextlib.nullcontext():
             op = graph._create_op_internal(
                 kind or self._kind,
                 list(inputs),
@@ -199,11 +195,6 @@ class OperationTemplate:
         if self._stack is not None:
             pywrap_tf_session.TF_SetOpStackTrace(op._c_op, self._stack)
         return list(op.outputs)
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def call_inline(function: Any, *args: Any, **kwargs: Any) -> Any:

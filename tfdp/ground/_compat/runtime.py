@@ -13,7 +13,6 @@ from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
 )
 from tensorflow.python.eager import context
-from tensorflow.python.framework import device as device_lib
 from tensorflow.python.framework import (
     ops,
 )
@@ -36,15 +35,10 @@ def num_local_devices(kind: str) -> int:
 
     Under a cluster `tf.config.list_logical_devices` lists those of all workers.
     """
-    server = getattr(context.context(), "_collective_ops_server_def", None)
-    specs = [
-        device_lib.DeviceSpec.from_string(device.name)
-        for device in tf.config.list_logical_devices(kind)
-    ]
-    if server is None:
-        return len(specs)
-    own = (server.job_name, server.task_index)
-    return sum((spec.job, spec.task) == own for spec in specs)
+    devices, task = tf.config.list_logical_devices(kind), own_task()
+    own = tf.DeviceSpec.from_string(task)
+    specs = [tf.DeviceSpec.from_string(device.name) for device in devices]
+    return sum(not task or (s.job, s.task) == (own.job, own.task) for s in specs)
 
 
 def own_task() -> str:
@@ -55,7 +49,7 @@ def own_task() -> str:
 
 def device_type(device: str) -> str:
     """Type of a device: `"CPU"` or `"GPU"`."""
-    return device_lib.DeviceSpec.from_string(device).device_type or "CPU"
+    return tf.DeviceSpec.from_string(device).device_type or "CPU"
 
 
 def plain_variable(value: Any, dtype: tf.DType, device: str, shape: Any = None) -> Any:

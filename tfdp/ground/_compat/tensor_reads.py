@@ -61,20 +61,9 @@ def step_graph() -> Any:
     return graph if entry is None or graph is entry else None
 
 
-def operations(graph: Any, first: int = 0) -> list[tf.Operation]:
-    """Operations of a graph under construction, from a number on."""
-    return graph.get_operations()[first:]
-
-
 def run_of_replicas() -> Any:
     """An object that the threads of one `strategy.run` share."""
     return getattr(threading.current_thread(), "coord", None)
-
-
-def newest_age(graph: Any) -> int:
-    """The age of the operation of a graph that was traced last, see `op_age`."""
-    traced = graph.get_operations()
-    return traced[-1]._id if traced else 0
 
 
 def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:

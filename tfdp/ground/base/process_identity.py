@@ -30,7 +30,7 @@ class ProcessIdentity:
     def current(cls) -> ProcessIdentity:
         """Return the identity of this process."""
         _, started = state_and_start(os.getpid())
-        return cls(_machine(), os.getpid(), started)
+        return cls(machine(), os.getpid(), started)
 
     def has_ended(self) -> bool:
         """Return whether it is known that the process does not run any more.
@@ -38,13 +38,14 @@ class ProcessIdentity:
         Returns:
             Bool; `False` on another machine, from which nothing is known.
         """
-        if not self.machine or self.machine != _machine():
+        if not self.machine or self.machine != machine():
             return False
         state, started = state_and_start(self.pid)
         return state in ENDED or started != self.started
 
 
-def _machine() -> str:
+def machine() -> str:
+    """Return the boot of the kernel, the process ids and the user, or `""`."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
         # Those of another user may be hidden.

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import hashlib
 import os
-import pathlib
 import re
 import shutil
 import socket
@@ -18,11 +17,9 @@ import tempfile
 import time
 import uuid
 
-from tfdp.ground.base.process_identity import ENDED, state_and_start
+from tfdp.ground.base.process_identity import ENDED, machine, state_and_start
 from tfdp.ground.forks import TemporaryDirectory
 
-_BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
-_PROCESSES_FILE = "/proc/self/ns/pid"
 # `tfdp-`, what it is for, host, process, start of the process.
 _NAME = re.compile(r"\.?tfdp-[a-z]+-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.+")
 # A file that is being written has been changed since.
@@ -112,11 +109,7 @@ def _remove_if_left_over(entry: os.DirEntry) -> None:
 @functools.cache
 def _host() -> str:
     """Eight digits for this boot of the host and its processes, as a container has."""
-    try:
-        boot = pathlib.Path(_BOOT_ID_FILE).read_text("ascii").strip()
-        key = f"{boot} {os.readlink(_PROCESSES_FILE)}"
-    except OSError:
-        key = socket.gethostname()
+    key = machine() or socket.gethostname()
     return hashlib.sha256(key.encode()).hexdigest()[:8]
 
 

@@ -219,7 +219,7 @@ class ComponentsSpec(tf.TypeSpec):
         """Return the spec of a value."""
         kind = type(value)
         _kinds[id(kind)] = kind
-        return cls(_compat.type_spec_of(value.components), id(kind), *settings)
+        return cls(tf.type_spec_from_value(value.components), id(kind), *settings)
 
     @property
     def value_type(self) -> Any:

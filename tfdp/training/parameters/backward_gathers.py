@@ -160,7 +160,8 @@ class _Again:
         if id(old) not in self._made:
             op = old.op
             inputs = [self.tensor(op.inputs[0]), *op.inputs[1:]]
-            self._made[id(old)] = _compat.copy_of_operation(op, inputs)[old.value_index]
+            copy = _compat.OperationTemplate(op).build(inputs)
+            self._made[id(old)] = copy[old.value_index]
         return self._made[id(old)]
 
 

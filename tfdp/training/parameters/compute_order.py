@@ -25,7 +25,7 @@ class ComputeOrder:
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
-        self._num_scanned = len(_compat.operations(graph))
+        self._num_scanned = len(graph.get_operations())
         self._dependent: set[tf.Operation] = set()
         # Those that compute, and their ages.
         self._ages: list[int] = []
@@ -33,7 +33,8 @@ class ComputeOrder:
 
     def newest(self) -> int:
         """Int, the age of the operation that was traced last."""
-        return _compat.newest_age(self._graph)
+        traced = self._graph.get_operations()
+        return _compat.op_age(traced[-1]) if traced else 0
 
     def begin_with(self, tensors: Iterable[tf.Tensor]) -> None:
         """Take what is computed of these tensors for computing, too."""
@@ -47,7 +48,7 @@ class ComputeOrder:
         return self._computing[index - 1 : index] if index else []
 
     def _scan(self) -> None:
-        new = _compat.operations(self._graph, self._num_scanned)
+        new = self._graph.get_operations()[self._num_scanned :]
         for op in new:
             if not any(tensor.op in self._dependent for tensor in op.inputs):
                 continue

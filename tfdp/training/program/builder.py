@@ -9,6 +9,7 @@ gathered, parts summed, and of what is whole a replica takes its rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -215,11 +216,11 @@ class Builder:
     def shape_of(self, fact: Fact) -> Any:
         """Return the shape of what follows from the number of rows alone."""
         assert fact.sizes is not None
-        parts = []
-        for axis, size in enumerate(fact.sizes):
-            is_own = fact.is_rows and axis == fact.axis
-            rows = self.own_rows if is_own else self.replica.rows.total
-            parts.append(rows * size.number if size.kind == "rows" else size.number)
+        own = fact.axis if fact.is_rows else None
+        parts = [
+            self._known_size(size, of_all=axis != own)
+            for axis, size in enumerate(fact.sizes)
+        ]
         return _packed(parts, tf.int32)
 
     def own_shape(self, fact: Fact, given: Any) -> Any:
@@ -530,16 +531,17 @@ class Builder:
 
     def _sizes_of_rows(self, fact: Fact, tensor: Any, *, of_all: bool) -> Any:
         """Return integers that follow from the number of rows alone."""
-        rows = self.replica.rows.total if of_all else self.own_rows
-        parts = [
-            rows * size.number if size.kind == "rows" else size.number
-            for size in fact.value.ravel()
-        ]
+        parts = [self._known_size(size, of_all=of_all) for size in fact.value.ravel()]
         if fact.value.ndim == 1:
             return _packed(parts, tensor.dtype)
         found = [tf.cast(part, tensor.dtype) for part in parts]
         shape = fact.value.shape
         return tf.reshape(found, shape) if shape else found[0]
+
+    def _known_size(self, size: sizes.Size, *, of_all: bool) -> Any:
+        """Return a size, of own rows or of those of all replicas."""
+        rows = self.replica.rows.total if of_all else self.own_rows
+        return rows * size.number if size.kind == "rows" else size.number
 
     def _build_sizes(self, op: Any, *, of_all: bool) -> None:
         decision = self.plan.decisions[op]
@@ -558,16 +560,13 @@ class Builder:
         """Build the shape, or the size, of a tensor or of the items of a list."""
         source, result = op.inputs[index], op.outputs[index]
         fact = self.fact(source)
-        found: list[Any] = []
 
+        @functools.cache
         def shape() -> Any:
-            if not found:
-                own = self.get(source, AS_HELD)
-                if op.type == "TensorListElementShape":
-                    found.extend(Builder.copy(self, op, [own]))
-                else:
-                    found.append(tf.shape(own, out_type=result.dtype))
-            return found[0]
+            own = self.get(source, AS_HELD)
+            if op.type == "TensorListElementShape":
+                return Builder.copy(self, op, [own])[0]
+            return tf.shape(own, out_type=result.dtype)
 
         parts = []
         assert fact.sizes is not None
@@ -586,10 +585,8 @@ class Builder:
     ) -> Any:
         """Return a size that is a multiple of the rows."""
         assert fact.sizes is not None
-        multiple = fact.sizes[axis].number
-        rows = self.replica.rows.total if of_all else self.own_rows
-        if multiple is not None:
-            return rows * multiple
+        if fact.sizes[axis].number is not None:
+            return self._known_size(fact.sizes[axis], of_all=of_all)
         if fact.is_rows and axis == fact.axis:
             return self.entries(source) if of_all else shape()[axis]
         if of_all:

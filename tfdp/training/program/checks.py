@@ -6,13 +6,17 @@ told once, and is an error where the options say so or where memory is too small
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tfdp.communication.coordination.checks import check_same_program
-from tfdp.ground import user_code
+from tfdp.ground import _compat, user_code
 from tfdp.ground.base.loops import Loop
-from tfdp.ground.base.memory import available_bytes
 from tfdp.ground.plans.gathers import StepGathers, megabytes
 from tfdp.training.program.gathers import (
     Conversion,
@@ -24,6 +28,7 @@ from tfdp.training.program.gathers import (
 _log = logging.getLogger("tfdp")
 # Rows that are padded to one length, and the whole that is made of them.
 _COPIES = 2
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_step(
@@ -105,3 +110,31 @@ def _check_memory(
             f"worker, and {megabytes(available)} are free. Use a smaller batch, or "
             "change that line as docs/one_program.md says."
         )
+
+
+def available_bytes(devices: Sequence[str]) -> int | None:
+    """Return the bytes that are free for tensors of devices, or `None` if not known.
+
+    Args:
+        devices: Sequence of strings. Of GPUs it is not known.
+    """
+    if any(_compat.device_type(device) != "CPU" for device in devices):
+        return None
+    found = min(psutil.virtual_memory().available, _left_in_group())
+    return int(found)
+
+
+def _left_in_group() -> float:
+    """Bytes until the limit of a container; TensorFlow knows of none."""
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        return max(limit - used + _cache_of_group(), 0)
+    return float("inf")
+
+
+def _cache_of_group() -> int:
+    """Bytes of cached files, which the kernel gives away."""
+    lines = (_CGROUP / "memory.stat").read_text().splitlines()
+    fields = dict(line.split() for line in lines)
+    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))

@@ -9,6 +9,7 @@ debugging, where a step has to be right, whatever Python it is, and may take its
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -83,6 +84,7 @@ class EagerProgram(ProgramTrace):
             variable.values[replica].assign(first.read_value())
 
 
+@dataclasses.dataclass(eq=False)
 class EagerStep:
     """A step that Keras gives to `strategy.run`, run eagerly on all rows.
 
@@ -96,48 +98,37 @@ class EagerStep:
         returns_rows: Bool, whether it returns rows, as `predict` does, or logs.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        function: Callable,
-        parts: list[BatchWeight],
-        local: list,
-        workers: ProcessGroup,
-        states: list,
-        *,
-        returns_rows: bool,
-    ) -> None:
-        self._strategy = strategy
-        self._function = function
-        self._parts = parts
-        self._returns_rows = returns_rows
-        self._rank = strategy.extended.worker_group.rank
-        self._workers = workers
-        self._local = local
-        self._states = states
-        self._program: EagerProgram | None = None
+    strategy: Any
+    function: Callable
+    parts: list[BatchWeight]
+    local: list
+    workers: ProcessGroup
+    states: list
+    returns_rows: bool
+    _program: EagerProgram | None = None
 
     @functools.cached_property
     def _whole(self) -> tuple:
         """The arguments with the rows of all, and the rows of each replica."""
-        counts = [_num_rows(args) for args in self._local]
-        join = functools.partial(_joined, workers=self._workers, rank=self._rank)
-        args = tf.nest.map_structure(lambda *own: join(own), *self._local)
+        counts = [_num_rows(args) for args in self.local]
+        rank = self.strategy.extended.worker_group.rank
+        join = functools.partial(_joined, workers=self.workers, rank=rank)
+        args = tf.nest.map_structure(lambda *own: join(own), *self.local)
         return args, join([tf.constant(counts)]).numpy().tolist()
 
     def prepare(self) -> None:
         """Give the first replica of each worker what one device would have."""
         self._whole  # noqa: B018
-        merged = self._strategy.extended.merge_metric_variables(self._states)
-        for variable, value in zip(self._states, merged, strict=True):
+        merged = self.strategy.extended.merge_metric_variables(self.states)
+        for variable, value in zip(self.states, merged, strict=True):
             for replica, component in enumerate(variable.values):
                 is_first = replica == 0
                 component.assign(value if is_first else tf.zeros_like(value))
 
     def __call__(self, *args: Any) -> Any:
         """Run the step of the replica that runs."""
-        group = training_group(self._strategy)
-        with batch_weight.use(self._parts[group.replica]):
+        group = training_group(self.strategy)
+        with batch_weight.use(self.parts[group.replica]):
             if group.size == 1:
                 return self._run(EagerProgram([_num_rows(args)], gives=True), args)
             if group.replica == 0:
@@ -150,10 +141,10 @@ class EagerStep:
 
     def _run(self, program: EagerProgram, args: tuple) -> Any:
         with tracing(program):
-            result = self._function(*args)
+            result = self.function(*args)
         if not program.gives:
             # They count once, on the first worker.
-            for variable in self._states:
+            for variable in self.states:
                 component = variable.values[0]
                 component.assign(tf.zeros_like(component))
         return result
@@ -170,7 +161,7 @@ class EagerStep:
         """Return the logs, or the rows of this replica."""
         assert self._program is not None
         result, counts = self._program.result, self._program.row_counts
-        if not self._returns_rows:
+        if not self.returns_rows:
             return result
         begin = sum(counts[: group.rank])
         own = slice(begin, begin + counts[group.rank])

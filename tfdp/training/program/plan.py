@@ -94,6 +94,7 @@ class Plan:
                     yield op, tensor, fact
 
 
+@dataclasses.dataclass
 class Scope:
     """What the rules know beside an operation.
 
@@ -103,21 +104,17 @@ class Scope:
             `tfdp.ground.base.program_trace`.
         is_shared: Callable of an operation: whether the replicas of a worker share the
             state that it uses, and the program writes that. Defaults to never.
+        whole: Set of operations that run whole since another one needs their lists
+            whole.
+        unread: Set of operations whose results nothing needs: each replica makes its
+            own.
     """
 
-    def __init__(
-        self,
-        is_metric: Callable[[Any], bool],
-        effects: Mapping[Any, Sequence[Any]],
-        is_shared: Callable[[Any], bool] = lambda op: False,
-    ) -> None:
-        self.is_metric = is_metric
-        self.is_shared = is_shared
-        self.effects = effects
-        # Operations that run whole since another one needs their lists whole.
-        self.whole: set[Any] = set()
-        # Operations whose results nothing needs: each replica makes its own.
-        self.unread: set[Any] = set()
+    is_metric: Callable[[Any], bool]
+    effects: Mapping[Any, Sequence[Any]]
+    is_shared: Callable[[Any], bool] = lambda op: False
+    whole: set[Any] = dataclasses.field(default_factory=set)
+    unread: set[Any] = dataclasses.field(default_factory=set)
 
 
 def make_plan(
@@ -287,10 +284,9 @@ def _set(plan: Plan, op: Any, decision: Decision) -> None:
 def _constant(op: Any) -> Fact:
     tensor = op.outputs[0]
     dtype, count = tensor.dtype, tensor.shape.num_elements()
-    found = None
-    if dtype.is_integer or dtype.is_floating or dtype.is_bool:
-        is_small = count is not None and count <= 64
-        found = tf.get_static_value(tensor) if is_small else None
+    is_number = dtype.is_integer or dtype.is_floating or dtype.is_bool
+    is_small = count is not None and count <= 64
+    found = tf.get_static_value(tensor) if is_number and is_small else None
     value = None if found is None else array(np.asarray(found))
     return whole(static_sizes(tensor, is_free=True), value)
 
@@ -298,43 +294,43 @@ def _constant(op: Any) -> Fact:
 def _plan_marker(view: View, marker: str) -> Decision:
     """Begin or end of a layer that works on each replica's rows by themselves."""
     fact = view.facts[0]
-    if marker == "whole":
-        return Decision([WHOLE], [whole(fact.sizes)])
     if marker == "rows of a replica":
         return Decision([rows_along(0)], [Fact(Form.LOCAL)])
     if marker == "rows of all":
         shape = view.output_sizes()
         assert shape is not None
         return Decision([AS_HELD], [Fact(Form.ROWS, 0, (sizes.rows(1), *shape[1:]))])
-    if fact.form is Form.PART:  # "part of a replica"
-        return Decision([AS_HELD], [Fact(Form.LOCAL)])
-    return Decision([AS_HELD], [fact])
+    is_part = fact.form is Form.PART  # "part of a replica"
+    return Decision([AS_HELD], [Fact(Form.LOCAL) if is_part else fact])
 
 
 # Branches, loops, calls.
 
 
-def _graph_inputs(graph: Any, facts: Sequence[Fact]) -> dict[int, Fact]:
-    pairs = zip(graph.inputs, facts, strict=True)
-    return {id(tensor): fact for tensor, fact in pairs}
+def _plan_inside(
+    graph: Any,
+    facts: Sequence[Fact],
+    scope: Scope,
+    outputs: Sequence[Any] | None = None,
+) -> Plan:
+    """Plan a graph inside of an operation, by the facts of its inputs."""
+    inputs = {id(own): fact for own, fact in zip(graph.inputs, facts, strict=True)}
+    return make_plan(
+        graph, inputs, graph.outputs if outputs is None else outputs, scope
+    )
 
 
 def _plan_call(view: View) -> Decision:
     graph = _compat.function_graph(view.op)
     results = _compat.results_of_call(view.op, graph)
-    plan = make_plan(graph, _graph_inputs(graph, view.facts), results, view.scope)
+    plan = _plan_inside(graph, view.facts, view.scope, results)
     outputs = [plan.fact(tensor) for tensor in results]
     return Decision([AS_HELD] * len(view), outputs, plans=[plan])
 
 
 def _plan_branches(view: View) -> Decision:
     graphs = _compat.branch_graphs(view.op)
-    plans = [
-        make_plan(
-            graph, _graph_inputs(graph, view.facts[1:]), graph.outputs, view.scope
-        )
-        for graph in graphs
-    ]
+    plans = [_plan_inside(graph, view.facts[1:], view.scope) for graph in graphs]
     outputs, needs = [], []
     for tensors in zip(*(graph.outputs for graph in graphs), strict=True):
         facts = [p.fact(t) for p, t in zip(plans, tensors, strict=True)]
@@ -377,9 +373,7 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
         for fact, same, given in zip(view.facts, is_same, body.inputs, strict=True)
     ]
     for _ in range(_MOST_PASSES):
-        body_plan = make_plan(
-            body, _graph_inputs(body, facts), body.outputs, view.scope
-        )
+        body_plan = _plan_inside(body, facts, scope)
         after = [
             fact
             if same
@@ -395,7 +389,7 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
             "changes in each pass what a replica holds of its variables",
             "Use an operation on the whole batch in place of the loop.",
         )
-    cond_plan = make_plan(cond, _graph_inputs(cond, facts), cond.outputs, view.scope)
+    cond_plan = _plan_inside(cond, facts, scope)
     is_converted = any(
         is_conversion(body_plan.fact(output), need_of(fact))
         for fact, output, same in zip(facts, body.outputs, is_same, strict=True)

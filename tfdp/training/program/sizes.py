@@ -119,9 +119,7 @@ def number(value: Any) -> Size:
 
 def rows(multiple: int | None = 1) -> Size:
     """Return a multiple of the number of rows; `None` for one that is not known."""
-    if multiple is None:
-        return Size("rows", None)
-    return Size("rows", int(multiple))
+    return Size("rows", None if multiple is None else int(multiple))
 
 
 FREE = Size("free")
@@ -156,10 +154,7 @@ def product(sizes: Iterable[Size]) -> Size:
 def array(values: Any) -> np.ndarray:
     """Return an array of sizes of an array of numbers, or of a sequence of sizes."""
     if isinstance(values, np.ndarray) and values.dtype != object:
-        flat = [number(value) for value in values.ravel()]
-        result = np.empty(len(flat), object)
-        result[:] = flat
-        return result.reshape(values.shape)
+        return array([number(n) for n in values.ravel()]).reshape(values.shape)
     result = np.empty(len(values), object)
     result[:] = list(values)
     return result
@@ -200,10 +195,7 @@ def common(shapes: Sequence[Any]) -> Any:
     """Return the sizes that shapes have in common, or `None` if ranks differ."""
     if any(shape is None or len(shape) != len(shapes[0]) for shape in shapes):
         return None
-    found = []
-    for same in zip(*shapes, strict=True):
-        if len(set(same)) == 1:
-            found.append(same[0])
-        else:
-            found.append(_free_or_unknown(*same))
-    return tuple(found)
+    return tuple(
+        same[0] if len(set(same)) == 1 else _free_or_unknown(*same)
+        for same in zip(*shapes, strict=True)
+    )

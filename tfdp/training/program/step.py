@@ -119,7 +119,7 @@ class DividedStep:
                 part.facts, part.held(own, replica), strict=True
             )
         }
-        for outer, inner in _compat.captures_of(found.trace.graph):
+        for outer, inner in found.trace.graph.captures:
             tensors.setdefault(id(inner), self._own(outer, replica.local_id))
         builder = Builder(found.trace, found.plan, found.scope, replica, tensors)
         builder.run()
@@ -242,8 +242,7 @@ class DividedStep:
         while tf.is_symbolic_tensor(tensor):
             if tensor.graph not in self._captures:
                 self._captures[tensor.graph] = {
-                    id(inner): outer
-                    for outer, inner in _compat.captures_of(tensor.graph)
+                    id(inner): outer for outer, inner in tensor.graph.captures
                 }
             outer = self._captures[tensor.graph].get(id(tensor))
             if outer is None:

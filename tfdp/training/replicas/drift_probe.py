@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.ground import _compat
-from tfdp.ground.base.active_hooks import ActiveHooks
+from tfdp.ground.base.step_context import ActiveHooks
 from tfdp.training.replicas.assigned_values import (
     checksum_of_text,
     num_assigned,

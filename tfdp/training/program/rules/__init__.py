@@ -3,8 +3,8 @@
 Reading order:
     elementwise: operations on elements, and linear ones
     reductions: sums, means, maxima
-    contractions: products of matrices, `Einsum`, convolutions and poolings
-    rowwise: operations on each row by itself
+    contractions: products of matrices, `Einsum`
+    rowwise: operations on each row by itself, convolutions and poolings
     layouts: reshapes, slices, joins, gathers
     composites: rows made of ragged and sparse tensors
     values: integers that are computed of sizes
@@ -18,10 +18,7 @@ from collections.abc import Callable, Sequence
 
 from tfdp.training.program.facts import Fact, Form, whole
 from tfdp.training.program.rules.composites import decide_composite
-from tfdp.training.program.rules.contractions import (
-    decide_contraction,
-    decide_convolution,
-)
+from tfdp.training.program.rules.contractions import decide_contraction
 from tfdp.training.program.rules.elementwise import (
     ELEMENTWISE,
     decide_elementwise,
@@ -61,7 +58,6 @@ _OF_ROWS = (
     decide_contraction,
     decide_elementwise,
     decide_reduction,
-    decide_convolution,
     decide_row_by_row,
 )
 # Layouts that are made by sizes, whatever else they are made of.

@@ -1,22 +1,12 @@
-"""Rules of products of matrices, `Einsum` and convolutions."""
+"""Rules of products of matrices and `Einsum`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tfdp.training.program.facts import Fact, Form, own_rows, part
-from tfdp.training.program.rules.rowwise import build_with_a_row
+from tfdp.training.program.facts import Fact, own_rows, part
 from tfdp.training.program.sizes import FREE, ONE, Size
-from tfdp.training.program.view import (
-    AS_HELD,
-    WHOLE,
-    Decision,
-    Need,
-    View,
-    operations,
-    rows_along,
-    table,
-)
+from tfdp.training.program.view import WHOLE, Decision, View, operations, rows_along
 
 # Labels of axes of which one entry stands for all: those of "...", and of matrices.
 _BATCH = "12345678"
@@ -113,57 +103,3 @@ def _shape(
             if known == ONE or (known == FREE and size != ONE):
                 sizes[label] = size
     return tuple(sizes[label] for label in output)
-
-
-# Index of the inputs with rows, and whether the result is a sum over them.
-_WITH_FILTERS: dict[str, tuple[tuple[int, ...], bool]] = table(
-    {
-        """
-        Conv2D Conv3D DepthwiseConv2dNative Dilation2D BiasAdd
-        MaxPool MaxPoolV2 MaxPool3D AvgPool AvgPool3D
-        """: ((0,), False),
-        """
-        Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
-        """: ((2,), False),
-        """
-        Conv2DBackpropFilter Conv3DBackpropFilterV2 DepthwiseConv2dNativeBackpropFilter
-        Dilation2DBackpropFilter
-        """: ((0, 2), True),
-        "Dilation2DBackpropInput": ((0, 2), False),
-        "BiasAddGrad": ((0,), True),
-        "MaxPoolGrad MaxPool3DGrad MaxPoolGradGrad MaxPool3DGradGrad": (
-            (0, 1, 2),
-            False,
-        ),
-        "AvgPoolGrad AvgPool3DGrad": ((1,), False),
-    }
-)
-CONVOLUTIONS = frozenset(_WITH_FILTERS) - {"BiasAdd", "BiasAddGrad"}
-
-
-def decide_convolution(view: View) -> Decision | None:
-    """Decide a convolution, a pooling, or the gradient of one."""
-    if view.type not in _WITH_FILTERS:
-        return None
-    indices, is_sum = _WITH_FILTERS[view.type]
-    own = [view.facts[index] for index in indices if view.facts[index].is_rows]
-    if not own or any(fact.axis != 0 or fact.sizes is None for fact in own):
-        return None
-    multiples = {fact.multiple for fact in own}
-    others = [index for index, fact in enumerate(view.facts) if fact.is_rows]
-    if len(multiples) > 1 or any(index not in indices for index in others):
-        return None
-    needs: list[Need] = [WHOLE] * len(view)
-    for index in indices:
-        needs[index] = rows_along(0)
-    for index, fact in enumerate(view.facts):
-        # The shape of what a gradient is of, not that of a filter.
-        if fact.form is Form.SIZES and not is_sum:
-            if fact.value is None or not all(s.is_free for s in fact.value[1:]):
-                return None
-            needs[index] = AS_HELD
-    build = build_with_a_row if view.type in CONVOLUTIONS else None
-    if is_sum:
-        shape = view.output_sizes()
-        return Decision(needs, [part(shape)], build)
-    return Decision(needs, [view.rows_output(0, multiples.pop())], build)

@@ -32,15 +32,8 @@ def _empty(view: View) -> Decision:
 
 def _build_empty(builder: Any, op: Any, inputs: list) -> list:
     """Build a list whose elements may have another number of rows on each replica."""
-    is_empty = op.type == "EmptyTensorList"
-    make = tf.raw_ops.EmptyTensorList if is_empty else tf.raw_ops.TensorListReserve
-    return [
-        make(
-            element_shape=_element_shape(op.inputs[0]),
-            element_dtype=op.get_attr("element_dtype"),
-            **{"max_num_elements" if is_empty else "num_elements": inputs[1]},
-        )
-    ]
+    shape = tf.constant(_element_shape(op.inputs[0]), op.inputs[0].dtype)
+    return builder.copy(op, [shape, inputs[1]])
 
 
 def _element_shape(given: Any) -> Any:
@@ -50,7 +43,7 @@ def _element_shape(given: Any) -> Any:
         return -1
     if found is None:
         found = [None] * given.shape[0]
-    return np.array([-1 if size is None else size for size in found], np.int32)
+    return [-1 if size is None else size for size in found]
 
 
 def _item_need(listed: Fact, item: Fact) -> tuple[Need, Fact]:
@@ -123,12 +116,8 @@ def _item(view: View, listed: Fact, index: int) -> Fact:
 
 def _build_without_shape(builder: Any, op: Any, inputs: list) -> list:
     (fact,) = builder.facts_of(op.outputs)
-    item = tf.raw_ops.TensorListGetItem(
-        input_handle=inputs[0],
-        index=inputs[1],
-        element_shape=builder.own_shape(fact, inputs[2]),
-        element_dtype=op.get_attr("element_dtype"),
-    )
+    shape = builder.own_shape(fact, inputs[2])
+    (item,) = builder.copy(op, [*inputs[:2], shape])
     return [builder.with_shape(item, op.outputs[0], fact)]
 
 
@@ -137,11 +126,7 @@ def _build_pop(builder: Any, op: Any, inputs: list) -> list:
     known = builder.own_static_shape(op.outputs[1], fact)
     # Grappler knows of it, too, and leaves out what need not be computed.
     shape = -1 if known.rank is None else [-1 if n is None else n for n in known]
-    rest, item = tf.raw_ops.TensorListPopBack(
-        input_handle=inputs[0],
-        element_shape=tf.constant(shape, tf.int32),
-        element_dtype=op.get_attr("element_dtype"),
-    )
+    rest, item = builder.copy(op, [inputs[0], tf.constant(shape, tf.int32)])
     return [rest, builder.with_shape(item, op.outputs[1], fact)]
 
 
@@ -159,12 +144,7 @@ def _stack(view: View) -> Decision | None:
 def _build_stack(builder: Any, op: Any, inputs: list) -> list:
     (fact,) = builder.facts_of(op.outputs)
     inner = Fact(fact.form, fact.axis - 1, (fact.sizes or ())[1:])
-    stacked = tf.raw_ops.TensorListStack(
-        input_handle=inputs[0],
-        element_shape=builder.own_shape(inner, inputs[1]),
-        element_dtype=op.get_attr("element_dtype"),
-        num_elements=op.get_attr("num_elements"),
-    )
+    (stacked,) = builder.copy(op, [inputs[0], builder.own_shape(inner, inputs[1])])
     return [builder.with_shape(stacked, op.outputs[0], fact)]
 
 
@@ -181,8 +161,8 @@ def _from_tensor(view: View) -> Decision | None:
 def _build_from_tensor(builder: Any, op: Any, inputs: list) -> list:
     # Its rank is known, since the gradient of a loop keeps the shape of elements.
     rank = inputs[0].shape.rank
-    shape = -1 if rank is None else np.full([rank - 1], -1, np.int32)
-    return [tf.raw_ops.TensorListFromTensor(tensor=inputs[0], element_shape=shape)]
+    shape = -1 if rank is None else np.full([rank - 1], -1)
+    return builder.copy(op, [inputs[0], tf.constant(shape, op.inputs[1].dtype)])
 
 
 def _optional(view: View) -> Decision | None:

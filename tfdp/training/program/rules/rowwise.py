@@ -1,13 +1,15 @@
-"""Rules of operations that compute each row by itself, along the first axis."""
+"""Rules of operations that compute each row by itself, or sum over rows by windows."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp.training.program.facts import Form
+from tfdp.training.program.facts import Form, part
 from tfdp.training.program.view import (
+    AS_HELD,
     WHOLE,
     Decision,
     Kind,
@@ -21,21 +23,32 @@ from tfdp.training.program.view import (
 _ROWS: dict[str, tuple[int, ...]] = table(
     {
         """
-        AdjustContrastv2 AdjustHue AdjustSaturation BatchMatrixBandPart Cholesky
-        DepthToSpace FFT FFT2D FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars HSVToRGB
-        IFFT IFFT2D IRFFT LRN LogMatrixDeterminant LogSoftmax MatrixBandPart
-        MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse RFFT RGBToHSV
-        ResizeBicubic ResizeBilinear ResizeNearestNeighbor ResizeNearestNeighborGrad
-        SelfAdjointEigV2 Softmax SpaceToDepth Svd TopKV2
+        AdjustContrastv2 AdjustHue AdjustSaturation AvgPool AvgPool3D
+        BatchMatrixBandPart BiasAdd BiasAddGrad Cholesky Conv2D Conv3D DepthToSpace
+        DepthwiseConv2dNative Dilation2D FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars
+        FFT FFT2D HSVToRGB IFFT IFFT2D IRFFT LogMatrixDeterminant LogSoftmax LRN
+        MatrixBandPart MatrixDeterminant MatrixDiagPartV3 MatrixDiagV3 MatrixInverse
+        MaxPool MaxPool3D MaxPoolV2 ResizeBicubic ResizeBilinear ResizeNearestNeighbor
+        ResizeNearestNeighborGrad RFFT RGBToHSV SelfAdjointEigV2 Softmax SpaceToDepth
+        Svd TopKV2
         """: (0,),
         """
         CholeskyGrad ImageProjectiveTransformV3 InTopKV2 MatrixSetDiagV3 MatrixSolve
         MatrixTriangularSolve ResizeBicubicGrad ResizeBilinearGrad
         SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits
         """: (0, 1),
-        "DenseBincount": (0, 2),
-        "LRNGrad": (0, 1, 2),
-        "LookupTableFindV2": (1,),
+        """
+        Conv2DBackpropFilter Conv3DBackpropFilterV2 DenseBincount
+        DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter
+        Dilation2DBackpropInput
+        """: (0, 2),
+        """
+        LRNGrad MaxPool3DGrad MaxPool3DGradGrad MaxPoolGrad MaxPoolGradGrad
+        """: (0, 1, 2),
+        "AvgPool3DGrad AvgPoolGrad LookupTableFindV2": (1,),
+        """
+        Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
+        """: (2,),
     }
 )
 # Axes at the end that belong to one row: a number, a matrix, an image. Others have 1.
@@ -52,6 +65,22 @@ _INNER = table(
         ResizeBilinearGrad ResizeNearestNeighbor ResizeNearestNeighborGrad SpaceToDepth
         """: 3,
     }
+)
+# Convolutions and poolings, of which a replica may have no rows.
+_WINDOWS = re.compile("Conv|Dilation|Pool")
+# They sum over the rows.
+_SUMS = operations(
+    """
+    BiasAddGrad Conv2DBackpropFilter Conv3DBackpropFilterV2
+    DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter
+    """
+)
+# Gradients whose first input is the shape of their output.
+_SHAPED = operations(
+    """
+    AvgPool3DGrad AvgPoolGrad Conv2DBackpropInput Conv3DBackpropInputV2
+    DepthwiseConv2dNativeBackpropInput
+    """
 )
 _OF_CLASSES = frozenset(("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits"))
 # Of these an input may have one row for all.
@@ -79,6 +108,14 @@ def decide_row_by_row(view: View) -> Decision | None:
         return None
     rows = rows_along(axis, may_broadcast=view.type in _BROADCASTING)
     needs = [rows if index in indices else WHOLE for index in range(len(view))]
+    if view.type in _SHAPED and view.facts[0].form is Form.SIZES:
+        shape = view.facts[0].value
+        if shape is None or not all(size.is_free for size in shape[1:]):
+            return None
+        needs[0] = AS_HELD
+    build = build_with_a_row if _WINDOWS.search(view.type) else None
+    if view.type in _SUMS:
+        return Decision(needs, [part(view.output_sizes())], build)
     multiple = next(f.multiple for f in view.facts if f.is_rows)
     outputs = [
         view.facts[0]
@@ -86,7 +123,7 @@ def decide_row_by_row(view: View) -> Decision | None:
         else view.rows_output(axis, multiple, index)
         for index in range(len(view.op.outputs))
     ]
-    return Decision(needs, outputs)
+    return Decision(needs, outputs, build)
 
 
 def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
@@ -94,7 +131,8 @@ def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
     own = [view.facts[index] for index in indices if view.facts[index].is_rows]
     others = [f for i, f in enumerate(view.facts) if f.is_rows and i not in indices]
     ranks = [tensor.shape.rank for tensor in view.op.outputs]
-    if not own or own[0].sizes is None or others or None in ranks:
+    is_known = None not in ranks or view.type in _SUMS
+    if not own or own[0].sizes is None or others or not is_known:
         return None
     axis = own[0].axis
     if _has_rows_within(view, axis):
@@ -108,7 +146,7 @@ def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
 
 def _has_rows_within(view: View, axis: int) -> bool:
     """Return whether rows lie along an axis of what is computed at once."""
-    if view.type == "ImageProjectiveTransformV3":
+    if _WINDOWS.search(view.type) or view.type.startswith(("BiasAdd", "ImageProj")):
         return axis > 0
     first = view.facts[0]
     if view.type in _OF_CLASSES and first.is_rows:
@@ -147,15 +185,6 @@ def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
         tf.equal(builder.own_rows, 0), empty, lambda: builder.copy(op, inputs)[0]
     )
     return [builder.with_shape(result, op.outputs[0], fact)]
-
-
-# Gradients whose first input is the shape of their output.
-_SHAPED = operations(
-    """
-    AvgPool3DGrad AvgPoolGrad Conv2DBackpropInput Conv3DBackpropInputV2
-    DepthwiseConv2dNativeBackpropInput
-    """
-)
 
 
 def _with_own_shape(builder: Any, op: Any, inputs: list) -> list:

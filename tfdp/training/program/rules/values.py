@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,7 +13,7 @@ from tfdp.ground.base import xla
 from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, Form, integers
 from tfdp.training.program.sizes import FREE, ONE, UNKNOWN, Size, array, product
-from tfdp.training.program.view import AS_HELD, WHOLE, Decision, View
+from tfdp.training.program.view import AS_HELD, WHOLE, Decision, View, table
 
 # Arrays of sizes longer than this are not followed.
 _MOST_VALUES = 64
@@ -24,9 +25,7 @@ def _shape(view: View, index: int = 0) -> np.ndarray | None:
 
 
 def _scalar(size: Size) -> np.ndarray:
-    result = np.empty((), object)
-    result[()] = size
-    return result
+    return array([size]).reshape(())
 
 
 def _size(view: View) -> np.ndarray | None:
@@ -191,67 +190,59 @@ def _stitch(view: View) -> np.ndarray | None:
     return result
 
 
-def _same(view: View) -> np.ndarray | None:
-    return view.facts[0].value
-
-
 def _cast(view: View) -> np.ndarray | None:
-    dtype = view.op.outputs[0].dtype
-    data = view.facts[0].value
+    dtype, known = view.op.outputs[0].dtype, view.numbers(0)
     if not (dtype.is_integer or dtype.is_floating):
         return None
-    known = view.numbers(0)
-    if known is not None:
-        return array(known.astype(dtype.as_numpy_dtype))
-    return data
+    if known is None:
+        return view.facts[0].value
+    return array(known.astype(dtype.as_numpy_dtype))
 
 
-_OF_SHAPES: dict[str, Callable[[View], np.ndarray | None]] = {
-    "Shape": _shape,
-    "TensorListElementShape": _shape,
-    "Size": _size,
-    "Rank": _rank,
-}
-_OF_VALUES: dict[str, Callable[[View], np.ndarray | None]] = {
-    "AddV2": _binary(lambda a, b: a + b),
-    "Add": _binary(lambda a, b: a + b),
-    "BroadcastArgs": _broadcast_args,
-    "Cast": _cast,
-    "ConcatV2": _concat,
-    "DynamicStitch": _stitch,
-    "Equal": _compare(lambda a, b: a == b),
-    "ExpandDims": lambda view: (
-        view.facts[0].value[np.newaxis] if view.facts[0].value.ndim == 0 else None
-    ),
-    "Fill": _fill,
-    "FloorDiv": _binary(lambda a, b: a // b),
-    "FloorMod": _binary(lambda a, b: a % b),
-    "GatherV2": _gather,
-    "Greater": _compare(lambda a, b: a > b),
-    "GreaterEqual": _compare(lambda a, b: a >= b),
-    "Identity": _same,
-    "InvertPermutation": _invert_permutation,
-    "Less": _compare(lambda a, b: a < b),
-    "LessEqual": _compare(lambda a, b: a <= b),
-    "Maximum": _binary(lambda a, b: a.maximum(b)),
-    "Minimum": _binary(lambda a, b: a.minimum(b)),
-    "Mul": _binary(lambda a, b: a * b),
-    "NotEqual": _compare(lambda a, b: a != b),
-    "Pack": _pack,
-    "Prod": _reduced(product),
-    "Range": _range,
-    "Reshape": _reshape,
-    "Select": _select,
-    "SelectV2": _select,
-    "Slice": _slice,
-    "Squeeze": lambda view: (
-        view.facts[0].value.reshape(()) if view.facts[0].value.shape == (1,) else None
-    ),
-    "StopGradient": _same,
-    "StridedSlice": _strided_slice,
-    "Sub": _binary(lambda a, b: a - b),
-    "Sum": _reduced(lambda data: sum(data, sizes.ZERO)),
-}
+_OF_SHAPES: dict[str, Callable[[View], np.ndarray | None]] = table(
+    {"Shape TensorListElementShape": _shape, "Size": _size, "Rank": _rank}
+)
+_OF_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
+    {
+        "Add AddV2": _binary(operator.add),
+        "BroadcastArgs": _broadcast_args,
+        "Cast": _cast,
+        "ConcatV2": _concat,
+        "DynamicStitch": _stitch,
+        "Equal": _compare(operator.eq),
+        "ExpandDims": lambda view: (
+            view.facts[0].value[np.newaxis] if view.facts[0].value.ndim == 0 else None
+        ),
+        "Fill": _fill,
+        "FloorDiv": _binary(operator.floordiv),
+        "FloorMod": _binary(operator.mod),
+        "GatherV2": _gather,
+        "Greater": _compare(operator.gt),
+        "GreaterEqual": _compare(operator.ge),
+        "Identity StopGradient": lambda view: view.facts[0].value,
+        "InvertPermutation": _invert_permutation,
+        "Less": _compare(operator.lt),
+        "LessEqual": _compare(operator.le),
+        "Maximum": _binary(Size.maximum),
+        "Minimum": _binary(Size.minimum),
+        "Mul": _binary(operator.mul),
+        "NotEqual": _compare(operator.ne),
+        "Pack": _pack,
+        "Prod": _reduced(product),
+        "Range": _range,
+        "Reshape": _reshape,
+        "Select SelectV2": _select,
+        "Slice": _slice,
+        "Squeeze": lambda view: (
+            view.facts[0].value.reshape(())
+            if view.facts[0].value.shape == (1,)
+            else None
+        ),
+        "StridedSlice": _strided_slice,
+        "Sub": _binary(operator.sub),
+        "Sum": _reduced(lambda data: sum(data, sizes.ZERO)),
+    }
+)
 
 
 def decide_values(view: View) -> Decision | None:
