@@ -274,7 +274,7 @@ class _Judges:
 
     def _links(self, way: str, draw: random.Random, own: Path) -> str:
         from tfdp.ground.links import DEFAULT_LINKS, Links
-        from tfdp.training.reduction.link_cache import load_links, store_links
+        from tfdp.training.reduction.cache_file import load_links, store_links
 
         links = DEFAULT_LINKS["ring"]
         store_links("a", links, own)

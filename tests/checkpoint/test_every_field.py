@@ -28,7 +28,7 @@ from tfdp.ground.links import DEFAULT_LINKS
 from tfdp.launch.cli.convert import convert
 from tfdp.launch.cli.json_screen import Entry
 from tfdp.launch.cli.remote_line import banner, version_of
-from tfdp.training.reduction.link_cache import load_links
+from tfdp.training.reduction.cache_file import load_links
 
 Read = Callable[[Any], Any]
 

@@ -22,7 +22,7 @@ from tfdp.checkpoint.run_schema import check_run
 from tfdp.checkpoint.schema import Malformed
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground.base.files import replaced, write_text
-from tfdp.training.reduction.link_cache import load_links, store_links
+from tfdp.training.reduction.cache_file import load_links, store_links
 
 Content = dict[str, Any]
 

@@ -178,21 +178,13 @@ def test_properties_of_even_nodes():
     even = Topology(((0, 1, 4), (2, 3, 5)))
     assert (even.num_replicas, even.num_nodes, even.replicas_per_node) == (6, 2, 3)
     assert even.is_even
-    assert [even.node_rank(rank) for rank in range(6)] == [0, 0, 1, 1, 0, 1]
-    assert [even.local_rank(rank) for rank in range(6)] == [0, 1, 0, 1, 2, 2]
     assert even.nodes == ((0, 1, 4), (2, 3, 5))
-
-
-@pytest.mark.parametrize("rank", [-1, 3, "0", None])
-def test_a_rank_that_is_not_there_is_refused(rank):
-    with pytest.raises(ValueError, match="from 0 to 2"):
-        Topology(((0,), (1, 2))).node_rank(rank)
 
 
 def test_thousands_of_replicas_are_placed_quickly():
     with within(10):
         found = topology_of(["h"] * 1024, 8, node_size=8)
-        assert (found.num_nodes, found.local_rank(8191)) == (1024, 7)
+        assert (found.num_nodes, found.nodes[-1][7]) == (1024, 8191)
 
 
 @pytest.mark.parametrize(

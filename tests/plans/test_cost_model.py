@@ -17,7 +17,7 @@ from tfdp.ground.plans.cost_model import candidates_for, choose, predict_seconds
 from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm, transfers_of
-from tfdp.training.reduction.link_cache import links_path, load_links, store_links
+from tfdp.training.reduction.cache_file import links_path, load_links, store_links
 from tfdp.training.reduction.link_fit import Sample, fit_links
 
 RING, TREE, HALVING = (Algorithm(n) for n in ("ring", "tree", "halving_doubling"))

@@ -55,6 +55,11 @@ def whole(entries, owners, bucket=400) -> ShardPlan:
     return plan_variable_shards(entries, owners, bucket_bytes=bucket)
 
 
+def num_moved(plan: ShardPlan) -> int:
+    """Elements that a reduce-scatter of everything moves, with padding."""
+    return sum(plan.num_owners * bucket.slice_size for bucket in plan.buckets)
+
+
 def plans(seed: int) -> Iterable[tuple[list[Entry], ShardPlan]]:
     entries = random_entries(seed)
     for owners in OWNERS:
@@ -104,13 +109,13 @@ def test_a_bucket_of_slices_is_padded_by_less_than_one_element_for_each_owner(se
             paddings = map(bucket.padding, range(owners))
             assert sum(paddings) < owners
         total = sum(item.num_elements for item in entries)
-        assert total <= plan.num_moved < total + owners * max(1, len(plan.buckets))
+        assert total <= num_moved(plan) < total + owners * max(1, len(plan.buckets))
 
 
 def test_the_number_of_moved_elements_counts_padding():
-    assert slices([entry(5)], 2).num_moved == 6
-    assert slices([entry(5), entry(3, "float64")], 4).num_moved == 8 + 4
-    assert whole([entry(6), entry(1)], 2).num_moved == 12
+    assert num_moved(slices([entry(5)], 2)) == 6
+    assert num_moved(slices([entry(5), entry(3, "float64")], 4)) == 8 + 4
+    assert num_moved(whole([entry(6), entry(1)], 2)) == 12
 
 
 def test_more_owners_than_elements_leave_some_with_padding_only():
@@ -238,14 +243,14 @@ def test_nothing_to_share_makes_no_buckets(make):
     for entries in [], [Entry("empty", (0, 3), "float32", 4)]:
         plan = make(entries, 3)
         assert plan.buckets == ()
-        assert plan.num_moved == 0
+        assert num_moved(plan) == 0
 
 
 @pytest.mark.parametrize("owners", OWNERS[1:])
 def test_what_a_lopsided_bucket_moves_has_no_padding(owners):
     plan = whole([entry(90, name="large"), entry(5, name="small")], owners, 10**6)
     (bucket,) = plan.buckets
-    assert bucket.is_lopsided == (owners > 2) == plan.is_lopsided
+    assert bucket.is_lopsided == (owners > 2)
     assert bucket.num_elements == 95
     moved = bucket.moved
     assert len(moved.rows) * moved.slice_size == (95 if owners > 2 else owners * 90)

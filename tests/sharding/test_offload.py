@@ -8,7 +8,7 @@ import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tfdp.ground.plans.buckets import Entry
-from tfdp.ground.plans.memory import sharded_memory, unsharded_memory
+from tfdp.ground.plans.memory import replica_memory
 from tfdp.ground.plans.shards import plan_element_shards, plan_variable_shards
 
 CASE_MODULES = ("sharding.cases_offload",)
@@ -26,8 +26,8 @@ def test_offload(clusters: ClusterPool, case: Case, setup_name: str):
 
 def test_slices_take_an_nth_of_every_slot():
     plan = plan_element_shards(ENTRIES, 4, bucket_bytes=2**20, first_bucket_bytes=2**20)
-    found = sharded_memory(ENTRIES, SLOTS, plan, accumulates=True, stage=2)
-    whole = unsharded_memory(ENTRIES, SLOTS, accumulates=True)
+    found = replica_memory(ENTRIES, SLOTS, plan, accumulates=True, stage=2)
+    whole = replica_memory(ENTRIES, SLOTS, accumulates=True)
     assert found.slots == whole.slots / 4
     assert found.gradients == whole.gradients / 4
     # Halves are added up in float32.
@@ -38,7 +38,7 @@ def test_slices_take_an_nth_of_every_slot():
 
 def test_whole_variables_take_as_much_as_the_largest_owner_has():
     plan = plan_variable_shards(ENTRIES, 2, bucket_bytes=2**20)
-    found = sharded_memory(ENTRIES, SLOTS, plan, accumulates=True)
+    found = replica_memory(ENTRIES, SLOTS, plan, accumulates=True)
     assert found.slots == SLOTS[0] + SLOTS[1]
     assert found.accumulators == 4 * (64 * 32 + 512 + 1000)
 
@@ -65,12 +65,12 @@ def test_memory_of_the_stages_is_as_published():
     size = sum(entry.num_elements for entry in entries)
     assert abs(size / 7.5e9 - 1) < 0.01
     slots = [12 * entry.num_elements for entry in entries]
-    whole = unsharded_memory(entries, slots, accumulates=False)
+    whole = replica_memory(entries, slots, accumulates=False)
     plan = plan_element_shards(
         entries, replicas, bucket_bytes=25 * 2**20, first_bucket_bytes=2**20
     )
     of_stage = {
-        stage: sharded_memory(entries, slots, plan, accumulates=False, stage=stage)
+        stage: replica_memory(entries, slots, plan, accumulates=False, stage=stage)
         for stage in (1, 2, 3)
     }
     # In the paper's first stage each replica keeps whole gradients.

@@ -19,9 +19,13 @@ from tfdp.ground import _compat
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.param_groups import innermost, is_multi
 from tfdp.training.keras_hooks.file_view import VariableView
-from tfdp.training.sharding import variable_name
 from tfdp.training.sharding.full_state import redistribute_sum
-from tfdp.training.sharding.state_tensors import LocalShard, StateTensor, renamed
+from tfdp.training.sharding.state_tensors import (
+    LocalShard,
+    StateTensor,
+    renamed,
+    variable_name,
+)
 
 
 def accumulated_state(model: keras.Model) -> list[StateTensor]:

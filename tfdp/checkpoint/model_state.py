@@ -20,13 +20,14 @@ from tfdp.ground.base.param_groups import innermost, is_multi
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
-from tfdp.training.sharding import slot_names, variable_name
 from tfdp.training.sharding.optimizer_state import parameter_state
 from tfdp.training.sharding.state_tensors import (
     READ_ELEMENTS,
     LocalShard,
     StateTensor,
     renamed,
+    slot_names,
+    variable_name,
 )
 
 # What names begin with that a checkpoint may have or not.

@@ -40,9 +40,6 @@ class ReplicaMemory:
         return sum(dataclasses.astuple(self))
 
 
-NOTHING = ReplicaMemory(0, 0, 0, 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
     """Bytes on the replica that holds most, sharded and unsharded.
@@ -73,41 +70,21 @@ class MemoryReport:
         )
 
 
-def unsharded_memory(
-    entries: Sequence[Entry], slot_bytes: Sequence[int], *, accumulates: bool
-) -> ReplicaMemory:
-    """Compute the memory of a replica with the full state.
-
-    Args:
-        entries: Sequence of `Entry`, the trained variables.
-        slot_bytes: Sequence of ints, bytes of each one's slots.
-        accumulates: Bool, whether gradients are accumulated.
-
-    Returns:
-        `ReplicaMemory`.
-    """
-    num_bytes = sum(entry.num_bytes for entry in entries)
-    sums = sum(entry.num_elements * _wide(entry.itemsize) for entry in entries)
-    return ReplicaMemory(
-        num_bytes, num_bytes, sums if accumulates else 0, sum(slot_bytes)
-    )
-
-
-def sharded_memory(
+def replica_memory(
     entries: Sequence[Entry],
     slot_bytes: Sequence[int],
-    plan: ShardPlan,
+    plan: ShardPlan | None = None,
     *,
     accumulates: bool,
     stage: int = 1,
     gathered: int = 0,
 ) -> ReplicaMemory:
-    """Compute the memory of the replica that holds most of a sharded state.
+    """Compute the memory of a replica: of the one that holds most of a sharded state.
 
     Args:
         entries: Sequence of `Entry`, the trained variables.
         slot_bytes: Sequence of ints, bytes of each one's slots.
-        plan: `ShardPlan` of them.
+        plan: `ShardPlan` of them, or `None` without sharding. Defaults to `None`.
         accumulates: Bool, whether gradients are accumulated.
         stage: Int, the stage of ZeRO. Defaults to 1.
         gathered: Int, what a step gathers of them at a time. Defaults to 0.
@@ -121,23 +98,25 @@ def sharded_memory(
     >>> entries = [Entry("w", (100,), "float32", 4)]
     >>> sizes = {"bucket_bytes": 1000, "first_bucket_bytes": 1000}
     >>> plan = plan_element_shards(entries, 4, **sizes)
-    >>> sharded_memory(entries, [800], plan, accumulates=False).slots
+    >>> replica_memory(entries, [800], plan, accumulates=False).slots
     200
     """
-    whole = unsharded_memory(entries, slot_bytes, accumulates=accumulates)
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    sums = sum(entry.num_elements * _wide(entry.itemsize) for entry in entries)
+    accumulators = sums if accumulates else 0
+    if plan is None:
+        return ReplicaMemory(num_bytes, num_bytes, accumulators, sum(slot_bytes))
     sizes = {entry.dtype: entry.itemsize for entry in entries}
     moved = [(bucket.slice_size, sizes[bucket.dtype]) for bucket in plan.buckets]
     slices = sum(size * itemsize for size, itemsize in moved)
-    accumulators = whole.accumulators
     if accumulates and stage >= 2:
         accumulators = sum(size * _wide(itemsize) for size, itemsize in moved)
+    owners = range(plan.num_owners)
     return ReplicaMemory(
-        slices if stage == 3 else whole.parameters,
+        slices if stage == 3 else num_bytes,
         slices,
         accumulators,
-        max(
-            _owned(entries, slot_bytes, plan, owner) for owner in range(plan.num_owners)
-        ),
+        max(_owned(entries, slot_bytes, plan, owner) for owner in owners),
         gathered,
     )
 

@@ -116,17 +116,6 @@ class ShardPlan:
         """Bool, whether every variable has one owner."""
         return self.owners is not None
 
-    @property
-    def is_lopsided(self) -> bool:
-        """Bool, whether all slices together are mostly padding."""
-        size = sum(bucket.num_elements for bucket in self.buckets)
-        return self.num_moved > _MOST_PADDING * size
-
-    @property
-    def num_moved(self) -> int:
-        """Int, elements that a reduce-scatter of everything moves, with padding."""
-        return sum(self.num_owners * bucket.slice_size for bucket in self.buckets)
-
     def owned(self, owner: int) -> tuple[int, ...]:
         """Return the positions of the variables of an owner."""
         owners = self.owners or ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 
 
@@ -25,8 +24,6 @@ class Topology:
     >>> topology = Topology(((0, 1), (2, 3)))
     >>> topology.num_nodes, topology.num_replicas, topology.replicas_per_node
     (2, 4, 2)
-    >>> topology.node_rank(2), topology.local_rank(2)
-    (1, 0)
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -110,57 +107,3 @@ class Topology:
     def has_levels(self) -> bool:
         """Bool, whether several nodes have several replicas each, and equally many."""
         return 1 < self.num_nodes < self.num_replicas and self.is_even
-
-    def node_rank(self, rank: int) -> int:
-        """Return the place of a replica's node among the nodes.
-
-        Args:
-            rank: Int, the replica's global rank.
-
-        Returns:
-            Int, from 0 to `num_nodes - 1`.
-
-        Raises:
-            ValueError: If there is no such rank.
-
-        Example:
-
-        >>> Topology(((0, 2), (1, 3))).node_rank(2)
-        0
-        """
-        return self._place(rank)[0]
-
-    def local_rank(self, rank: int) -> int:
-        """Return the place of a replica among those of its node.
-
-        Args:
-            rank: Int, the replica's global rank.
-
-        Returns:
-            Int, from 0 to the node's number of replicas less 1.
-
-        Raises:
-            ValueError: If there is no such rank.
-
-        Example:
-
-        >>> Topology(((0, 2), (1, 3))).local_rank(2)
-        1
-        """
-        return self._place(rank)[1]
-
-    @functools.cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
-        return {
-            rank: (node_rank, local_rank)
-            for node_rank, node in enumerate(self.nodes)
-            for local_rank, rank in enumerate(node)
-        }
-
-    def _place(self, rank: int) -> tuple[int, int]:
-        if rank not in self._places:
-            raise ValueError(
-                f"A rank must be an int from 0 to {self.num_replicas - 1}, one for "
-                f"each replica. Received: rank={rank!r}"
-            )
-        return self._places[rank]

@@ -57,7 +57,8 @@ def memory_of(
         Tuple of pairs: what is sharded, and `ReplicaMemory` of the replica that
         holds most.
     """
-    from tfdp.training.sharding import param_group_memory, shard_plan
+    from tfdp.training.sharding.memory_report import param_group_memory
+    from tfdp.training.sharding.sharded_state import shard_plan
 
     variables = model.trainable_variables
     frozen, gathered = _frozen_and_gathered(model, options)

@@ -91,7 +91,7 @@ def _add_replicas(
 ) -> None:
     for rank in ranks:
         device = devices[rank % len(devices)]
-        local_rank = topology.local_rank(rank)
+        local_rank = next(n.index(rank) for n in topology.nodes if rank in n)
         branch.add(Text(f"replica {rank}  {device}  local rank {local_rank}"))
 
 

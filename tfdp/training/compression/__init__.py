@@ -5,7 +5,6 @@
 - `block_quantized`: 8 or 4 bits an element, and errors fed back.
 - `power_sgd`: matrices of low rank.
 - `top_k`: the largest elements.
-- `checks`: arguments of compressors, and what they return.
 - `replica_group`: the replicas of a reduction, as a compressor sees them.
 - `residuals`: what compressors keep from step to step, a value for each replica.
 - `step_residuals`: what a step would assign to them, if it is kept.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from tfdp.communication.collectives import Member, ProcessGroup, node_levels, ring
 from tfdp.ground.plans.buckets import Entry
-from tfdp.training.compression.checks import check_result
 from tfdp.training.compression.compressor import Compressor, GradientBucket
 from tfdp.training.compression.replica_group import NodeGroup, ReplicaGroup
-from tfdp.training.compression.residuals import BucketResiduals
+from tfdp.training.compression.residuals import BucketResiduals, assign_state
 from tfdp.training.compression.step_residuals import gradient_unit
 
 
@@ -241,11 +240,40 @@ def _call(
     compressor = wire.compressor
     assert compressor is not None
     bucket = GradientBucket(flat.shape[0], flat.dtype.name, members.size, entries)
-    state = caller.residuals.read(level, compressor, bucket)
+    variables = caller.residuals.variables_of(level, compressor, bucket)
+    state = {name: variable.read_value() for name, variable in variables.items()}
     given = dataclasses.replace(bucket, flat=flat)
     result: Any = getattr(compressor, method)(given, dict(state), members)
     size = bucket.size // (members.size if method == "reduce_scatter" else 1)
-    check_result(compressor, method, result, size, flat.dtype)
+    _check_result(compressor, method, result, size, flat.dtype)
     total, new = result
-    caller.residuals.write(level, compressor, bucket, state, new)
+    assign_state(compressor, variables, state, new)
     return tf.ensure_shape(total, [size])
+
+
+def _check_result(
+    compressor: Any, method: str, result: Any, size: int, dtype: Any
+) -> None:
+    """Raise unless a compressor returned a tensor of the right shape, and a state.
+
+    Args:
+        compressor: `Compressor`.
+        method: String, the method that was called.
+        result: What it returned.
+        size: Int, the elements that the sum must have.
+        dtype: `tf.DType` that it must have.
+    """
+    what = f"`{type(compressor).__name__}.{method}`"
+    is_pair = isinstance(result, tuple) and len(result) == 2
+    if not is_pair or not isinstance(result[1], Mapping):
+        raise ValueError(
+            f"{what} must return a tensor and a dict, the new state. "
+            f"Received: {type(result).__name__}"
+        )
+    total = result[0]
+    shape, kind = getattr(total, "shape", None), getattr(total, "dtype", None)
+    if not tf.is_tensor(total) or shape != tf.TensorShape([size]) or kind != dtype:
+        raise ValueError(
+            f"{what} must return a sum of shape ({size},) and {dtype.name}, like the "
+            f"bucket. Received: shape {shape} and {getattr(kind, 'name', kind)}"
+        )

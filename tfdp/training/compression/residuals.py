@@ -16,7 +16,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.ground import _compat, user_code
-from tfdp.training.compression.checks import check_state
 from tfdp.training.compression.compressor import Compressor, GradientBucket
 from tfdp.training.compression.step_residuals import assign_if_kept
 
@@ -224,32 +223,36 @@ class BucketResiduals:
     variables: tuple[Any, ...]
     replica: int
 
-    def read(
+    def variables_of(
         self, level: str, compressor: Compressor, bucket: GradientBucket
-    ) -> dict[str, tf.Tensor]:
-        """Read the state of a level, as tensors by name."""
+    ) -> dict[str, Any]:
+        """The state of a level: variables by name."""
         state = self.store.state_of(self.key, level, self.variables, compressor, bucket)
-        own = state.replicas[self.replica]
-        return {name: variable.read_value() for name, variable in own.items()}
+        return state.replicas[self.replica]
 
-    def write(
-        self,
-        level: str,
-        compressor: Compressor,
-        bucket: GradientBucket,
-        old: Mapping[str, tf.Tensor],
-        new: Mapping[str, Any],
-    ) -> None:
-        """Assign a new state, once it is known that the step is kept."""
-        check_state(compressor, new, old)
-        state = self.store.state_of(self.key, level, self.variables, compressor, bucket)
-        own = state.replicas[self.replica]
-        changed = [
-            (own[name], tf.convert_to_tensor(value))
+
+def assign_state(
+    compressor: Compressor,
+    variables: Mapping[str, Any],
+    old: Mapping[str, tf.Tensor],
+    new: Mapping[str, Any],
+) -> None:
+    """Assign a new state, once it is known that the step is kept.
+
+    Args:
+        compressor: `Compressor` that returned it.
+        variables: Dict from names to variables.
+        old: Dict from names to tensors, what they held.
+        new: Dict from names to tensors.
+    """
+    _check_state(compressor, new, old)
+    assign_if_kept(
+        [
+            (variables[name], tf.convert_to_tensor(value))
             for name, value in new.items()
             if value is not old[name]
         ]
-        assign_if_kept(changed)
+    )
 
 
 def assign(variable: Any, value: np.ndarray) -> None:
@@ -269,3 +272,24 @@ def _fits(found: dict[str, dict[int, np.ndarray]], state: ResidualState) -> bool
         for name, by_replica in found.items()
         for array in by_replica.values()
     )
+
+
+def _check_state(
+    compressor: Any, new: Mapping[str, Any], old: Mapping[str, Any]
+) -> None:
+    """Raise unless a new state has the names, shapes and dtypes of the old one."""
+    what = f"The new state that `{type(compressor).__name__}` returned"
+    if new.keys() != old.keys():
+        raise ValueError(
+            f"{what} must have the names that `state` gave, {sorted(old)}. "
+            f"Received: {sorted(new)}"
+        )
+    for name, before in old.items():
+        after = tf.convert_to_tensor(new[name])
+        if after.dtype != before.dtype or not after.shape.is_compatible_with(
+            before.shape
+        ):
+            raise ValueError(
+                f"{what} must keep shape {before.shape} and {before.dtype.name} of "
+                f"{name!r}. Received: shape {after.shape} and {after.dtype.name}"
+            )

@@ -25,7 +25,7 @@ from tfdp.training.keras_hooks.saving import (
     save_atomically,
     save_checkpoint_atomically,
 )
-from tfdp.training.parameters.served_reads import (
+from tfdp.training.parameters.host_gathers import (
     parameters_of,
     reading_alone,
     serve_reads,

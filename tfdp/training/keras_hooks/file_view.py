@@ -17,8 +17,8 @@ import numpy as np
 from tfdp.ground import _compat
 from tfdp.ground.base.context import num_replicas_of
 from tfdp.ground.base.param_groups import innermost, is_multi
-from tfdp.training.sharding import ShardedState
 from tfdp.training.sharding.full_state import FullState
+from tfdp.training.sharding.sharded_state import ShardedState
 from tfdp.training.sharding.state_tensors import StateTensor
 from tfdp.training.step.accumulation import AccumulationState
 from tfdp.training.step.loss_scale import LossScale, LossScaling

@@ -337,7 +337,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         variables: list,
         reducer: GradientReducer,
     ) -> Accumulator:
-        weight, num_groups = reducer.gradient_weight(self), 1
+        weight, num_groups = reducer.gradient_weight(), 1
         alone = self._alone()
         # Elsewhere than in Keras's loops a loss is a part of the global mean.
         if alone and batch_weight.is_part_of_sum():

@@ -18,8 +18,10 @@ from tfdp.training.optimizer.settings import OptimizerSettings
 from tfdp.training.parameters.conversion import parameters_in_order
 from tfdp.training.reduction.gradient_reducer import replica_reducer
 from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
-from tfdp.training.sharding import ShardedLayout, ShardedState, memory_report
+from tfdp.training.sharding.memory_report import memory_report
 from tfdp.training.sharding.options import ShardingOptions
+from tfdp.training.sharding.sharded_layout import ShardedLayout
+from tfdp.training.sharding.sharded_state import ShardedState
 
 
 class ShardableOptimizer(OptimizerSettings):
@@ -169,11 +171,11 @@ class ShardableOptimizer(OptimizerSettings):
 
     def swap_averages(self) -> None:
         """Swap weights with their moving averages, outside a step."""
-        self._traces.run(self, "swap", self._swap_averages)
+        self._on_averages("swap", ShardedLayout.swap_with_average)
 
     def restart_averages(self) -> None:
         """Restart moving averages at the weights, outside a step."""
-        self._traces.run(self, "restart", self._restart_averages)
+        self._on_averages("restart", ShardedLayout.restart_average)
 
     def overwrite_with_averages(self, variables: Sequence[Any]) -> None:
         """Give some variables the values of their averages, outside a step.
@@ -184,27 +186,25 @@ class ShardableOptimizer(OptimizerSettings):
         known = {id(variable) for variable in variables}
         trained = _compat.trained_by(self)
         chosen = [index for index, v in enumerate(trained) if id(v) in known]
+        self._on_averages(
+            f"finalize {chosen}",
+            lambda layout, part: layout.overwrite_with_average(part, known),
+        )
 
-        def overwrite() -> None:
-            for layout, part in self._averaged():
-                layout.overwrite_with_average(part, known)
+    def _on_averages(
+        self, name: str, action: Callable[[ShardedLayout, ParamGroup], None]
+    ) -> None:
+        """Do something with each parameter group that has averages, on all replicas."""
 
-        self._traces.run(self, f"finalize {chosen}", overwrite)
+        def on_replica() -> None:
+            assert self._shards is not None
+            layout = self._shards.on_replica()
+            trained = _compat.trained_by(self)
+            for part in param_groups_of(self.inner_optimizer, trained):
+                if part.optimizer.use_ema:
+                    action(layout, part)
 
-    def _swap_averages(self) -> None:
-        for layout, part in self._averaged():
-            layout.swap_with_average(part)
-
-    def _restart_averages(self) -> None:
-        for layout, part in self._averaged():
-            layout.restart_average(part)
-
-    def _averaged(self) -> list[tuple[ShardedLayout, ParamGroup]]:
-        """Parameter groups that have averages, with the layout on this replica."""
-        assert self._shards is not None
-        layout = self._shards.on_replica()
-        parts = param_groups_of(self.inner_optimizer, _compat.trained_by(self))
-        return [(layout, part) for part in parts if part.optimizer.use_ema]
+        self._traces.run(self, name, on_replica)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
         """Objects that TensorFlow saves: a checkpoint would lose sharded state."""

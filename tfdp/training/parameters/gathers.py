@@ -42,10 +42,6 @@ class Gathers:
         self.announcements: dict[int, Callable[[], None]] = {}
         self._owners = self._owners_of_all(extended.num_local)
 
-    def owner(self, replica: int) -> int:
-        """Index of the part that a local replica holds."""
-        return self.groups.owner(replica)
-
     def add_unit(
         self, parameters: Sequence[ShardedParameter], options: UnitOptions
     ) -> None:
@@ -130,15 +126,6 @@ class Gathers:
             lambda: StepGathers(graph, self.groups, replica),
         )
 
-    def backward(self) -> BackwardGathers | None:
-        """Second gathers for what the running step has differentiated, if it is traced.
-
-        Returns:
-            `BackwardGathers`, or `None`.
-        """
-        step = self.step()
-        return None if step is None else BackwardGathers(step)
-
     def gather_on_hosts(self, parameter: ShardedParameter) -> tf.Tensor:
         """Gather the whole outside of a step. All workers call it.
 
@@ -176,7 +163,7 @@ class Gathers:
 
     def _owners_of_all(self, num_local: int) -> list[int]:
         """The part of every replica, in the order in which workers gather."""
-        own = tf.constant([self.owner(replica) for replica in range(num_local)])
+        own = tf.constant([self.groups.owner(replica) for replica in range(num_local)])
         if self._host_group.size > 1:
             own = all_gather(own, self._host_group, 0)
         return own.numpy().tolist()

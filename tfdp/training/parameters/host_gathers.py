@@ -1,14 +1,24 @@
-"""Whole parameters gathered outside of a step, between workers, in small messages."""
+"""Whole parameters gathered outside of a step, between workers, in small messages.
+
+The first worker alone writes a file, and reads one variable after the other in whatever
+order Keras does. The others learn from it which one they gather with it next.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
 from tfdp.communication.collectives import ProcessGroup, all_gather, broadcast
 from tfdp.ground.plans.units import unit_bucket
-from tfdp.training.parameters.sharded_parameter import ShardedParameter
+from tfdp.training.parameters.sharded_parameter import (
+    ShardedParameter,
+    sharded_parameter,
+)
 from tfdp.training.replicas.synchronized_scope import MESSAGE_BYTES
 
 
@@ -83,3 +93,60 @@ def _columns(part: tf.Variable, begin: int, end: int) -> tf.Tensor:
     """Elements of a part, and zeros where it has fewer."""
     found = tf.reshape(part.read_value(), [-1])[begin:end]
     return tf.pad(found, [[0, end - begin - found.shape[0]]])
+
+
+_END = -1
+
+
+def parameters_of(model: Any) -> list[ShardedParameter]:
+    """The sharded parameters of a Keras model, in one order, each once."""
+    found = [sharded_parameter(variable) for variable in model.variables]
+    return list({id(item): item for item in found if item is not None}.values())
+
+
+@contextlib.contextmanager
+def reading_alone(
+    parameters: Sequence[ShardedParameter], host_group: ProcessGroup
+) -> Iterator[None]:
+    """Let this worker read parameters while all others call `serve_reads`.
+
+    Args:
+        parameters: Sequence of `ShardedParameter`, the same on all workers.
+        host_group: `ProcessGroup` with one member for each worker, this one the first.
+    """
+    if host_group.size == 1 or not parameters:
+        yield
+        return
+
+    def announce(number: int) -> None:
+        broadcast(tf.constant([number]), host_group, 0)
+
+    for number, parameter in enumerate(parameters):
+        announcement = functools.partial(announce, number)
+        parameter.reader.announcements[id(parameter)] = announcement
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.reader.announcements.pop(id(parameter), None)
+        announce(_END)
+
+
+def serve_reads(
+    parameters: Sequence[ShardedParameter], host_group: ProcessGroup
+) -> None:
+    """Gather with the first worker what it reads, until it has read all it needs.
+
+    What is gathered is not kept here.
+
+    Args:
+        parameters: Sequence of `ShardedParameter`, the same on all workers.
+        host_group: `ProcessGroup` with one member for each worker.
+    """
+    if host_group.size == 1 or not parameters:
+        return
+    while True:
+        number = int(broadcast(tf.constant([_END]), host_group, 0)[0])
+        if number == _END:
+            return
+        parameters[number].reader.serve(parameters[number])

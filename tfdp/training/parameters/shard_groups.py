@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import Member, ProcessGroup, all_reduce, ring
+from tfdp.communication.collectives import (
+    Member,
+    ProcessGroup,
+    all_reduce,
+    node_levels,
+    ring,
+)
 from tfdp.ground import user_code
 from tfdp.ground.plans.shards import ShardBucket
 from tfdp.training.compression.compressed_reduce import (
@@ -38,12 +45,12 @@ class ShardGroups:
         several = len(group.nodes) > 1
         self._is_copied = scope == "node" and several
         self.has_two_levels = several and is_hierarchical and not self._is_copied
-        self._inner: tuple[ProcessGroup | None, ...] = (group,) * len(group.devices)
-        self._outer: tuple[ProcessGroup | None, ...] = (None,) * len(group.devices)
+        # By local replica: the group of its node, or of all, and the one across nodes.
+        self._inner: Sequence[ProcessGroup] = (group,) * len(group.devices)
+        self._outer: Sequence[ProcessGroup | None] = (None,) * len(group.devices)
         if several and (is_hierarchical or self._is_copied):
-            nodes = [sorted(positions) for positions in group.nodes]
-            self._inner = group.split(nodes)
-            self._outer = group.split(tuple(zip(*nodes, strict=True)))
+            levels = [node_levels(group, r) for r in range(len(group.devices))]
+            self._inner, self._outer = zip(*levels, strict=True)
 
     @property
     def num_copies(self) -> int:
@@ -65,8 +72,8 @@ class ShardGroups:
         Returns:
             Int from 0 to `num_owners - 1`.
         """
-        inner, outer = self._levels(replica)
-        position = inner.position(replica)
+        outer = self._outer[replica]
+        position = self._inner[replica].position(replica)
         if outer is None or self._is_copied:
             return position
         return position * outer.size + outer.position(replica)
@@ -90,31 +97,15 @@ class ShardGroups:
         Returns:
             Tensor of shape `[slice_size]`.
         """
-        inner, outer = self._levels(caller.replica)
+        inner, outer = self._inner[caller.replica], self._outer[caller.replica]
         return reduce_scatter_in_levels(
             flat, inner, outer, route, caller, is_copied=self._is_copied
         )
 
-    def all_gather(
-        self, piece: tf.Tensor, replica: int, *, channel: int = 0
-    ) -> tf.Tensor:
-        """Concatenate the slices of all owners, the inverse of `reduce_scatter`.
-
-        Args:
-            piece: Tensor of shape `[slice_size]`.
-            replica: Int, index of the calling replica among the local ones.
-            channel: Int, the chain of the launch order. Defaults to `0`.
-
-        Returns:
-            Tensor of shape `[num_owners * slice_size]`, alike on all replicas.
-        """
-        piece = self.gather_across_nodes(piece, replica, channel=channel)
-        return self.gather_in_node(piece, replica, channel=channel)
-
     def gather_across_nodes(
         self, piece: tf.Tensor, replica: int, *, channel: int = 0
     ) -> tf.Tensor:
-        """The first level of `all_gather`, after which a node has all slices.
+        """Gather slices across nodes, after which a node has all of them.
 
         Args:
             piece: Tensor of shape `[slice_size]`.
@@ -125,7 +116,7 @@ class ShardGroups:
             Tensor of shape `[slices of a replica * slice_size]`, one slice where
             there is one level.
         """
-        _, outer = self._levels(replica)
+        outer = self._outer[replica]
         if outer is None or self._is_copied:
             return piece
         return Member(outer, replica, channel).all_gather(piece)
@@ -133,7 +124,7 @@ class ShardGroups:
     def gather_in_node(
         self, piece: tf.Tensor, replica: int, *, channel: int = 0
     ) -> tf.Tensor:
-        """The second level of `all_gather`.
+        """Gather the slices of all owners, as far as they are in the node.
 
         Args:
             piece: Tensor, what `gather_across_nodes` returns.
@@ -143,8 +134,7 @@ class ShardGroups:
         Returns:
             Tensor of shape `[num_owners * slice_size]`, alike on all replicas.
         """
-        inner, _ = self._levels(replica)
-        return Member(inner, replica, channel).all_gather(piece)
+        return Member(self._inner[replica], replica, channel).all_gather(piece)
 
     def scatter_bucket(
         self,
@@ -185,10 +175,10 @@ class ShardGroups:
             Tensor, alike on all replicas, the elements as they lie in `bucket.moved`.
         """
         if not bucket.is_lopsided:
-            return self.all_gather(piece, replica, channel=channel)
-        inner, _ = self._levels(replica)
+            piece = self.gather_across_nodes(piece, replica, channel=channel)
+            return self.gather_in_node(piece, replica, channel=channel)
         # A node that has a copy of everything needs no other.
-        group = inner if self._is_copied else self.group
+        group = self._inner[replica] if self._is_copied else self.group
         placed = place_row(bucket, self.owner(replica), piece)
         return ring(placed, group, replica, channel=channel, is_alone=False)
 
@@ -206,11 +196,6 @@ class ShardGroups:
             # Nodes that add up by themselves may round differently, and drift apart.
             tensor = tf.zeros_like(tensor)
         return all_reduce(tensor, self.group, replica)
-
-    def _levels(self, replica: int) -> tuple[ProcessGroup, ProcessGroup | None]:
-        inner = self._inner[replica]
-        assert inner is not None
-        return inner, self._outer[replica]
 
 
 def shard_groups_of(

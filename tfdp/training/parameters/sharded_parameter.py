@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -18,31 +18,6 @@ from tfdp.training.replicas.assigned_values import AssignedValues
 from tfdp.training.replicas.variables import MirroredVariable
 
 
-class Reader(Protocol):
-    """Where a parameter is read from, such as `parameters.gathers.Gathers`."""
-
-    # By the `id` of a parameter, what to tell other workers before it is gathered.
-    announcements: dict[int, Callable[[], None]]
-
-    def read(self, parameter: ShardedParameter) -> tf.Tensor:
-        """Gather the whole for whoever asks."""
-
-    def source(self, parameter: ShardedParameter) -> tf.Tensor:
-        """The tensor whose gradient is that of the parameter."""
-
-    def forget(self, parameter: ShardedParameter) -> None:
-        """Gather again when it is read next."""
-
-    def owner(self, replica: int) -> int:
-        """Index of the part that a local replica holds."""
-
-    def gather_on_hosts(self, parameter: ShardedParameter) -> tf.Tensor:
-        """Gather the whole outside of a step. All workers call it."""
-
-    def serve(self, parameter: ShardedParameter) -> None:
-        """Take part where another worker calls `gather_on_hosts`."""
-
-
 class ShardedParameter(MirroredVariable):
     """Variable of which each replica holds some elements.
 
@@ -55,7 +30,7 @@ class ShardedParameter(MirroredVariable):
         parts: Sequence of `tf.Variable`, what each local replica holds.
         shape: `tf.TensorShape` of the whole.
         ranges: `Ranges`, the elements of each owner.
-        reader: `Reader`.
+        reader: `Gathers`, by which it is read.
         casts: Bool, whether Keras reads it in the dtype of an autocast scope.
     """
 
@@ -67,7 +42,7 @@ class ShardedParameter(MirroredVariable):
         parts: Sequence[tf.Variable],
         shape: Any,
         ranges: Ranges,
-        reader: Reader,
+        reader: Any,
         *,
         casts: bool,
     ) -> None:
@@ -169,7 +144,7 @@ class ShardedParameter(MirroredVariable):
             replicas = [_compat.local_replica_id(context)]
         for replica in replicas:
             part = self.values[replica]
-            start, stop = self.ranges[self.reader.owner(replica)]
+            start, stop = self.ranges[self.reader.groups.owner(replica)]
             with tf.device(part.device):
                 own = copy_of_elements(value, start, stop)
                 update(part, tf.reshape(own, part.shape))
@@ -190,12 +165,12 @@ def parameter_of(variable: Any) -> ShardedParameter:
     return found
 
 
-def check_reader(variables: Sequence[Any], reader: Reader | None) -> None:
+def check_reader(variables: Sequence[Any], reader: Any) -> None:
     """Check that an optimizer updates its variables where their parts lie.
 
     Args:
         variables: Sequence of Keras variables.
-        reader: `Reader` of those that an optimizer has sharded, or `None` where all
+        reader: `Gathers` of those that an optimizer has sharded, or `None` where all
             must be whole.
 
     Raises:

@@ -11,9 +11,10 @@ the gather before it: a unit under way takes memory twice, as it travels and unp
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -22,7 +23,6 @@ from tfdp.communication.collectives import timing
 from tfdp.ground import _compat
 from tfdp.ground.plans.shards import ShardBucket, ShardPlan
 from tfdp.ground.plans.units import DEFAULT_UNITS, UnitOptions, unit_bucket
-from tfdp.training.parameters.compute_order import ComputeOrder
 from tfdp.training.parameters.packing import unpack_rows
 from tfdp.training.parameters.quantized_gathers import (
     decoded,
@@ -308,3 +308,52 @@ def read_dtype(parameter: ShardedParameter) -> tf.DType:
     casts = parameter.casts and parameter.dtype.is_floating
     scope = _compat.autocast_dtype() if casts else None
     return parameter.dtype if scope is None else tf.as_dtype(scope)
+
+
+# Operations that are done as soon as their input is there, whatever it holds.
+_IMMEDIATE = frozenset(
+    ("Const", "Identity", "IdentityN", "NoOp", "Rank", "Reshape", "Shape", "ShapeN")
+)
+
+
+class ComputeOrder:
+    """Operations that depend on gathered parameters, found while a step is traced.
+
+    Args:
+        graph: The graph of the step.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._num_scanned = len(graph.get_operations())
+        self._dependent: set[tf.Operation] = set()
+        # Those that compute, and their ages.
+        self._ages: list[int] = []
+        self._computing: list[tf.Operation] = []
+
+    def newest(self) -> int:
+        """Int, the age of the operation that was traced last."""
+        traced = self._graph.get_operations()
+        return _compat.op_age(traced[-1]) if traced else 0
+
+    def begin_with(self, tensors: Iterable[tf.Tensor]) -> None:
+        """Take what is computed of these tensors for computing, too."""
+        self._scan()
+        self._dependent.update(tensor.op for tensor in tensors)
+
+    def last_until(self, age: int) -> list[tf.Operation]:
+        """The last operation of at most an age that computes: none, or one."""
+        self._scan()
+        index = bisect.bisect_right(self._ages, age)
+        return self._computing[index - 1 : index] if index else []
+
+    def _scan(self) -> None:
+        new = self._graph.get_operations()[self._num_scanned :]
+        for op in new:
+            if not any(tensor.op in self._dependent for tensor in op.inputs):
+                continue
+            self._dependent.add(op)
+            if op.outputs and op.type not in _IMMEDIATE:
+                self._ages.append(_compat.op_age(op))
+                self._computing.append(op)
+        self._num_scanned += len(new)

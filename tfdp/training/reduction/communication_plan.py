@@ -6,7 +6,7 @@ import dataclasses
 import html
 import io
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -211,75 +211,55 @@ def _cell(tag: str, text: str, side: str) -> str:
 
 def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     """Make the plan of a model's step, see `strategy.communication_plan`."""
-    plan = _plan_of(strategy, model)
-    is_compiled = model in strategy.extended.compiled_models
-    tuned = strategy.extended.reducer.tuned_of(model.trainable_variables)
-    gain = "" if tuned is None else tuned.gain
-    gathers = dict(strategy.extended.step_gathers.get(model, {}))
-    return dataclasses.replace(
-        plan, is_compiled=is_compiled, gain=gain, gathers=gathers
-    )
-
-
-def _plan_of(strategy: Any, model: Any) -> CommunicationPlan:
     if not model.built:
         raise ValueError(
             "The model has no variables yet. Call `model.build(input_shape)` or "
             f"train it first. Received: {model.name!r}, not built"
         )
+    extended, variables = strategy.extended, model.trainable_variables
+    reducer = extended.reducer
     optimizer: Any = getattr(model, "optimizer", None)
+    others: dict[str, Any] = {}
+    sparse: list[str] = []
     if getattr(optimizer, "is_sharded", False):
-        return _sharded_plan(strategy, optimizer)
-    reducer = strategy.extended.reducer
-    memory = None
+        # Of a sharded optimizer's buckets a step may leave some out.
+        plan, traced = BucketPlan(optimizer.shards.buckets), optimizer.was_traced
+        routes = reducer.routes_of(plan)
+        others["sharding"] = optimizer.sharding
+        others["gather_ratio"] = optimizer.shards.compression_ratio
+    else:
+        plan, routes, sparse, traced = _plan_of(reducer, model)
     if hasattr(optimizer, "memory_report") and optimizer.built:
-        memory = optimizer.memory_report()
-    variables = model.trainable_variables
-    for trained, plan, routes in reducer.plans.plans_within(variables):
-        if plan.buckets:
-            dense = {e.name for bucket in plan for e in bucket.entries}
-            sparse = [v.path for v in trained if v.path not in dense]
-            return _build_plan(
-                strategy, plan, routes, sparse, traced=True, memory=memory
-            )
-    plan, sparse = plan_of_backward_pass(
-        model, reducer.options_of(variables), makes_dense=reducer.combines_means
-    )
-    routes = reducer.routes_of(plan, variables=variables)
-    return _build_plan(strategy, plan, routes, sparse, traced=False, memory=memory)
-
-
-def _sharded_plan(strategy: Any, optimizer: Any) -> CommunicationPlan:
-    """Plan of a sharded optimizer's buckets, of which a step may leave some out."""
-    plan = BucketPlan(optimizer.shards.buckets)
-    routes = strategy.extended.reducer.routes_of(plan)
-    return _build_plan(
-        strategy,
-        plan,
-        routes,
-        traced=optimizer.was_traced,
-        sharding=optimizer.sharding,
-        memory=optimizer.memory_report(),
-        gather_ratio=optimizer.shards.compression_ratio,
-    )
-
-
-def _build_plan(
-    strategy: Any,
-    plan: BucketPlan,
-    routes: tuple[AlgorithmChoice, ...],
-    sparse: Sequence[str] = (),
-    **others: Any,
-) -> CommunicationPlan:
+        others["memory"] = optimizer.memory_report()
+    tuned = reducer.tuned_of(variables)
     return CommunicationPlan(
         plan.buckets,
         tuple(sparse),
         strategy.num_replicas_in_sync,
-        strategy.extended.group.backend,
+        extended.group.backend,
         routes,
-        strategy.extended.algorithm_selector.topology.replicas_per_node,
+        extended.algorithm_selector.topology.replicas_per_node,
+        traced=traced,
+        is_compiled=model in extended.compiled_models,
+        gain="" if tuned is None else tuned.gain,
+        gathers=dict(extended.step_gathers.get(model, {})),
         **others,
     )
+
+
+def _plan_of(
+    reducer: Any, model: Any
+) -> tuple[BucketPlan, tuple[AlgorithmChoice, ...], list[str], bool]:
+    """The buckets and their routes, the sparse variables, and whether it was traced."""
+    variables = model.trainable_variables
+    for trained, plan, routes in reducer.plans.plans_within(variables):
+        if plan.buckets:
+            dense = {e.name for bucket in plan for e in bucket.entries}
+            return plan, routes, [v.path for v in trained if v.path not in dense], True
+    plan, sparse = plan_of_backward_pass(
+        model, reducer.options_of(variables), makes_dense=reducer.combines_means
+    )
+    return plan, reducer.routes_of(plan, variables=variables), sparse, False
 
 
 def plan_of_backward_pass(
@@ -309,33 +289,25 @@ def plan_of_backward_pass(
         )
     like = model.input if len(inputs) > 1 else inputs[0]
     variables = model.trainable_variables
-    found: list[Any] = []
+    plans: list[BucketPlan] = []
+    sparse: list[str] = []
 
     def backward(*batch: tf.Tensor) -> None:
         structure = tf.nest.pack_sequence_as(like, list(batch))
         with tf.GradientTape() as tape:
             outputs = tf.nest.flatten(model(structure, training=True))
             total = tf.add_n([tf.reduce_sum(tf.cast(o, tf.float32)) for o in outputs])
-        for gradient in tape.gradient(total, [v.value for v in variables]):
-            is_sparse = isinstance(gradient, tf.IndexedSlices)
-            found.append(
-                tf.convert_to_tensor(gradient)
-                if is_sparse and makes_dense
-                else gradient
-            )
-        pairs = [(g, v.path) for g, v in zip(found, variables, strict=True)]
-        dense = [(g, n) for g, n in pairs if isinstance(g, tf.Tensor)]
-        for gradient, variable in zip(found, variables, strict=True):
-            if isinstance(gradient, tf.Tensor):
-                gradient.set_shape(variable.shape)
-        plans.append(make_plan([g for g, _ in dense], [n for _, n in dense], options))
+        dense, names = [], []
+        gradients = tape.gradient(total, [v.value for v in variables])
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if isinstance(gradient, tf.IndexedSlices) and not makes_dense:
+                sparse.append(variable.path)
+            elif gradient is not None:
+                dense.append(tf.convert_to_tensor(gradient))
+                dense[-1].set_shape(variable.shape)
+                names.append(variable.path)
+        plans.append(make_plan(dense, names, options))
 
-    plans: list[BucketPlan] = []
     specs = [tf.TensorSpec(x.shape, x.dtype) for x in tf.nest.flatten(model.inputs)]
     tf.function(backward, autograph=False).get_concrete_function(*specs)
-    sparse = [
-        variable.path
-        for gradient, variable in zip(found, variables, strict=True)
-        if isinstance(gradient, tf.IndexedSlices)
-    ]
     return plans[-1], sparse

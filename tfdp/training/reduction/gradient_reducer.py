@@ -6,12 +6,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import ProcessGroup
+from tfdp.communication.collectives import (
+    ProcessGroup,
+    all_reduce,
+    node_levels,
+    timing,
+)
 from tfdp.ground import _compat
 from tfdp.ground.base import batch_weight
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.fusion import ReducedGradients, unbucketed, weighted
 from tfdp.training.reduction.reducer import Reducer
+from tfdp.training.reduction.sparse import reduce_indexed_slices
 
 
 class GradientReducer:
@@ -31,15 +37,30 @@ class GradientReducer:
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
-        """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
+        """Sum the gradients of variables over all replicas, bucket by bucket.
+
+        Adasum combines them instead, each times the number of those that it combines:
+        a replica's gradient, as it adds to a mean, is a part of its own mean.
+
+        Args:
+            gradients: List of tensors and `tf.IndexedSlices`, one for each
+                variable.
+            variables: List of Keras variables.
+            may_sum: Bool, whether rows of one index may be added up, see
+                `tfdp.training.reduction.sparse`.
+            weight: Scalar tensor by which this replica's gradients count, or
+                `None` for one.
+
+        Returns:
+            `ReducedGradients`, alike on all replicas.
+        """
         del variables, may_sum
         if weight is not None:
             gradients = [weighted(gradient, weight) for gradient in gradients]
         return unbucketed(gradients)
 
-    def gradient_weight(self, optimizer: Any) -> tf.Tensor | None:
+    def gradient_weight(self) -> tf.Tensor | None:
         """Factor of this replica's gradients before they are reduced, or `None`."""
-        del optimizer
         return None
 
     def prepare(self, gradients: list) -> list:
@@ -53,7 +74,16 @@ class GradientReducer:
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """Put sparse gradients together, see `Reducer.gather_rows`."""
+        """Put the rows of sparse gradients of all replicas together.
+
+        Args:
+            gradients: List of `tf.IndexedSlices`.
+            variables: List of Keras variables, one for each.
+            may_sum: Bool, whether rows of one index may be added up.
+
+        Returns:
+            List of `tf.IndexedSlices`, alike on all replicas.
+        """
         del variables, may_sum
         return gradients
 
@@ -89,39 +119,47 @@ class ReplicaReducer(GradientReducer):
         may_sum: bool,
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
-        """Sum gradients over all replicas, see `Reducer.reduce_gradients`."""
+        """See `GradientReducer`."""
         self._check_graph()
+        reducer = self._reducer
         if self._meets_first():
-            self._reducer.warn_of_momentum(
+            reducer.warn_of_momentum(
                 "eager steps of several replicas in one process are not compressed"
             )
             if weight is not None:
                 gradients = [weighted(gradient, weight) for gradient in gradients]
             return unbucketed(self.sum(gradients))
-        return self._reducer.reduce_gradients(
-            gradients, variables, self._replica, may_sum=may_sum, weight=weight
-        )
+        reducer.check(variables, self._replica)
+        if self.num_replicas == 1:
+            reducer.warn_of_momentum("with one replica nothing is compressed")
+        elif any(isinstance(item, tf.IndexedSlices) for item in gradients):
+            reducer.warn_of_momentum("rows of sparse gradients are not compressed")
+        if reducer.combines_means:
+            # Gradients are parts of a mean, and what is combined are means.
+            members = tf.constant(reducer.num_means, tf.float64)
+            weight = members if weight is None else weight * members
+        return reducer.all_reduce(gradients, variables, self._replica, may_sum, weight)
 
-    def gradient_weight(self, optimizer: Any) -> tf.Tensor | None:
+    def gradient_weight(self) -> tf.Tensor | None:
         """Factor that makes gradients add up to those of the global batch.
 
         For Adasum they add up to the mean of what is combined: of the means of nodes,
         or of replicas, over their own rows, however many these are.
 
-        Args:
-            optimizer: The optimizer that the gradients are given to.
-
         Returns:
             Scalar float64 tensor, or `None` for one.
         """
         self._check_graph()
-        del optimizer
         share = batch_weight.current()
         if not self._reducer.combines_means or share is None:
             return None
-        own = self._reducer.share_of_mean(share, self._replica)
-        one = tf.ones([], tf.float64)
-        return tf.math.divide_no_nan(one, own * self._reducer.num_means)
+        num_means = self._reducer.num_means
+        if num_means < self.num_replicas:
+            node, _ = node_levels(self.group, self._replica)
+            device = self.group.devices[self._replica]
+            with timing.labelled("weights"), tf.device(device):
+                share = all_reduce(share[tf.newaxis], node, self._replica)[0]
+        return tf.math.divide_no_nan(tf.ones([], tf.float64), share * num_means)
 
     def prepare(self, gradients: list) -> list:
         """Make tensors of sparse gradients for Adasum; leave others as they are."""
@@ -138,12 +176,17 @@ class ReplicaReducer(GradientReducer):
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """Put sparse gradients together, see `Reducer.gather_rows`."""
+        """See `GradientReducer`."""
+        if not gradients:
+            return []
         if self._meets_first():
-            return self.sum(gradients) if gradients else []
-        return self._reducer.gather_rows(
-            gradients, variables, self._replica, may_sum=may_sum
-        )
+            return self.sum(gradients)
+        self._reducer.check(variables, self._replica)
+        with timing.labelled(timing.ROWS):
+            return [
+                reduce_indexed_slices(item, self.group, self._replica, may_sum=may_sum)
+                for item in gradients
+            ]
 
     @property
     def _replica(self) -> int:

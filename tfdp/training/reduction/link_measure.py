@@ -21,7 +21,7 @@ from tfdp.training.reduction.algorithm_selector import (
     AlgorithmChoice,
     AlgorithmSelector,
 )
-from tfdp.training.reduction.link_cache import load_links, store_links
+from tfdp.training.reduction.cache_file import load_links, store_links
 from tfdp.training.reduction.link_fit import Sample, fit_links
 
 # Steps from which on a measurement of a second or two is repaid.

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import Member, ProcessGroup, all_reduce, timing
+from tfdp.communication.collectives import ProcessGroup, timing
 from tfdp.communication.coordination.checks import check_same_plan, check_same_variables
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.worker_group import WorkerGroup
@@ -31,8 +31,7 @@ from tfdp.training.reduction.fusion import (
     with_values,
 )
 from tfdp.training.reduction.sparse import reduce_indexed_slices
-from tfdp.training.reduction.trained_plans import TrainedPlans
-from tfdp.training.reduction.tuned_options import Tuned, TunedOptions
+from tfdp.training.reduction.trained_plans import TrainedPlans, Tuned, TunedOptions
 
 
 class Reducer:
@@ -89,22 +88,6 @@ class Reducer:
         of_nodes = selector is not None and selector.is_hierarchical
         return len(self.group.nodes) if of_nodes else self.group.size
 
-    def share_of_mean(self, own: tf.Tensor, replica: int) -> tf.Tensor:
-        """Sum the shares of the batch of those whose mean is one to Adasum.
-
-        Args:
-            own: Scalar tensor, the part of all rows that this replica has.
-            replica: Int, index of the calling replica among the local ones.
-
-        Returns:
-            Scalar tensor, the part of all rows that the mean is of.
-        """
-        if self.num_means == self.group.size:
-            return own
-        node = Member(self.group, replica).inside(self.group.split(self.group.nodes))
-        with timing.labelled("weights"), tf.device(self.group.devices[replica]):
-            return all_reduce(own[tf.newaxis], node.group, replica)[0]
-
     def reduce(self, reduce_op: Any, value: Any, replica: int) -> Any:
         """All-reduce a nest of tensors and `IndexedSlices` of one replica.
 
@@ -117,51 +100,13 @@ class Reducer:
             The same nest, reduced.
         """
         flat = tf.nest.flatten(value, expand_composites=False)
-        reduced = self._reduce(flat, None, replica)
+        reduced = self.all_reduce(flat, None, replica)
         results = reduced.gradients()
         if _is_mean(reduce_op):
             results = [_divide(item, self.group.size) for item in results]
         return tf.nest.pack_sequence_as(value, results)
 
-    def reduce_gradients(
-        self,
-        gradients: list,
-        variables: list[Any],
-        replica: int,
-        *,
-        may_sum: bool,
-        weight: tf.Tensor | None,
-    ) -> ReducedGradients:
-        """Sum the gradients of variables over all replicas, bucket by bucket.
-
-        Adasum combines them instead, each times the number of those that it combines:
-        a replica's gradient, as it adds to a mean, is a part of its own mean.
-
-        Args:
-            gradients: List of tensors and `tf.IndexedSlices`, one for each
-                variable.
-            variables: List of Keras variables.
-            replica: Int, index of the calling replica among the local ones.
-            may_sum: Bool, whether rows of one index may be added up, see
-                `tfdp.training.reduction.sparse`.
-            weight: Scalar tensor by which this replica's gradients count, or
-                `None` for one.
-
-        Returns:
-            `ReducedGradients`, alike on all replicas.
-        """
-        self._check(variables, replica)
-        if self.group.size == 1:
-            self.warn_of_momentum("with one replica nothing is compressed")
-        elif any(map(_is_sparse, gradients)):
-            self.warn_of_momentum("rows of sparse gradients are not compressed")
-        if self.combines_means:
-            # Gradients are parts of a mean, and what is combined are means.
-            members = tf.constant(self.num_means, tf.float64)
-            weight = members if weight is None else weight * members
-        return self._reduce(gradients, variables, replica, may_sum, weight)
-
-    def _reduce(
+    def all_reduce(
         self,
         flat: list,
         variables: list[Any] | None,
@@ -169,6 +114,20 @@ class Reducer:
         may_sum: bool = False,
         weight: tf.Tensor | None = None,
     ) -> ReducedGradients:
+        """Sum tensors and `IndexedSlices` over all replicas, bucket by bucket.
+
+        Args:
+            flat: List of tensors and `IndexedSlices`.
+            variables: List of the Keras variables whose gradients they are, or `None`.
+            replica: Int, index of the calling replica among the local ones.
+            may_sum: Bool, whether rows of one index may be added up, see
+                `tfdp.training.reduction.sparse`. Defaults to `False`.
+            weight: Scalar tensor by which this replica's gradients count, or `None`
+                for one. Defaults to `None`.
+
+        Returns:
+            `ReducedGradients`, alike on all replicas.
+        """
         flat = [
             item if _is_sparse(item) else tf.convert_to_tensor(item) for item in flat
         ]
@@ -349,29 +308,7 @@ class Reducer:
             topic="momentum",
         )
 
-    def gather_rows(
-        self, gradients: list, variables: list[Any], replica: int, *, may_sum: bool
-    ) -> list[tf.IndexedSlices]:
-        """Put the rows of sparse gradients of all replicas together.
-
-        Args:
-            gradients: List of `tf.IndexedSlices`.
-            variables: List of Keras variables, one for each.
-            replica: Int, index of the calling replica among the local ones.
-            may_sum: Bool, whether rows of one index may be added up.
-
-        Returns:
-            List of `tf.IndexedSlices`, alike on all replicas.
-        """
-        if gradients:
-            self._check(variables, replica)
-        with timing.labelled(timing.ROWS):
-            return [
-                reduce_indexed_slices(item, self.group, replica, may_sum=may_sum)
-                for item in gradients
-            ]
-
-    def _check(self, variables: list[Any], replica: int) -> None:
+    def check(self, variables: list[Any], replica: int) -> None:
         """Compare the trained variables across workers, once for each set."""
         if self._compares and replica == 0 and self.plans.plan_of(variables) is None:
             self.plans.remember(variables, BucketPlan(()))

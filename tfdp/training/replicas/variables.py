@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -57,25 +58,11 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
         own = self._get_on_device_or_primary()
         return getattr(own, method)(*args, **kwargs)
 
-    def scatter_nd_add(self, *args: Any, **kwargs: Any) -> Any:
-        """Add to entries at indices."""
-        return self._in_program("scatter_nd_add", *args, **kwargs)
-
-    def scatter_nd_sub(self, *args: Any, **kwargs: Any) -> Any:
-        """Subtract from entries at indices."""
-        return self._in_program("scatter_nd_sub", *args, **kwargs)
-
-    def scatter_nd_update(self, *args: Any, **kwargs: Any) -> Any:
-        """Set entries at indices."""
-        return self._in_program("scatter_nd_update", *args, **kwargs)
-
-    def scatter_nd_max(self, *args: Any, **kwargs: Any) -> Any:
-        """Set entries at indices to the larger values."""
-        return self._in_program("scatter_nd_max", *args, **kwargs)
-
-    def scatter_nd_min(self, *args: Any, **kwargs: Any) -> Any:
-        """Set entries at indices to the smaller values."""
-        return self._in_program("scatter_nd_min", *args, **kwargs)
+    scatter_nd_add = functools.partialmethod(_in_program, "scatter_nd_add")
+    scatter_nd_sub = functools.partialmethod(_in_program, "scatter_nd_sub")
+    scatter_nd_update = functools.partialmethod(_in_program, "scatter_nd_update")
+    scatter_nd_max = functools.partialmethod(_in_program, "scatter_nd_max")
+    scatter_nd_min = functools.partialmethod(_in_program, "scatter_nd_min")
 
     def __int__(self) -> int:
         return int(self.numpy())

@@ -6,6 +6,7 @@ replica owns. So slots are born sharded.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,15 +16,19 @@ import tensorflow as tf
 
 from tfdp.ground import _compat
 from tfdp.ground.base import xla
-from tfdp.ground.plans.shards import Segment, ShardPlan
+from tfdp.ground.plans.shards import Segment, ShardBucket, ShardPlan
 from tfdp.training.parameters.sharded_parameter import own_elements
 from tfdp.training.reduction.fusion import pack
 from tfdp.training.sharding.sharded_gradients import ShardedGradients
+from tfdp.training.sharding.sharded_param_group import OwnedState
 from tfdp.training.step.flat_params import FlatParameterRange, TensorView
 from tfdp.training.step.grouped_update import gains_from_xla
 
+# Elements of a variable, and where they begin and end in a shard.
+Place = tuple[Segment, int, int]
 
-class ElementShards:
+
+class ElementShards(OwnedState):
     """Slots on flat shards, for optimizers that treat every element by itself.
 
     Args:
@@ -44,9 +49,7 @@ class ElementShards:
         replica: int,
         device: str,
     ) -> None:
-        self.owner = owner
-        self.device = device
-        self._plan = plan
+        super().__init__(plan, owner, device)
         rows = [bucket.rows[owner] for bucket in plan.buckets]
         self.buckets = [number for number, row in enumerate(rows) if row]
         with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
@@ -60,8 +63,8 @@ class ElementShards:
             ]
             clone = _compat.plain_clone(optimizer)
             clone.build(flats)
-        self.slots: dict[str, list[Any]] = _compat.slots_of(clone)
-        self.singles: dict[str, Any] = _compat.single_variables(clone)
+        self.slots = _compat.slots_of(clone)
+        self.singles = _compat.single_variables(clone)
 
     def update(
         self,
@@ -84,46 +87,44 @@ class ElementShards:
         """
         optimizer = _compat.stand_in(optimizer, **self.singles)
         _compat.update_variables(optimizer, [], [], rate)
+
+        def kind(place: Place) -> Any:
+            """Neighbours of one kind are updated as one, sparse ones by themselves."""
+            segment, _, _ = place
+            is_sparse = segment.index in gradients.sparse
+            return segment if is_sparse else segment.index in gradients.dense
+
         updated: list[tf.Tensor | None] = []
         for number, bucket in enumerate(self._plan.buckets):
             if not bucket.indices & gradients.present:
                 updated.append(None)
                 continue
-            row = bucket.rows[self.owner]
-            parts = []
-            for first, last in _runs(row, gradients):
-                parts.append(
-                    self._update_run(
-                        optimizer, number, first, last, gradients, variables, rate
-                    )
+            runs = itertools.groupby(bucket.places(self.owner), kind)
+            parts = [
+                self._update_run(
+                    optimizer, number, list(run), gradients, variables, rate
                 )
-            dtype = tf.as_dtype(bucket.dtype)
-            padding = [tf.zeros([bucket.padding(self.owner)], dtype)]
-            updated.append(
-                pack(parts + padding if bucket.padding(self.owner) else parts)
-            )
+                for _, run in runs
+            ]
+            updated.append(_padded(parts, bucket, self.owner))
         return updated
 
     def _update_run(
         self,
         optimizer: Any,
         number: int,
-        first: int,
-        last: int,
+        run: list[Place],
         gradients: ShardedGradients,
         variables: list[Any],
         rate: Any,
     ) -> tf.Tensor:
-        """Update segments as one, and return their new values."""
-        row = self._plan.buckets[number].rows[self.owner]
-        segments = row[first:last]
-        start = sum(segment.size for segment in row[:first])
-        stop = start + sum(segment.size for segment in segments)
-        index = segments[0].index
-        if index not in gradients.present:
+        """Update neighbouring segments as one, and return their new values."""
+        (first, start, _), (_, _, stop) = run[0], run[-1]
+        segments = [segment for segment, _, _ in run]
+        if first.index not in gradients.present:
             return pack([_value(s, variables) for s in segments])
-        if index in gradients.sparse:
-            gradient: Any = _sparse_elements(gradients.sparse[index], segments[0])
+        if first.index in gradients.sparse:
+            gradient: Any = _sparse_elements(gradients.sparse[first.index], first)
         else:
             piece = gradients.slices[number]
             assert piece is not None
@@ -132,25 +133,11 @@ class ElementShards:
         # Or all that the replica owns is packed as soon as the step begins.
         with tf.control_dependencies(_tensors_of(gradient)):
             values = pack([_decayed(optimizer, s, variables, rate) for s in segments])
-        with tf.device(self.device):
-            return self._apply(optimizer, number, start, stop, values, gradient, rate)
-
-    def _apply(
-        self,
-        optimizer: Any,
-        number: int,
-        start: int,
-        stop: int,
-        values: tf.Tensor,
-        gradient: Any,
-        rate: Any,
-    ) -> tf.Tensor:
-        """Apply the optimizer's own update to elements `start` to `stop` of a shard."""
 
         def update(values: tf.Tensor, gradient: Any, rate: Any) -> tf.Tensor:
             view = TensorView(values)
             slots = {
-                name: self._slot_range(items[self.buckets.index(number)], start, stop)
+                name: _slot_range(items[self.buckets.index(number)], start, stop)
                 for name, items in self.slots.items()
             }
             flat = _compat.with_slots(
@@ -162,13 +149,10 @@ class ElementShards:
                     slot.write_back()
             return view.read_value()
 
-        if xla.is_wanted() and gains_from_xla([gradient]):
-            return xla.run(update, (values, gradient, rate), self.device)
-        return update(values, gradient, rate)
-
-    def _slot_range(self, slot: Any, start: int, stop: int) -> Any:
-        is_whole = slot is None or (start, stop) == (0, slot.shape[0])
-        return slot if is_whole else FlatParameterRange(slot.value, start, stop)
+        with tf.device(self.device):
+            if xla.is_wanted() and gains_from_xla([gradient]):
+                return xla.run(update, (values, gradient, rate), self.device)
+            return update(values, gradient, rate)
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
         """Values of what the replica owns, one tensor for each average."""
@@ -178,28 +162,33 @@ class ElementShards:
     def average(self, optimizer: Any, variables: list[Any]) -> None:
         """Move the averages towards the variables."""
         views = [TensorView(value) for value in self.own_values(variables)]
-        averages = self.slots.get("_model_variables_moving_average", [])
+        averages = self._own_averages
         stand_in = _compat.stand_in(optimizer, _model_variables_moving_average=averages)
         _compat.move_averages(stand_in, views)
 
-    def set_averages(self, values: list[tf.Tensor]) -> None:
-        """Set the averages to values, as `own_values` returns them."""
-        averages = self.slots.get("_model_variables_moving_average", [])
-        for average, value in zip(averages, values, strict=True):
-            average.assign(value)
+    def averages(self) -> list[tf.Tensor]:
+        """Averages, as slices of every bucket."""
+        own = dict(zip(self.buckets, self._own_averages, strict=True))
+        return [
+            _padded(
+                [tf.convert_to_tensor(own[number])] if number in own else [],
+                bucket,
+                self.owner,
+            )
+            for number, bucket in enumerate(self._plan.buckets)
+        ]
 
-    def averages(self) -> list[tf.Tensor | None]:
-        """Average, as slices of every bucket."""
-        found: list[tf.Tensor | None] = []
-        averages = self.slots.get("_model_variables_moving_average", [])
-        for number, bucket in enumerate(self._plan.buckets):
-            padding = tf.zeros([bucket.padding(self.owner)], tf.as_dtype(bucket.dtype))
-            if number in self.buckets:
-                own = averages[self.buckets.index(number)]
-                found.append(tf.concat([tf.convert_to_tensor(own), padding], axis=0))
-            else:
-                found.append(padding)
-        return found
+
+def _padded(parts: list[tf.Tensor], bucket: ShardBucket, owner: int) -> tf.Tensor:
+    """Lay parts of an owner's slice end to end, and fill it up with zeros."""
+    size = bucket.padding(owner)
+    zeros = [tf.zeros([size], tf.as_dtype(bucket.dtype))] if size else []
+    return pack([*parts, *zeros])
+
+
+def _slot_range(slot: Any, start: int, stop: int) -> Any:
+    is_whole = slot is None or (start, stop) == (0, slot.shape[0])
+    return slot if is_whole else FlatParameterRange(slot.value, start, stop)
 
 
 def _variable(value: tf.Tensor) -> Any:
@@ -226,25 +215,6 @@ def _decayed(
 def _tensors_of(gradient: Any) -> list[tf.Tensor]:
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     return [gradient.values if is_sparse else gradient]
-
-
-def _runs(row: Sequence[Segment], gradients: ShardedGradients) -> list[tuple[int, int]]:
-    """Group neighbouring segments that are updated as one: first, one after the last.
-
-    Those with sparse gradients are each by themselves.
-    """
-    runs: list[tuple[int, int]] = []
-    before: Any = None
-    for number, segment in enumerate(row):
-        kind: Any = segment.index in gradients.dense
-        if segment.index in gradients.sparse:
-            kind = segment
-        if runs and kind == before:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-        before = kind
-    return runs
 
 
 def _sparse_elements(rows: tf.IndexedSlices, segment: Segment) -> tf.IndexedSlices:

@@ -6,15 +6,10 @@ from typing import Any
 
 from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import entry_of, innermost
-from tfdp.ground.plans.memory import (
-    MemoryReport,
-    ReplicaMemory,
-    sharded_memory,
-    unsharded_memory,
-)
+from tfdp.ground.plans.memory import MemoryReport, ReplicaMemory, replica_memory
 from tfdp.ground.plans.shards import ShardPlan
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
-from tfdp.training.sharding.state_names import slot_names
+from tfdp.training.sharding.state_tensors import slot_names
 
 
 def memory_report(distributed: Any) -> MemoryReport:
@@ -29,18 +24,14 @@ def memory_report(distributed: Any) -> MemoryReport:
         variables = _compat.trained_by(part) if part.built else []
         if not variables:
             continue
-        found = param_group_memory(part, variables, accumulates=accumulates)
-        whole += found
-        if shards is None:
-            sharded += found
-        else:
-            sharded += param_group_memory(
-                part,
-                variables,
-                shards.parts[id(part)].plan,
-                accumulates=accumulates,
-                stage=distributed.sharding_options.stage,
-            )
+        whole += param_group_memory(part, variables, accumulates=accumulates)
+        sharded += param_group_memory(
+            part,
+            variables,
+            None if shards is None else shards.parts[id(part)].plan,
+            accumulates=accumulates,
+            stage=distributed.sharding_options.stage,
+        )
     return MemoryReport(sharded, whole)
 
 
@@ -69,19 +60,15 @@ def param_group_memory(
         variables: List of Keras variables.
         plan: `ShardPlan` of them, or `None` without sharding. Defaults to `None`.
         accumulates: Bool, whether gradients are accumulated. Defaults to `False`.
-        stage: Int, see `sharded_memory`. Defaults to 1.
-        gathered: Int, see `sharded_memory`. Defaults to 0.
+        stage: Int, see `replica_memory`. Defaults to 1.
+        gathered: Int, see `replica_memory`. Defaults to 0.
 
     Returns:
         `ReplicaMemory`.
     """
-    entries = [entry_of(variable) for variable in variables]
-    slots = _slot_bytes(optimizer, variables)
-    if plan is None:
-        return unsharded_memory(entries, slots, accumulates=accumulates)
-    return sharded_memory(
-        entries,
-        slots,
+    return replica_memory(
+        [entry_of(variable) for variable in variables],
+        _slot_bytes(optimizer, variables),
         plan,
         accumulates=accumulates,
         stage=stage,

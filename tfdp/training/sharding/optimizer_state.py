@@ -11,11 +11,16 @@ import tensorflow as tf
 
 from tfdp.ground import _compat
 from tfdp.ground.plans.shards import Segment
-from tfdp.training.parameters.gathers import Gathers
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
-from tfdp.training.sharding.sharded_param_group import Owned, ShardedParamGroup
-from tfdp.training.sharding.state_names import slot_name, slot_names
-from tfdp.training.sharding.state_tensors import READ_ELEMENTS, LocalShard, StateTensor
+from tfdp.training.sharding.element_shards import ElementShards
+from tfdp.training.sharding.sharded_param_group import OwnedState, ShardedParamGroup
+from tfdp.training.sharding.state_tensors import (
+    READ_ELEMENTS,
+    LocalShard,
+    StateTensor,
+    slot_name,
+    slot_names,
+)
 from tfdp.training.sharding.variable_shards import VariableShards
 
 
@@ -41,18 +46,7 @@ def param_group_state(
             is_owned = rank + replica == 0 if single else is_first_copy(replica)
             shards.setdefault(name, []).append((is_owned, shard))
     return [
-        StateTensor(
-            name,
-            tuple(slot.shape),
-            str(slot.dtype),
-            tuple(
-                chunk
-                for is_owned, shard in shards.get(name, [])
-                if is_owned
-                for chunk in shard.split(READ_ELEMENTS)
-            ),
-            tuple(shard for _, shard in shards.get(name, [])),
-        )
+        _tensor(name, slot.shape, str(slot.dtype), shards.get(name, []))
         for name, slot in slot_names(template, group.variables)
     ]
 
@@ -74,8 +68,7 @@ def accumulator_state(
     Returns:
         List of `StateTensor`, one for each variable of the group.
     """
-    owned: list[list[LocalShard]] = [[] for _ in group.variables]
-    local_shards: list[list[LocalShard]] = [[] for _ in group.variables]
+    shards: list[list[tuple[bool, LocalShard]]] = [[] for _ in group.variables]
     dtypes = {}
     for total, bucket in zip(sums, group.plan.buckets, strict=True):
         dtypes.update(dict.fromkeys(bucket.indices, str(total.dtype)))
@@ -83,17 +76,13 @@ def accumulator_state(
             local = _compat.local_value(total, replica)
             for segment, begin, _ in bucket.places(state.owner):
                 shard = _range_shard(local, begin, segment)
-                local_shards[segment.index].append(shard)
-                if is_first_copy(replica):
-                    owned[segment.index] += shard.split(READ_ELEMENTS)
-    names = [slot_name(prefix, i, group.variables) for i in range(len(group.variables))]
+                shards[segment.index].append((is_first_copy(replica), shard))
     return [
-        StateTensor(
-            names[index],
-            tuple(variable.shape),
+        _tensor(
+            slot_name(prefix, index, group.variables),
+            variable.shape,
             dtypes.get(index, str(variable.dtype)),
-            tuple(owned[index]),
-            tuple(local_shards[index]),
+            shards[index],
         )
         for index, variable in enumerate(group.variables)
     ]
@@ -109,24 +98,19 @@ def parameter_state(name: str, parameter: ShardedParameter) -> StateTensor:
     Returns:
         `StateTensor`.
     """
-    gathers = parameter.reader
-    assert isinstance(gathers, Gathers)
+    reader = parameter.reader
 
     def written() -> None:
-        parameter.reader.forget(parameter)
+        reader.forget(parameter)
 
-    owned: list[LocalShard] = []
-    local_shards: list[LocalShard] = []
+    shards = []
     for replica, part in enumerate(parameter.values):
-        start, stop = parameter.ranges[gathers.owner(replica)]
+        start, stop = parameter.ranges[reader.groups.owner(replica)]
         if start == stop:
             continue
-        shard = _full_shard(part, start, written)
-        local_shards.append(shard)
-        if gathers.groups.is_first_copy(replica):
-            owned += shard.split(READ_ELEMENTS)
-    shape, dtype = tuple(parameter.whole_shape), parameter.dtype.name
-    return StateTensor(name, shape, dtype, tuple(owned), tuple(local_shards))
+        is_owned = reader.groups.is_first_copy(replica)
+        shards.append((is_owned, _full_shard(part, start, written)))
+    return _tensor(name, parameter.whole_shape, parameter.dtype.name, shards)
 
 
 def shard_full_slots(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> None:
@@ -142,12 +126,27 @@ def shard_full_slots(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> No
             shard.write(whole[shard.start : shard.stop])
 
 
+def _tensor(
+    name: str, shape: Any, dtype: str, shards: Sequence[tuple[bool, LocalShard]]
+) -> StateTensor:
+    """State tensor of local shards, each with whether this process owns it."""
+    owned = [
+        chunk
+        for is_owned, shard in shards
+        if is_owned
+        for chunk in shard.split(READ_ELEMENTS)
+    ]
+    local_shards = tuple(shard for _, shard in shards)
+    return StateTensor(name, tuple(shape), dtype, tuple(owned), local_shards)
+
+
 def _named_shards(
-    group: ShardedParamGroup, state: Owned
+    group: ShardedParamGroup, state: OwnedState
 ) -> list[tuple[str, LocalShard]]:
     found = [(name, _full_shard(item)) for name, item in state.singles.items()]
     if isinstance(state, VariableShards):
         return found + _named_shards_of_variables(group, state)
+    assert isinstance(state, ElementShards)
     for attribute, slots in state.slots.items():
         for number, slot in zip(state.buckets, slots, strict=True):
             for segment, begin, _ in group.plan.buckets[number].places(state.owner):

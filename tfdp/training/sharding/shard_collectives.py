@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import timing
 from tfdp.ground import _compat
-from tfdp.ground.plans.shards import Segment, ShardBucket, ShardPlan
+from tfdp.ground.plans.shards import Segment, ShardPlan
 from tfdp.training.compression.compressed_reduce import Caller
 from tfdp.training.parameters.backward_gathers import BackwardGathers
 from tfdp.training.parameters.packing import pack_row, pack_rows, unpack_rows
@@ -23,8 +23,8 @@ Slices = list[tf.Tensor | None]
 
 
 @dataclasses.dataclass(frozen=True)
-class StepCollectives:
-    """Callable from a parameter group to its collectives, on one replica.
+class ShardCollectives:
+    """Collectives of shards on one replica: reduce-scatter and all-gather, in a graph.
 
     Args:
         extended: Extended class of a tfdp strategy.
@@ -32,8 +32,6 @@ class StepCollectives:
         replica: Int, index of the calling replica among the local ones.
         reducer: `ReplicaReducer`.
         backward: `BackwardGathers` of sharded parameters, or `None`.
-        may_sum_everything: Bool, whether all-reduces may take the place of all
-            collectives of an optimizer.
     """
 
     extended: Any
@@ -41,53 +39,22 @@ class StepCollectives:
     replica: int
     reducer: ReplicaReducer
     backward: BackwardGathers | None
-    may_sum_everything: bool
 
-    def __call__(self, part: ShardedParamGroup) -> ShardCollectives:
-        """Return the `ShardCollectives` of a parameter group.
-
-        Raises:
-            ValueError: In eager mode, where gradients are combined by Adasum.
-        """
-        selector = self.extended.algorithm_selector
-        if selector.combines_means and tf.executing_eagerly():
-            raise ValueError(
-                "Adasum with sharded state needs a graph. Leave out "
-                "`run_eagerly=True`, and call `strategy.run` in a `tf.function`."
-            )
-        is_lopsided = part.plan.shards_variables and part.plan.is_lopsided
-        sums_everything = self.may_sum_everything and not selector.combines_means
-        if tf.executing_eagerly() or (sums_everything and is_lopsided):
-            return EagerShardCollectives(self, part.variables)
-        if selector.needs_whole_buckets:
-            return WholeGradientCollectives(self, part.variables)
-        return ShardCollectives(self, part.variables)
-
-
-class ShardCollectives:
-    """Shard collectives by reduce-scatter and all-gather, in a graph.
-
-    Args:
-        step: `StepCollectives`.
-        variables: List of Keras variables, those of a parameter group.
-    """
-
-    def __init__(self, step: StepCollectives, variables: list[Any]) -> None:
-        self.owner = step.groups.owner(step.replica)
-        self.num_copies = step.groups.num_copies
-        self._step = step
-        self._variables = variables
+    @property
+    def owner(self) -> int:
+        """Int, whose slices the replica has."""
+        return self.groups.owner(self.replica)
 
     def reduce_scatter(
         self,
-        plan: ShardPlan,
+        group: ShardedParamGroup,
         tensors: Mapping[int, tf.Tensor],
         weight: tf.Tensor | None,
     ) -> Slices:
-        """Sum tensors over all replicas and keep the own slice of each bucket.
+        """Sum gradients over all replicas and keep the own slice of each bucket.
 
         Args:
-            plan: `ShardPlan`.
+            group: `ShardedParamGroup`.
             tensors: Dict from position to tensor, the same ones on all replicas.
             weight: Scalar tensor by which this replica's tensors count, or `None`
                 for one.
@@ -97,7 +64,7 @@ class ShardCollectives:
             where there is nothing to sum.
         """
         slices: Slices = []
-        for channel, bucket in enumerate(plan.buckets):
+        for channel, bucket in enumerate(group.plan.buckets):
             given = sorted(bucket.indices & tensors.keys())
             if not given:
                 slices.append(None)
@@ -107,7 +74,7 @@ class ShardCollectives:
             if weight is not None:
                 flat = weighted(flat, weight)
             with timing.labelled(f"{timing.GRADIENTS} {channel}"):
-                piece = self._scatter(channel, bucket, flat)
+                piece = self._scatter(group, channel, flat)
             self._note_reduced([piece])
             slices.append(piece)
         return slices
@@ -131,8 +98,8 @@ class ShardCollectives:
                 # A key contains the shape, which clipping or an update may have lost.
                 whole = tf.ensure_shape(piece, [bucket.slice_size])
                 with timing.labelled(f"{timing.PARAMETERS} {channel}"):
-                    flat = self._step.groups.gather_bucket(
-                        bucket, whole, self._step.replica, channel=channel
+                    flat = self.groups.gather_bucket(
+                        bucket, whole, self.replica, channel=channel
                     )
             flats.append(flat)
         return unpack_rows(plan, flats)
@@ -140,29 +107,31 @@ class ShardCollectives:
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """Sum a small tensor over the owners of different slices."""
         with timing.labelled("norms"):
-            return self._step.groups.all_reduce(tensor, self._step.replica)
+            return self.groups.all_reduce(tensor, self.replica)
 
-    def _scatter(self, number: int, bucket: ShardBucket, flat: tf.Tensor) -> tf.Tensor:
+    def _scatter(
+        self, group: ShardedParamGroup, number: int, flat: tf.Tensor
+    ) -> tf.Tensor:
         """Reduce-scatter a bucket by the algorithm that an all-reduce would take."""
-        extended, replica = self._step.extended, self._step.replica
+        bucket = group.plan.buckets[number]
         num_bytes = flat.shape.num_elements() * flat.dtype.size
-        route = extended.algorithm_selector.select(num_bytes, flat.dtype.name)
-        members = [self._variables[index] for index in sorted(bucket.indices)]
-        residuals = extended.reducer.residuals.of_bucket(
-            "reduce-scatter", number, members, replica
+        route = self.extended.algorithm_selector.select(num_bytes, flat.dtype.name)
+        members = [group.variables[index] for index in sorted(bucket.indices)]
+        residuals = self.extended.reducer.residuals.of_bucket(
+            "reduce-scatter", number, members, self.replica
         )
-        caller = Caller(replica, number, residuals)
-        return self._step.groups.scatter_bucket(bucket, flat, route.levels, caller)
+        caller = Caller(self.replica, number, residuals)
+        return self.groups.scatter_bucket(bucket, flat, route.levels, caller)
 
     def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:
         """Gather parameters that operations before some gradients need again."""
-        if self._step.backward is not None:
-            self._step.backward.up_to(max(map(_compat.op_position, tensors)))
+        if self.backward is not None:
+            self.backward.up_to(max(map(_compat.op_position, tensors)))
 
     def _note_reduced(self, slices: Slices) -> None:
         for piece in slices:
-            if self._step.backward is not None and piece is not None:
-                self._step.backward.note_reduced(piece)
+            if self.backward is not None and piece is not None:
+                self.backward.note_reduced(piece)
 
 
 class WholeGradientCollectives(ShardCollectives):
@@ -174,50 +143,58 @@ class WholeGradientCollectives(ShardCollectives):
 
     def reduce_scatter(
         self,
-        plan: ShardPlan,
+        group: ShardedParamGroup,
         tensors: Mapping[int, tf.Tensor],
         weight: tf.Tensor | None,
     ) -> Slices:
         """See `ShardCollectives`."""
         if tensors:
             self._gather_before(tensors.values())
-        reduced = self._step.reducer.reduce_gradients(
+        reduced = self.reducer.reduce_gradients(
             list(tensors.values()),
-            [self._variables[index] for index in tensors],
+            [group.variables[index] for index in tensors],
             may_sum=False,
             weight=weight,
         )
         sums = dict(zip(tensors, reduced.gradients(), strict=True))
-        slices = _own_slices(plan, self.owner, sums)
+        slices = _own_slices(group.plan, self.owner, sums)
         self._note_reduced(slices)
         return slices
 
 
 class EagerShardCollectives(ShardCollectives):
-    """Shard collectives by all-reduce: for eager steps, and where rows are uneven.
+    """Shard collectives by all-reduce, for eager steps.
 
     Eager replicas run one after the other and cannot wait for each other in a
-    collective. And where one variable is larger than a fair share, rows would be
-    mostly padding.
+    collective.
     """
 
     @property
     def _is_first_copy(self) -> bool:
-        return self._step.groups.is_first_copy(self._step.replica)
+        return self.groups.is_first_copy(self.replica)
 
     def reduce_scatter(
         self,
-        plan: ShardPlan,
+        group: ShardedParamGroup,
         tensors: Mapping[int, tf.Tensor],
         weight: tf.Tensor | None,
     ) -> Slices:
-        """See `ShardCollectives`."""
+        """See `ShardCollectives`.
+
+        Raises:
+            ValueError: If gradients are combined by Adasum.
+        """
+        if self.extended.algorithm_selector.combines_means:
+            raise ValueError(
+                "Adasum with sharded state needs a graph. Leave out "
+                "`run_eagerly=True`, and call `strategy.run` in a `tf.function`."
+            )
         given = [
             tensor if weight is None else weighted(tensor, weight)
             for tensor in tensors.values()
         ]
-        sums = dict(zip(tensors, self._step.reducer.sum(given), strict=True))
-        return _own_slices(plan, self.owner, sums)
+        sums = dict(zip(tensors, self.reducer.sum(given), strict=True))
+        return _own_slices(group.plan, self.owner, sums)
 
     def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """See `ShardCollectives`: others' elements count as zeros in a sum."""
@@ -235,12 +212,24 @@ class EagerShardCollectives(ShardCollectives):
             _pad_with_zeros(own[index], size, dtypes[index])
             for index, size in sizes.items()
         ]
-        return dict(zip(sizes, self._step.reducer.sum(padded), strict=True))
+        return dict(zip(sizes, self.reducer.sum(padded), strict=True))
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `ShardCollectives`."""
         mine = tensor if self._is_first_copy else tf.zeros_like(tensor)
-        return self._step.reducer.sum([mine])[0]
+        return self.reducer.sum([mine])[0]
+
+
+def collectives_class(extended: Any) -> type[ShardCollectives]:
+    """Return the class of `ShardCollectives` that fits a step and its strategy.
+
+    Args:
+        extended: Extended class of a tfdp strategy.
+    """
+    if tf.executing_eagerly():
+        return EagerShardCollectives
+    is_whole = extended.algorithm_selector.needs_whole_buckets
+    return WholeGradientCollectives if is_whole else ShardCollectives
 
 
 def _own_slices(plan: ShardPlan, owner: int, sums: Mapping[int, tf.Tensor]) -> Slices:

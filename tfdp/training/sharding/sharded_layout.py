@@ -8,17 +8,17 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.ground import _compat
-from tfdp.ground.base.param_groups import ParamGroup, is_elementwise
+from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.parameters.sharded_parameter import parameter_of, sharded_parameter
 from tfdp.training.reduction.fusion import weighted
-from tfdp.training.sharding.gradient_statistics import (
+from tfdp.training.sharding.shard_collectives import ShardCollectives
+from tfdp.training.sharding.sharded_gradients import (
+    ShardedGradients,
     ShardedGradientStatistics,
     own_squares,
 )
-from tfdp.training.sharding.shard_collectives import StepCollectives
-from tfdp.training.sharding.sharded_gradients import ShardedGradients
 from tfdp.training.sharding.sharded_param_group import ShardedParamGroup
-from tfdp.training.step.grouped_update import decay_without_gradients
+from tfdp.training.step.grouped_update import decay_without_gradients, with_schedule
 from tfdp.training.step.state_layout import StateLayout
 
 
@@ -27,15 +27,15 @@ class ShardedLayout(StateLayout):
 
     Args:
         groups: Dict from the `id` of an inner optimizer to its `ShardedParamGroup`.
-        collectives_of: `StepCollectives` of the calling replica.
+        collectives: `ShardCollectives` of the calling replica.
     """
 
     def __init__(
-        self, groups: dict[int, ShardedParamGroup], collectives_of: StepCollectives
+        self, groups: dict[int, ShardedParamGroup], collectives: ShardCollectives
     ) -> None:
-        super().__init__(collectives_of.reducer)
+        super().__init__(collectives.reducer)
         self._groups = groups
-        self._collectives_of = collectives_of
+        self._collectives = collectives
 
     def reduce(
         self,
@@ -62,9 +62,9 @@ class ShardedLayout(StateLayout):
             for position, (gradient, variable) in given.items()
             if position not in sparse
         }
-        slices = self._collectives_of(own).reduce_scatter(own.plan, dense, weight)
-        if self._collectives_of.backward is not None:
-            self._collectives_of.backward.all()
+        slices = self._collectives.reduce_scatter(own, dense, weight)
+        if self._collectives.backward is not None:
+            self._collectives.backward.all()
         rows = self._reducer.gather_rows(
             [
                 gradient if weight is None else weighted(gradient, weight)
@@ -140,19 +140,18 @@ class ShardedLayout(StateLayout):
         """Compute them by one small all-reduce, if anybody asks."""
         needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in groups)
         own = [self._sharded(group) for group in groups]
-        return ShardedGradientStatistics(
-            own, sums, self._collectives_of(own[0]), is_needed=needed
-        )
+        return ShardedGradientStatistics(own, sums, self._collectives, is_needed=needed)
 
     def own_squares(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tf.Tensor:
         """Squares of the own slices, of which there may be copies on other nodes."""
-        own = [self._sharded(group) for group in groups]
-        collectives = self._collectives_of(own[0])
-        pairs = zip(own, sums, strict=True)
-        squares = [own_squares(group, item, collectives.owner) for group, item in pairs]
-        return tf.add_n(squares) / collectives.num_copies
+        collectives = self._collectives
+        squares = [
+            own_squares(self._sharded(group), item, collectives.owner)
+            for group, item in zip(groups, sums, strict=True)
+        ]
+        return tf.add_n(squares) / collectives.groups.num_copies
 
     def clip(
         self,
@@ -168,7 +167,7 @@ class ShardedLayout(StateLayout):
                 return sums
             return sums.map(lambda values: tf.clip_by_value(values, -limit, limit))
         own = self._sharded(group)
-        owner = self._state(own).owner
+        owner = self._collectives.owner
         norms = statistics.squared_norms(own)  # [num_variables]
         if optimizer.clipnorm and optimizer.clipnorm > 0:
             factors = _factors(tf.sqrt(norms), optimizer.clipnorm)
@@ -187,13 +186,7 @@ class ShardedLayout(StateLayout):
     ) -> None:
         """Update what the replica owns; all-gather the new values by bucket."""
         own = self._sharded(group)
-        optimizer = group.optimizer
-        if rate is None:
-            rate = tf.convert_to_tensor(optimizer.learning_rate)
-        else:
-            optimizer = _compat.with_rate(optimizer, rate)
-        if is_elementwise(group.optimizer):
-            optimizer = _compat.with_counter_read(optimizer)
+        optimizer, rate = with_schedule(group.optimizer, rate)
         news = self._state(own).update(optimizer, gradients, own.variables, rate)
         self._spread(own, news, gradients.present)
 
@@ -248,7 +241,7 @@ class ShardedLayout(StateLayout):
         if sharded_parameter(own.variables[0]) is not None:
             self._keep(own, slices, present)
             return
-        gathered = self._collectives_of(own).all_gather(own.plan, slices)
+        gathered = self._collectives.all_gather(own.plan, slices)
         for index in sorted(present & gathered.keys()):
             variable = _compat.local_part(own.variables[index])
             value = tf.reshape(gathered[index], variable.shape)
@@ -258,7 +251,7 @@ class ShardedLayout(StateLayout):
         self, own: ShardedParamGroup, slices: list, present: frozenset[int]
     ) -> None:
         """Give sharded parameters new values: each replica keeps its own."""
-        owner = self._state(own).owner
+        owner = self._collectives.owner
         for bucket, piece in zip(own.plan.buckets, slices, strict=True):
             for segment, begin, end in (
                 bucket.places(owner) if piece is not None else ()
@@ -278,7 +271,7 @@ class ShardedLayout(StateLayout):
         return self._groups[id(group.optimizer)]
 
     def _state(self, own: ShardedParamGroup) -> Any:
-        return own.replicas[self._collectives_of.replica]
+        return own.replicas[self._collectives.replica]
 
 
 def _of_shape(gradient: Any, shape: Any) -> Any:

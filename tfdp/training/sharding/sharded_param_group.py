@@ -3,13 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
-from tfdp.ground.plans.shards import ShardPlan
-from tfdp.training.sharding.element_shards import ElementShards
-from tfdp.training.sharding.variable_shards import VariableShards
+import tensorflow as tf
 
-Owned = ElementShards | VariableShards
+from tfdp.ground.plans.shards import ShardPlan
+
+
+class OwnedState:
+    """What one replica owns of it: `ElementShards` or `VariableShards`.
+
+    Args:
+        plan: `ShardPlan`.
+        owner: Int, which slices.
+        device: String, where they are kept and updated.
+
+    Attributes:
+        slots: Dict from the name of an attribute to its list of variables.
+        singles: Dict from the name of an attribute to a variable that belongs to no
+            trained one.
+    """
+
+    slots: dict[str, list[Any]]
+    singles: dict[str, Any]
+
+    def __init__(self, plan: ShardPlan, owner: int, device: str) -> None:
+        self.owner = owner
+        self.device = device
+        self._plan = plan
+
+    def set_averages(self, values: list[tf.Tensor]) -> None:
+        """Set the averages to values, as `own_values` returns them."""
+        for average, value in zip(self._own_averages, values, strict=True):
+            average.assign(value)
+
+    @property
+    def _own_averages(self) -> list[Any]:
+        return self.slots.get("_model_variables_moving_average", [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,10 +51,10 @@ class ShardedParamGroup:
         optimizer: Keras optimizer that holds the settings, and no slots.
         variables: List of the Keras variables that it trains.
         plan: `ShardPlan` of them.
-        replicas: List with the state that each local replica owns.
+        replicas: Sequence of the state that each local replica owns.
     """
 
     optimizer: Any
     variables: list[Any]
     plan: ShardPlan
-    replicas: list[Owned]
+    replicas: Sequence[OwnedState]

@@ -14,18 +14,25 @@ from tfdp.ground import _compat
 from tfdp.ground.base.context import in_replica_thread, replica_context
 from tfdp.ground.base.param_groups import entry_of, innermost, is_elementwise
 from tfdp.ground.options import CommunicationOptions
-from tfdp.ground.plans.buckets import Bucket
+from tfdp.ground.plans.buckets import Bucket, Entry
 from tfdp.ground.plans.shards import (
     ShardBucket,
     ShardPlan,
     plan_element_shards,
     plan_variable_shards,
 )
-from tfdp.training.parameters.conversion import shard_variables
+from tfdp.ground.plans.units import range_of_owner, unit_bucket
+from tfdp.training.parameters.backward_gathers import BackwardGathers
+from tfdp.training.parameters.conversion import divide_again, shard_variables
 from tfdp.training.parameters.gathers import Gathers, gathers_of
 from tfdp.training.parameters.quantized_gathers import check_constraints
 from tfdp.training.parameters.shard_groups import shard_groups_of
-from tfdp.training.parameters.sharded_parameter import check_reader, sharded_parameter
+from tfdp.training.parameters.sharded_parameter import (
+    ShardedParameter,
+    check_reader,
+    parameter_of,
+    sharded_parameter,
+)
 from tfdp.training.reduction.fusion import bucket_bytes_of
 from tfdp.training.reduction.gradient_reducer import ReplicaReducer
 from tfdp.training.replicas.assigned_values import AssignedValues
@@ -38,28 +45,11 @@ from tfdp.training.sharding.optimizer_state import (
     shard_full_slots,
 )
 from tfdp.training.sharding.options import ShardingOptions
-from tfdp.training.sharding.parameter_plan import plan_of_parameters
-from tfdp.training.sharding.shard_collectives import StepCollectives
+from tfdp.training.sharding.shard_collectives import collectives_class
 from tfdp.training.sharding.sharded_layout import ShardedLayout
 from tfdp.training.sharding.sharded_param_group import ShardedParamGroup
-from tfdp.training.sharding.state_names import slot_names
-from tfdp.training.sharding.state_tensors import StateTensor
+from tfdp.training.sharding.state_tensors import StateTensor, slot_names
 from tfdp.training.sharding.variable_shards import VariableShards
-
-
-@dataclasses.dataclass(frozen=True)
-class AccumulatedSlice:
-    """Path, shape and dtype of a slice of accumulated gradients.
-
-    Args:
-        path: String.
-        shape: Tuple of ints.
-        dtype: String.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class ShardedState:
@@ -252,10 +242,15 @@ class ShardedState:
         return sum(unit.sent_bytes for unit in units) / whole if whole else 1.0
 
     @property
-    def accumulated_slices(self) -> list[AccumulatedSlice]:
+    def accumulated_slices(self) -> list[Entry]:
         """Slices to accumulate where gradients are sharded too, one for each bucket."""
         return [
-            AccumulatedSlice(f"bucket_{number}", (bucket.slice_size,), bucket.dtype)
+            Entry(
+                f"bucket_{number}",
+                (bucket.slice_size,),
+                bucket.dtype,
+                tf.as_dtype(bucket.dtype).size,
+            )
             for part in self.parts.values()
             for number, bucket in enumerate(part.plan.buckets)
         ]
@@ -263,20 +258,15 @@ class ShardedState:
     def on_replica(self) -> ShardedLayout:
         """The layout as the replica sees it that is running."""
         context = replica_context()
-        replica = _compat.local_replica_id(context)
-        reducer = ReplicaReducer(self._extended.reducer, context)
-        backward = None if self._gathers is None else self._gathers.backward()
-        collectives_of = StepCollectives(
+        step = None if self._gathers is None else self._gathers.step()
+        collectives = collectives_class(self._extended)(
             self._extended,
             self.groups,
-            replica,
-            reducer,
-            backward,
-            # Units of sharded parameters are looked at one by one: what is gathered for
-            # the backward pass comes between them.
-            may_sum_everything=self._gathers is None,
+            _compat.local_replica_id(context),
+            ReplicaReducer(self._extended.reducer, context),
+            None if step is None else BackwardGathers(step),
         )
-        return ShardedLayout(self.parts, collectives_of)
+        return ShardedLayout(self.parts, collectives)
 
     def _plan_of(self, optimizer: Any) -> ShardPlan:
         """The plan of an inner optimizer, as without sharded parameters."""
@@ -346,3 +336,50 @@ def _joined(ordered: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """Variables in their order, and after them those of `others` that are not there."""
     known = {id(variable) for variable in ordered}
     return [*ordered, *(v for v in others if id(v) not in known)]
+
+
+def plan_of_parameters(
+    plan: ShardPlan, variables: list[Any], gathers: Gathers
+) -> ShardPlan:
+    """Plan shards of optimizer state that lie as the parameters do.
+
+    Where the optimizer needs whole variables, each parameter is given to its owner.
+
+    Args:
+        plan: `ShardPlan` of the variables, as without sharded parameters.
+        variables: List of Keras variables, all of them sharded.
+        gathers: `Gathers` of the parameters.
+
+    Returns:
+        `ShardPlan` with a bucket for each unit, the last unit first, and each dtype.
+    """
+    parameters = [parameter_of(variable) for variable in variables]
+    if plan.owners is not None:
+        for parameter, owner in zip(parameters, plan.owners, strict=True):
+            size = parameter.num_elements
+            ranges = range_of_owner(size, plan.num_owners, owner)
+            divide_again(parameter, ranges, keeps_shape=True)
+    return ShardPlan(
+        tuple(
+            bucket
+            for unit in reversed(gathers.units)
+            for bucket in _buckets(unit.parameters, parameters)
+        ),
+        plan.num_owners,
+        plan.owners,
+    )
+
+
+def _buckets(
+    unit: tuple[ShardedParameter, ...], parameters: list[ShardedParameter]
+) -> list[ShardBucket]:
+    """The buckets of a unit, one for each dtype of what the optimizer trains."""
+    members = {id(parameter) for parameter in unit}
+    indices = [i for i, parameter in enumerate(parameters) if id(parameter) in members]
+    found = []
+    for dtype in dict.fromkeys(parameters[i].dtype.name for i in indices):
+        own = [i for i in indices if parameters[i].dtype.name == dtype]
+        bucket = unit_bucket(own, [parameters[i].ranges for i in own], dtype)
+        if bucket.slice_size:
+            found.append(bucket)
+    return found

@@ -15,9 +15,10 @@ from tfdp.training.parameters.packing import pack_row
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.reduction.fusion import pack
 from tfdp.training.sharding.sharded_gradients import ShardedGradients
+from tfdp.training.sharding.sharded_param_group import OwnedState
 
 
-class VariableShards:
+class VariableShards(OwnedState):
     """Slots of whole variables, for optimizers that look at a tensor.
 
     Arguments and methods are those of `ElementShards`.
@@ -32,9 +33,7 @@ class VariableShards:
         replica: int,
         device: str,
     ) -> None:
-        self.owner = owner
-        self.device = device
-        self._plan = plan
+        super().__init__(plan, owner, device)
         self.owned = plan.owned(owner)
         # Kept beside the replica's own where the update is made elsewhere.
         self._copies: dict[int, Any] = {}
@@ -61,8 +60,8 @@ class VariableShards:
             name for name, value in built.items() if before.get(name, self) != value
         }
         self.variables = _compat.state_variables(self.clone)
-        self.slots: dict[str, list[Any]] = _compat.slots_of(self.clone) if mine else {}
-        self.singles: dict[str, Any] = _compat.single_variables(self.clone)
+        self.slots = _compat.slots_of(self.clone) if mine else {}
+        self.singles = _compat.single_variables(self.clone)
 
     def update(
         self,
@@ -115,15 +114,9 @@ class VariableShards:
         parts = [_compat.local_part(variables[index]) for index in self.owned]
         return [part.read_value() for part in parts]
 
-    def set_averages(self, values: list[tf.Tensor]) -> None:
+    def averages(self) -> list[tf.Tensor]:
         """See `ElementShards`."""
-        averages = self.slots.get("_model_variables_moving_average", [])
-        for average, value in zip(averages, values, strict=True):
-            average.assign(value)
-
-    def averages(self) -> list[tf.Tensor | None]:
-        """See `ElementShards`."""
-        averages = self.slots.get("_model_variables_moving_average", [])
+        averages = self._own_averages
         values = {
             index: tf.convert_to_tensor(average)
             for index, average in zip(self.owned, averages, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -34,13 +34,23 @@ class Totals:
     weight: tf.Tensor | None = None
 
 
-class Accumulator(Protocol):
-    """Stage 1 of a step: takes in gradients until an update is due."""
+class Accumulator:
+    """Stage 1 of a step: takes in gradients until an update is due.
+
+    Args:
+        weight: Scalar tensor, the weight of this replica, or `None`.
+    """
+
+    # By default gradients are added up there.
+    _state: AccumulationState
+
+    def __init__(self, weight: tf.Tensor | None) -> None:
+        self._weight = weight
 
     def take(
         self, gradients: list | None
     ) -> tuple[Callable[[], Totals], tf.Tensor | None]:
-        """Take in the gradients of a micro-batch.
+        """Take in the gradients of a micro-batch, each with the replica's weight.
 
         Args:
             gradients: List, one for each variable of the step, or `None` to make an
@@ -51,25 +61,37 @@ class Accumulator(Protocol):
             a scalar bool tensor, whether an update is due; `None` if it always is.
             The tensor is alike on all replicas.
         """
+        if gradients is None:
+            return self._release, None
+        # Rows of different micro-batches have no common form.
+        added = [tf.convert_to_tensor(gradient) for gradient in gradients]
+        if self._weight is not None:
+            added = [weighted(gradient, self._weight) for gradient in added]
+        self._add(added)
+        return self._release, self._is_due()
 
     def take_nothing(self) -> tuple[Callable[[], Any], tf.Tensor | bool]:
         """Take in no data, see `tfdp.training.step.empty_step`.
 
         Returns:
             Tuple of a callable, which starts again from zero, and a scalar bool tensor,
-            whether Keras would make an update without gradients.
+            whether Keras would make an update without gradients. By default what waits
+            is kept for the batches that follow.
         """
+        return lambda: None, False
+
+    def _add(self, gradients: list[tf.Tensor]) -> None:
+        raise NotImplementedError
+
+    def _is_due(self) -> tf.Tensor:
+        return self._state.is_complete()
+
+    def _release(self) -> Totals:
+        raise NotImplementedError
 
 
-class NoAccumulation:
-    """Each micro-batch makes an update.
-
-    Args:
-        weight: Scalar tensor, the weight of this replica, or `None`.
-    """
-
-    def __init__(self, weight: tf.Tensor | None) -> None:
-        self._weight = weight
+class NoAccumulation(Accumulator):
+    """Each micro-batch makes an update."""
 
     def take(self, gradients: list | None) -> tuple[Callable[[], Totals], None]:
         """Hand the gradients on; buckets are weighted when they are reduced."""
@@ -177,7 +199,7 @@ class AccumulationState:
             _set_to_zero(variable)
 
 
-class LocalAccumulation:
+class LocalAccumulation(Accumulator):
     """Each replica adds up its own gradients; nothing is communicated.
 
     Args:
@@ -196,32 +218,22 @@ class LocalAccumulation:
         weight: tf.Tensor | None,
         num_groups: int = 1,
     ) -> None:
-        self._state, self._positions = state, positions
-        self._num_groups, self._weight = num_groups, weight
         if num_groups > 1:
             one = tf.ones([], tf.float64) if weight is None else weight
-            self._weight = one / num_groups
+            weight = one / num_groups
+        super().__init__(weight)
+        self._state, self._positions = state, positions
+        self._num_groups = num_groups
 
-    def take(
-        self, gradients: list | None
-    ) -> tuple[Callable[[], Totals], tf.Tensor | None]:
-        """Add weighted gradients: each micro-batch has its own numbers of rows."""
-        if gradients is None:
-            return self._release, None
-        added = [_weighted(dense(gradient), self._weight) for gradient in gradients]
-        self._state.add(added, self._positions)
-        return self._release, self._state.is_complete()
-
-    def take_nothing(self) -> tuple[Callable[[], Any], bool]:
-        """What waits is kept for the batches that follow."""
-        return lambda: None, False
+    def _add(self, gradients: list[tf.Tensor]) -> None:
+        self._state.add(gradients, self._positions)
 
     def _release(self) -> Totals:
         sums, count = self._state.release(self._positions)
         return Totals([total * self._num_groups for total in sums], count=count)
 
 
-class ShardedAccumulation:
+class ShardedAccumulation(Accumulator):
     """Each replica adds up its slices of the reduced gradients (ZeRO-2).
 
     Args:
@@ -242,26 +254,15 @@ class ShardedAccumulation:
         variables: list,
         weight: tf.Tensor | None,
     ) -> None:
+        super().__init__(weight)
         self._state, self._layout = state, layout
         self._param_groups, self._variables = param_groups, variables
-        self._weight = weight
 
-    def take(
-        self, gradients: list | None
-    ) -> tuple[Callable[[], Totals], tf.Tensor | None]:
-        """Reduce-scatter the gradients and add up the slices."""
-        if gradients is None:
-            return self._release, None
-        added = [_weighted(dense(gradient), self._weight) for gradient in gradients]
+    def _add(self, gradients: list[tf.Tensor]) -> None:
         reduced = reduce_groups(
-            self._layout, self._param_groups, self._variables, added
+            self._layout, self._param_groups, self._variables, gradients
         )
         self._state.add(*self._layout.slices_of(self._param_groups, reduced))
-        return self._release, self._state.is_complete()
-
-    def take_nothing(self) -> tuple[Callable[[], Any], bool]:
-        """What waits is kept for the batches that follow."""
-        return lambda: None, False
 
     def _release(self) -> Totals:
         slices, count = self._state.release(range(len(self._state.sums)))
@@ -269,7 +270,7 @@ class ShardedAccumulation:
         return Totals(sums=sums, count=count)
 
 
-class KerasAccumulation:
+class KerasAccumulation(Accumulator):
     """Accumulation by a Keras optimizer's own variables, which files hold.
 
     Args:
@@ -281,6 +282,7 @@ class KerasAccumulation:
     def __init__(
         self, optimizer: Any, variables: list, weight: tf.Tensor | None
     ) -> None:
+        super().__init__(weight)
         sums = _compat.accumulators_of(optimizer)
         positions = [_compat.index_in(optimizer, variable) for variable in variables]
         self._sums = [_compat.local_part(sums[position]) for position in positions]
@@ -288,20 +290,16 @@ class KerasAccumulation:
         self._steps = optimizer.gradient_accumulation_steps
         self._scale = optimizer.loss_scale_factor
         self._counter = _compat.micro_batch_counter(optimizer)
-        self._weight = weight
-
-    def take(self, gradients: list | None) -> tuple[Callable[[], Totals], tf.Tensor]:
-        """Add unscaled gradients to the sums, as Keras does."""
-        assert gradients is not None  # Keras's own optimizers are not flushed
-        for gradient, total in zip(gradients, self._sums, strict=True):
-            added = _weighted(dense(gradient), self._weight)
-            added = added if self._scale is None else added / self._scale
-            total.assign_add(tf.cast(added, total.dtype), read_value=False)
-        return self._release, self._is_due()
 
     def take_nothing(self) -> tuple[Callable[[], Any], tf.Tensor]:
         """Lose what waits where an update is due, as in Keras."""
         return self._release, self._is_due()
+
+    def _add(self, gradients: list[tf.Tensor]) -> None:
+        """Add unscaled gradients to the sums, as Keras does."""
+        for gradient, total in zip(gradients, self._sums, strict=True):
+            added = gradient if self._scale is None else gradient / self._scale
+            total.assign_add(tf.cast(added, total.dtype), read_value=False)
 
     def _is_due(self) -> tf.Tensor:
         return tf.equal((_read(self._counter) + 1) % self._steps, 0)
@@ -312,15 +310,6 @@ class KerasAccumulation:
             for variable in self._all:
                 _set_to_zero(variable)
         return Totals(sums, count=tf.constant(self._steps))
-
-
-def dense(gradient: Any) -> tf.Tensor:
-    """A gradient as a tensor: rows of different micro-batches have no common form."""
-    return tf.convert_to_tensor(gradient)
-
-
-def _weighted(gradient: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
-    return gradient if weight is None else weighted(gradient, weight)
 
 
 def _read(variable: Any) -> tf.Tensor:

@@ -42,12 +42,7 @@ def decay_and_update(
     groups = plan_groups(optimizer, gradients, variables)
     grouped = {index for group in groups for index in group}
     single = [index for index in range(len(variables)) if index not in grouped]
-    if rate is None:
-        rate = tf.convert_to_tensor(optimizer.learning_rate)
-    else:
-        optimizer = _compat.with_rate(optimizer, rate)
-    if is_elementwise(optimizer):
-        optimizer = _compat.with_counter_read(optimizer)
+    optimizer, rate = with_schedule(optimizer, rate)
     _update(
         optimizer, [gradients[i] for i in single], [variables[i] for i in single], rate
     )
@@ -68,12 +63,24 @@ def decay_without_gradients(
         singles: Dict from names of attributes to variables that take their place, those
             of sharded state that belong to no variable.
     """
+    optimizer, rate = with_schedule(optimizer, rate)
+    _compat.apply_weight_decay(optimizer, list(variables))
+    _compat.update_variables(_compat.stand_in(optimizer, **singles), [], [], rate)
+
+
+def with_schedule(optimizer: Any, rate: Any) -> tuple[Any, Any]:
+    """An optimizer that learns at a rate and reads its counter once, and the rate.
+
+    Args:
+        optimizer: Keras optimizer, no wrapper.
+        rate: Scalar tensor, or `None` for the optimizer's own.
+    """
+    is_by_elements = is_elementwise(optimizer)
     if rate is None:
         rate = tf.convert_to_tensor(optimizer.learning_rate)
     else:
         optimizer = _compat.with_rate(optimizer, rate)
-    _compat.apply_weight_decay(optimizer, list(variables))
-    _compat.update_variables(_compat.stand_in(optimizer, **singles), [], [], rate)
+    return _compat.with_counter_read(optimizer) if is_by_elements else optimizer, rate
 
 
 def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None:

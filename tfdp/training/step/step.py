@@ -160,7 +160,7 @@ def keras_step(optimizer: Any, variables: list, reducer: GradientReducer) -> Ste
         variables: List of Keras variables that have gradients.
         reducer: `GradientReducer`.
     """
-    weight = reducer.gradient_weight(optimizer)
+    weight = reducer.gradient_weight()
     accumulates = bool(optimizer.gradient_accumulation_steps)
     return Step(
         optimizer=optimizer,
