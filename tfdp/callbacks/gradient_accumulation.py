@@ -61,7 +61,7 @@ class GradientAccumulation(OptimizerCallback):
         steps = self.steps
         numbers = set(steps.values()) if isinstance(steps, Mapping) else {steps}
         own = optimizer.accumulation_steps
-        if own > 1 and own not in numbers and not optimizer.has_accumulation_plan:
+        if own > 1 and own not in numbers and optimizer.features.plan is None:
             raise ValueError(
                 "The optimizer was made to accumulate, too. Give the number of batches "
                 "in one place, the optimizer or the callback. Received: "

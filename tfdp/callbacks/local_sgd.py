@@ -31,13 +31,15 @@ class LocalStepsCallback(OptimizerCallback):
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Make the state; begin at once where nothing comes before."""
-        optimizer.step_locally(self.options, LocalSteps, alone=self.start_step == 0)
+        optimizer.features.train_alone(
+            self.options, LocalSteps, now=self.start_step == 0
+        )
         self._left = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Prepare what all workers make together, before a step is traced."""
         super().on_train_begin(logs)
-        local_steps = self.optimizer.features.local_steps
+        local_steps = self.optimizer.features.alone
         if local_steps is not None:
             local_steps.prepare(self.model.distribute_strategy)
 
@@ -55,13 +57,13 @@ class LocalStepsCallback(OptimizerCallback):
             return  # reading the number of updates waits for the step
         self._left = self.start_step - int(self.optimizer.iterations.numpy())
         if self._left <= 0:
-            self.optimizer.step_locally(self.options, LocalSteps, alone=True)
+            self.optimizer.features.train_alone(self.options, LocalSteps, now=True)
             self.model.make_train_function(force=True)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Train synchronously again."""
         super().on_train_end(logs)
-        self.optimizer.stop_local_steps()
+        self.optimizer.features.train_together()
         self.model.train_function = None
 
 

@@ -19,7 +19,7 @@ from tfdp.ground import _compat
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.param_groups import innermost, is_multi
 from tfdp.training.keras_hooks.file_view import VariableView
-from tfdp.training.sharding.full_state import redistribute_sum
+from tfdp.training.sharding.full_state import redistribute_sums
 from tfdp.training.sharding.state_tensors import (
     LocalShard,
     StateTensor,
@@ -77,13 +77,7 @@ def redistribute_accumulated_gradients(model: keras.Model) -> None:
     strategy = strategy_of(model)
     if strategy is None or _shards_gradients(model) or not num_accumulated(model):
         return
-    extended = strategy.extended
-    for _, total in _sums(model):
-        local_sums = [
-            _compat.local_value(total, replica)
-            for replica in range(len(extended.group.devices))
-        ]
-        redistribute_sum(local_sums, extended.host_group, strategy.num_replicas_in_sync)
+    redistribute_sums(strategy, [total for _, total in _sums(model)])
 
 
 def accumulated_shards(model: keras.Model) -> list[StateTensor]:

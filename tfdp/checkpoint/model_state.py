@@ -168,7 +168,7 @@ def _scale_of(optimizer: Any) -> tuple[Any, Any] | None:
 def _outer_state(optimizer: Any) -> dict[str, Any]:
     """Variables of the outer step by name, where the optimizer steps locally."""
     features = getattr(optimizer, "features", None)
-    local_steps = None if features is None else features.local_steps
+    local_steps = None if features is None else features.alone
     if local_steps is None or local_steps.outer is None:
         return {}
     return local_steps.outer.state

@@ -112,7 +112,7 @@ def _compresses(model: Any) -> bool:
     if strategy is None:
         return False
     features = getattr(getattr(model, "optimizer", None), "features", None)
-    local_steps = None if features is None else features.local_steps
+    local_steps = None if features is None else features.alone
     outer = None if local_steps is None else local_steps.options.outer
     exchange = None if outer is None else outer.compression
     of_steps = strategy.extended.reducer.options.compression

@@ -164,8 +164,8 @@ def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     """
     given = callback_list(callbacks)
     optimizer = getattr(model, "optimizer", None)
-    if optimizer is not None and hasattr(optimizer, "stop_local_steps"):
-        optimizer.stop_local_steps()  # those of a `fit` that an error has ended
+    if optimizer is not None and hasattr(optimizer, "features"):
+        optimizer.features.train_together()  # those of a `fit` that an error has ended
     if getattr(optimizer, "needs_trace", False):
         model.train_function = None
     is_needed = hasattr(optimizer, "check_progress") or any(

@@ -24,7 +24,9 @@ from tfdp.ground.base.wrappers import note_wrapper
 from tfdp.ground.plans.units import UnitOptions
 from tfdp.training.keras_hooks import file_view, install, scope_checks
 from tfdp.training.optimizer import arguments
-from tfdp.training.optimizer.locally_stepping import LocallySteppingOptimizer
+from tfdp.training.optimizer.features import Features
+from tfdp.training.optimizer.settings import Traces
+from tfdp.training.optimizer.shardable import ShardableOptimizer
 from tfdp.training.reduction.gradient_reducer import GradientReducer, replica_reducer
 from tfdp.training.sharding.full_state import FullState
 from tfdp.training.sharding.options import ShardingOptions
@@ -35,6 +37,7 @@ from tfdp.training.step.accumulation import (
     ShardedAccumulation,
 )
 from tfdp.training.step.empty_step import note_update
+from tfdp.training.step.grouped_update import decay_and_update
 from tfdp.training.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.training.step.path import take_step
 from tfdp.training.step.state_layout import StateLayout
@@ -42,7 +45,7 @@ from tfdp.training.step.step import Schedule, Step, checked_gradients
 
 
 @keras.saving.register_keras_serializable(package="tfdp")
-class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer):
+class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     """Gives any Keras optimizer the result of one device on many replicas.
 
     Gradients are accumulated on each replica, reduced, unscaled, checked for
@@ -123,8 +126,10 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         _compat.untrack(self, [self._learning_rate])
         self._distribution_strategy = _compat.strategy_of_optimizer(optimizer)
         scaling = scaling or (outer and file_view.loss_scaling_of(outer))
-        self._set_up_features(optimizer, steps, scaling)
-        self._set_up_sharding(options)
+        self.inner_optimizer = optimizer
+        self.features = Features(self, steps, scaling)
+        self.sharding_options = options
+        self._traces = Traces()
         note_wrapper(optimizer, self)
         if optimizer.built:
             self.build(_compat.trained_by(optimizer))
@@ -147,17 +152,16 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         if is_new:
             self._warn_of_one_replica()
         if is_new and self._can_shard():
-            self._shards = self._sharding(list(variables))
+            self.shards = self._sharding(list(variables))
         elif is_new:
             self.inner_optimizer.build(list(variables))
         arguments.check_accumulation(self.inner_optimizer)
         trained = _compat.trained_by(self.inner_optimizer)
         _compat.set_trained(self, trained)
         slices = None
-        if self._shards is not None and self.accumulates_sums:
-            slices = self._shards.accumulated_slices
-        with _compat.scope_of_optimizer(self):  # of an outer optimizer, too
-            self._features.build(trained, slices)
+        if self.shards is not None and self.accumulates_sums:
+            slices = self.shards.accumulated_slices
+        self.features.build(trained, slices)
 
     # AutoGraph has nothing to convert here; the loops that call it, it may convert.
     @tf.autograph.experimental.do_not_convert
@@ -167,7 +171,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         Returns:
             Tensor like `loss`, but in float32 if that is a half.
         """
-        features = self._features
+        features = self.features
         if features.scaling is not None:
             scale = features.scaling.initial_scale
             if features.scale is not None:
@@ -222,6 +226,19 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
             self._traces.run(self, "flush", self._flush)
             self.average_replicas()
 
+    def average_replicas(self) -> None:
+        """Exchange what replicas have learned alone, so that all have one state.
+
+        Outside a step, on all workers. Where they train together it does nothing.
+        """
+        alone = self.features.alone
+        if alone is None:
+            return
+        alone.rest()
+        if int(alone.updates.numpy()):
+            self._traces.run(self, "average", self._average_replicas)
+        alone.meet()
+
     def finalize_variable_values(self, var_list: Any) -> None:
         """Give variables their averages at the end of training, as Keras does."""
         if self.is_sharded:
@@ -238,7 +255,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         Raises:
             RuntimeError: After ten skips in a row at the smallest scale.
         """
-        scale = self._features.scale
+        scale = self.features.scale
         skips = 0 if scale is None else int(scale.skips_at_minimum.numpy())
         if scale is None or skips < MOST_SKIPS:
             return
@@ -290,14 +307,14 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
 
     def _inherit(self, outer: Any, steps: int) -> None:
         """Take over the state of a built optimizer."""
-        scale = self._features.scale
+        scale = self.features.scale
         if outer is not None and outer.built and scale is not None:
             scale.value.assign(outer.dynamic_scale.numpy())
             scale.good_steps.assign(outer.step_counter.numpy())
         file_view.take_accumulated_gradients(
             self.inner_optimizer,
             steps,
-            self._features.accumulation,
+            self.features.accumulation,
             _compat.trained_by(self),
             self.loss_scale or 1.0,
         )
@@ -306,14 +323,43 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         variables = self._traces.variables or _compat.trained_by(self)
         take_step(self._step(variables), None)
 
+    def _average_replicas(self) -> None:
+        features, reducer = self.features, replica_reducer()
+        features.alone.exchange(self.inner_optimizer, reducer, decay_and_update)
+        scale, accumulation = features.scale, features.accumulation
+        if scale is None:
+            return
+        before = scale.read()
+        scale.agree(reducer)
+        if accumulation is not None:  # of another scale on each replica until now
+            accumulation.rescale_own(scale.read() / before)
+
+    def _alone(self) -> Any:
+        """The feature by which replicas train alone in this step, or `None`."""
+        features = self.features
+        if not features.steps_alone:
+            return None
+        others = [
+            ("sharded state", self.sharding != "none"),
+            *((f.label, f.needs_all_replicas) for f in features.installed.values()),
+            ("Adasum", self._combines_means),
+        ]
+        if found := [name for name, is_used in others if is_used]:
+            raise ValueError(
+                "Replicas that step alone cannot be combined with "
+                f"{' and '.join(found)}: these need what all replicas have in every "
+                "step. Leave out `LocalSGD` or `DiLoCo`, or the other."
+            )
+        return features.alone
+
     def _step(self, variables: list) -> Step:
-        features = self._features
+        features = self.features
         for feature in features.installed.values():
             feature.check(self)
         param_groups = param_groups_of(self.inner_optimizer, variables)
         reducer = _reducer()
         alone = self._alone()
-        sharded = None if self._shards is None else self._shards.on_replica()
+        sharded = None if self.shards is None else self.shards.on_replica()
         own_reducer = alone.reducer() if alone else reducer
         layout = sharded or StateLayout(own_reducer)
         return Step(
@@ -342,7 +388,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         # Elsewhere than in Keras's loops a loss is a part of the global mean.
         if alone and batch_weight.is_part_of_sum():
             num_groups = alone.num_groups
-        state = self._features.accumulation
+        state = self.features.accumulation
         if state is None:
             return NoAccumulation(weight)
         if not self.accumulates_sums:
@@ -351,7 +397,7 @@ class DistributedOptimizer(LocallySteppingOptimizer, keras.optimizers.Optimizer)
         return ShardedAccumulation(state, layout, param_groups, variables, weight)
 
     def _schedule(self, group: ParamGroup) -> Schedule:
-        warmup = self._features.warmup
+        warmup = self.features.warmup
         if warmup is None:
             return Schedule()
         optimizer = group.optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfdp.ground import _compat
 from tfdp.training.step.accumulation import AccumulationState
 from tfdp.training.step.loss_scale import LossScale, LossScaling
 from tfdp.training.step.step import StepFeature
@@ -15,21 +16,13 @@ class Features:
     """Settings, and once the optimizer is built the state that belongs to them.
 
     Args:
-        make_variable: Callable that creates a Keras variable of the optimizer.
-        forget: Callable that takes a list of its variables out of it.
+        optimizer: `DistributedOptimizer`.
         steps: Int, micro-batches of an update.
         scaling: `LossScaling` or `None`.
     """
 
-    def __init__(
-        self,
-        make_variable: Callable,
-        forget: Callable,
-        steps: int,
-        scaling: LossScaling | None,
-    ) -> None:
-        self._make_variable = make_variable
-        self._forget = forget
+    def __init__(self, optimizer: Any, steps: int, scaling: LossScaling | None) -> None:
+        self._optimizer = optimizer
         self._trained: list[Any] | None = None
         self._accumulated: list[Any] = []
         self.steps = steps
@@ -40,15 +33,16 @@ class Features:
         self.scale: LossScale | None = None
         self.warmup: Warmup | None = None
         self.installed: dict[type[StepFeature], Any] = {}
-        self.local_options: Any = None
-        self.local_steps: Any = None
-        self._make_local_steps: Callable | None = None
+        # With what replicas train alone, if they do; and whether they do now.
+        self.alone_options: Any = None
+        self.alone: Any = None
+        self._make_alone: Callable | None = None
         self.steps_alone = False
 
     @property
     def traced_parts(self) -> tuple:
         """State that a traced step refers to: with other state it is traced again."""
-        parts = self.accumulation, self.scale, self.warmup, self.local_steps
+        parts = self.accumulation, self.scale, self.warmup, self.alone
         return *parts, self.steps_alone, *self.installed.values()
 
     def build(
@@ -123,32 +117,40 @@ class Features:
             self._forget(found.variables)
         self.installed[kind] = kind(self._make_variable, **settings)
 
-    def step_locally(self, options: Any, make: Callable, *, alone: bool) -> None:
-        """Prepare local steps, and begin with them or not yet.
+    def train_alone(self, options: Any, make: Callable, *, now: bool) -> None:
+        """Let replicas, or nodes, train alone, and meet every so many updates.
 
         Args:
-            options: What says when the replicas meet.
-            make: Callable, see `LocallySteppingOptimizer.step_locally`.
-            alone: Bool, whether replicas step alone from now on.
+            options: What says when they meet.
+            make: Callable of what creates a variable of the optimizer, the options and
+                the trained variables, which returns a `StepFeature`.
+            now: Bool, whether from now on; else the state for it is only made.
 
         Raises:
-            ValueError: If there are other local steps already.
+            ValueError: If this `fit` lets them train alone in another way.
         """
-        if self.local_options not in (None, options):
+        if self.alone_options not in (None, options):
             raise ValueError(
                 "Give `fit` one of `LocalSGD` and `DiLoCo`, once: each says when the "
                 "replicas meet."
             )
-        self.local_options, self.steps_alone = options, alone
-        self._make_local_steps = make
-        if self.local_steps is not None and self.local_steps.options != options:
-            self._forget(self.local_steps.variables)
-            self.local_steps = None
+        self.alone_options, self.steps_alone = options, now
+        self._make_alone = make
+        if self.alone is not None and self.alone.options != options:
+            self._forget(self.alone.variables)
+            self.alone = None
         self._complete()
 
-    def stop_local_steps(self) -> None:
-        """Step synchronously from now on; what local steps hold in common is kept."""
-        self.local_options, self.steps_alone = None, False
+    def train_together(self) -> None:
+        """Train synchronously from now on; what replicas hold in common is kept."""
+        self.alone_options, self.steps_alone = None, False
+
+    def _make_variable(self, **arguments: Any) -> Any:
+        with _compat.scope_of_optimizer(self._optimizer):
+            return self._optimizer.add_variable(**arguments)
+
+    def _forget(self, variables: Sequence[Any]) -> None:
+        _compat.untrack(self._optimizer, list(variables))
 
     def _complete(self) -> None:
         if self._trained is None:
@@ -163,8 +165,9 @@ class Features:
             )
         if self.warmup_options is not None and self.warmup is None:
             self.warmup = Warmup(self._make_variable, self.warmup_options)
-        if self.local_options is not None and self.local_steps is None:
-            assert self._make_local_steps is not None
-            self.local_steps = self._make_local_steps(
-                self._make_variable, self.local_options, self._trained
-            )
+        if self.alone_options is not None and self.alone is None:
+            assert self._make_alone is not None
+            with _compat.scope_of_optimizer(self._optimizer):  # of an outer one, too
+                self.alone = self._make_alone(
+                    self._make_variable, self.alone_options, self._trained
+                )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -49,69 +48,48 @@ class OptimizerSettings:
     ema_overwrite_frequency = InnerAttribute()
     loss_scale_factor = InnerAttribute()
 
-    def _set_up_features(
-        self, optimizer: Any, steps: int, scaling: LossScaling | None
-    ) -> None:
-        self.inner_optimizer = optimizer
-        self._features = Features(self._make_variable, self._forget, steps, scaling)
-        self._traces = Traces()
-
-    def _make_variable(self, **arguments: Any) -> Any:
-        with _compat.scope_of_optimizer(self):
-            return self.add_variable(  # type: ignore[attr-defined]
-                **arguments
-            )
-
-    def _forget(self, variables: Sequence[Any]) -> None:
-        _compat.untrack(self, list(variables))
+    inner_optimizer: Any
+    # Those in use, with their variables.
+    features: Features
+    _traces: Traces
 
     # Settings.
 
     @property
     def accumulation_steps(self) -> int:
         """Int, micro-batches of an update."""
-        return self._features.steps
+        return self.features.steps
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
-        self._features.set_steps(arguments.checked_steps(steps))
+        self.features.set_steps(arguments.checked_steps(steps))
 
     @property
     def accumulation_plan(self) -> Any:
         """Micro-batches of an update, or a dict from epochs to them."""
-        return self._features.plan or self.accumulation_steps
+        return self.features.plan or self.accumulation_steps
 
     @accumulation_plan.setter
     def accumulation_plan(self, plan: Any) -> None:
-        self._features.plan = plan
-
-    @property
-    def has_accumulation_plan(self) -> bool:
-        """Whether a callback decides on the number of micro-batches."""
-        return self._features.plan is not None
-
-    @property
-    def features(self) -> Features:
-        """`Features` in use, with their variables."""
-        return self._features
+        self.features.plan = plan
 
     @property
     def loss_scaling(self) -> LossScaling | None:
         """`LossScaling`, or `None`."""
-        return self._features.scaling
+        return self.features.scaling
 
     @loss_scaling.setter
     def loss_scaling(self, scaling: LossScaling | None) -> None:
-        self._features.set_scaling(scaling)
+        self.features.set_scaling(scaling)
 
     @property
     def warmup(self) -> WarmupOptions | None:
         """`WarmupOptions`, or `None` outside a warmup."""
-        return self._features.warmup_options
+        return self.features.warmup_options
 
     @warmup.setter
     def warmup(self, options: WarmupOptions | None) -> None:
-        self._features.set_warmup(options)
+        self.features.set_warmup(options)
 
     def recount(self, count: int, factor: float) -> None:
         """Set the number of accumulated micro-batches, outside a step.
@@ -120,7 +98,7 @@ class OptimizerSettings:
             count: Int, how many.
             factor: Float, of their sums.
         """
-        accumulation = self._features.accumulation
+        accumulation = self.features.accumulation
         if accumulation is not None:
             accumulation.rescale(factor)
             accumulation.count.assign(count)
@@ -177,19 +155,19 @@ class OptimizerSettings:
     @property
     def loss_scale(self) -> float | None:
         """Float, the factor of the loss, or `None` without loss scaling."""
-        scale = self._features.scale
+        scale = self.features.scale
         return None if scale is None else float(scale.value.numpy())
 
     @property
     def skipped_steps(self) -> int:
         """Int, updates that were left out because of an overflow."""
-        scale = self._features.scale
+        scale = self.features.scale
         return 0 if scale is None else int(scale.skipped_steps.numpy())
 
     @property
     def accumulated_steps(self) -> int:
         """Int, micro-batches that wait for the next update."""
-        accumulation = self._features.accumulation
+        accumulation = self.features.accumulation
         return 0 if accumulation is None else int(accumulation.count.numpy())
 
     @property

@@ -16,8 +16,8 @@ from tfdp.ground.text import pluralize
 from tfdp.training.keras_hooks.saving import is_saving
 from tfdp.training.optimizer.settings import OptimizerSettings
 from tfdp.training.parameters.conversion import parameters_in_order
-from tfdp.training.reduction.gradient_reducer import replica_reducer
 from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
+from tfdp.training.sharding.full_state import redistribute_sums
 from tfdp.training.sharding.memory_report import memory_report
 from tfdp.training.sharding.options import ShardingOptions
 from tfdp.training.sharding.sharded_layout import ShardedLayout
@@ -30,11 +30,11 @@ class ShardableOptimizer(OptimizerSettings):
     built: bool
     name: str
     _distribution_strategy: Any
+    _model: weakref.ref[Any] | None = None
 
-    def _set_up_sharding(self, options: ShardingOptions) -> None:
-        self.sharding_options = options
-        self._shards: ShardedState | None = None
-        self._model: Callable[[], Any] = lambda: None
+    sharding_options: ShardingOptions
+    # `None` where every replica has all of the state.
+    shards: ShardedState | None = None
 
     @property
     def sharding(self) -> str:
@@ -52,7 +52,7 @@ class ShardableOptimizer(OptimizerSettings):
     @property
     def frozen_parameters(self) -> list:
         """Keras variables of the model's frozen layers."""
-        model = self._model()
+        model = self._model and self._model()
         if model is None:
             return []
         trained = _compat.trained_by(self)
@@ -66,19 +66,14 @@ class ShardableOptimizer(OptimizerSettings):
         return self._traces.features not in (None, self._traced_parts)
 
     @property
-    def shards(self) -> ShardedState | None:
-        """`ShardedState`, or `None` where every replica has all of the state."""
-        return self._shards
-
-    @property
     def accumulates_sums(self) -> bool:
         """Whether slices of the sum over replicas are accumulated (ZeRO-2)."""
-        return self._shards is not None and self.sharding_options.shards_gradients
+        return self.shards is not None and self.sharding_options.shards_gradients
 
     @property
     def own_by_replica(self) -> list:
         """Variables of which each replica has another value: slices of sums."""
-        accumulation = self._features.accumulation
+        accumulation = self.features.accumulation
         if accumulation is None or not self.accumulates_sums:
             return []
         return list(accumulation.sums)
@@ -86,7 +81,7 @@ class ShardableOptimizer(OptimizerSettings):
     @property
     def is_sharded(self) -> bool:
         """Whether no replica holds the whole state."""
-        return self._shards is not None
+        return self.shards is not None
 
     def shard(self, options: ShardingOptions) -> None:
         """Shard the state from now on; what is there is kept.
@@ -130,8 +125,10 @@ class ShardableOptimizer(OptimizerSettings):
 
         The sum stays; any one worker can then write it to a file.
         """
-        if self.accumulated_steps and not self.accumulates_sums:
-            self._traces.run(self, "redistribute", self._redistribute)
+        accumulation, strategy = self.features.accumulation, self._distribution_strategy
+        if self.accumulated_steps and not self.accumulates_sums and is_tfdp(strategy):
+            assert accumulation is not None
+            redistribute_sums(strategy, accumulation.sums)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Set the values of `variables`, as Keras does.
@@ -197,8 +194,8 @@ class ShardableOptimizer(OptimizerSettings):
         """Do something with each parameter group that has averages, on all replicas."""
 
         def on_replica() -> None:
-            assert self._shards is not None
-            layout = self._shards.on_replica()
+            assert self.shards is not None
+            layout = self.shards.on_replica()
             trained = _compat.trained_by(self)
             for part in param_groups_of(self.inner_optimizer, trained):
                 if part.optimizer.use_ema:
@@ -216,10 +213,6 @@ class ShardableOptimizer(OptimizerSettings):
                 "`tfdp.checkpoint.save(model, directory)`, or `model.save`."
             )
         return super()._trackable_children(save_type, **kwargs)  # type: ignore[misc]
-
-    def _redistribute(self) -> None:
-        assert self._features.accumulation is not None
-        self._features.accumulation.redistribute(replica_reducer())
 
     @property
     def _combines_means(self) -> bool:
@@ -239,7 +232,7 @@ class ShardableOptimizer(OptimizerSettings):
     def _can_shard(self) -> bool:
         """Whether there are replicas to spread the state over."""
         strategy = self._distribution_strategy
-        wanted = self.sharding != "none" and self._shards is None
+        wanted = self.sharding != "none" and self.shards is None
         return wanted and is_tfdp(strategy) and strategy.num_replicas_in_sync > 1
 
     def _sharding(self, variables: list[Any]) -> ShardedState:
@@ -251,7 +244,7 @@ class ShardableOptimizer(OptimizerSettings):
             )
         strategy = self._distribution_strategy
         synchronize_new_variables(strategy)  # slots may start as copies of weights
-        model = self._model()
+        model = self._model and self._model()
         return ShardedState(
             self.inner_optimizer,
             variables,
@@ -265,30 +258,31 @@ class ShardableOptimizer(OptimizerSettings):
         self._warn_of_one_replica()
         if not self._can_shard():
             return
-        self._shards = self._sharding(_compat.trained_by(self))
+        self.shards = self._sharding(_compat.trained_by(self))
         if self.accumulates_sums:
             self._shard_accumulated()
 
     def _shard_accumulated(self) -> None:
         """Turn each replica's own sums into slices of the sums of all."""
-        assert self._shards is not None
+        assert self.shards is not None
         count, totals = self.accumulated_steps, []
         if count:
-            self._traces.run(self, "redistribute", self._redistribute)
-            assert self._features.accumulation is not None
-            replicas = self._distribution_strategy.num_replicas_in_sync
+            assert self.features.accumulation is not None
+            strategy = self._distribution_strategy
+            redistribute_sums(strategy, self.features.accumulation.sums)
+            replicas = strategy.num_replicas_in_sync
             totals = [
                 _compat.local_value(item, 0).numpy().ravel() * replicas
-                for item in self._features.accumulation.sums
+                for item in self.features.accumulation.sums
             ]
         self._traces.drop()  # it would keep the whole sums alive
-        self._features.accumulate(self._shards.accumulated_slices)
+        self.features.accumulate(self.shards.accumulated_slices)
         # What was made in the scope waits for worker 0's values, and has its own.
         synchronize_new_variables(self._distribution_strategy)
-        accumulation = self._features.accumulation
+        accumulation = self.features.accumulation
         if accumulation is None or not count:
             return
-        tensors = self._shards.accumulated(accumulation.sums)
+        tensors = self.shards.accumulated(accumulation.sums)
         for variable, total in zip(_compat.trained_by(self), totals, strict=True):
             for shard in tensors[id(variable)].local_shards:
                 shard.write(total[shard.start : shard.stop])
@@ -296,4 +290,4 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def _traced_parts(self) -> tuple:
-        return (*self._features.traced_parts, self.shards)
+        return (*self.features.traced_parts, self.shards)

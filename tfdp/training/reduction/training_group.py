@@ -67,7 +67,7 @@ def training_group(strategy: Any) -> TrainingGroup:
         if own_rank in ranks:
             break
     is_all = len(ranks) == strategy.num_replicas_in_sync
-    reducer = replica_reducer() if is_all else _local_steps().reducer()
+    reducer = replica_reducer() if is_all else _alone().reducer()
     return TrainingGroup(tuple(ranks), own_rank, replica, reducer, is_all)
 
 
@@ -75,7 +75,7 @@ def groups_of_ranks(strategy: Any) -> Sequence[Sequence[int]]:
     """Return the ranks of the replicas of each group that trains together."""
     if not loops.in_steps_alone():
         return [range(strategy.num_replicas_in_sync)]
-    return _local_steps().groups_of_ranks(strategy)
+    return _alone().groups_of_ranks(strategy)
 
 
 def merging_group(strategy: Any) -> ProcessGroup:
@@ -100,5 +100,5 @@ def merging_group(strategy: Any) -> ProcessGroup:
     return group
 
 
-def _local_steps() -> Any:
-    return loops.current().model.optimizer.features.local_steps  # type: ignore[union-attr]
+def _alone() -> Any:
+    return loops.current().model.optimizer.features.alone  # type: ignore[union-attr]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.collectives import ProcessGroup, all_reduce
+from tfdp.ground import _compat
 from tfdp.training.sharding.state_tensors import StateTensor
 
 # The heartbeats of workers wait behind a message on a slow link, and must not for long.
@@ -76,19 +78,27 @@ def gather_full_state(
     return FullState(gathered)
 
 
-def redistribute_sum(
-    parts: Sequence[tf.Variable], host_group: ProcessGroup, num_replicas: int
-) -> None:
-    """Set every replica's tensor to an N-th of the sum of all. All workers call it.
+def redistribute_sums(strategy: Any, totals: Iterable[Any]) -> None:
+    """Set every replica's part of sums to an N-th of it. All workers call it.
 
-    It takes a few megabytes, and for a moment the memory of one part.
+    What all of them have together stays as it is. Sums are redistributed one after the
+    other, a few megabytes at a time: it takes the memory of one part for a moment.
 
     Args:
-        parts: Sequence of `tf.Variable`, one for each local replica.
-        host_group: `ProcessGroup` with one member for each worker.
-        num_replicas: Int, how many there are on all workers.
+        strategy: A tfdp strategy.
+        totals: Iterable of Keras variables, of which each replica has a part.
     """
+    for total in totals:
+        replicas = range(strategy.extended.num_local)
+        parts = [_compat.local_value(total, replica) for replica in replicas]
+        _redistribute_sum(
+            parts, strategy.extended.host_group, strategy.num_replicas_in_sync
+        )
 
+
+def _redistribute_sum(
+    parts: Sequence[tf.Variable], host_group: ProcessGroup, num_replicas: int
+) -> None:
     def mean(values: list[tf.Tensor]) -> tf.Tensor:
         total = tf.reshape(tf.add_n(values), [-1])
         if host_group.size > 1:

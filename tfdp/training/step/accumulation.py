@@ -166,17 +166,6 @@ class AccumulationState:
             self.reset()
         return sums, count
 
-    def redistribute(self, reducer: Any) -> None:
-        """Give every replica an equal part of the sum over all replicas.
-
-        Args:
-            reducer: `GradientReducer`.
-        """
-        totals = reducer.sum([_read(variable) for variable in self.sums])
-        for variable, total in zip(self.sums, totals, strict=True):
-            mean = total / tf.cast(reducer.num_replicas, total.dtype)
-            _compat.local_part(variable).assign(mean, read_value=False)
-
     def rescale(self, factor: float) -> None:
         """Multiply the sums, outside a step, when the loss scale is changed."""
         for variable in self.sums:
