@@ -19,6 +19,7 @@ from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
 from tfdp.launch.cli import forecast, main, plan
 from tfdp.launch.cli import parameter_types as types
+from tfdp.training.compression.compressed_reduce import Wire
 from tfdp.training.reduction.algorithm_selector import (
     AlgorithmChoice,
     AlgorithmSelector,
@@ -332,7 +333,9 @@ def test_hierarchical_with_one_replica_a_node_is_said_to_be_flat(capsys):
 
 
 def test_the_table_shows_what_travels(capsys):
-    route = AlgorithmChoice(Algorithm("hierarchical"), outer_dtype="bfloat16")
+    route = AlgorithmChoice(
+        Algorithm("hierarchical"), outer=Wire(dtype_name="bfloat16")
+    )
     forecast.show(forecast_of(2, 2, routes=(route,)), as_json=False)
     output = capsys.readouterr().out  # the cell may be broken over lines
     assert "hierarchical (ring, ring)," in output
@@ -391,7 +394,7 @@ def test_a_bucket_that_gains_little_is_planned_as_it_is():
         route_of(bucket_of(count), cluster(2, 1), compression="bf16")
         for count in (1, 10**8)
     )
-    assert (few.inner_dtype, many.inner_dtype) == (None, "bfloat16")
+    assert (few.inner.name, many.inner.name) == (None, "bfloat16")
 
 
 def test_what_has_no_effect_is_told_in_the_assumptions(capsys):

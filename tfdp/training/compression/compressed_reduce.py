@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,12 +23,35 @@ class Wire:
 
     Args:
         compressor: `Compressor`, or `None`. Defaults to `None`.
-        dtype: `tf.DType` that they are cast to, or `None`, their own. Defaults to
-            `None`.
+        dtype_name: String, name of the dtype that they are cast to, or `None`, their
+            own. Defaults to `None`.
+        ratio: Float, the bytes that the compressor sends over those of an all-reduce,
+            NaN where that is not known. Defaults to 1.
     """
 
     compressor: Compressor | None = None
-    dtype: tf.DType | None = None
+    dtype_name: str | None = None
+    ratio: float = dataclasses.field(default=1.0, compare=False)
+
+    @property
+    def dtype(self) -> tf.DType | None:
+        """`tf.DType` that elements are cast to, or `None`, their own."""
+        return None if self.dtype_name is None else tf.as_dtype(self.dtype_name)
+
+    @property
+    def name(self) -> str | None:
+        """String, what travels, or `None` for elements as they are."""
+        return self.dtype_name if self.compressor is None else str(self.compressor)
+
+    def byte_ratio(self, itemsize: int) -> float:
+        """Bytes for each byte of an all-reduce, 1 where that is not known.
+
+        Args:
+            itemsize: Int, the bytes of an element of the bucket.
+        """
+        if self.dtype is not None:
+            return self.dtype.size / itemsize
+        return 1.0 if math.isnan(self.ratio) else self.ratio
 
 
 @dataclasses.dataclass(frozen=True)

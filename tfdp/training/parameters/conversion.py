@@ -106,22 +106,19 @@ def shard_variables(
         gathers.add_unit([parameter_of(new[index]) for index in unit], options)
 
 
-def divide_again(
-    parameter: ShardedParameter, ranges: Ranges, *, keeps_shape: bool = False
-) -> None:
+def divide_again(parameter: ShardedParameter, ranges: Ranges) -> None:
     """Divide the elements of a parameter in another way. All workers call it.
 
     Args:
         parameter: `ShardedParameter`.
-        ranges: `Ranges`, which elements each owner holds from now on.
-        keeps_shape: Bool, whether the part of an owner of all elements has the shape
-            of the whole. Defaults to `False`.
+        ranges: `Ranges`, which elements each owner holds from now on. The part of an
+            owner of all elements has the shape of the whole.
     """
     whole = parameter.reader.gather_on_hosts(parameter)
     parts = []
     for replica, old in enumerate(parameter.values):
         own = ranges[parameter.reader.groups.owner(replica)]
-        is_whole = keeps_shape and own == (0, parameter.num_elements)
+        is_whole = own == (0, parameter.num_elements)
         value = whole if is_whole else copy_of_elements(whole, *own)
         parts.append(_compat.variable_like(old, value, old.device))
     parameter.replace_parts(parts, ranges)

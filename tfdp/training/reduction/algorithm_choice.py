@@ -19,9 +19,9 @@ from tfdp.communication.collectives import (
 from tfdp.ground.options import ADASUM
 from tfdp.ground.plans.traffic import Algorithm
 from tfdp.training.compression.compressed_reduce import CompressedRoute, Wire
-from tfdp.training.compression.compressor import Compressor
 
 RING = Algorithm("ring")
+_PLAIN = Wire()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,28 +30,22 @@ class AlgorithmChoice:
 
     Args:
         algorithm: `Algorithm`. Defaults to the ring.
-        inner_dtype: String, dtype that travels inside nodes, and everywhere with
-            a flat algorithm; or `None`, its own. Defaults to `None`.
-        outer_dtype: String, dtype that travels across nodes, or `None`. Defaults
-            to `None`.
+        inner: `Wire`, what travels inside nodes, and everywhere with a flat algorithm.
+            Defaults to elements as they are.
+        outer: `Wire`, what travels across nodes. Defaults to elements as they are.
         seconds: Float, how long it is predicted to take. Defaults to `0.0`.
-        compressors: Tuple of `Compressor` or `None`, inside nodes and across them,
-            both the same with a flat algorithm. Defaults to none.
-        ratios: Tuple of two floats, the bytes that these send over those of an
-            all-reduce, NaN where that is not known. Defaults to 1.
 
     Example:
 
-    >>> print(AlgorithmChoice(Algorithm("hierarchical"), outer_dtype="bfloat16"))
+    >>> half = Wire(dtype_name="bfloat16")
+    >>> print(AlgorithmChoice(Algorithm("hierarchical"), outer=half))
     hierarchical (ring, ring), bfloat16 across nodes
     """
 
     algorithm: Algorithm = RING
-    inner_dtype: str | None = None
-    outer_dtype: str | None = None
+    inner: Wire = _PLAIN
+    outer: Wire = _PLAIN
     seconds: float = 0.0
-    compressors: tuple[Compressor | None, Compressor | None] = (None, None)
-    ratios: tuple[float, float] = (1.0, 1.0)
 
     def __str__(self) -> str:
         text, (inner, outer) = str(self.algorithm), self.wires
@@ -64,45 +58,25 @@ class AlgorithmChoice:
     @property
     def wires(self) -> tuple[str | None, str | None]:
         """Names of what travels inside nodes and across them, `None` for floats."""
-        inner, outer = (
-            None if compressor is None else str(compressor)
-            for compressor in self.compressors
-        )
-        return inner or self.inner_dtype, outer or self.outer_dtype
+        return self.inner.name, self.outer.name
 
-    def byte_ratios(self, itemsize: int) -> tuple[float, float]:
-        """Bytes inside nodes and across them for each byte of an all-reduce.
+    @property
+    def is_forced(self) -> bool:
+        """Bool, whether compressors are taken however long it takes.
 
-        Args:
-            itemsize: Int, the bytes of an element of the bucket.
+        As where it is not known how many bytes they send, or they do more than that.
         """
-        inner, outer = (
-            _known(ratio) if name is None else tf.as_dtype(name).size / itemsize
-            for ratio, name in zip(
-                self.ratios, (self.inner_dtype, self.outer_dtype), strict=True
-            )
-        )
-        return inner, outer
-
-    @property
-    def is_unpredictable(self) -> bool:
-        """Bool, whether it is not known how many bytes its compressors send."""
-        return any(math.isnan(ratio) for ratio in self.ratios)
-
-    @property
-    def is_needed(self) -> bool:
-        """Bool, whether its compressors do more than to send less."""
         return any(
-            compressor is not None and compressor.replaces_momentum
-            for compressor in self.compressors
+            math.isnan(wire.ratio)
+            or (wire.compressor is not None and wire.compressor.replaces_momentum)
+            for wire in (self.inner, self.outer)
         )
 
     @property
     def levels(self) -> CompressedRoute:
         """`CompressedRoute`, what travels on each level."""
-        inner, outer = map(Wire, self.compressors, self._dtypes)
         has_levels = self.algorithm.has_levels
-        return CompressedRoute(inner, outer, has_levels, self.all_reduce)
+        return CompressedRoute(self.inner, self.outer, has_levels, self.all_reduce)
 
     @property
     def all_reduce(self) -> Callable[..., tf.Tensor]:
@@ -110,7 +84,7 @@ class AlgorithmChoice:
 
         That of Adasum asks for the `sizes` of the gradients in a bucket, too.
         """
-        inner, outer = self._dtypes
+        inner, outer = self.inner.dtype, self.outer.dtype
         if self.algorithm.name == ADASUM:
             return functools.partial(adasum, reduce_dtype=inner)
         if self.algorithm.is_adasum:
@@ -124,13 +98,3 @@ class AlgorithmChoice:
             inner=Level(self.algorithm.inner, inner),
             outer=Level(self.algorithm.outer, outer),
         )
-
-    @property
-    def _dtypes(self) -> list[tf.DType | None]:
-        names = (self.inner_dtype, self.outer_dtype)
-        return [None if name is None else tf.as_dtype(name) for name in names]
-
-
-def _known(ratio: float) -> float:
-    """A ratio, or 1 where it is not known."""
-    return 1.0 if math.isnan(ratio) else ratio

@@ -13,6 +13,7 @@ from tfdp.ground.plans.buckets import Bucket, BucketPlan
 from tfdp.ground.plans.cost_model import candidates_for, choose, predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
+from tfdp.training.compression.compressed_reduce import Wire
 from tfdp.training.reduction.algorithm_choice import RING, AlgorithmChoice
 from tfdp.training.reduction.compressor_choice import LevelCompressors, best_choice
 
@@ -169,7 +170,7 @@ class AlgorithmSelector:
         if compressed is None:
             return plain
         is_worth_it = compressed.seconds < plain.seconds * (1 - _LEAST_GAIN)
-        is_taken = is_worth_it or compressed.is_unpredictable or compressed.is_needed
+        is_taken = is_worth_it or compressed.is_forced
         return compressed if is_taken else plain
 
     def _fastest(
@@ -190,7 +191,8 @@ class AlgorithmSelector:
         if not algorithm.has_levels and inner != outer:
             # What is compressed on one level only travels by no flat algorithm.
             inner = outer = inner if self.topology.num_nodes == 1 else None
-        return AlgorithmChoice(algorithm, inner, outer, seconds)
+        wires = Wire(dtype_name=inner), Wire(dtype_name=outer)
+        return AlgorithmChoice(algorithm, *wires, seconds)
 
     def _candidates(self) -> tuple[Algorithm, ...]:
         if self._fixed is not None:

@@ -119,8 +119,8 @@ class CommunicationPlan:
             node_size = num_replicas
         inner = 1 - 1 / node_size
         outer = (1 - node_size / num_replicas) / node_size
-        inner_ratio, outer_ratio = route.byte_ratios(itemsize)
-        factor = inner * inner_ratio + outer * outer_ratio
+        factor = inner * route.inner.byte_ratio(itemsize)
+        factor += outer * route.outer.byte_ratio(itemsize)
         if self.sharding == "none":
             return 2 * factor * bucket.num_bytes
         # Of sharded state weights come back, not rounded.

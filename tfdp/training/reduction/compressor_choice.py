@@ -20,6 +20,7 @@ from tfdp.ground.plans.cost_model import predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
 from tfdp.training.compression.block_quantized import BlockQuantized
+from tfdp.training.compression.compressed_reduce import Wire
 from tfdp.training.compression.compressor import Compressor, GradientBucket
 from tfdp.training.reduction.algorithm_choice import RING, AlgorithmChoice
 
@@ -132,37 +133,26 @@ def _choice(
             size=-(-whole.size // node_size),
             num_replicas=topology.num_nodes,
         )
-    given = ((levels.inner, inside), (levels.outer, across))
-    inner_dtype, outer_dtype = (
-        item if isinstance(item, str) else None for item, _ in given
-    )
-    inner, outer = (item if is_compressor(item) else None for item, _ in given)
-    inner_ratio, outer_ratio = (_ratio(item, bucket) for item, bucket in given)
     choice = AlgorithmChoice(
-        algorithm,
-        inner_dtype,
-        outer_dtype,
-        compressors=(inner, outer),
-        ratios=(inner_ratio, outer_ratio),
+        algorithm, _wire(levels.inner, inside), _wire(levels.outer, across)
     )
-    inner_bytes, outer_bytes = choice.byte_ratios(itemsize)
     seconds = predict_seconds(
         algorithm,
         num_bytes,
         topology,
         links,
-        inner_ratio=inner_bytes,
-        outer_ratio=outer_bytes,
+        inner_ratio=choice.inner.byte_ratio(itemsize),
+        outer_ratio=choice.outer.byte_ratio(itemsize),
     )
     return dataclasses.replace(choice, seconds=seconds)
 
 
-def _ratio(given: Any, bucket: GradientBucket) -> float:
-    """Bytes of a compressor over those of an all-reduce, NaN where it does not say."""
+def _wire(given: Any, bucket: GradientBucket) -> Wire:
+    """What travels of a bucket by a compressor, a dtype, or as it is."""
     if not is_compressor(given):
-        return 1.0
+        return Wire(dtype_name=given)
     ratio = given.wire_ratio(bucket)
-    return math.nan if ratio is None else ratio
+    return Wire(given, ratio=math.nan if ratio is None else ratio)
 
 
 def _named(given: Any) -> Compressor | str | None:

@@ -357,8 +357,7 @@ def plan_of_parameters(
     if plan.owners is not None:
         for parameter, owner in zip(parameters, plan.owners, strict=True):
             size = parameter.num_elements
-            ranges = range_of_owner(size, plan.num_owners, owner)
-            divide_again(parameter, ranges, keeps_shape=True)
+            divide_again(parameter, range_of_owner(size, plan.num_owners, owner))
     return ShardPlan(
         tuple(
             bucket

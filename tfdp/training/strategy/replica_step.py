@@ -195,25 +195,15 @@ def _own_samples(batch: Any) -> tf.Tensor | None:
 
 def _split(strategy: Any, batch: Any) -> Any:
     """Split a global batch into the rows of each local replica."""
-    extended = strategy.extended
     tensors = keras.tree.map_structure(
-        lambda x: None if x is None else _tensor(x), batch
+        lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch
     )
-    return _compat.per_replica(
-        [
-            _rows_of(
-                tensors, extended.first_rank + replica, strategy.num_replicas_in_sync
-            )
-            for replica in range(extended.num_local)
-        ]
-    )
+    num_replicas = strategy.num_replicas_in_sync
 
+    def rows_of(rank: int) -> Any:
+        return keras.tree.map_structure(
+            lambda x: None if x is None else rows_of_rank(x, rank, num_replicas),
+            tensors,
+        )
 
-def _rows_of(batch: Any, rank: int, num_replicas: int) -> Any:
-    return keras.tree.map_structure(
-        lambda x: None if x is None else rows_of_rank(x, rank, num_replicas), batch
-    )
-
-
-def _tensor(value: Any) -> Any:
-    return value if tf.is_tensor(value) else tf.convert_to_tensor(value)
+    return _compat.per_replica(list(map(rows_of, strategy.extended.local_ranks)))
