@@ -143,15 +143,14 @@ class ResidualStore:
 
     def state_of(
         self,
-        key: BucketKey,
+        own: BucketResiduals,
         level: str,
-        variables: Sequence[Any],
         compressor: Compressor,
         bucket: GradientBucket,
     ) -> ResidualState:
         """Return a state, made with its initial value where there is none yet."""
         with self._lock:
-            found = self._states.get((key, level))
+            found = self._states.get((own.key, level))
             text = repr(compressor)
             if found is not None and found.is_alive and found.compressor == text:
                 return found
@@ -159,17 +158,17 @@ class ResidualStore:
             with tf.init_scope():
                 given = {n: np.asarray(v) for n, v in compressor.state(bucket).items()}
             made = ResidualState(
-                key,
+                own.key,
                 level,
                 text,
-                tuple(weakref.ref(variable) for variable in variables),
+                tuple(map(weakref.ref, own.variables)),
                 given,
                 [
                     {name: _variable(array, device) for name, array in given.items()}
                     for device in self._devices
                 ],
             )
-            self._states[key, level] = made
+            self._states[own.key, level] = made
             for restored in reversed(self._restored):
                 if restored.fill(made):
                     break
@@ -227,7 +226,7 @@ class BucketResiduals:
         self, level: str, compressor: Compressor, bucket: GradientBucket
     ) -> dict[str, Any]:
         """The state of a level: variables by name."""
-        state = self.store.state_of(self.key, level, self.variables, compressor, bucket)
+        state = self.store.state_of(self, level, compressor, bucket)
         return state.replicas[self.replica]
 
 

@@ -264,6 +264,14 @@ class ShardedLayout(StateLayout):
             parameter = parameter_of(own.variables[index])
             parameter.reader.forget(parameter)
 
+    def constrain(self, variable: Any) -> None:
+        """Apply it to the whole, gathered for it: a norm, say, is that of the whole."""
+        parameter = sharded_parameter(variable)
+        if parameter is None:
+            super().constrain(variable)
+        else:
+            parameter.assign(variable.constraint(parameter.read_value()))
+
     def _momentums(self, group: ParamGroup) -> list:
         return self._state(self._sharded(group)).slots.get("momentums", [])
 

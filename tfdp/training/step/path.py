@@ -24,7 +24,6 @@ from tfdp.communication.collectives import step_events
 from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.compression.step_residuals import step_residuals
-from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.step.accumulation import Totals
 from tfdp.training.step.state_layout import (
     GradientStatistics,
@@ -194,17 +193,7 @@ def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
     """Apply the constraints after every micro-batch, as Keras does."""
     for variable in step.variables:
         if variable.constraint is not None:
-            _cond(is_kept, functools.partial(_constrain_one, variable))
-
-
-def _constrain_one(variable: Any) -> None:
-    parameter = sharded_parameter(variable)
-    if parameter is not None:
-        # A norm, say, is that of the whole, which is gathered for it.
-        parameter.assign(variable.constraint(parameter.read_value()))
-        return
-    part = _compat.local_part(variable)
-    part.assign(variable.constraint(part), read_value=False)
+            _cond(is_kept, functools.partial(step.layout.constrain, variable))
 
 
 def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:

@@ -146,6 +146,11 @@ class StateLayout:
         """Give the variables of a group the values of their averages."""
         _compat.overwrite_with_moving_average(group.optimizer)
 
+    def constrain(self, variable: Any) -> None:
+        """Apply the constraint of a variable."""
+        part = _compat.local_part(variable)
+        part.assign(variable.constraint(part), read_value=False)
+
     def _momentums(self, group: ParamGroup) -> list:
         return group.optimizer.momentums
 
