@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import tensorflow as tf
 
@@ -31,7 +32,7 @@ from tfdp.training.reduction.fusion import (
     with_values,
 )
 from tfdp.training.reduction.sparse import reduce_indexed_slices
-from tfdp.training.reduction.trained_plans import TrainedPlans, Tuned, TunedOptions
+from tfdp.training.reduction.trained_plans import TrainedPlans, Tuned
 
 
 class Reducer:
@@ -70,7 +71,8 @@ class Reducer:
         self.options = options
         self._worker_group = worker_group
         self.plans = TrainedPlans()
-        self._tuned = TunedOptions()
+        # By the `id`s of the variables of a model: each has a plan of its own.
+        self._tuned: dict[frozenset[int], Tuned] = {}
         self.residuals = residuals or ResidualStore(group.devices)
         self._kind = kind
         self._compares = compares
@@ -258,15 +260,20 @@ class Reducer:
             options: `CommunicationOptions`, or `None` for the strategy's.
             gain: String, what they have gained, for people. Defaults to `""`.
         """
-        tuned, selector = None, self.algorithm_selector
+        key, selector = frozenset(map(id, variables)), self.algorithm_selector
+        self._tuned.pop(key, None)
         if options is not None and selector is not None:
-            tuned = Tuned(options, selector.with_options(options), gain)
-        self._tuned.set(variables, tuned)
+            selector, refs = selector.with_options(options), list(map(ref, variables))
+            self._tuned[key] = Tuned(options, selector, gain, refs)
         self.plans.put_last(variables, self.options_of(variables))
 
     def tuned_of(self, variables: Sequence[Any] | None) -> Tuned | None:
         """`Tuned` options of variables, or `None` where the strategy's hold."""
-        return None if variables is None else self._tuned.of(variables)
+        if variables is None:
+            return None
+        wanted = set(map(id, variables))
+        found = [t for key, t in self._tuned.items() if wanted <= key and t.is_alive]
+        return found[-1] if found else None
 
     def options_of(self, variables: Sequence[Any] | None) -> CommunicationOptions:
         """The options that the gradients of variables are reduced by."""

@@ -109,39 +109,15 @@ class Tuned:
         options: `CommunicationOptions`.
         algorithm_selector: `AlgorithmSelector` of these.
         gain: String, what they have gained, or `""` where that is not known (yet).
+        refs: List of weak references to the variables that they are for.
     """
 
     options: CommunicationOptions
     algorithm_selector: AlgorithmSelector
-    gain: str = ""
+    gain: str
+    refs: list[weakref.ref]
 
-
-class TunedOptions:
-    """Tuned options by the variables that they are for.
-
-    A strategy may train several models, each with a plan of its own.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[frozenset[int], tuple[list[weakref.ref], Tuned]] = {}
-
-    def set(self, variables: Sequence[Any], tuned: Tuned | None) -> None:
-        """Set the options of variables, or with `None` take the strategy's again.
-
-        Args:
-            variables: Sequence of Keras variables, those of a model.
-            tuned: `Tuned` or `None`.
-        """
-        key = frozenset(map(id, variables))
-        self._entries.pop(key, None)
-        if tuned is not None:
-            refs = [weakref.ref(variable) for variable in variables]
-            self._entries[key] = refs, tuned
-
-    def of(self, variables: Sequence[Any]) -> Tuned | None:
-        """The options of variables, all of which are of one tuned model, or `None`."""
-        wanted = set(map(id, variables))
-        for key, (refs, tuned) in reversed(self._entries.items()):
-            if wanted <= key and all(ref() is not None for ref in refs):
-                return tuned
-        return None
+    @property
+    def is_alive(self) -> bool:
+        """Bool, whether all of the variables are still there."""
+        return all(ref() is not None for ref in self.refs)

@@ -90,15 +90,9 @@ class ShardingOptions:
     @property
     def config(self) -> dict[str, Any]:
         """Dict, the options as arguments of a `DistributedOptimizer`."""
-        return {
-            "sharding": self.sharding,
-            "shard_scope": self.shard_scope,
-            "offload": self.offload,
-            "units": list(self.units.layers),
-            "reshard_after_forward": self.units.reshard_after_forward,
-            "prefetch": self.units.prefetch,
-            "gather_compression": self.units.gather_compression,
-        }
+        config = dataclasses.asdict(self)
+        units = config.pop("units")
+        return {**config, "units": list(units.pop("layers")), **units}
 
     @property
     def text(self) -> str:

@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import timing
 from tfdp.ground import _compat
-from tfdp.ground.plans.shards import Segment, ShardPlan
+from tfdp.ground.plans.shards import ShardPlan
 from tfdp.training.compression.compressed_reduce import Caller
 from tfdp.training.parameters.backward_gathers import BackwardGathers
-from tfdp.training.parameters.packing import pack_row, pack_rows, unpack_rows
+from tfdp.training.parameters.packing import pack_row, pack_rows, place_row, unpack_rows
 from tfdp.training.parameters.shard_groups import ShardGroups
 from tfdp.training.reduction.fusion import weighted
 from tfdp.training.reduction.gradient_reducer import ReplicaReducer
@@ -162,62 +162,33 @@ class WholeGradientCollectives(ShardCollectives):
         return slices
 
 
-class EagerShardCollectives(ShardCollectives):
+class EagerShardCollectives(WholeGradientCollectives):
     """Shard collectives by all-reduce, for eager steps.
 
     Eager replicas run one after the other and cannot wait for each other in a
     collective.
     """
 
-    @property
-    def _is_first_copy(self) -> bool:
-        return self.groups.is_first_copy(self.replica)
-
-    def reduce_scatter(
-        self,
-        group: ShardedParamGroup,
-        tensors: Mapping[int, tf.Tensor],
-        weight: tf.Tensor | None,
-    ) -> Slices:
-        """See `ShardCollectives`.
-
-        Raises:
-            ValueError: If gradients are combined by Adasum.
-        """
-        if self.extended.algorithm_selector.combines_means:
-            raise ValueError(
-                "Adasum with sharded state needs a graph. Leave out "
-                "`run_eagerly=True`, and call `strategy.run` in a `tf.function`."
-            )
-        given = [
-            tensor if weight is None else weighted(tensor, weight)
-            for tensor in tensors.values()
-        ]
-        sums = dict(zip(tensors, self.reducer.sum(given), strict=True))
-        return _own_slices(group.plan, self.owner, sums)
-
     def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
         """See `ShardCollectives`: others' elements count as zeros in a sum."""
-        sizes = _variable_sizes(plan, slices)
-        own: dict[int, list[tuple[Segment, tf.Tensor]]] = {index: [] for index in sizes}
-        dtypes: dict[int, tf.DType] = {}
-        for bucket, piece in zip(plan.buckets, slices, strict=True):
-            if piece is None:
-                continue
-            dtypes.update(dict.fromkeys(bucket.indices, piece.dtype))
-            for segment, begin, end in bucket.places(self.owner):
-                if self._is_first_copy:
-                    own[segment.index].append((segment, piece[begin:end]))
-        padded = [
-            _pad_with_zeros(own[index], size, dtypes[index])
-            for index, size in sizes.items()
+        joined = tuple(bucket.joined for bucket in plan.buckets)
+        placed = [
+            self._counted_once(place_row(bucket, self.owner, piece))
+            for bucket, piece in zip(plan.buckets, slices, strict=True)
+            if piece is not None
         ]
-        return dict(zip(sizes, self.reducer.sum(padded), strict=True))
+        sums = iter(self.reducer.sum(placed))
+        flats = [None if piece is None else next(sums) for piece in slices]
+        return unpack_rows(dataclasses.replace(plan, buckets=joined), flats)
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """See `ShardCollectives`."""
-        mine = tensor if self._is_first_copy else tf.zeros_like(tensor)
-        return self.reducer.sum([mine])[0]
+        return self.reducer.sum([self._counted_once(tensor)])[0]
+
+    def _counted_once(self, tensor: tf.Tensor) -> tf.Tensor:
+        """A tensor of the first replica with the same slices, or zeros of others."""
+        is_first = self.groups.is_first_copy(self.replica)
+        return tensor if is_first else tf.zeros_like(tensor)
 
 
 def collectives_class(extended: Any) -> type[ShardCollectives]:
@@ -241,23 +212,3 @@ def _own_slices(plan: ShardPlan, owner: int, sums: Mapping[int, tf.Tensor]) -> S
             dtype = sums[present[0]].dtype
             slices[number] = pack_row(bucket, owner, sums, dtype)
     return slices
-
-
-def _variable_sizes(plan: ShardPlan, slices: Slices) -> dict[int, int]:
-    """Size of each variable of the buckets that are given, in one order."""
-    sizes: dict[int, int] = {}
-    for bucket, piece in zip(plan.buckets, slices, strict=True):
-        if piece is not None:
-            for segment in (segment for row in bucket.rows for segment in row):
-                sizes[segment.index] = max(sizes.get(segment.index, 0), segment.stop)
-    return sizes
-
-
-def _pad_with_zeros(
-    parts: list[tuple[Segment, tf.Tensor]], size: int, dtype: tf.DType
-) -> tf.Tensor:
-    pieces, end = [], 0
-    for segment, elements in sorted(parts, key=lambda part: part[0].start):
-        pieces += [tf.zeros([segment.start - end], dtype), elements]
-        end = segment.stop
-    return tf.concat([*pieces, tf.zeros([size - end], dtype)], axis=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -36,6 +37,10 @@ class ShardedLayout(StateLayout):
         super().__init__(collectives.reducer)
         self._groups = groups
         self._collectives = collectives
+        # The place of each group's first bucket among those of all groups.
+        sizes = [len(own.plan.buckets) for own in groups.values()]
+        firsts = itertools.accumulate(sizes, initial=0)
+        self._first_slices = dict(zip(groups, firsts, strict=False))
 
     def reduce(
         self,
@@ -86,7 +91,7 @@ class ShardedLayout(StateLayout):
         """Slices of reduced gradients to accumulate, and the position of each."""
         tensors, positions = [], []
         for group, item in zip(groups, sums, strict=True):
-            first = self._first_slice(group)
+            first = self._first_slices[id(group.optimizer)]
             for number, piece in enumerate(item.slices):
                 if piece is not None:
                     tensors.append(piece)
@@ -109,7 +114,7 @@ class ShardedLayout(StateLayout):
         found = []
         for group in groups:
             own = self._sharded(group)
-            first = self._first_slice(group)
+            first = self._first_slices[id(group.optimizer)]
             order = [
                 _compat.index_in(group.optimizer, v) for v in group.of(list(variables))
             ]
@@ -119,15 +124,6 @@ class ShardedLayout(StateLayout):
             ]
             found.append(ShardedGradients(slices, frozenset(order), {}, tuple(order)))
         return found
-
-    def _first_slice(self, group: ParamGroup) -> int:
-        """The place of a group's first bucket among those of all groups."""
-        first = 0
-        for key, own in self._groups.items():
-            if key == id(group.optimizer):
-                break
-            first += len(own.plan.buckets)
-        return first
 
     def examine(
         self,

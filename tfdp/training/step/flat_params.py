@@ -20,15 +20,20 @@ class FlatParameter:
 
     Args:
         variables: Sequence of `tf.Variable`s of one replica and one dtype.
+        value: Flat tensor, their value where that is known, or `None`. Defaults to
+            `None`.
     """
 
-    def __init__(self, variables: Sequence[tf.Variable]) -> None:
-        self.dtype = variables[0].dtype
-        self.shape = tf.TensorShape([sum(v.shape.num_elements() for v in variables)])
+    def __init__(
+        self, variables: Sequence[tf.Variable], value: tf.Tensor | None = None
+    ) -> None:
+        sizes = [v.shape.num_elements() for v in variables]
+        self.dtype = variables[0].dtype if value is None else value.dtype
+        self.shape = tf.TensorShape([sum(sizes)]) if value is None else value.shape
         self.name = self.path = f"flat_{next(_ids)}"
         self._unique_id = self.name
         self._variables = variables
-        self._tensor: tf.Tensor | None = None
+        self._tensor = value
         # What is left to subtract where the value was never asked for.
         self._subtrahend: tf.Tensor | None = None
         self._is_changed = False
@@ -96,13 +101,7 @@ class TensorView(FlatParameter):
     """
 
     def __init__(self, value: tf.Tensor) -> None:
-        self.dtype, self.shape = value.dtype, value.shape
-        self.name = self.path = f"flat_{next(_ids)}"
-        self._unique_id = self.name
-        self._variables = ()
-        self._tensor: tf.Tensor | None = value
-        self._subtrahend = None
-        self._is_changed = False
+        super().__init__((), value)
 
     def scatter_update(self, rows: tf.IndexedSlices) -> None:
         """Set single elements, as a `tf.Variable` does."""
