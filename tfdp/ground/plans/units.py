@@ -256,8 +256,8 @@ def unit_bucket(
         _row(indices, [ranges_of[owner] for ranges_of in ranges])
         for owner in range(num_owners)
     )
-    sizes = [sum(segment.size for segment in row) for row in rows]
-    return ShardBucket(rows, max(sizes), dtype)
+    size = max(sum(segment.size for segment in row) for row in rows)
+    return ShardBucket(rows, size, dtype)
 
 
 def _row(indices: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Row:

@@ -73,9 +73,15 @@ class CompressedRoute:
     sum_all: Callable[..., tf.Tensor]
 
     @property
+    def compressors(self) -> list[Compressor]:
+        """List of the `Compressor` of each level that has one."""
+        given = (self.inner.compressor, self.outer.compressor)
+        return [compressor for compressor in given if compressor is not None]
+
+    @property
     def is_compressed(self) -> bool:
         """Bool, whether a level has a compressor."""
-        return (self.inner.compressor, self.outer.compressor) != (None, None)
+        return bool(self.compressors)
 
     @property
     def is_one_reduction(self) -> bool:
@@ -137,7 +143,7 @@ def all_reduce_compressed(
         if route.is_one_reduction:
             members = ReplicaGroup(group, replica, channel, route.sum_all)
             total = _call(route.outer, "reduce", "all", own, entries, members, caller)
-        elif _cuts_buckets(route):
+        elif all(c.cuts_buckets for c in route.compressors):
             total = _in_two_levels(own, group, route, caller)
         else:
             total = _across_nodes(own, group, route, entries, caller)
@@ -185,11 +191,6 @@ def _in_unit(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
         return flat, None
     unit = tf.cast(unit, flat.dtype)
     return flat / unit, unit
-
-
-def _cuts_buckets(route: CompressedRoute) -> bool:
-    given = (route.inner.compressor, route.outer.compressor)
-    return all(compressor.cuts_buckets for compressor in given if compressor)
 
 
 def _in_two_levels(

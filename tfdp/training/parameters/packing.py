@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import tensorflow as tf
 
@@ -110,13 +111,10 @@ def _join(
             merged[-1][2] = end
         else:
             merged.append([number, begin, end])
-    tensors = [_require(flats[number])[begin:end] for number, begin, end in merged]
+    tensors = [
+        cast(tf.Tensor, flats[number])[begin:end] for number, begin, end in merged
+    ]
     return tensors[0] if len(tensors) == 1 else tf.concat(tensors, axis=0)
-
-
-def _require(flat: tf.Tensor | None) -> tf.Tensor:
-    assert flat is not None
-    return flat
 
 
 def _append(runs: list[Segment | int], item: Segment | int) -> None:

@@ -104,7 +104,7 @@ class Reducer:
         flat = tf.nest.flatten(value, expand_composites=False)
         reduced = self.all_reduce(flat, None, replica)
         results = reduced.gradients()
-        if _is_mean(reduce_op):
+        if getattr(reduce_op, "value", str(reduce_op)).upper() == "MEAN":
             results = [_divide(item, self.group.size) for item in results]
         return tf.nest.pack_sequence_as(value, results)
 
@@ -326,10 +326,6 @@ class Reducer:
 
 def _is_sparse(value: Any) -> bool:
     return isinstance(value, tf.IndexedSlices)
-
-
-def _is_mean(reduce_op: Any) -> bool:
-    return getattr(reduce_op, "value", str(reduce_op)).upper() == "MEAN"
 
 
 def _divide(value: Any, count: int) -> Any:

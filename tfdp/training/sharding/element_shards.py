@@ -131,7 +131,7 @@ class ElementShards(OwnedState):
             is_all = (start, stop) == (0, piece.shape[0])
             gradient = piece if is_all else piece[start:stop]
         # Or all that the replica owns is packed as soon as the step begins.
-        with tf.control_dependencies(_tensors_of(gradient)):
+        with tf.control_dependencies([getattr(gradient, "values", gradient)]):
             values = pack([_decayed(optimizer, s, variables, rate) for s in segments])
 
         def update(values: tf.Tensor, gradient: Any, rate: Any) -> tf.Tensor:
@@ -210,11 +210,6 @@ def _decayed(
         return value
     decay = tf.cast(optimizer.weight_decay, value.dtype) * tf.cast(rate, value.dtype)
     return value - value * decay
-
-
-def _tensors_of(gradient: Any) -> list[tf.Tensor]:
-    is_sparse = isinstance(gradient, tf.IndexedSlices)
-    return [gradient.values if is_sparse else gradient]
 
 
 def _sparse_elements(rows: tf.IndexedSlices, segment: Segment) -> tf.IndexedSlices:
