@@ -24,7 +24,6 @@ from tfdp.training.parameters.step_gathers import (
     GatheredUnit,
     StepGathers,
     gather_unit,
-    operations_of,
 )
 
 # What is made of a gathered parameter alone, and costs less than keeping it.
@@ -124,7 +123,7 @@ class BackwardGathers:
                     pieces,
                     label=timing.UNIT_AGAIN,
                 )
-                self._before = operations_of(values)
+                self._before = [value.op for value in values.values()]
                 again = _Again(gathered, values)
                 for use in uses:
                     _compat.set_input(use.op, use.index, again.tensor(use.tensor))

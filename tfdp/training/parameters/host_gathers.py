@@ -21,6 +21,9 @@ from tfdp.training.parameters.sharded_parameter import (
 )
 from tfdp.training.replicas.synchronized_scope import MESSAGE_BYTES
 
+# What is announced when nothing more is read.
+_END = -1
+
 
 def gather_parameter(
     parameter: ShardedParameter, owners: Sequence[int], host_group: ProcessGroup
@@ -93,9 +96,6 @@ def _columns(part: tf.Variable, begin: int, end: int) -> tf.Tensor:
     """Elements of a part, and zeros where it has fewer."""
     found = tf.reshape(part.read_value(), [-1])[begin:end]
     return tf.pad(found, [[0, end - begin - found.shape[0]]])
-
-
-_END = -1
 
 
 def parameters_of(model: Any) -> list[ShardedParameter]:

@@ -180,7 +180,7 @@ class StepGathers:
         age = self.order.newest()
         gate = self._gate(len(self.gathered) - 1 - unit.options.prefetch)
         if self.gathered:
-            gate += operations_of(self.gathered[-1].values)
+            gate += [value.op for value in self.gathered[-1].values.values()]
         with timing.needed_after(self.order.last_until(age)):
             gathered = gather_unit(self, unit, dtypes, gate)
         found = GatheredUnit(unit, dtypes, *gathered, age)
@@ -193,11 +193,6 @@ class StepGathers:
         if before < 0:
             return []
         return self.order.last_until(self.gathered[before].age)
-
-
-def operations_of(values: Mapping[int, tf.Tensor]) -> list[tf.Operation]:
-    """The operations that make the whole values of a unit, see `gather_unit`."""
-    return [value.op for value in values.values()]
 
 
 def gather_unit(
@@ -226,18 +221,13 @@ def gather_unit(
     """
     values: dict[int, tf.Tensor] = {}
     kept: dict[Form, tf.Tensor] = {}
-    forms = [
-        Form(dtype, travels_quantized(parameter, unit.options))
-        for parameter, dtype in zip(unit.parameters, dtypes, strict=True)
-    ]
+    members_of: dict[Form, list[ShardedParameter]] = {}
+    for parameter, dtype in zip(unit.parameters, dtypes, strict=True):
+        form = Form(dtype, travels_quantized(parameter, unit.options))
+        members_of.setdefault(form, []).append(parameter)
     device = step.groups.group.devices[step.replica]
     with tf.control_dependencies(list(gate)), tf.device(device):
-        for form in dict.fromkeys(forms):
-            members = [
-                parameter
-                for parameter, own in zip(unit.parameters, forms, strict=True)
-                if own == form
-            ]
+        for form, members in members_of.items():
             with timing.labelled(f"{label} {unit.number}"):
                 given = (pieces or {}).get(form)
                 wholes, piece = _gather(step, unit, members, form, given)

@@ -32,7 +32,7 @@ class AssignedValues:
         self._count = 0
         self._digest = ""
         # Whether workers are known to hold parts of different wholes.
-        self._is_mixed = False
+        self.is_mixed = False
 
     def add(self, value: tf.Tensor, *, replaces: bool) -> None:
         """Record an assignment.
@@ -44,7 +44,7 @@ class AssignedValues:
         global _num_assigned
         _num_assigned += 1
         self._count += 1
-        self._is_mixed &= not replaces
+        self.is_mixed &= not replaces
         before = "" if replaces else self._digest
         # In a function that is traced a value is not known, but that there is one.
         content = b"" if tf.is_symbolic_tensor(value) else _bytes_of(value)
@@ -60,13 +60,8 @@ class AssignedValues:
             are_alike: Bool, whether all had assigned the same. If not, they are not
                 alike again before all have replaced the whole.
         """
-        self._is_mixed |= not are_alike
+        self.is_mixed |= not are_alike
         self._count, self._digest = 0, ""
-
-    @property
-    def is_mixed(self) -> bool:
-        """Bool, whether workers are known to hold parts of different wholes."""
-        return self._is_mixed
 
     @property
     def digest(self) -> str:

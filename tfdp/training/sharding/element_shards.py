@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdp.ground import _compat
 from tfdp.ground.base import xla
-from tfdp.ground.plans.shards import Segment, ShardBucket, ShardPlan
+from tfdp.ground.plans.shards import Segment, ShardBucket
 from tfdp.training.parameters.sharded_parameter import own_elements
 from tfdp.training.reduction.fusion import pack
 from tfdp.training.sharding.sharded_gradients import ShardedGradients
@@ -31,38 +31,20 @@ Place = tuple[Segment, int, int]
 class ElementShards(OwnedState):
     """Slots on flat shards, for optimizers that treat every element by itself.
 
-    Args:
-        optimizer: Keras optimizer, one of those known to be elementwise.
-        variables: List of Keras variables, those of the plan.
-        plan: `ShardPlan` of slices.
-        owner: Int, which slices.
-        replica: Int, the local replica that has them.
-        device: String, where they are kept and updated.
+    Arguments are those of `OwnedState`.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        variables: list[Any],
-        plan: ShardPlan,
-        owner: int,
-        replica: int,
-        device: str,
-    ) -> None:
-        super().__init__(plan, owner, device)
-        rows = [bucket.rows[owner] for bucket in plan.buckets]
+    def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
+        rows = [bucket.rows[self.owner] for bucket in self._plan.buckets]
         self.buckets = [number for number, row in enumerate(rows) if row]
-        with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
-            flats = [
-                _variable(
-                    pack(
-                        [own_elements(variables[s.index], s, replica) for s in rows[k]]
-                    )
-                )
-                for k in self.buckets
-            ]
-            clone = _compat.plain_clone(optimizer)
-            clone.build(flats)
+        flats = [
+            _variable(
+                pack([own_elements(variables[s.index], s, replica) for s in rows[k]])
+            )
+            for k in self.buckets
+        ]
+        clone = _compat.plain_clone(optimizer)
+        clone.build(flats)
         self.slots = _compat.slots_of(clone)
         self.singles = _compat.single_variables(clone)
 

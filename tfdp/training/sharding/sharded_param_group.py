@@ -8,15 +8,21 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdp.ground import _compat
 from tfdp.ground.plans.shards import ShardPlan
 
 
 class OwnedState:
     """What one replica owns of it: `ElementShards` or `VariableShards`.
 
+    A clone of the optimizer is built for it, so that slots are born sharded.
+
     Args:
+        optimizer: Keras optimizer, the user's.
+        variables: List of Keras variables, those of the plan.
         plan: `ShardPlan`.
         owner: Int, which slices.
+        replica: Int, the local replica that has them.
         device: String, where they are kept and updated.
 
     Attributes:
@@ -28,10 +34,23 @@ class OwnedState:
     slots: dict[str, list[Any]]
     singles: dict[str, Any]
 
-    def __init__(self, plan: ShardPlan, owner: int, device: str) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: list[Any],
+        plan: ShardPlan,
+        owner: int,
+        replica: int,
+        device: str,
+    ) -> None:
         self.owner = owner
         self.device = device
         self._plan = plan
+        with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
+            self._build(optimizer, variables, replica)
+
+    def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
+        raise NotImplementedError
 
     def set_averages(self, values: list[tf.Tensor]) -> None:
         """Set the averages to values, as `own_values` returns them."""

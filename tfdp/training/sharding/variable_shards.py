@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.ground import _compat
-from tfdp.ground.plans.shards import ShardBucket, ShardPlan
+from tfdp.ground.plans.shards import ShardBucket
 from tfdp.training.parameters.packing import pack_row
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.reduction.fusion import pack
@@ -24,36 +24,26 @@ class VariableShards(OwnedState):
     Arguments and methods are those of `ElementShards`.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        variables: list[Any],
-        plan: ShardPlan,
-        owner: int,
-        replica: int,
-        device: str,
-    ) -> None:
-        super().__init__(plan, owner, device)
-        self.owned = plan.owned(owner)
+    def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
+        self.owned = self._plan.owned(self.owner)
         # Kept beside the replica's own where the update is made elsewhere.
         self._copies: dict[int, Any] = {}
         # What the replica holds of sharded parameters: those that it owns, whole.
         self._parts: dict[int, Any] = {}
-        with tf.init_scope(), _compat.outside_strategies(), tf.device(device):
-            mine = [_compat.with_local_value(variables[i], replica) for i in self.owned]
-            if self.owned and sharded_parameter(variables[0]) is not None:
-                self._parts = dict(zip(self.owned, mine, strict=True))
-            elif mine and not _compat.is_on(mine[0], device):
-                mine = [_compat.copy_of(variable) for variable in mine]
-                self._copies = dict(zip(self.owned, mine, strict=True))
-            self.clone = _compat.plain_clone(optimizer)
-            if hasattr(optimizer, "exclude_alike"):  # no part of the config
-                wholes = [variables[index] for index in self.owned]
-                optimizer.exclude_alike(self.clone, wholes, mine)
-            before = _settings_of(self.clone)
-            # An owner of nothing needs no slots, and not every class makes none.
-            if mine:
-                self.clone.build(mine)
+        mine = [_compat.with_local_value(variables[i], replica) for i in self.owned]
+        if self.owned and sharded_parameter(variables[0]) is not None:
+            self._parts = dict(zip(self.owned, mine, strict=True))
+        elif mine and not _compat.is_on(mine[0], self.device):
+            mine = [_compat.copy_of(variable) for variable in mine]
+            self._copies = dict(zip(self.owned, mine, strict=True))
+        self.clone = _compat.plain_clone(optimizer)
+        if hasattr(optimizer, "exclude_alike"):  # no part of the config
+            wholes = [variables[index] for index in self.owned]
+            optimizer.exclude_alike(self.clone, wholes, mine)
+        before = _settings_of(self.clone)
+        # An owner of nothing needs no slots, and not every class makes none.
+        if mine:
+            self.clone.build(mine)
         built = _settings_of(self.clone)
         # The user's optimizer is never built.
         self._made_by_build = {
