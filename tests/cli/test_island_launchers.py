@@ -24,7 +24,7 @@ island = Island.from_environment()
 RANK = island.index
 member = module.Member(island)
 settings = {"least": 2, "patience_seconds": 0.1}
-version, _ = member.join(settings, [np.zeros(2)])
+version = member.join(settings, [np.zeros(2)]).version
 pathlib.Path(f"pid-{RANK}").write_text(str(os.getpid()))
 while not pathlib.Path(f"is-over-{RANK}").exists():
     reply = member.exchange(version, 1.0, [np.ones(2)])

@@ -11,7 +11,6 @@ from tfdp.communication.collectives import timing
 from tfdp.features.monitor.readings import (
     KINDS,
     Reading,
-    Replica,
     Sample,
     replicas_of,
     sample_of,
@@ -83,10 +82,6 @@ class Meter:
         """Convert a reading to a sample."""
         return sample_of(reading, self.recorder.rows)
 
-    def replicas(self, reading: Reading) -> list[Replica]:
-        """Times of the step of a reading on each local replica."""
-        return replicas_of(reading, self.recorder.rows)
-
     def trace_begins(self) -> None:
         """Prepare for the first step that is to be traced."""
 
@@ -100,7 +95,8 @@ class Meter:
             host: String.
             readings: List of step number and `Reading`.
         """
-        replicas = [self.replicas(reading) for _, reading in readings]
+        rows = self.recorder.rows
+        replicas = [replicas_of(reading, rows) for _, reading in readings]
         return trace_of_worker(rank, host, readings, replicas, self._num_replicas)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 
 from tfdp.ground.text import pluralize
@@ -17,6 +16,8 @@ IMAGE_SIDE, IMAGE_CHANNELS, NUM_STAGES = 32, 3, 3
 # The transformer reads characters.
 VOCABULARY, CONTEXT = 128, 64
 _BLOCKS, _HEADS = 4, 4
+# Of eight, or four channels, in the width of a model.
+_MOST_UNITS = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,18 +107,12 @@ def model_of_size(family: str, millions: float) -> Model:
         raise ValueError(
             f"The family of models must be one of {FAMILIES}. Received: {family!r}"
         )
-    # The number is a quadratic function of the width, rounded to full vectors. A CNN
-    # has few channels, of which its later stages have multiples.
+    # Widths are full vectors. A CNN has few channels, of which its later stages have
+    # multiples.
     unit = 4 if family == "cnn" else 8
-    one, two = (Model(family, w).num_parameters for w in (unit, 2 * unit))
-    zero = Model(family, 0).num_parameters
-    square = (two - 2 * one + zero) / (2 * unit**2)
-    linear = (one - zero) / unit - square * unit
-    missing = millions * 1e6 - zero
-    width = (math.sqrt(linear**2 + 4 * square * max(0.0, missing)) - linear) / (
-        2 * square
-    )
-    model = Model(family, unit * round(width / unit))
+    models = [Model(family, unit * number) for number in range(_MOST_UNITS)]
+    asked = millions * 1e6
+    model = min(models, key=lambda model: abs(model.num_parameters - asked))
     if model.width < unit:
         least = Model(family, unit).num_parameters / 1e6
         raise ValueError(
