@@ -82,8 +82,7 @@ def change_of(entry: _compat.Replacement, calls: list[str]) -> str:
     return (
         f"`{path}` {now} in {version}, and was `{' | '.join(calls)}` in "
         f"{CHECKED_ON[library]}: adapt `{function.__module__}.{function.__name__}`, "
-        "which takes its place, then its entry in "
-        "tfdp/training/keras_hooks/install.py."
+        "which takes its place, then its line in tests/keras_hooks/signatures.txt."
     )
 
 
@@ -117,7 +116,7 @@ def test_a_changed_signature_is_told_in_one_sentence(monkeypatch):
         f"`apply(self, grads, scale, **kwargs)` in Keras {keras.__version__}, and was "
         "`apply(self, grads, trainable_variables)` in Keras 3.12 to 3.15: adapt "
         "`tfdp.training.keras_hooks.optimizer_hooks.apply`, which takes its place, "
-        "then its entry in tfdp/training/keras_hooks/install.py."
+        "then its line in tests/keras_hooks/signatures.txt."
     )
 
 

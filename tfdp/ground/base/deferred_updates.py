@@ -14,8 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.ground.base import step_context
-from tfdp.ground.base.program_trace import ProgramTrace
+from tfdp.ground.base import program_trace, step_context
 
 
 class CannotDeferError(Exception):
@@ -48,7 +47,9 @@ def deferring() -> Iterator[list[Update]]:
 
 
 def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
-    """Defer an update if they are deferred in this thread.
+    """Defer an update if they are deferred in this thread, or a program is traced.
+
+    In a program each replica makes it, at this place of the step.
 
     Args:
         optimizer: Keras optimizer.
@@ -61,25 +62,16 @@ def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
     Raises:
         CannotDeferError: If it is made in a branch or a loop.
     """
-    found = step_context.current().deferred
+    variables = None if variables is None else list(variables)
+    trace, found = program_trace.current(), step_context.current().deferred
+    if trace is not None:
+        trace.add(list(gradients), lambda own: optimizer.apply(own, variables), "parts")
+        return True
     if found is None:
         return False
     updates, graph = found
     if tf.compat.v1.get_default_graph() is not graph:
         raise CannotDeferError("an update is made in a branch, a loop or a function")
-    variables = None if variables is None else list(variables)
     num_operations = len(graph.get_operations())
     updates.append(Update(optimizer, list(gradients), variables, num_operations))
     return True
-
-
-def trace_update(
-    trace: ProgramTrace, optimizer: Any, gradients: Sequence[Any], variables: Any
-) -> None:
-    """Have each replica make an update at this place of a program that is traced."""
-    variables = None if variables is None else list(variables)
-
-    def update(parts: list) -> None:
-        optimizer.apply(parts, variables)
-
-    trace.add(list(gradients), update, "parts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -36,17 +37,9 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
         if tf.executing_eagerly():
             return _flatten_logs(_logs_of_eager_step(strategy, model, outputs))
         tail = loops.current().program_logs  # type: ignore[union-attr]
-        return _flatten_logs(_logs_of_program(strategy, model, outputs, tail))
-
-
-def _logs_of_program(strategy: Any, model: Any, outputs: list, tail: Any) -> Any:
-    """Sum the parts that replicas return, and compute the logs of them."""
-    values = [_local_values(strategy, output) for output in outputs]
-
-    def add_up(parts: list) -> list:
-        return _add_up(strategy, model, parts)
-
-    return tail.compute(values, add_up)
+        values = [_local_values(strategy, output) for output in outputs]
+        add_up = functools.partial(_add_up, strategy, model)
+        return _flatten_logs(tail.compute(values, add_up))
 
 
 def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdp.ground import _compat
 from tfdp.ground.base import loops, program_trace
 from tfdp.ground.base.context import in_tfdp_scope, replica_context
-from tfdp.ground.base.deferred_updates import defer, trace_update
+from tfdp.ground.base.deferred_updates import defer
 from tfdp.training.keras_hooks.scope_checks import (
     bring_into_scope,
     check_variables_in_scope,
@@ -36,8 +36,6 @@ def apply(
     """Take a step by the path, as `DistributedOptimizer` does."""
     if replica_context() is None:
         return original(optimizer, grads, trainable_variables)
-    if (trace := program_trace.current()) is not None:
-        return trace_update(trace, optimizer, grads, trainable_variables)
     if defer(optimizer, grads, trainable_variables):
         return None
     if len(grads) == 0:
@@ -70,9 +68,6 @@ def apply_or_defer(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
     """Defer an update of an optimizer that hands it on to others, see `apply`."""
-    if (trace := program_trace.current()) is not None:
-        trace_update(trace, optimizer, grads, trainable_variables)
-        return
     if defer(optimizer, grads, trainable_variables):
         return
     if replica_context() is not None and trainable_variables is not None:

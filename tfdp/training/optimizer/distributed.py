@@ -10,9 +10,9 @@ import keras
 import tensorflow as tf
 
 from tfdp.ground import _compat
-from tfdp.ground.base import batch_weight, loops, program_trace
+from tfdp.ground.base import batch_weight, loops
 from tfdp.ground.base.context import replica_context
-from tfdp.ground.base.deferred_updates import defer, trace_update
+from tfdp.ground.base.deferred_updates import defer
 from tfdp.ground.base.param_groups import (
     ParamGroup,
     innermost,
@@ -202,9 +202,6 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 "Call `apply` and `apply_gradients` in the function that is given to "
                 "`strategy.run`."
             )
-        if (trace := program_trace.current()) is not None:
-            trace_update(trace, self, grads, trainable_variables)
-            return
         if defer(self, grads, trainable_variables):
             return
         scope_checks.bring_into_scope(self)

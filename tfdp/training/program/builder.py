@@ -450,14 +450,10 @@ class Builder:
         return (fact.is_rows and fact.axis == need.axis) or fact.form is Form.EMPTY
 
     def _held(self, tensor: Any) -> Any:
-        found = self.tensors.get(id(tensor))
-        if found is None and tensor.op in self.plan.decisions:
+        if id(tensor) not in self.tensors:
             with self.graph.as_default():
                 self._build_now(tensor.op)
-            found = self.tensors.get(id(tensor))
-        if found is None:
-            raise KeyError(f"{tensor} is not built")
-        return found
+        return self.tensors[id(tensor)]
 
     def _convert(self, tensor: Any, fact: Fact, need: Need) -> Any:
         # A plan has been checked, see `tfdp.training.program.plan`: zeros of a list, at

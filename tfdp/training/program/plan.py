@@ -62,10 +62,7 @@ class Plan:
 
     def fact(self, tensor: Any) -> Fact:
         """Return what is known of a tensor of the graph."""
-        found = self.facts.get(id(tensor))
-        if found is None:
-            raise KeyError(tensor)
-        return found
+        return self.facts[id(tensor)]
 
     def is_needed(self, op: Any, index: int) -> bool:
         """Return whether an operation needs an input: of a loop, each variable."""

@@ -165,10 +165,6 @@ class View:
         """Return the forms of the inputs."""
         return [fact.form for fact in self.facts]
 
-    def with_form(self, form: Form) -> list[int]:
-        """Return the indices of the inputs of one form."""
-        return [index for index, fact in enumerate(self.facts) if fact.form is form]
-
     @property
     def is_free(self) -> bool:
         """Whether no size of an input but that of its rows depends on the batch."""

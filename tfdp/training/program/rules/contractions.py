@@ -43,21 +43,17 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
     equation = view.attribute("equation")
     equation = equation.decode() if isinstance(equation, bytes) else equation
     inputs, output = equation.split("->")
-    found = []
+    counts = []
     for text, fact in zip(inputs.split(","), view.facts, strict=True):
-        if "..." in text:
-            if fact.rank is None:
-                return None
-            count = fact.rank - (len(text) - 3)
-            text = text.replace("...", _BATCH[len(_BATCH) - count :])
-        found.append(text)
-    if "..." in output:
-        most = max(
-            (fact.rank or 0) - (len(text) - 3)
-            for text, fact in zip(inputs.split(","), view.facts, strict=True)
-            if "..." in text
+        if fact.rank is None:
+            return None
+        counts.append(fact.rank - (len(text) - 3) if "..." in text else 0)
+    *found, output = (
+        text.replace("...", _BATCH[len(_BATCH) - count :])
+        for text, count in zip(
+            [*inputs.split(","), output], [*counts, max(counts)], strict=True
         )
-        output = output.replace("...", _BATCH[len(_BATCH) - most :])
+    )
     if any(len(set(text)) < len(text) for text in [*found, output]):
         return None
     return found, output

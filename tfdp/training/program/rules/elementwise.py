@@ -100,7 +100,7 @@ def decide_linear(view: View) -> Decision | None:
     """Decide an operation of parts of sums: parts, where it is linear in them."""
     if view.type in _ONLY_OF_SHAPE:
         return Decision([AS_HELD] * len(view), view.whole_outputs())
-    parts = view.with_form(Form.PART)
+    parts = [i for i, fact in enumerate(view.facts) if fact.form is Form.PART]
     if not parts:
         return None
     if view.type in _SUMS:

@@ -81,7 +81,7 @@ def _get_item(view: View) -> Decision | None:
     if listed.form is Form.EMPTY:
         return None
     needs = [AS_HELD, WHOLE, _shape_need(listed)]
-    return Decision(needs, [_item(view, listed, 0)], _build_without_shape)
+    return Decision(needs, [_item(view, listed, 0)], _build_of_own_shape)
 
 
 def _shape_need(listed: Fact) -> Need:
@@ -114,11 +114,15 @@ def _item(view: View, listed: Fact, index: int) -> Fact:
     return Fact(listed.form, listed.axis, shape)
 
 
-def _build_without_shape(builder: Any, op: Any, inputs: list) -> list:
+def _build_of_own_shape(builder: Any, op: Any, inputs: list) -> list:
+    """Build an item, or a stack of all, whose last input is the shape of an item."""
     (fact,) = builder.facts_of(op.outputs)
-    shape = builder.own_shape(fact, inputs[2])
-    (item,) = builder.copy(op, [*inputs[:2], shape])
-    return [builder.with_shape(item, op.outputs[0], fact)]
+    item = fact
+    if op.type == "TensorListStack":
+        item = Fact(fact.form, fact.axis - 1, (fact.sizes or ())[1:])
+    *given, shape = inputs
+    (found,) = builder.copy(op, [*given, builder.own_shape(item, shape)])
+    return [builder.with_shape(found, op.outputs[0], fact)]
 
 
 def _build_pop(builder: Any, op: Any, inputs: list) -> list:
@@ -138,14 +142,7 @@ def _stack(view: View) -> Decision | None:
     if view.attribute("num_elements", -1) >= 0:
         count = sizes.number(view.attribute("num_elements"))
     fact = Fact(listed.form, listed.axis + 1, (count, *listed.sizes))
-    return Decision([AS_HELD, _shape_need(listed)], [fact], _build_stack)
-
-
-def _build_stack(builder: Any, op: Any, inputs: list) -> list:
-    (fact,) = builder.facts_of(op.outputs)
-    inner = Fact(fact.form, fact.axis - 1, (fact.sizes or ())[1:])
-    (stacked,) = builder.copy(op, [inputs[0], builder.own_shape(inner, inputs[1])])
-    return [builder.with_shape(stacked, op.outputs[0], fact)]
+    return Decision([AS_HELD, _shape_need(listed)], [fact], _build_of_own_shape)
 
 
 def _from_tensor(view: View) -> Decision | None:
