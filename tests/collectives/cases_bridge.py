@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.collectives.cases_primitives import BETWEEN, each_replica, new_group
 from tests.harness.env import Env
 from tests.harness.registry import case
-from tfdp.communication.collectives import ProcessGroup, all_reduce
+from tfdp.communication.collectives import Member, ProcessGroup
 from tfdp.ground import _compat
 
 # Where a replica's step fails: before it has launched anything, while all its
@@ -56,7 +56,7 @@ def _sums(
     with tf.control_dependencies([_check(here, BEFORE)]):
         own = tf.identity(value)
     sums = [
-        all_reduce(tf.fill([length], own), group, replica, channel=channel)
+        Member(group, replica, channel=channel).all_reduce(tf.fill([length], own))
         for channel, length in enumerate(LENGTHS)
     ]
     with tf.control_dependencies([_some_time(here)]):

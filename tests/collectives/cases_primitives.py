@@ -23,17 +23,13 @@ from tests.harness.env import Env
 from tests.harness.registry import case
 from tfdp.communication.collectives import (
     LaunchOrder,
+    Member,
     ProcessGroup,
     ProcessTransport,
     TensorFlowTransport,
     Transport,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
     is_collective,
     padded_length,
-    reduce_scatter,
 )
 from tfdp.communication.collectives.instance_keys import SIZES
 
@@ -171,7 +167,9 @@ def all_reduce_adds_every_dtype_and_length(env: Env) -> dict:
 
     def reduce(replica, rank):
         return [
-            all_reduce(tf.constant(data(rank, (n,), d)), group, replica, channel=i)
+            Member(group, replica, channel=i).all_reduce(
+                tf.constant(data(rank, (n,), d))
+            )
             for i, (d, n) in enumerate(wanted)
         ]
 
@@ -187,7 +185,8 @@ def all_reduce_keeps_the_shape(env: Env) -> dict:
     group = new_group(env)
     for shape in [(), (3,), (2, 3), (5, 1, 2), (2, 0, 3)]:
         results = run(
-            env, lambda r, k, s=shape: all_reduce(tf.constant(data(k, s)), group, r)
+            env,
+            lambda r, k, s=shape: Member(group, r).all_reduce(tf.constant(data(k, s))),
         )
         check(results, sum(all_data(env, shape)))
     return {}
@@ -200,7 +199,9 @@ def all_gather_joins_by_rank(env: Env) -> dict:
 
     def gather(replica, rank):
         return [
-            all_gather(tf.constant(data(rank, (n, 2), d)), group, replica, channel=i)
+            Member(group, replica, channel=i).all_gather(
+                tf.constant(data(rank, (n, 2), d))
+            )
             for i, (d, n) in enumerate(wanted)
         ]
 
@@ -218,8 +219,8 @@ def all_to_all_sends_slices(env: Env) -> dict:
             shape = (size, rows, 2)
             results = run(
                 env,
-                lambda r, k, s=shape, d=dtype: all_to_all(
-                    tf.constant(data(k, s, d)), group, r
+                lambda r, k, s=shape, d=dtype: Member(group, r).all_to_all(
+                    tf.constant(data(k, s, d))
                 ),
             )
             stacked = np.stack(all_data(env, shape, dtype))
@@ -235,8 +236,8 @@ def reduce_scatter_keeps_the_slice_of_the_sum(env: Env) -> dict:
             shape = (size * rows, 2)
             results = run(
                 env,
-                lambda r, k, s=shape, d=dtype: reduce_scatter(
-                    tf.constant(data(k, s, d)), group, r
+                lambda r, k, s=shape, d=dtype: Member(group, r).reduce_scatter(
+                    tf.constant(data(k, s, d))
                 ),
             )
             total = sum(all_data(env, shape, dtype))
@@ -253,12 +254,9 @@ def broadcast_gives_the_tensor_of_any_source(env: Env) -> dict:
             for shape in [(), (7,), (0,), (2, 3)]:
                 results = run(
                     env,
-                    lambda r, k, s=shape, d=dtype, src=source: broadcast(
-                        tf.constant(data(k, s, d)),
-                        group,
-                        r,
-                        source=src,
-                    ),
+                    lambda r, k, s=shape, d=dtype, src=source: Member(
+                        group, r
+                    ).broadcast(tf.constant(data(k, s, d)), source=src),
                 )
                 check(results, data(source, shape, dtype))
     return {}
@@ -275,8 +273,8 @@ def lengths_known_only_at_run_time(env: Env) -> dict:
             flat = tensors[replica]
             padded, size = padded_length(tf.size(flat))
             sent = tf.pad(flat, [[0, padded - tf.size(flat)]])
-            total = all_reduce(sent, group, replica, size=size)
-            joined = all_gather(sent, group, replica, size=size)
+            total = Member(group, replica).all_reduce(sent, size=size)
+            joined = Member(group, replica).all_gather(sent, size=size)
             return total[: tf.size(flat)], joined
 
         return each_replica(env, work)
@@ -301,19 +299,19 @@ def collectives_in_a_while_loop(env: Env) -> dict:
     def step():
         def turn(i, *values):
             def work(replica, _):
-                total = all_reduce(values[replica], group, replica)
-                rows = all_gather(total[tf.newaxis], group, replica)
+                total = Member(group, replica).all_reduce(values[replica])
+                rows = Member(group, replica).all_gather(total[tf.newaxis])
                 return tf.reduce_mean(rows, 0) / env.num_replicas + 1.0
 
             return i + 1, *each_replica(env, work)
 
         first = each_replica(
-            env, lambda r, k: all_reduce(tf.constant(data(k, (7,))), group, r)
+            env, lambda r, k: Member(group, r).all_reduce(tf.constant(data(k, (7,))))
         )
         # One loop of all replicas: TensorFlow tells collectives in loops of
         # different names apart, so that replicas would never meet.
         _, *last = tf.while_loop(lambda i, *_: i < turns, turn, [0, *first])
-        return each_replica(env, lambda r, _: all_reduce(last[r], group, r))
+        return each_replica(env, lambda r, _: Member(group, r).all_reduce(last[r]))
 
     expected = (sum(all_data(env, (7,))) + turns) * env.num_replicas
     check([np.asarray(r) for r in step()], expected.astype("float32"))
@@ -330,12 +328,12 @@ def collectives_in_a_conditional(env: Env) -> dict:
             value = tf.constant(data(rank, (7,)))
             chosen = tf.cond(
                 flag,
-                lambda: all_reduce(value, group, replica),
+                lambda: Member(group, replica).all_reduce(value),
                 lambda: tf.reduce_sum(
-                    all_gather(2 * value[tf.newaxis], group, replica), 0
+                    Member(group, replica).all_gather(2 * value[tf.newaxis]), 0
                 ),
             )
-            return all_reduce(chosen, group, replica)
+            return Member(group, replica).all_reduce(chosen)
 
         return each_replica(env, work)
 
@@ -359,7 +357,8 @@ def collectives_in_a_conditional_in_a_loop(env: Env) -> dict:
                 return tf.cond(
                     tf.equal(i % 2, 0),
                     lambda: (
-                        totals[replica] + all_reduce(values[replica], group, replica)
+                        totals[replica]
+                        + Member(group, replica).all_reduce(values[replica])
                     ),
                     lambda: totals[replica],
                 )
@@ -380,7 +379,7 @@ def collectives_in_inner_functions(env: Env) -> dict:
 
     def work(replica, rank):
         inner = tf.function(
-            lambda value: all_reduce(value, group, replica), autograph=False
+            lambda value: Member(group, replica).all_reduce(value), autograph=False
         )
         once = inner(tf.constant(data(rank, (5,))))
         return inner(once) + inner(once)
@@ -396,8 +395,8 @@ def function_traced_again_with_another_shape(env: Env) -> dict:
         lambda tensors: each_replica(
             env,
             lambda r, _: (
-                all_reduce(tensors[r], group, r),
-                all_gather(tensors[r], group, r),
+                Member(group, r).all_reduce(tensors[r]),
+                Member(group, r).all_gather(tensors[r]),
             ),
         ),
         autograph=False,
@@ -419,7 +418,7 @@ def one_worker_traces_more_often(env: Env) -> dict:
     group = new_group(env)
 
     def reduce(replica, rank):
-        return all_reduce(tf.constant(data(rank, (6,))), group, replica)
+        return Member(group, replica).all_reduce(tf.constant(data(rank, (6,))))
 
     step = tf.function(lambda: each_replica(env, reduce), autograph=False)
     for _ in range(2):
@@ -442,7 +441,7 @@ def two_groups_and_two_launch_orders_at_once(env: Env) -> dict:
         # The same shapes all over: only the groups' keys tell them apart.
         return tf.stack(
             [
-                all_reduce(value, group, replica, channel=channel)
+                Member(group, replica, channel=channel).all_reduce(value)
                 for channel, (value, group) in enumerate(
                     zip(values, groups, strict=True)
                 )
@@ -488,17 +487,17 @@ def eager_collectives(env: Env) -> dict:
     for length in (1, 7, 1, 300):
         held = all_data(env, (length,))
         results = run_eagerly(
-            env, lambda r, k, h=held: all_reduce(tf.constant(h[k]), group, r)
+            env, lambda r, k, h=held: Member(group, r).all_reduce(tf.constant(h[k]))
         )
         check(results, sum(held))
         results = run_eagerly(
-            env, lambda r, k, h=held: all_gather(tf.constant(h[k]), group, r)
+            env, lambda r, k, h=held: Member(group, r).all_gather(tf.constant(h[k]))
         )
         check(results, np.concatenate(held))
         results = run_eagerly(
             env,
-            lambda r, k, h=held: broadcast(
-                tf.constant(h[k]), group, r, source=size - 1
+            lambda r, k, h=held: Member(group, r).broadcast(
+                tf.constant(h[k]), source=size - 1
             ),
         )
         check(results, held[-1])
@@ -524,7 +523,7 @@ def check_launch_order(env: Env, transport: Transport) -> list[int]:
     def work(replica, rank):
         values = [tf.constant(data(rank, (4 + i,))) for i in range(num_collectives)]
         return [
-            all_reduce(value, group, replica, channel=channel % num_channels)
+            Member(group, replica, channel=channel % num_channels).all_reduce(value)
             for channel, value in enumerate(values)
         ]
 
@@ -602,7 +601,9 @@ def threads_end_with_their_group(env: Env) -> dict:
 def _threads_of_a_group(env: Env) -> list[threading.Thread]:
     """Those of a group that nothing refers to any more."""
     group = new_group(env)
-    results = run(env, lambda r, k: all_reduce(tf.constant([float(k)]), group, r))
+    results = run(
+        env, lambda r, k: Member(group, r).all_reduce(tf.constant([float(k)]))
+    )
     assert results == [[sum(range(env.num_replicas))]] * len(results)
     name = f"tfdp {group.key}/"
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
@@ -617,11 +618,11 @@ def group_of_one_replica_communicates_nothing(env: Env) -> dict:
     @tf.function(autograph=False)
     def step():
         return [
-            all_reduce(value, group, 0),
-            all_gather(value, group, 0),
-            all_to_all(value, group, 0),
-            reduce_scatter(value, group, 0),
-            broadcast(value, group, 0),
+            Member(group, 0).all_reduce(value),
+            Member(group, 0).all_gather(value),
+            Member(group, 0).all_to_all(value),
+            Member(group, 0).reduce_scatter(value),
+            Member(group, 0).broadcast(value),
         ]
 
     operations = step.get_concrete_function().graph.get_operations()

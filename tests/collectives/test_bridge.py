@@ -13,9 +13,9 @@ from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
 from tfdp.communication.collectives import (
     LaunchOrder,
+    Member,
     ProcessGroup,
     ProcessTransport,
-    all_reduce,
     process_collectives,
 )
 
@@ -56,7 +56,9 @@ def reduce_with_one_thread() -> None:
     @tf.function(autograph=False)
     def step() -> list:
         buckets = [tf.fill([100], float(n)) for n in range(NUM_BUCKETS)]
-        return [all_reduce(b, group, 0, channel=n) for n, b in enumerate(buckets)]
+        return [
+            Member(group, 0, channel=n).all_reduce(b) for n, b in enumerate(buckets)
+        ]
 
     for number, bucket in enumerate(step()):
         np.testing.assert_array_equal(bucket, np.full(100, number))

@@ -9,7 +9,7 @@ Reading order:
     process_collectives: the replicas of a process, and those of the others
     bridge: tensors out of a graph to a thread, and back
     background: functions of the replicas' tensors that run beside the steps
-    primitives: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast
+    primitives: a member of a group, and its collectives
     algorithms: all-reduce by ring, tree, halving-doubling, hierarchical, in phases
     adasum: gradients combined pair by pair in the place of a sum
     gather: all-gather of rows of unequal length
@@ -36,12 +36,7 @@ from tfdp.communication.collectives.groups import (
 )
 from tfdp.communication.collectives.primitives import (
     Member,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
     padded_length,
-    reduce_scatter,
 )
 from tfdp.communication.collectives.process_transport import (
     ProcessTransport,
@@ -60,10 +55,6 @@ __all__ = [
     "Transport",
     "adasum",
     "adasum_across_nodes",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
     "device_positions",
     "end_failed_call",
     "halving_doubling",
@@ -71,7 +62,6 @@ __all__ = [
     "is_collective",
     "node_levels",
     "padded_length",
-    "reduce_scatter",
     "ring",
     "tree",
 ]

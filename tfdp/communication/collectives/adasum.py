@@ -29,7 +29,7 @@ from tfdp.communication.collectives.algorithms import (
     powers_below,
 )
 from tfdp.communication.collectives.groups import Partition, ProcessGroup
-from tfdp.communication.collectives.primitives import Member, all_reduce, all_to_all
+from tfdp.communication.collectives.primitives import Member
 
 
 def adasum(
@@ -204,7 +204,7 @@ def _exchange_halves(
     halves = tf.reshape(flat, [2, flat.shape[0] // 2])
     if pair.reduce_dtype is not None:
         halves = tf.cast(halves, pair.reduce_dtype)
-    found = all_to_all(halves, pair.group, pair.replica, channel=pair.channel)
+    found = pair.all_to_all(halves)
     first, second = tf.unstack(tf.cast(found, flat.dtype))
     half = pair.position
     if place.is_swapped[distance]:
@@ -241,13 +241,7 @@ def _pair(
     rows = [tf.zeros([3], tf.float64)] * len(sizes)
     for index, a, b in zip(present, first, second, strict=True):
         rows[index] = _dot_products(a, b)
-    totals = all_reduce(
-        tf.stack(rows),  # [num_gradients, 3]
-        block.group,
-        block.replica,
-        channel=block.channel,
-        is_alone=False,
-    )
+    totals = block.all_reduce(tf.stack(rows), is_alone=False)  # [num_gradients, 3]
     of_first, of_second = (tf.cast(x, wide) for x in _coefficients(totals))
     parts = [
         of_first[index] * a + of_second[index] * b

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdp.communication.collectives.groups import ProcessGroup
-from tfdp.communication.collectives.primitives import Member, all_reduce
+from tfdp.communication.collectives.primitives import Member
 
 # The two phases of an algorithm: a flat tensor into the calling replica's shard of
 # the sum, or `None` where it gets none, and the shards into the sum.
@@ -181,7 +181,9 @@ def ring(
         A tensor like `tensor`, identical on every replica.
     """
     if reduce_dtype is None:
-        return all_reduce(tensor, group, replica, channel=channel, is_alone=is_alone)
+        return Member(group, replica, channel=channel).all_reduce(
+            tensor, is_alone=is_alone
+        )
     if _rounds_sums_once(group):
         sent = tf.cast(tensor, reduce_dtype)
         total = ring(sent, group, replica, channel=channel, is_alone=is_alone)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import ProcessGroup, all_gather, padded_length
+from tfdp.communication.collectives import Member, ProcessGroup, padded_length
 from tfdp.communication.coordination.progress import progress
 
 # Dtypes that collectives lack, and those that carry their values.
@@ -56,6 +56,7 @@ def gather_first_axis(
         Tuple of the concatenation, ordered by rank, and of the number of elements
         that each rank has in it, `[group.size]`, int32.
     """
+    member = Member(group, replica)
     progress.reduction_traced(f"gather {rows.dtype.name} {rows.shape[1:]}")
     with tf.device(group.devices[replica]):
         row_shape = tf.shape(rows)[1:]
@@ -65,11 +66,11 @@ def gather_first_axis(
         # TensorFlow orders the members of a group by device name, in which
         # task 10 comes before task 2, so that ranks have to travel too.
         own = tf.stack([rank, tf.size(flat)])[tf.newaxis]  # [1, 2], int32
-        table = all_gather(own, group, replica)  # [group.size, 2]
+        table = member.all_gather(own)  # [group.size, 2]
         counts = table[:, 1]
         length, size = padded_length(tf.reduce_max(counts))
         sent = tf.pad(flat, [[0, length - tf.size(flat)]])
-        gathered = all_gather(sent, group, replica, size=size)
+        gathered = member.all_gather(sent, size=size)
         padded = tf.reshape(gathered, [group.size, length])
         by_rank = tf.argsort(table[:, 0])
         valid = tf.sequence_mask(tf.gather(counts, by_rank), length)

@@ -1,4 +1,4 @@
-"""Collectives: flat tensor and group in, flat tensor out.
+"""Collectives of a replica in a group.
 
 Each is called once per local replica, on that replica's device, inside or
 outside `tf.function`, in conditionals, and in loops around all replicas. In eager
@@ -19,157 +19,6 @@ from tfdp.communication.collectives.groups import Call, ProcessGroup
 from tfdp.communication.collectives.instance_keys import SIZES
 
 
-def all_reduce(
-    tensor: tf.Tensor,
-    group: ProcessGroup,
-    replica: int,
-    *,
-    channel: int = 0,
-    size: tf.Tensor | None = None,
-    is_alone: bool = True,
-) -> tf.Tensor:
-    """All-reduce: sum a tensor over the group.
-
-    Args:
-        tensor: Tensor, the same shape and dtype on every replica.
-        group: A `ProcessGroup`.
-        replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order. Defaults to `0`.
-        size: Scalar int32 tensor from `padded_length`, where the length of
-            `tensor` is known only at run time. Defaults to `None`.
-        is_alone: Bool, whether hardly anything else is under way at the same
-            time. Defaults to `True`.
-
-    Returns:
-        A tensor like `tensor`, identical on every replica.
-    """
-    if group.size == 1 or _is_empty(tensor):
-        return tf.identity(tensor)
-    call = Call(group, replica, channel, size, is_alone)
-    return _run("all_reduce", tensor, call)
-
-
-def all_gather(
-    tensor: tf.Tensor,
-    group: ProcessGroup,
-    replica: int,
-    *,
-    channel: int = 0,
-    size: tf.Tensor | None = None,
-    reduce_dtype: tf.DType | None = None,
-) -> tf.Tensor:
-    """All-gather: concatenate the replicas' tensors along the first axis.
-
-    Args:
-        tensor: Tensor of rank one or more, the same shape on every replica.
-        group: A `ProcessGroup`.
-        replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order. Defaults to `0`.
-        size: Scalar int32 tensor from `padded_length`, where the length of
-            `tensor` is known only at run time. Defaults to `None`.
-        reduce_dtype: `tf.DType` that the elements are rounded to, or `None`, their
-            own. Defaults to `None`.
-
-    Returns:
-        A tensor whose first axis is `group.size` times as long, in the order
-        of positions, identical on every replica.
-    """
-    if group.size == 1:
-        return tf.identity(tensor)
-    if _is_empty(tensor):
-        return tf.concat([tensor] * group.size, axis=0)
-    sent, back = _to_sent_dtype(tensor, reduce_dtype)
-    call = Call(group, replica, channel, size)
-    with tf.device(group.devices[replica]):
-        gathered = back(_run("all_gather", sent, call))
-        return tf.ensure_shape(gathered, _joined_shape(tensor, group.size))
-
-
-def all_to_all(
-    tensor: tf.Tensor, group: ProcessGroup, replica: int, *, channel: int = 0
-) -> tf.Tensor:
-    """All-to-all: send the i-th slice of the first axis to replica i.
-
-    Args:
-        tensor: Tensor of shape `[group.size, ...]`.
-        group: A `ProcessGroup`.
-        replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order. Defaults to `0`.
-
-    Returns:
-        A tensor of the same shape; slice i is what replica i sent here.
-    """
-    if group.size == 1 or _is_empty(tensor):
-        return tf.identity(tensor)
-    return _run("all_to_all", tensor, Call(group, replica, channel))
-
-
-def reduce_scatter(
-    tensor: tf.Tensor,
-    group: ProcessGroup,
-    replica: int,
-    *,
-    channel: int = 0,
-    reduce_dtype: tf.DType | None = None,
-) -> tf.Tensor:
-    """Reduce-scatter: sum over the group and keep the calling replica's slice.
-
-    Args:
-        tensor: Tensor of shape `[group.size * n, ...]`.
-        group: A `ProcessGroup`.
-        replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order. Defaults to `0`.
-        reduce_dtype: `tf.DType` that the elements travel in; they are added up in their
-            own. Defaults to `None`, their own.
-
-    Returns:
-        A tensor of shape `[n, ...]`, the slice of the replica's position.
-    """
-    if group.size == 1:
-        return tf.identity(tensor)
-    if _is_empty(tensor):
-        return tf.split(tensor, group.size)[0]
-    if group.transport.has_reduce_scatter and reduce_dtype is None:
-        return _run("reduce_scatter", tensor, Call(group, replica, channel))
-    # An all-to-all and a local sum move the same bytes, and add up what was rounded
-    # for the wire in its own dtype.
-    sent = tf.reshape(tensor, _split_shape(tensor, group.size))  # [group.size, n, ...]
-    if reduce_dtype is not None:
-        sent = tf.cast(sent, reduce_dtype)
-    received = all_to_all(sent, group, replica, channel=channel)
-    return _sum_of_rows(received, tensor.dtype)  # [n, ...]
-
-
-def broadcast(
-    tensor: tf.Tensor,
-    group: ProcessGroup,
-    replica: int,
-    *,
-    source: int = 0,
-    channel: int = 0,
-    reduce_dtype: tf.DType | None = None,
-) -> tf.Tensor:
-    """Broadcast: copy the source's tensor to every replica.
-
-    Args:
-        tensor: Tensor; on the others only its shape and dtype count.
-        group: A `ProcessGroup`.
-        replica: Int, index of the calling replica among the local ones.
-        source: Int, the position of the source in the group. Defaults to `0`.
-        channel: Int, the chain of the launch order. Defaults to `0`.
-        reduce_dtype: `tf.DType` that the elements are rounded to, or `None`, their
-            own. Defaults to `None`.
-
-    Returns:
-        The source's tensor, identical on every replica.
-    """
-    if group.size == 1 or _is_empty(tensor):
-        return tf.identity(tensor)
-    sent, back = _to_sent_dtype(tensor, reduce_dtype)
-    with tf.device(group.devices[replica]):
-        return back(_run("broadcast", sent, Call(group, replica, channel), source))
-
-
 @dataclasses.dataclass(frozen=True)
 class Member:
     """A replica as a member of a group, which calls its collectives.
@@ -178,8 +27,8 @@ class Member:
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, the chain of the launch order. Defaults to `0`.
-        reduce_dtype: `tf.DType` in which elements travel, or `None`, their own.
-            Defaults to `None`.
+        reduce_dtype: `tf.DType` in which elements travel in `reduce_scatter`,
+            `all_gather` and `broadcast`, or `None`, their own. Defaults to `None`.
     """
 
     group: ProcessGroup
@@ -189,7 +38,7 @@ class Member:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Dict, the arguments of a collective beside its tensor."""
+        """Dict, the arguments of an algorithm beside its tensor."""
         return vars(self)
 
     @property
@@ -203,17 +52,122 @@ class Member:
         assert group is not None
         return dataclasses.replace(self, group=group)
 
+    def all_reduce(
+        self, tensor: tf.Tensor, *, size: tf.Tensor | None = None, is_alone: bool = True
+    ) -> tf.Tensor:
+        """All-reduce: sum a tensor over the group.
+
+        Args:
+            tensor: Tensor, the same shape and dtype on every replica.
+            size: Scalar int32 tensor from `padded_length`, where the length of
+                `tensor` is known only at run time. Defaults to `None`.
+            is_alone: Bool, whether hardly anything else is under way at the same
+                time. Defaults to `True`.
+
+        Returns:
+            A tensor like `tensor`, identical on every replica.
+        """
+        if self.group.size == 1 or _is_empty(tensor):
+            return tf.identity(tensor)
+        return self._run("all_reduce", tensor, size, is_alone=is_alone)
+
+    def all_gather(
+        self, tensor: tf.Tensor, *, size: tf.Tensor | None = None
+    ) -> tf.Tensor:
+        """All-gather: concatenate the replicas' tensors along the first axis.
+
+        Args:
+            tensor: Tensor of rank one or more, the same shape on every replica.
+            size: Scalar int32 tensor from `padded_length`, where the length of
+                `tensor` is known only at run time. Defaults to `None`.
+
+        Returns:
+            A tensor whose first axis is `group.size` times as long, in the order
+            of positions, identical on every replica.
+        """
+        group = self.group
+        if group.size == 1:
+            return tf.identity(tensor)
+        if _is_empty(tensor):
+            return tf.concat([tensor] * group.size, axis=0)
+        sent, back = _to_sent_dtype(tensor, self.reduce_dtype)
+        with tf.device(group.devices[self.replica]):
+            gathered = back(self._run("all_gather", sent, size))
+            return tf.ensure_shape(gathered, _joined_shape(tensor, group.size))
+
+    def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
+        """All-to-all: send the i-th slice of the first axis to replica i.
+
+        Args:
+            tensor: Tensor of shape `[group.size, ...]`.
+
+        Returns:
+            A tensor of the same shape; slice i is what replica i sent here.
+        """
+        if self.group.size == 1 or _is_empty(tensor):
+            return tf.identity(tensor)
+        return self._run("all_to_all", tensor)
+
     def reduce_scatter(self, tensor: tf.Tensor) -> tf.Tensor:
-        """See `reduce_scatter`."""
-        return reduce_scatter(tensor, **self.arguments)
+        """Reduce-scatter: sum over the group and keep the calling replica's slice.
 
-    def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """See `all_gather`."""
-        return all_gather(tensor, **self.arguments)
+        Elements are added up in their own dtype, whatever they travel in.
 
-    def broadcast(self, tensor: tf.Tensor, source: int) -> tf.Tensor:
-        """See `broadcast`."""
-        return broadcast(tensor, source=source, **self.arguments)
+        Args:
+            tensor: Tensor of shape `[group.size * n, ...]`.
+
+        Returns:
+            A tensor of shape `[n, ...]`, the slice of the replica's position.
+        """
+        group = self.group
+        if group.size == 1:
+            return tf.identity(tensor)
+        if _is_empty(tensor):
+            return tf.split(tensor, group.size)[0]
+        if group.transport.has_reduce_scatter and self.reduce_dtype is None:
+            return self._run("reduce_scatter", tensor)
+        # An all-to-all and a local sum move the same bytes, and add up what was
+        # rounded for the wire in its own dtype.
+        sent = tf.reshape(tensor, _split_shape(tensor, group.size))
+        if self.reduce_dtype is not None:
+            sent = tf.cast(sent, self.reduce_dtype)
+        received = self.all_to_all(sent)  # [group.size, n, ...]
+        return _sum_of_rows(received, tensor.dtype)  # [n, ...]
+
+    def broadcast(self, tensor: tf.Tensor, source: int = 0) -> tf.Tensor:
+        """Broadcast: copy the source's tensor to every replica.
+
+        Args:
+            tensor: Tensor; on the others only its shape and dtype count.
+            source: Int, the position of the source in the group. Defaults to `0`.
+
+        Returns:
+            The source's tensor, identical on every replica.
+        """
+        if self.group.size == 1 or _is_empty(tensor):
+            return tf.identity(tensor)
+        sent, back = _to_sent_dtype(tensor, self.reduce_dtype)
+        with tf.device(self.group.devices[self.replica]):
+            return back(self._run("broadcast", sent, source=source))
+
+    def _run(
+        self,
+        kind: str,
+        tensor: tf.Tensor,
+        size: tf.Tensor | None = None,
+        *,
+        is_alone: bool = True,
+        source: int = 0,
+    ) -> tf.Tensor:
+        """Run on the replica's device, with timestamps around it if recorded."""
+        group, replica, channel = self.group, self.replica, self.channel
+        call = Call(group, replica, channel, size, is_alone)
+        chain = hash((id(group.launch_order), replica, channel))
+        with (
+            timing.measured(kind, tensor, replica, group.size, chain) as done,
+            tf.device(group.devices[replica]),
+        ):
+            return done(group.transport.run(kind, tensor, call, source))
 
 
 def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
@@ -275,14 +229,3 @@ def _sum_of_rows(rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 def _is_empty(tensor: tf.Tensor) -> bool:
     """Return whether there is nothing to send, which TensorFlow takes for an error."""
     return tensor.shape.num_elements() == 0
-
-
-def _run(kind: str, tensor: tf.Tensor, call: Call, source: int = 0) -> tf.Tensor:
-    """Run on the replica's device, with timestamps around it if they are recorded."""
-    group, replica = call.group, call.replica
-    chain = hash((id(group.launch_order), replica, call.channel))
-    with (
-        timing.measured(kind, tensor, replica, group.size, chain) as done,
-        tf.device(group.devices[replica]),
-    ):
-        return done(group.transport.run(kind, tensor, call, source))

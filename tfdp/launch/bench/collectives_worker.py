@@ -7,12 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import (
-    ProcessGroup,
-    all_gather,
-    broadcast,
-    reduce_scatter,
-)
+from tfdp.communication.collectives import Member, ProcessGroup
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm
 from tfdp.launch.bench.channel import Arm, OnDemand, work
@@ -107,15 +102,7 @@ class _Case:
 def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
     if algorithm != NO_ALGORITHM:
         return AlgorithmChoice(Algorithm(algorithm)).all_reduce
-    if collective == "broadcast":
-        return _broadcast_from_first
-    return {"all_gather": all_gather, "reduce_scatter": reduce_scatter}[collective]
-
-
-def _broadcast_from_first(
-    tensor: tf.Tensor, group: ProcessGroup, replica: int
-) -> tf.Tensor:
-    return broadcast(tensor, group, replica)
+    return lambda x, group, replica: getattr(Member(group, replica), collective)(x)
 
 
 def make_arms(

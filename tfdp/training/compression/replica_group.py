@@ -6,13 +6,19 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import (
-    ProcessGroup,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    reduce_scatter,
-)
+from tfdp.communication.collectives import Member, ProcessGroup
+
+
+def all_reduce(
+    tensor: tf.Tensor,
+    group: ProcessGroup,
+    replica: int,
+    *,
+    channel: int,
+    is_alone: bool,
+) -> tf.Tensor:
+    """All-reduce as the group's transport does, see `Member.all_reduce`."""
+    return Member(group, replica, channel).all_reduce(tensor, is_alone=is_alone)
 
 
 class ReplicaGroup:
@@ -41,36 +47,36 @@ class ReplicaGroup:
         channel: int,
         sum_all: Callable[..., tf.Tensor] = all_reduce,
     ) -> None:
-        self._group, self._replica, self._channel = group, replica, channel
+        self._member = Member(group, replica, channel)
         self._sum_all = sum_all
 
     @property
     def size(self) -> int:
         """Int, the number of replicas."""
-        return self._group.size
+        return self._member.group.size
 
     @property
     def position(self) -> int:
         """Int, the calling replica's position, from 0 to `size - 1`."""
-        return self._group.position(self._replica)
+        return self._member.position
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """Sum a tensor over the replicas, alike on all of them."""
-        return self._sum_all(
-            tensor, self._group, self._replica, channel=self._channel, is_alone=False
-        )
+        group, replica = self._member.group, self._member.replica
+        channel = self._member.channel
+        return self._sum_all(tensor, group, replica, channel=channel, is_alone=False)
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
         """Concatenate the replicas' tensors along the first axis, by position."""
-        return all_gather(tensor, self._group, self._replica, channel=self._channel)
+        return self._member.all_gather(tensor)
 
     def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
         """Send row i of a tensor of shape `[size, ...]` to position i."""
-        return all_to_all(tensor, self._group, self._replica, channel=self._channel)
+        return self._member.all_to_all(tensor)
 
     def reduce_scatter(self, tensor: tf.Tensor) -> tf.Tensor:
         """Sum a tensor of shape `[size * n, ...]` and keep the own `n` rows."""
-        return reduce_scatter(tensor, self._group, self._replica, channel=self._channel)
+        return self._member.reduce_scatter(tensor)
 
 
 class NodeGroup(ReplicaGroup):
@@ -87,17 +93,16 @@ class NodeGroup(ReplicaGroup):
         self, across: ProcessGroup, node: ProcessGroup, replica: int, channel: int
     ) -> None:
         super().__init__(across, replica, channel)
-        self._node = node
+        self._node = Member(node, replica, channel)
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
         """Sum a tensor over the nodes; each replica of a node sends a slice."""
-        replica, channel = self._replica, self._channel
         flat = tf.reshape(tensor, [-1])
-        length, size = flat.shape.num_elements(), self._node.size
+        length, size = flat.shape.num_elements(), self._node.group.size
         slice_size = -(-length // size)
         padded = tf.pad(flat, [[0, size * slice_size - length]])
-        begin = self._node.position(replica) * slice_size
+        begin = self._node.position * slice_size
         own = padded[begin : begin + slice_size]
-        total = all_reduce(own, self._group, replica, channel=channel, is_alone=False)
-        whole = all_gather(total, self._node, replica, channel=channel)
+        total = self._member.all_reduce(own, is_alone=False)
+        whole = self._node.all_gather(total)
         return tf.reshape(whole[:length], tensor.shape)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import ProcessGroup, all_reduce
+from tfdp.communication.collectives import Member, ProcessGroup
 from tfdp.ground.base.batch_weight import BatchWeight
 from tfdp.training.data.rows import first_tensor, num_rows
 
@@ -42,7 +42,7 @@ def weigh_batches(
     counts = [num_rows(first) for first in firsts]
     if total is None:
         with tf.device(host_group.devices[0]):
-            total = all_reduce(tf.add_n(counts)[tf.newaxis], host_group, 0)[0]
+            total = Member(host_group, 0).all_reduce(tf.add_n(counts)[tf.newaxis])[0]
     exact = tf.cast(total, tf.float64)
     weights = [tf.math.divide_no_nan(tf.cast(n, tf.float64), exact) for n in counts]
     return [BatchWeight(weight, total) for weight in weights]

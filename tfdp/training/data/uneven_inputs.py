@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.collectives import all_reduce, timing
+from tfdp.communication.collectives import Member, timing
 from tfdp.communication.coordination.data_wait import ReadCounts, data_wait
 from tfdp.ground import _compat
 from tfdp.ground.base.finalizers import FinalizerThread
@@ -40,7 +40,7 @@ def has_next_step(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tens
     group = strategy.extended.host_group
     with tf.device(group.devices[0]):
         own = tf.cast(has_data, tf.int32)[tf.newaxis]  # [1]
-        num_workers = all_reduce(own, group, 0)[0]  # [], int32
+        num_workers = Member(group, 0).all_reduce(own)[0]  # [], int32
         return num_workers == group.size if stops else num_workers > 0
 
 

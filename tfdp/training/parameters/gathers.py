@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import all_gather
+from tfdp.communication.collectives import Member
 from tfdp.ground import _compat
 from tfdp.ground.base import program_trace
 from tfdp.ground.base.context import replica_context
@@ -165,7 +165,7 @@ class Gathers:
         """The part of every replica, in the order in which workers gather."""
         own = tf.constant([self.groups.owner(replica) for replica in range(num_local)])
         if self._host_group.size > 1:
-            own = all_gather(own, self._host_group, 0)
+            own = Member(self._host_group, 0).all_gather(own)
         return own.numpy().tolist()
 
 

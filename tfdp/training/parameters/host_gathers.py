@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import ProcessGroup, all_gather, broadcast
+from tfdp.communication.collectives import Member, ProcessGroup
 from tfdp.ground.plans.units import unit_bucket
 from tfdp.training.parameters.sharded_parameter import (
     ShardedParameter,
@@ -76,7 +76,7 @@ def _messages(
             own = [_columns(part, begin, end) for part in parameter.values]
             rows = tf.stack(own)  # [local replicas, columns]
             if host_group.size > 1:
-                rows = all_gather(rows, host_group, 0)  # [replicas, columns]
+                rows = Member(host_group, 0).all_gather(rows)  # [replicas, columns]
             yield tf.gather(rows, [owners.index(owner) for owner in range(len(sizes))])
 
 
@@ -89,7 +89,7 @@ def _columns_of_one(
         own = _columns(parameter.values[replica], begin, end)
     else:
         own = tf.zeros([end - begin], parameter.dtype)
-    return broadcast(own, hosts, 0, source=source)[tf.newaxis]
+    return Member(hosts, 0).broadcast(own, source=source)[tf.newaxis]
 
 
 def _columns(part: tf.Variable, begin: int, end: int) -> tf.Tensor:
@@ -119,7 +119,7 @@ def reading_alone(
         return
 
     def announce(number: int) -> None:
-        broadcast(tf.constant([number]), host_group, 0)
+        Member(host_group, 0).broadcast(tf.constant([number]))
 
     for number, parameter in enumerate(parameters):
         announcement = functools.partial(announce, number)
@@ -146,7 +146,7 @@ def serve_reads(
     if host_group.size == 1 or not parameters:
         return
     while True:
-        number = int(broadcast(tf.constant([_END]), host_group, 0)[0])
+        number = int(Member(host_group, 0).broadcast(tf.constant([_END]))[0])
         if number == _END:
             return
         parameters[number].reader.serve(parameters[number])

@@ -7,13 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import (
-    Member,
-    ProcessGroup,
-    all_reduce,
-    node_levels,
-    ring,
-)
+from tfdp.communication.collectives import Member, ProcessGroup, node_levels, ring
 from tfdp.ground import user_code
 from tfdp.ground.plans.shards import ShardBucket
 from tfdp.training.compression.compressed_reduce import (
@@ -195,7 +189,7 @@ class ShardGroups:
         if not self.is_first_copy(replica):
             # Nodes that add up by themselves may round differently, and drift apart.
             tensor = tf.zeros_like(tensor)
-        return all_reduce(tensor, self.group, replica)
+        return Member(self.group, replica).all_reduce(tensor)
 
 
 def shard_groups_of(

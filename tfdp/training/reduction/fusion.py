@@ -8,12 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import (
-    ProcessGroup,
-    all_reduce,
-    padded_length,
-    timing,
-)
+from tfdp.communication.collectives import Member, ProcessGroup, padded_length, timing
 from tfdp.ground import _compat
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import (
@@ -157,13 +152,13 @@ def all_reduce_any_shape(
         A tensor like `tensor`.
     """
     if tensor.shape.is_fully_defined():
-        return all_reduce(tensor, group, replica)
+        return Member(group, replica).all_reduce(tensor)
     with tf.device(group.devices[replica]):
         flat = tf.reshape(tensor, [-1])
         length = tf.size(flat, out_type=tf.int32)
         padded, size = padded_length(length)
         padding = [[0, padded - length]]
-        total = all_reduce(tf.pad(flat, padding), group, replica, size=size)
+        total = Member(group, replica).all_reduce(tf.pad(flat, padding), size=size)
         result = tf.reshape(total[:length], tf.shape(tensor))
         return tf.ensure_shape(result, tensor.shape)
 

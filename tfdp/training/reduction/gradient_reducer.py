@@ -6,12 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import (
-    ProcessGroup,
-    all_reduce,
-    node_levels,
-    timing,
-)
+from tfdp.communication.collectives import Member, ProcessGroup, timing
 from tfdp.ground import _compat
 from tfdp.ground.base import batch_weight
 from tfdp.ground.base.context import replica_context
@@ -155,10 +150,11 @@ class ReplicaReducer(GradientReducer):
             return None
         num_means = self._reducer.num_means
         if num_means < self.num_replicas:
-            node, _ = node_levels(self.group, self._replica)
+            whole = Member(self.group, self._replica)
+            member = whole.inside(self.group.split(self.group.nodes))
             device = self.group.devices[self._replica]
             with timing.labelled("weights"), tf.device(device):
-                share = all_reduce(share[tf.newaxis], node, self._replica)[0]
+                share = member.all_reduce(share[tf.newaxis])[0]
         return tf.math.divide_no_nan(tf.ones([], tf.float64), share * num_means)
 
     def prepare(self, gradients: list) -> list:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.collectives import ProcessGroup, all_gather, padded_length
+from tfdp.communication.collectives import Member, ProcessGroup, padded_length
 from tfdp.ground import _compat
 from tfdp.training.reduction.fusion import all_reduce_any_shape
 
@@ -51,7 +51,7 @@ def reduce_indexed_slices(
         if may_sum:
             indices, values = _sum_duplicates(indices, values)
         num_rows = tf.size(indices, out_type=tf.int32)[tf.newaxis]  # [1]
-        counts = all_gather(num_rows, group, replica)  # [group.size]
+        counts = Member(group, replica).all_gather(num_rows)  # [group.size]
 
         def gathered() -> tuple[tf.Tensor, tf.Tensor]:
             return _gather_rows(indices, values, counts, group, replica)
@@ -159,8 +159,9 @@ def _gather_rows(
     length, size = padded_length(tf.reduce_max(counts))
     missing = length - tf.size(indices, out_type=tf.int32)
     padding = [[0, missing]] + [[0, 0]] * (values.shape.rank - 1)
-    all_values = all_gather(tf.pad(values, padding), group, replica, size=size)
-    all_indices = all_gather(tf.pad(indices, [[0, missing]]), group, replica, size=size)
+    member = Member(group, replica)
+    all_values = member.all_gather(tf.pad(values, padding), size=size)
+    all_indices = member.all_gather(tf.pad(indices, [[0, missing]]), size=size)
     valid = tf.reshape(tf.sequence_mask(counts, length), [-1])  # [size * length]
     return tf.boolean_mask(all_indices, valid), tf.boolean_mask(all_values, valid)
 

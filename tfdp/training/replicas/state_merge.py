@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import ProcessGroup, all_gather, all_reduce
+from tfdp.communication.collectives import Member, ProcessGroup
 
 # Sums travel as float64: exact for the counts of integer metrics.
 _DTYPE = tf.float64
@@ -83,11 +83,11 @@ def _merge(
         for tensors in by_replica
     ]  # [state_size] for each local replica
     if kind == "sum":
-        total = all_reduce(tf.add_n(rows), host_group, 0)
+        total = Member(host_group, 0).all_reduce(tf.add_n(rows))
     else:
         reduce = tf.reduce_max if kind == "max" else tf.reduce_min
         local = reduce(tf.stack(rows), axis=0)
-        total = reduce(all_gather(local[tf.newaxis], host_group, 0), axis=0)
+        total = reduce(Member(host_group, 0).all_gather(local[tf.newaxis]), axis=0)
     parts = tf.split(total, [_size(tensors[0]) for tensors in states])
     shaped = [
         tf.reshape(part, tf.shape(tensors[0]))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.collectives import broadcast
+from tfdp.communication.collectives import Member
 from tfdp.communication.coordination.checks import (
     check_same_variables,
     created_alone,
@@ -381,10 +381,8 @@ def first_workers_bytes(extended: Any, own: bytes) -> bytes:
     words = np.frombuffer(own + b"\0" * (-len(own) % 4), np.int32)
     num_words = MESSAGE_BYTES // words.itemsize
     received = [
-        broadcast(
-            tf.constant(words[first : first + num_words]),
-            extended.host_group,
-            0,
+        Member(extended.host_group, 0).broadcast(
+            tf.constant(words[first : first + num_words])
         )
         for first in range(0, len(words), num_words)
     ]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.collectives import ProcessGroup, all_reduce
+from tfdp.communication.collectives import Member, ProcessGroup
 from tfdp.ground import _compat
 from tfdp.training.sharding.state_tensors import StateTensor
 
@@ -102,7 +102,7 @@ def _redistribute_sum(
     def mean(values: list[tf.Tensor]) -> tf.Tensor:
         total = tf.reshape(tf.add_n(values), [-1])
         if host_group.size > 1:
-            total = all_reduce(total, host_group, 0)
+            total = Member(host_group, 0).all_reduce(total)
         return tf.reshape(total, values[0].shape) / num_replicas
 
     if not parts[0].shape.rank:  # a number has no rows
@@ -142,5 +142,5 @@ def _sum_bits(part: np.ndarray, group: ProcessGroup) -> np.ndarray:
     """Sum elements, bit by bit in any dtype, that are zero on all workers but one."""
     raw = part.tobytes()
     words = np.frombuffer(raw + b"\0" * (-len(raw) % 4), np.int32)
-    total = all_reduce(tf.constant(words), group, 0).numpy()
+    total = Member(group, 0).all_reduce(tf.constant(words)).numpy()
     return np.frombuffer(total.tobytes()[: len(raw)], part.dtype)
