@@ -14,14 +14,6 @@ _CHANGES_ENVIRONMENT = frozenset(["putenv", "unsetenv", "load_dotenv"])
 _READS_ENVIRONMENT = frozenset(["get", "copy", "items", "keys", "values"])
 
 
-class _Unclear(Exception):
-    """The environment in which the script imports TensorFlow cannot be told."""
-
-
-class _Found(Exception):
-    """The script imports TensorFlow here."""
-
-
 class Imports(NamedTuple):
     """What can be imported before a script runs.
 
@@ -48,73 +40,68 @@ def imports_of(script: str) -> Imports | None:
         `Imports`, or `None` where the script imports no TensorFlow, or changes the
         environment in another way before.
     """
-    scan = _Scan(os.path.dirname(os.path.abspath(script)))
+    variables: dict[str, str] = {}
+    imported: set[str] = set()
+    folder = os.path.dirname(os.path.abspath(script))
     try:
-        scan.read(script)
-    except _Found:
-        pass
-    except (_Unclear, OSError, SyntaxError, ValueError, RecursionError):
+        for statement in _statements(script, folder, imported, set()):
+            if statement is None:
+                break
+            if (constant := _constant_set(statement)) is not None:
+                name, value, is_default = constant
+                if not (is_default and name in os.environ):
+                    variables[name] = value
+            elif any(map(_changes_environment, ast.walk(statement))):
+                return None
+    except (OSError, SyntaxError, ValueError, RecursionError):
         return None
-    is_other = scan.variables.get("KERAS_BACKEND", "tensorflow") != "tensorflow"
-    if is_other or not scan.imported & _PACKAGES:
+    is_other = variables.get("KERAS_BACKEND", "tensorflow") != "tensorflow"
+    if is_other or not imported & _PACKAGES:
         return None
-    packages = ["tensorflow", "keras", *scan.imported & {"tfdp"}]
-    return Imports(packages, scan.variables)
+    return Imports(["tensorflow", "keras", *imported & {"tfdp"}], variables)
 
 
-class _Scan:
-    """Reading of a script and of the modules in its folder, as Python would run them.
+def _statements(
+    path: str, folder: str, imported: set[str], seen: set[str]
+) -> Iterator[ast.stmt | None]:
+    """Follow a file, and the modules of the script's folder, as Python would run them.
 
     Args:
+        path: String, of the file.
         folder: String, the script's.
+        imported: Set of the packages that are imported, at once or in a function, to
+            which those of the file are added.
+        seen: Set of the files that were followed.
 
-    Attributes:
-        variables: Dict of what they set in the environment.
-        imported: Set of the packages that they import, at once or in a function.
+    Yields:
+        Each statement, and `None` where TensorFlow is imported.
     """
-
-    def __init__(self, folder: str) -> None:
-        self.variables: dict[str, str] = {}
-        self.imported: set[str] = set()
-        self._folder = folder
-        self._seen: set[str] = set()
-
-    def read(self, path: str) -> None:
-        """Follow a file from its top; raise `_Found` or `_Unclear`."""
-        if path in self._seen:
-            return
-        self._seen.add(path)
-        with open(path, "rb") as file:
-            tree = ast.parse(file.read())
-        self.imported.update(map(_package, _imported(tree)))
-        for statement in tree.body:
-            self._follow(statement)
-
-    def _follow(self, statement: ast.stmt) -> None:
-        if (variable := _constant_set(statement)) is not None:
-            name, value, is_default = variable
-            if not (is_default and name in os.environ):
-                self.variables[name] = value
-            return
-        if any(_changes_environment(node) for node in ast.walk(statement)):
-            raise _Unclear
+    if path in seen:
+        return
+    seen.add(path)
+    with open(path, "rb") as file:
+        tree = ast.parse(file.read())
+    imported.update(map(_package, _imported(tree)))
+    for statement in tree.body:
+        yield statement
         is_definition = isinstance(
             statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         )
         for name in _imported(statement):
             if _package(name) not in _PACKAGES:
-                self._read_module(name)
+                for module in _files_of(name, folder):
+                    yield from _statements(module, folder, imported, seen)
             elif not is_definition:
-                raise _Found
+                yield None
 
-    def _read_module(self, name: str) -> None:
-        """Follow a module of the script's folder, and the packages that it is in."""
-        place = self._folder
-        for part in name.split("."):
-            place = os.path.join(place, part)
-            for path in (f"{place}.py", os.path.join(place, "__init__.py")):
-                if os.path.isfile(path):
-                    self.read(path)
+
+def _files_of(name: str, folder: str) -> Iterator[str]:
+    """Yield the files of a module of a folder, and of the packages that it is in."""
+    place = folder
+    for part in name.split("."):
+        place = os.path.join(place, part)
+        paths = (f"{place}.py", os.path.join(place, "__init__.py"))
+        yield from filter(os.path.isfile, paths)
 
 
 def _constant_set(statement: ast.stmt) -> tuple[str, str, bool] | None:

@@ -148,14 +148,10 @@ class _Preloaded:
 
     def __init__(self, packages: list[str], environment: dict[str, str]) -> None:
         # With their modules: `from keras.layers import Dense` imports `keras`, too.
-        self._modules = {
-            package: {
-                name: module
-                for name, module in sys.modules.items()
-                if name.partition(".")[0] == package
-            }
-            for package in packages
-        }
+        self._modules: dict[str, dict[str, Any]] = {name: {} for name in packages}
+        for name, module in sys.modules.items():
+            if (package := name.partition(".")[0]) in self._modules:
+                self._modules[package][name] = module
         self._specs = {name: sys.modules[name].__spec__ for name in packages}
         self._environment = environment
         self._set = dict(os.environ.items() - environment.items())
