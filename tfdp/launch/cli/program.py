@@ -22,35 +22,49 @@ def check_program(script: str, is_module: bool) -> None:
     Raises:
         click.UsageError: If Python cannot run it.
     """
-    if is_module:
-        if os.path.isfile(script) or not _module_exists(script):
-            raise click.UsageError(
-                "There is no module of that name; give it as in `python -m`, or leave "
-                f"-m out for a path. Received: {script}"
-            )
-        return
+    find_fault = _fault_of_module if is_module else _fault_of_script
+    if fault := find_fault(script):
+        raise click.UsageError(f"{fault}. Received: {script}")
+
+
+def _fault_of_module(name: str) -> str | None:
+    """Look for the module's outermost package; imports nothing."""
+    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
+    try:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        spec = None
+    finally:
+        sys.path.pop(0)
+    if spec is not None and not os.path.isfile(name):
+        return None
+    return (
+        "There is no module of that name; give it as in `python -m`, or leave -m out "
+        "for a path"
+    )
+
+
+def _fault_of_script(script: str) -> str | None:
     # Those of `os.path` are false, too, of what no file can be called.
     main = os.path.join(script, "__main__.py")
     if os.path.isdir(script) and not os.path.isfile(main):
-        raise click.UsageError(
+        return (
             "The script is a folder; give the path of a Python file, or -m and the "
-            f"name of a module. Received: {script}"
+            "name of a module"
         )
     if not os.path.exists(script):
-        raise click.UsageError(
+        return (
             "The script to run is not there; give the path of a Python file, or -m "
-            f"and the name of a module. Received: {script}"
+            "and the name of a module"
         )
     if script.endswith(".ipynb"):
-        raise click.UsageError(
+        return (
             "A notebook is no script: convert it by `jupyter nbconvert --to script "
             f"{shlex.quote(script)}`, or train in the notebook itself, on the devices "
-            f"of this machine, by `tfdp.auto_strategy()`. Received: {script}"
+            "of this machine, by `tfdp.auto_strategy()`"
         )
-    if fault := _fault_of(script):
-        raise click.UsageError(
-            f"The script to run is not valid Python: {fault}. Received: {script}"
-        )
+    fault = _fault_of_source(script)
+    return fault and f"The script to run is not valid Python: {fault}"
 
 
 def check_platform(command: str) -> None:
@@ -69,7 +83,7 @@ def check_platform(command: str) -> None:
         )
 
 
-def _fault_of(script: str) -> str | None:
+def _fault_of_source(script: str) -> str | None:
     """Describe why Python cannot run a file, or return `None`."""
     is_source = os.path.isfile(script) and not script.endswith(".pyc")
     if not is_source or zipfile.is_zipfile(script):
@@ -88,14 +102,3 @@ def _fault_of(script: str) -> str | None:
     except (ValueError, MemoryError, RecursionError) as error:
         return str(error) or type(error).__name__
     return None
-
-
-def _module_exists(name: str) -> bool:
-    """Look for the module's outermost package; imports nothing."""
-    sys.path.insert(0, os.getcwd())  # where `python -m` looks first
-    try:
-        return importlib.util.find_spec(name.partition(".")[0]) is not None
-    except (ImportError, ValueError):
-        return False
-    finally:
-        sys.path.pop(0)

@@ -39,7 +39,8 @@ class SignalPipe:
         self._old_handlers = {
             signum: signal.signal(signum, lambda signum, frame: None)
             for signum in (*_END_SIGNALS, signal.SIGCHLD)
-            if not _is_ignored_hangup(signum)
+            # The user may have asked, by nohup, to survive the end of the terminal.
+            if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN
         }
 
     def fileno(self) -> int:
@@ -69,8 +70,3 @@ class SignalPipe:
         signal.set_wakeup_fd(self._old_fd)
         self._reader.close()
         self._writer.close()
-
-
-def _is_ignored_hangup(signum: int) -> bool:
-    """Tell if the user asked, with nohup, to survive the end of the terminal."""
-    return signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN

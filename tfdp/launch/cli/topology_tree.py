@@ -80,19 +80,13 @@ def draw_topology(
             branch = node.add(
                 Text(f"worker {worker}{chief}  {address}  {states[worker]}")
             )
-            _add_replicas(branch, replicas, devices, topology)
+            for rank in replicas:
+                device = devices[rank % len(devices)]
+                local_rank = ranks.index(rank)
+                branch.add(Text(f"replica {rank}  {device}  local rank {local_rank}"))
     for address in cluster.evaluators:
         tree.add(Text(f"evaluator  {address}  takes no part in training"))
     return tree
-
-
-def _add_replicas(
-    branch: Tree, ranks: Sequence[int], devices: Sequence[str], topology: Topology
-) -> None:
-    for rank in ranks:
-        device = devices[rank % len(devices)]
-        local_rank = next(n.index(rank) for n in topology.nodes if rank in n)
-        branch.add(Text(f"replica {rank}  {device}  local rank {local_rank}"))
 
 
 def describe_unevenness(topology: Topology) -> str | None:

@@ -94,7 +94,8 @@ class Tracebacks:
         block = self._held.pop(rank, None)
         if block is None:
             return []
-        begin = _last_begin(block.lines)
+        # The last of chained ones.
+        begin = max(i for i, line in enumerate(block.lines) if _begins(line))
         if self._is_interrupted and (end := _end_of_ctrl_c(block.lines, begin)):
             said = self._say_where(f"{_INTERRUPTED}{_place(block.lines)}")
             return said + block.lines[end:]
@@ -107,7 +108,7 @@ class Tracebacks:
         if rank in self._held:
             self._held[rank].add(line)
             return []
-        if line.rstrip().endswith(_BEGIN):
+        if _begins(line):
             bar = line.rstrip().removesuffix(_BEGIN)
             # Not so "ERROR Traceback" and the like.
             is_bar = bool(bar) and not bar[-1].isspace()
@@ -146,9 +147,8 @@ class Tracebacks:
         return block.lines
 
 
-def _last_begin(lines: Sequence[str]) -> int:
-    """Return where the last of chained tracebacks begins."""
-    return max(i for i, line in enumerate(lines) if line.rstrip().endswith(_BEGIN))
+def _begins(line: str) -> bool:
+    return line.rstrip().endswith(_BEGIN)
 
 
 def _end_of_ctrl_c(lines: Sequence[str], begin: int) -> int:
