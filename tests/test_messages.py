@@ -32,7 +32,7 @@ MANY = {
     ("launch/cli/forecast.py", "{each} replicas"),
     ("launch/cli/forecast.py", "{forecast.num_bytes} bytes"),
     ("launch/cli/plan.py", "{_MOST_REPLICAS} replicas"),
-    ("launch/cli/run_where.py", "{num_workers} workers"),
+    ("launch/cli/launch.py", "{num_workers} workers"),
     ("communication/cluster/launchers.py", "{own.size} processes"),
     ("training/data/distribute.py", "{num_workers} workers"),
     ("training/data/same_datasets.py", "{listed} batches"),

@@ -37,13 +37,13 @@ from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 from tfdp.launch.cli import launch, main, outlet, worker
 from tfdp.launch.cli.attempts import pause
 from tfdp.launch.cli.job import JobContext
-from tfdp.launch.cli.log_file import LogFile
 from tfdp.launch.cli.noise import is_noise
 from tfdp.launch.cli.outlet import Outlet
 from tfdp.launch.cli.program import check_program
 from tfdp.launch.cli.screen import LineReader, Screen
 from tfdp.launch.cli.signals import SignalPipe
 from tfdp.launch.cli.start import Starter
+from tfdp.launch.cli.worker import LogFile
 
 pytestmark = pytest.mark.processes
 
@@ -244,9 +244,8 @@ def test_the_users_own_number_of_threads_and_choice_of_kernels_stand(launcher):
 
 def gpus_of(slot: int, environ: dict, count: int = 2, num_workers: int = 2):
     workers = tuple(f"127.0.0.1:{port}" for port in range(1, num_workers + 1))
-    place = launch.Slot(slot, count)
     environment = launch.worker_environment(
-        Cluster(workers), place, "job", environ=environ
+        Cluster(workers), slot, count, "job", environ=environ
     )
     return environment.get("CUDA_VISIBLE_DEVICES")
 

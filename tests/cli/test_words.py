@@ -8,7 +8,7 @@ import pytest
 
 from tfdp.communication.cluster import Cluster
 from tfdp.ground.text import pluralize
-from tfdp.launch.cli import outlet, run_where
+from tfdp.launch.cli import outlet, run
 from tfdp.launch.rendezvous.failure import Failure
 from tfdp.launch.rendezvous.restarts import Restarts
 
@@ -34,11 +34,11 @@ class Heard:
     ],
 )
 def test_the_start_of_a_job_is_told(monkeypatch, workers, cores, words):
-    monkeypatch.setattr(run_where, "num_cores", lambda: cores)
+    monkeypatch.setattr(run, "num_cores", lambda: cores)
     monkeypatch.delenv("TF_CONFIG", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0" if workers > 1 else "")
     screen = Heard()
-    run_where._announce(screen, workers, None, pathlib.Path("logs"))
+    run._announce(screen, workers, None, pathlib.Path("logs"))
     assert screen.said[0] == f"tfdp: {words}"
     if workers > 1:
         assert "there are 3 workers but 1 GPU, and NCCL" in screen.said[1]

@@ -1,22 +1,30 @@
-"""Attempts to run a job: its workers are started again after one has failed."""
+"""Attempts to run a job, whose workers are started again after one has failed."""
 
 from __future__ import annotations
 
 import abc
 import math
+import select
+import signal
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import click
 
-from tfdp.communication.cluster import Cluster
+from tfdp.communication.cluster import Cluster, free_ports
+from tfdp.communication.cluster.address import join_address
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.launch.cli.job import TIMED_OUT, Job, JobContext
-from tfdp.launch.cli.launch import Slot
-from tfdp.launch.cli.log_file import LogFile
-from tfdp.launch.cli.worker import shell_code, signal_name
-from tfdp.launch.rendezvous.failure import Failure
+from tfdp.launch.cli.launch import RunSettings, make_clusters
+from tfdp.launch.cli.other_nodes import OtherNodes
+from tfdp.launch.cli.worker import LogFile, shell_code, signal_name
+from tfdp.launch.rendezvous.failure import NODE_LOST, Failure
 from tfdp.launch.rendezvous.restarts import Restarts
+
+_TURN_SECONDS = 0.2
+# For node 0 to answer a node that leaves, beside the grace of workers that end first.
+_GOODBYE_SECONDS = 2.0
 
 
 class Attempts(abc.ABC):
@@ -40,9 +48,6 @@ class Attempts(abc.ABC):
 
         Returns:
             Int, the exit code.
-
-        Raises:
-            click.ClickException: If a worker cannot be started.
         """
         code = None
         while code is None:
@@ -50,7 +55,7 @@ class Attempts(abc.ABC):
             if isinstance(job, int):
                 return job
             began_at = time.monotonic()
-            code = self._after(job, run_job(job), time.monotonic() - began_at)
+            code = self._after(job, job.run(), time.monotonic() - began_at)
         return code
 
     @abc.abstractmethod
@@ -72,7 +77,7 @@ class LocalAttempts(Attempts):
 
     Args:
         context: `JobContext`.
-        make_clusters: Function that makes the clusters of so many workers.
+        settings: `RunSettings`.
         logs: List of `LogFile`, one for each worker.
         history: List of `LogFile`, for the history of restarts.
         restarts: `Restarts`.
@@ -81,21 +86,20 @@ class LocalAttempts(Attempts):
     def __init__(
         self,
         context: JobContext,
-        make_clusters: Callable[[int], list[Cluster]],
+        settings: RunSettings,
         logs: list[LogFile],
         history: list[LogFile],
         restarts: Restarts,
     ) -> None:
         super().__init__(context)
         self.history = history
-        self._make_clusters, self._logs = make_clusters, logs
-        self._restarts = restarts
+        self._settings, self._logs, self._restarts = settings, logs, restarts
 
     def _next_job(self) -> Job:
-        slots = [Slot(index, len(self._logs)) for index in self._restarts.slots]
+        slots = self._restarts.slots
         return Job(
             self._context,
-            self._make_clusters(len(slots)),
+            make_clusters(len(slots), **self._settings.of_cluster),
             self._logs,
             slots=slots,
             save_after_seconds=self._restarts.grow_after_seconds,
@@ -139,25 +143,6 @@ def pause(context: JobContext, seconds: float) -> int | None:
     return None
 
 
-def run_job(job: Job) -> int:
-    """Run the workers of a job once.
-
-    Args:
-        job: `Job`.
-
-    Returns:
-        Int, the exit code.
-
-    Raises:
-        click.ClickException: If a worker cannot be started.
-    """
-    try:
-        with job:
-            return job.run()
-    except OSError as error:
-        raise click.ClickException(f"A worker could not be started: {error}") from error
-
-
 def _failure_of(job: Job, code: int) -> Failure | None:
     failed, lost = job.failed, job.lost
     # One that failed while the job was being stopped is no reason.
@@ -166,3 +151,142 @@ def _failure_of(job: Job, code: int) -> Failure | None:
     if lost is not None:
         return Failure(lost.rank, code, f"was lost, as worker {failed.rank} says,")
     return failed.failure
+
+
+class NodeAttempts(Attempts):
+    """All attempts of a job on several nodes, on this node.
+
+    Node 0 decides when all start, stop and start again; this node obeys.
+
+    Args:
+        context: `JobContext`.
+        settings: `RunSettings`.
+        others: `OtherNodes`.
+        open_logs: Function of this node's rank, the rank of its first worker and the
+            number of all workers, which returns the logs of this node's workers, and
+            those for the history of restarts.
+    """
+
+    def __init__(
+        self,
+        context: JobContext,
+        settings: RunSettings,
+        others: OtherNodes,
+        open_logs: Callable[[int, int, int], tuple[list[LogFile], list[LogFile]]],
+    ) -> None:
+        super().__init__(context)
+        self._settings = settings
+        self._others, self._open_logs = others, open_logs
+        self._logs: list[LogFile] = []
+        self._node_rank = self._first_rank = 0
+        # Signals that were handled; the code of the first, and till when node 0 may
+        # answer.
+        self._num_heeded = 0
+        self._code_of_end: int | None = None
+        self._answer_until = float("inf")
+
+    def _next_job(self) -> Job | int:
+        following: Job | int | None = None
+        while following is None:
+            if (message := self._others.take()) is not None:
+                following = self._act(message)
+            else:
+                fds = [self._context.signals.fileno(), self._others.fileno()]
+                select.select(fds, [], [], _TURN_SECONDS)
+                following = self._look_for_an_end()
+        return following
+
+    def _act(self, message: dict[str, Any]) -> Job | int | None:
+        text = str(message.get("text") or "")
+        match message.get("type"):
+            case "prepare":
+                self._prepare(message)
+            case "start":
+                return self._job(message["nodes"])
+            case "stop":
+                self._stop(message)
+            case "restart":
+                self._announce_restart(text)
+            case "end":
+                return self._end(text, int(message["code"]))
+            case "refused":
+                raise click.ClickException(text)
+            case "unreachable" | "lost" as kind:
+                if self._code_of_end is not None:
+                    return self._code_of_end
+                also = "; the workers of this node were stopped"
+                return self._end(text + (also if kind == "lost" else ""), NODE_LOST)
+        return None
+
+    def _prepare(self, message: dict[str, Any]) -> None:
+        self._node_rank = int(message["node_rank"])
+        self._first_rank = int(message["first_rank"])
+        if not self._logs:
+            self._logs, self.history = self._open_logs(
+                self._node_rank, self._first_rank, int(message["num_workers"])
+            )
+        self._others.attempt = int(message["attempt"])
+        try:
+            self._others.tell("ports", ports=free_ports(self._settings.num_workers))
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+
+    def _job(self, nodes: list[tuple[str, list[int]]]) -> Job:
+        workers = tuple(
+            join_address(host, port) for host, ports in nodes for port in ports
+        )
+        clusters = [
+            Cluster(
+                workers, task_index=self._first_rank + i, **self._settings.of_cluster
+            )
+            for i in range(self._settings.num_workers)
+        ]
+        return Job(self._context, clusters, self._logs, others=self._others)
+
+    def _after(self, job: Job, code: int, seconds: float) -> None:
+        code = PREEMPTED if job.is_preempted else code
+        self._others.tell_end(code, has_saved=job.is_preempted)
+        if self._others.has_left:
+            self._num_heeded = len(self._context.signals.received)
+            self._code_of_end = code
+
+    def _stop(self, message: dict[str, Any]) -> None:
+        """Say why all stop; workers of this node have ended before."""
+        if message.get("by") != self._node_rank and not self._others.has_left:
+            rank, text = message.get("rank"), f"tfdp: {message.get('text')}"
+            self._context.screen.message(text, "error", rank=rank)
+        if message.get("attempt") == self._others.attempt:
+            self._others.tell_end(int(message["code"]), has_saved=False)
+
+    def _end(self, text: str, code: int) -> int:
+        if text and not self._others.has_left:
+            self._context.screen.message(f"tfdp: {text}", "error")
+        return code
+
+    def _look_for_an_end(self) -> int | None:
+        """Heed signals and `--timeout` while no worker runs here.
+
+        Returns:
+            Int, the exit code if nobody is to be waited for any more, or else `None`.
+        """
+        self._context.signals.read()
+        now, until = time.monotonic(), self._context.until
+        received = self._context.signals.received
+        if self._code_of_end is not None:
+            is_again = len(received) > max(1, self._num_heeded)
+            is_over = is_again or now >= self._answer_until
+            return self._code_of_end if is_over else None
+        if received:
+            name = signal_name(received[0])
+            self._leave(f"{name} received", 128 + received[0], received[0])
+        elif until is not None and now >= until:
+            self._leave("--timeout is over", TIMED_OUT, signal.SIGTERM)
+        return None
+
+    def _leave(self, why: str, code: int, signum: int) -> None:
+        self._context.screen.message(f"tfdp: {why}, the job ends")
+        self._others.leave(why, code, signum)
+        self._num_heeded = len(self._context.signals.received)
+        self._code_of_end = code
+        wait = _GOODBYE_SECONDS + (self._context.grace_seconds if self._logs else 0.0)
+        self._answer_until = time.monotonic() + wait

@@ -21,24 +21,20 @@ Examples:
 
 
 @click.command(cls=types.ManyValues)
-@click.option(
-    "-n",
-    "--workers",
-    "num_workers",
-    metavar="N",
-    default=2,
-    show_default=True,
-    type=types.COUNT,
-    help="Replicas of each side, among which the cores are divided: local worker "
+@types.count_option(
+    "-n --workers N",
+    "Replicas of each side, among which the cores are divided: local worker "
     "processes, or devices of one process.",
+    name="num_workers",
+    default=2,
 )
 @options.models
 @options.batch("each replica; plain Keras has N times as many")
-@click.option(
-    "--torch-python",
-    metavar="PATH",
+@types.option(
+    "--torch-python PATH",
+    "An interpreter that has PyTorch. Default: this one.",
     default=sys.executable,
-    help="An interpreter that has PyTorch. Default: this one.",
+    show_default=False,
 )
 @options.blocks(20)
 @options.files
@@ -59,53 +55,33 @@ def compare(**given: Any) -> None:
 
 @click.command(cls=types.ManyValues)
 @options.workers
-@click.option(
-    "--collectives",
-    metavar="NAME...",
+@types.option(
+    "--collectives NAME...",
+    f"Of {', '.join(COLLECTIVES)}.",
+    click.Choice(COLLECTIVES),
     multiple=True,
-    type=click.Choice(COLLECTIVES),
     default=("all_reduce",),
-    show_default=True,
-    help=f"Of {', '.join(COLLECTIVES)}.",
 )
 @options.algorithms
-@click.option(
-    "--sizes",
-    metavar="SIZE...",
+@types.option(
+    "--sizes SIZE...",
+    "Sizes, such as 4KB 1MB; instead of the three options below.",
+    types.SIZE,
     multiple=True,
-    type=types.SIZE,
-    help="Sizes, such as 4KB 1MB; instead of the three options below.",
 )
-@click.option(
-    "--min-bytes",
-    metavar="SIZE",
-    default="4KB",
-    show_default=True,
-    type=types.SIZE,
-    help="Smallest size.",
-)
-@click.option(
-    "--max-bytes",
-    metavar="SIZE",
-    default="16MB",
-    show_default=True,
-    type=types.SIZE,
-    help="Largest size.",
-)
-@click.option(
-    "--factor",
-    metavar="F",
+@types.option("--min-bytes SIZE", "Smallest size.", types.SIZE, default="4KB")
+@types.option("--max-bytes SIZE", "Largest size.", types.SIZE, default="16MB")
+@types.option(
+    "--factor F",
+    "What a size is multiplied by to get the next.",
+    types.AT_LEAST_TWO,
     default=4,
-    show_default=True,
-    type=types.AT_LEAST_TWO,
-    help="What a size is multiplied by to get the next.",
 )
-@click.option(
+@types.option(
     "--dtype",
-    type=click.Choice(tuple(of_collectives.ITEM_BYTES)),
+    "Type of the elements.",
+    click.Choice(tuple(of_collectives.ITEM_BYTES)),
     default="float32",
-    show_default=True,
-    help="Type of the elements.",
 )
 @options.node_size
 @options.blocks(10)

@@ -19,117 +19,72 @@ from tfdp.launch.bench.models import FAMILIES
 from tfdp.launch.bench.output import LEFT_OUT, Files, check_available, has_matplotlib
 from tfdp.launch.cli import parameter_types as types
 
-# The number of local workers; see `num_workers`.
+# The number of local workers, or none for the cluster of this process.
 workers = types.with_options(
-    click.option(
-        "-n",
-        "--workers",
-        "num_workers",
-        metavar="N",
-        type=types.COUNT,
-        help="Local worker processes, on the CPU. Default: all workers of TF_CONFIG, "
+    types.count_option(
+        "-n --workers N",
+        "Local worker processes, on the CPU. Default: all workers of TF_CONFIG, "
         "of the Slurm step or of the MPI job, each of which runs this command; else "
         "this machine's devices.",
+        name="num_workers",
     ),
-    click.option(
-        "-D",
-        "--devices-per-worker",
-        metavar="D",
-        type=types.COUNT,
-        help="Logical CPU devices in each local worker. Default: 1.",
+    types.count_option(
+        "-D --devices-per-worker D",
+        "Logical CPU devices in each local worker. Default: 1.",
     ),
 )
 # The algorithms of the all-reduce that take turns.
-algorithms = click.option(
-    "--algorithms",
-    metavar="NAME...",
+algorithms = types.option(
+    "--algorithms NAME...",
+    f"Of the all-reduce: {', '.join(NAMES)}.",
+    click.Choice(NAMES),
     multiple=True,
-    type=click.Choice(NAMES),
     default=FLAT_ALGORITHMS,
-    show_default=True,
-    help=f"Of the all-reduce: {', '.join(NAMES)}.",
 )
-node_size = click.option(
-    "--node-size",
-    metavar="L",
-    type=types.COUNT,
-    help="Replicas of consecutive ranks that count as one node.",
+node_size = types.count_option(
+    "--node-size L", "Replicas of consecutive ranks that count as one node."
 )
 # What is trained.
 models = types.with_options(
-    click.option(
-        "--models",
-        "millions",
-        metavar="MILLIONS...",
+    types.option(
+        "--models MILLIONS...",
+        "Sizes of the models, in million parameters.",
+        types.MILLIONS,
+        name="millions",
         multiple=True,
         default=(1, 5, 20),
-        show_default=True,
-        type=types.MILLIONS,
-        help="Sizes of the models, in million parameters.",
     ),
-    click.option(
+    types.option(
         "--family",
-        type=click.Choice(FAMILIES),
-        default="mlp",
-        show_default=True,
-        help="An MLP with two hidden layers, a CNN of 6 convolutions, or a "
+        "An MLP with two hidden layers, a CNN of 6 convolutions, or a "
         "transformer of 4 blocks.",
+        click.Choice(FAMILIES),
+        default="mlp",
     ),
 )
 # What is written; see `checked_files`.
 files = types.with_options(
-    click.option(
-        "--json",
-        metavar="FILE",
-        type=types.OUTPUT_FILE,
-        help="Where everything goes, as JSON. Default: a new file in ./tfdp-bench.",
+    types.output_option(
+        "--json FILE",
+        "Where everything goes, as JSON. Default: a new file in ./tfdp-bench.",
     ),
-    click.option(
-        "--plot",
-        metavar="FILE",
-        type=types.OUTPUT_FILE,
-        help="Where the picture goes, a PNG. Default: a new file in ./tfdp-bench, "
+    types.output_option(
+        "--plot FILE",
+        "Where the picture goes, a PNG. Default: a new file in ./tfdp-bench, "
         "if matplotlib is installed.",
     ),
-    click.option("--no-plot", is_flag=True, help="Draw no picture."),
+    types.option("--no-plot", "Draw no picture."),
 )
 
 
 def blocks(default: int) -> types.Decorator:
     """The option that says how often each side has its turn."""
-    return click.option(
-        "--blocks",
-        metavar="B",
+    return types.option(
+        "--blocks B",
+        "Turns of each side, at least 2: more make the intervals narrower.",
+        types.AT_LEAST_TWO,
         default=default,
-        show_default=True,
-        type=types.AT_LEAST_TWO,
-        help="Turns of each side, at least 2: more make the intervals narrower.",
     )
-
-
-def num_workers(given: int | None, devices: int | None) -> int | None:
-    """The number of local processes, or `None` for the cluster of this process.
-
-    Args:
-        given: Int or `None`, of the option.
-        devices: Int or `None`, logical CPU devices of each.
-
-    Returns:
-        Int or `None`.
-
-    Raises:
-        click.UsageError: If the devices are those of a cluster.
-    """
-    with errors_in_one_sentence():
-        in_cluster = Cluster.from_environment() is not None or count_workers() > 1
-    if given is not None or not devices:
-        return given
-    if in_cluster:
-        raise click.UsageError(
-            "In a cluster TF_CONFIG says how many devices a worker has. "
-            f"Received: --devices-per-worker {devices}"
-        )
-    return 1
 
 
 def run_benchmark(name: str, benchmark: ModuleType, given: dict[str, Any]) -> None:
@@ -144,9 +99,16 @@ def run_benchmark(name: str, benchmark: ModuleType, given: dict[str, Any]) -> No
         click.ClickException: If what is asked for cannot be run.
     """
     files = checked_files(name, given)
-    if "devices_per_worker" in given:
-        count, devices = given["num_workers"], given["devices_per_worker"]
-        given["num_workers"] = num_workers(count, devices)
+    devices = given.get("devices_per_worker")
+    if devices and given["num_workers"] is None:
+        with errors_in_one_sentence():
+            in_cluster = Cluster.from_environment() is not None or count_workers() > 1
+        if in_cluster:
+            raise click.UsageError(
+                "In a cluster TF_CONFIG says how many devices a worker has. "
+                f"Received: --devices-per-worker {devices}"
+            )
+        given["num_workers"] = 1
     with errors_in_one_sentence():
         num_wrong = benchmark.run(benchmark.Settings(**given), files)
     if num_wrong:
@@ -156,14 +118,8 @@ def run_benchmark(name: str, benchmark: ModuleType, given: dict[str, Any]) -> No
 
 def batch(whose: str) -> types.Decorator:
     """The option that says how many samples each side takes in a step."""
-    return click.option(
-        "--batch",
-        "batch_size",
-        metavar="B",
-        default=32,
-        show_default=True,
-        type=types.COUNT,
-        help=f"Samples of {whose}.",
+    return types.count_option(
+        "--batch B", f"Samples of {whose}.", name="batch_size", default=32
     )
 
 

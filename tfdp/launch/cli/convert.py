@@ -12,7 +12,7 @@ from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import load_index
 from tfdp.ground.base.files import replaced
 from tfdp.launch.cli import parameter_types as types
-from tfdp.launch.cli.importing import first_line, import_without_gpus
+from tfdp.launch.cli.errors import first_line, import_without_gpus, usage_errors
 
 _EXAMPLES = """\b
 Example:
@@ -23,7 +23,7 @@ Example:
 @click.command(epilog=_EXAMPLES)
 @click.argument("directory", metavar="DIR", type=types.FILE)
 @click.argument("output", metavar="MODEL.keras", type=types.FILE)
-@click.option("--force", is_flag=True, help="Replace MODEL.keras if it is there.")
+@types.option("--force", "Replace MODEL.keras if it is there.")
 def convert(directory: str, output: str, force: bool) -> None:
     """Turn the checkpoint in DIR into the ordinary file MODEL.keras.
 
@@ -34,10 +34,8 @@ def convert(directory: str, output: str, force: bool) -> None:
     index = _index_of(directory)
     checkpoint = import_without_gpus("tfdp.checkpoint")
     model = _model_of(index, directory)
-    try:
+    with usage_errors(ValueError, OSError, text_of=first_line):
         checkpoint.restore(model, directory)
-    except (ValueError, OSError) as error:
-        raise click.UsageError(first_line(error)) from error
     _save(model, output)
     click.echo(f"Wrote {output}.")
 
@@ -63,10 +61,8 @@ def _index_of(directory: str) -> Index:
             "DIR is a file; give the directory that `tfdp.checkpoint.save` wrote. "
             f"Received: {directory}"
         )
-    try:
+    with usage_errors(ValueError, OSError):
         index = load_index(directory)
-    except (ValueError, OSError) as error:
-        raise click.UsageError(str(error)) from error
     if index.model is None:
         raise _cannot_build("Keras could not serialize it", directory)
     return index

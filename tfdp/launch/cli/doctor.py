@@ -22,6 +22,7 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import version_of
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.doctor_input import check_input
+from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.noise import quiet_stderr
 from tfdp.launch.cli.screen import new_console
 from tfdp.launch.cli.topology_tree import (
@@ -57,31 +58,19 @@ Options stand before SCRIPT; all that follows it is the script's own.
 
 # What follows the script's name is the script's own, options too.
 @click.command(epilog=_EXAMPLES, context_settings={"allow_interspersed_args": False})
-@click.option(
+@types.option(
     "--input",
-    "is_of_input",
-    is_flag=True,
-    help="Run SCRIPT for a few steps of `fit`, and show how long each worker waits for "
+    "Run SCRIPT for a few steps of `fit`, and show how long each worker waits for "
     "its data, and what to do about it.",
+    name="is_of_input",
 )
-@click.option(
-    "-n",
-    "--num-workers",
-    metavar="N",
-    type=types.COUNT,
-    help="With --input: local workers. Default: 1.",
+@types.count_option("-n --num-workers N", "With --input: local workers. Default: 1.")
+@types.count_option(
+    "--steps S", "With --input: steps after which the script is ended. Default: 60."
 )
-@click.option(
-    "--steps",
-    metavar="S",
-    type=types.COUNT,
-    help="With --input: steps after which the script is ended. Default: 60.",
-)
-@click.option(
-    "--timeout",
-    metavar="S",
-    type=types.SECONDS,
-    help="With --input: seconds after which it is ended in any case. Default: 120.",
+@types.seconds_option(
+    "--timeout S",
+    "With --input: seconds after which it is ended in any case. Default: 120.",
 )
 @click.argument("script", required=False, type=types.FILE)
 @click.argument("args", nargs=-1, type=types.FILE)
@@ -104,13 +93,8 @@ def doctor(
     files are left out.
     """
     if is_of_input and script is not None:
-        check_input(
-            script,
-            args,
-            num_workers=num_workers or 1,
-            num_steps=steps or _STEPS,
-            timeout_seconds=_TIMEOUT_SECONDS if timeout is None else timeout,
-        )
+        timeout = _TIMEOUT_SECONDS if timeout is None else timeout
+        check_input(script, args, num_workers or 1, steps or _STEPS, timeout)
         return
     if is_of_input:
         raise click.UsageError("Give the script that is to be run. Received: --input")
@@ -119,28 +103,23 @@ def doctor(
             "A script is run with --input only, which shows how long it waits for its "
             f"data. Received: {script}"
         )
-    _refuse_without_input({"-n": num_workers, "--steps": steps, "--timeout": timeout})
-    _show_set_up()
-
-
-def _refuse_without_input(options: dict[str, float | None]) -> None:
-    given = [f"{name} {value:g}" for name, value in options.items() if value]
-    if given:
+    options = {"-n": num_workers, "--steps": steps, "--timeout": timeout}
+    if given := [f"{name} {value:g}" for name, value in options.items() if value]:
         raise click.UsageError(
             "This is an option of --input, which was not given. "
             f"Received: {', '.join(given)}"
         )
+    _show_set_up()
 
 
 def _show_set_up() -> None:
-    try:
+    with usage_errors(ValueError, TimeoutError):
         cluster = find_cluster(_MPI_SECONDS)
-    except (ValueError, TimeoutError) as error:
-        raise click.UsageError(str(error)) from error
     console = new_console()
     _title(console, "Versions")
-    for name, version in _versions().items():
-        console.print(f"  {name:<12}{version}")
+    console.print(f"  {'python':<12}{platform.python_version()}")
+    for name in _PACKAGES:
+        console.print(f"  {name:<12}{version_of(name)}")
     devices: list[str] = []
     with quiet_stderr():
         tensorflow = _import_tensorflow(console)
@@ -157,11 +136,6 @@ def _show_set_up() -> None:
 
 def _title(console: Console, text: str, style: str = "bold") -> None:
     console.print(f"\n{text}", style=style)
-
-
-def _versions() -> dict[str, str]:
-    own = {"python": platform.python_version()}
-    return own | {name: version_of(name) for name in _PACKAGES}
 
 
 def _import_tensorflow(console: Console) -> ModuleType | None:
@@ -218,18 +192,13 @@ def _show_devices(console: Console, tf: Any) -> None:
 
 
 def _describe_nccl(tf: Any, num_gpus: int) -> str:
-    if not tf.test.is_built_with_cuda():
-        return (
-            "not available: this TensorFlow is built without CUDA; all-reduce uses "
-            "TensorFlow's ring"
-        )
-    cuda = tf.sysconfig.get_build_info().get("cuda_version", "of unknown version")
-    if num_gpus == 0:
-        return (
-            f"not available: this TensorFlow is built with CUDA {cuda}, but sees no "
-            "GPU; all-reduce uses TensorFlow's ring"
-        )
-    return f"available: built with CUDA {cuda}, {pluralize(num_gpus, 'GPU')}"
+    why = "is built without CUDA"
+    if tf.test.is_built_with_cuda():
+        cuda = tf.sysconfig.get_build_info().get("cuda_version", "of unknown version")
+        if num_gpus:
+            return f"available: built with CUDA {cuda}, {pluralize(num_gpus, 'GPU')}"
+        why = f"is built with CUDA {cuda}, but sees no GPU"
+    return f"not available: this TensorFlow {why}; all-reduce uses TensorFlow's ring"
 
 
 def _show_cluster(
@@ -250,8 +219,7 @@ def _show_cluster(
             replicas = pluralize(len(devices), "replica")
             console.print(f"  1 worker, {replicas}: {', '.join(devices)}")
         return
-    source = _source()
-    console.print(f"  from {source}; this process is {_describe_task(cluster)}")
+    console.print(f"  from {_source()}; this process is {_describe_task(cluster)}")
     # Without TensorFlow: what the cluster says.
     devices = devices or [f"CPU:{i}" for i in range(cluster.devices_per_worker or 1)]
     _title(console, "Topology")

@@ -13,14 +13,16 @@ from rich.table import Table
 from tfdp.ground.links import Link, Links
 from tfdp.ground.plans.buckets import Bucket
 from tfdp.ground.plans.gathers import StepGathers
+from tfdp.ground.plans.memory import ReplicaMemory
 from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.text import pluralize
-from tfdp.launch.cli.memory import Row, table_of
 from tfdp.launch.cli.screen import new_console
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+
+_SIZES = ("parameters", "gradients", "accumulators", "slots", "gathered", "total")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Forecast:
     compute_seconds: float | None
     overlap: float
     optimizer: str = ""
-    memory: tuple[Row, ...] = ()
+    memory: tuple[tuple[str, ReplicaMemory], ...] = ()
     gathers: StepGathers = dataclasses.field(default_factory=StepGathers)
 
     @property
@@ -107,7 +109,7 @@ def show(forecast: Forecast, *, as_json: bool) -> None:
     for line in _totals(forecast):
         console.print(line)
     if forecast.memory:
-        console.print(table_of(forecast.memory))
+        console.print(_memory_table(forecast))
     if forecast.gathers.gathers:
         console.print("\nGathered in a step", style="bold")
         console.print(str(forecast.gathers))
@@ -129,9 +131,9 @@ def _headline(forecast: Forecast) -> str:
 def _table(forecast: Forecast) -> Table:
     table = Table()
     for name in ("bucket", "variables", "MB", "algorithm", "ms", "ring, ms"):
-        is_text = name == "algorithm"
+        is_number = name != "algorithm"
         table.add_column(
-            name, justify="left" if is_text else "right", no_wrap=not is_text
+            name, justify="right" if is_number else "left", no_wrap=is_number
         )
     rows = zip(forecast.buckets, forecast.routes, forecast.ring, strict=True)
     for order, (bucket, route, ring) in enumerate(rows):
@@ -143,6 +145,17 @@ def _table(forecast: Forecast) -> Table:
             f"{1e3 * route.seconds:.3f}",
             f"{1e3 * ring.seconds:.3f}",
         )
+    return table
+
+
+def _memory_table(forecast: Forecast) -> Table:
+    table = Table(title="memory on the replica that holds most, MB")
+    table.add_column("sharding")
+    for name in _SIZES:
+        table.add_column(name, justify="right")
+    for title, memory in forecast.memory:
+        sizes = [f"{getattr(memory, name) / 2**20:,.2f}" for name in _SIZES]
+        table.add_row(title, *sizes)
     return table
 
 
@@ -197,8 +210,10 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
             "compute."
         )
     if forecast.compression != "none":
+        is_int8 = forecast.compression.endswith("int8")
+        bits = "8 bits, and a scale for each block," if is_int8 else "16 bits"
         yield (
-            f"Compression is {forecast.compression}: {_bits(forecast)} an element on "
+            f"Compression is {forecast.compression}: {bits} an element on "
             "the wire; a flat algorithm compresses all or nothing, and a bucket that "
             "would gain less than a tenth of its time travels as it is."
         )
@@ -211,11 +226,6 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
     if forecast.sparse:
         names = ", ".join(forecast.sparse)
         yield f"Rows of sparse gradients are left out: {names}."
-
-
-def _bits(forecast: Forecast) -> str:
-    is_int8 = forecast.compression.endswith("int8")
-    return "8 bits, and a scale for each block," if is_int8 else "16 bits"
 
 
 def _link_assumptions(forecast: Forecast) -> Iterator[str]:
@@ -245,16 +255,13 @@ def _describe(link: Link) -> str:
 
 
 def _to_dict(forecast: Forecast) -> dict[str, Any]:
-    step = forecast.step
     rows = zip(forecast.buckets, forecast.routes, forecast.ring, strict=True)
     return {
-        "model": forecast.model,
-        "num_nodes": forecast.topology.num_nodes,
-        "replicas_per_node": forecast.topology.replicas_per_node,
-        "num_replicas": forecast.topology.num_replicas,
+        **_values(forecast, "model compression num_bytes communication_seconds"),
+        **_values(forecast, "ring_seconds compute_seconds optimizer"),
+        **_values(forecast.topology, "num_nodes replicas_per_node num_replicas"),
+        **_values(forecast.step, "overlap exposed_seconds step_seconds efficiency"),
         "links": dataclasses.asdict(forecast.links),
-        "compression": forecast.compression,
-        "num_bytes": forecast.num_bytes,
         "buckets": [
             {
                 "num_bytes": bucket.num_bytes,
@@ -269,17 +276,14 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
             for bucket, route, ring in rows
         ],
         "sparse": list(forecast.sparse),
-        "communication_seconds": forecast.communication_seconds,
-        "ring_seconds": forecast.ring_seconds,
-        "compute_seconds": forecast.compute_seconds,
-        "overlap": None if step is None else step.overlap,
-        "exposed_seconds": None if step is None else step.exposed_seconds,
-        "step_seconds": None if step is None else step.step_seconds,
-        "efficiency": None if step is None else step.efficiency,
-        "optimizer": forecast.optimizer,
         "memory": {
             title: dataclasses.asdict(memory) for title, memory in forecast.memory
         },
         "gathers": [dataclasses.asdict(g) for g in forecast.gathers.gathers],
         "assumptions": list(_assumptions(forecast)),
     }
+
+
+def _values(of: object, names: str) -> dict[str, Any]:
+    """Return attributes by their names; of what is unknown, `None` for each."""
+    return {name: getattr(of, name, None) for name in names.split()}

@@ -40,12 +40,12 @@ class IslandOptions:
         """
         if not self.is_used:
             given = {
-                "--hub": self.hub is not None,
-                "--num-islands": self.total is not None,
-                "--first-island": bool(self.first),
+                "--hub": self.hub,
+                "--num-islands": self.total,
+                "--first-island": self.first,
             }
-            if found := [name for name, is_given in given.items() if is_given]:
-                raise click.UsageError(f"{found[0]} is for --islands. Add it.")
+            for name in filter(given.get, given):
+                raise click.UsageError(f"{name} is for --islands. Add it.")
             return
         if not where.is_one_machine:
             others = [*others, "--hosts, --nodes and --rendezvous"]
@@ -76,38 +76,28 @@ def _address(text: str) -> str:
     return text
 
 
-# A command's function gets `islands`, an `IslandOptions`.
-island_options = types.option_group(
-    "islands",
-    IslandOptions,
-    click.option(
+# The fields of `IslandOptions`.
+island_options = types.with_options(
+    types.option(
         "--islands",
-        "is_used",
-        is_flag=True,
-        help="Each worker is a job of its own, an island, and meets the others in the "
+        "Each worker is a job of its own, an island, and meets the others in the "
         "outer steps of DiLoCo only: one that fails stops no other.",
+        name="is_used",
     ),
-    click.option(
-        "--hub",
-        metavar="HOST:PORT",
-        type=types.Checked("address", _address),
-        help="Where islands of several machines meet; the machine with the first one "
+    types.option(
+        "--hub HOST:PORT",
+        "Where islands of several machines meet; the machine with the first one "
         "listens there.",
+        types.Checked("address", _address),
     ),
-    click.option(
-        "--num-islands",
-        "total",
-        metavar="T",
-        type=types.COUNT,
-        help="Islands of all machines. Default: -n.",
+    types.count_option(
+        "--num-islands T", "Islands of all machines. Default: -n.", name="total"
     ),
-    click.option(
-        "--first-island",
-        "first",
-        metavar="I",
+    types.option(
+        "--first-island I",
+        "Index of this machine's first island.",
+        types.NUMBER_OF_TIMES,
+        name="first",
         default=0,
-        show_default=True,
-        type=types.NUMBER_OF_TIMES,
-        help="Index of this machine's first island.",
     ),
 )

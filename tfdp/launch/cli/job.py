@@ -12,17 +12,18 @@ import sys
 import time
 from collections.abc import Sequence
 
+import click
+
 from tfdp.communication.cluster import Cluster, process_tree
 from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
-from tfdp.launch.cli.launch import Slot, worker_environment
-from tfdp.launch.cli.log_file import LogFile
+from tfdp.launch.cli.launch import worker_environment
 from tfdp.launch.cli.noise import is_noise, is_of_peers
-from tfdp.launch.cli.other_nodes import OtherNodes, StopOrder
+from tfdp.launch.cli.other_nodes import OtherNodes
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import SignalPipe
 from tfdp.launch.cli.start import Starter
 from tfdp.launch.cli.tracebacks import Tracebacks
-from tfdp.launch.cli.worker import TAIL_LINES, Worker, shell_code, signal_name
+from tfdp.launch.cli.worker import TAIL_LINES, LogFile, Worker, shell_code, signal_name
 from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
 TIMED_OUT = 124
@@ -57,21 +58,24 @@ class JobContext:
 class Job:
     """One attempt: the worker processes of a job on this machine.
 
-    To be used as a context manager, which leaves no process behind, however
-    it is left.
+    It leaves no process behind, however it ends.
 
     Args:
         context: `JobContext`.
         clusters: Sequence of `Cluster`, one for each worker of this machine, in the
             order of ranks, which follow one another.
-        logs: Sequence of `LogFile`, one for each worker.
-        slots: Sequence of `Slot`, by rank, or `None` for one for each worker.
+        logs: Sequence of `LogFile`, one for each slot of this machine.
+        slots: Sequence of ints, the slot of each worker, or `None` for one for each.
             Defaults to `None`.
         others: `OtherNodes`, which say what has failed where, or `None` if all workers
             are on this machine. Defaults to `None`.
         save_after_seconds: Float, after which workers are asked to save their
             training and to end, or `None` for never. Those whose script does not
             save when it is asked continue undisturbed. Defaults to `None`.
+
+    Attributes:
+        failed: The `Worker` that failed first, or the lost one that it names, or
+            `None`.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class Job:
         clusters: Sequence[Cluster],
         logs: Sequence[LogFile],
         *,
-        slots: Sequence[Slot] | None = None,
+        slots: Sequence[int] | None = None,
         others: OtherNodes | None = None,
         save_after_seconds: float | None = None,
     ) -> None:
@@ -89,10 +93,10 @@ class Job:
         self._screen, self._signals = context.screen, context.signals
         self._others, self._save_after_seconds = others, save_after_seconds
         self._first_rank = min(cluster.rank for cluster in clusters)
-        count = len(clusters)
-        self._slots = slots or [Slot(rank, count) for rank in range(count)]
+        self._slots = slots or range(len(clusters))
         self._workers: list[Worker] = []
-        self._failed: Worker | None = None
+        self.failed: Worker | None = None
+        self._code = 0
         self._is_stopping = self._is_interrupted = False
         self._asked_at: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -127,30 +131,25 @@ class Job:
         self._signals.read()
 
     @property
-    def failed(self) -> Worker | None:
-        """The worker that failed first, or the lost one that it names, or `None`."""
-        return self._failed
-
-    @property
     def lost(self) -> Worker | None:
         """The worker that those who failed have named as lost, or `None`.
 
         Who stands still does not end, and of two that end at about the same time
         either may be seen first.
         """
-        found, seen = self._failed, []
+        found, seen = self.failed, []
         while found is not None and found not in seen:
             seen.append(found)
             index = (found.lost_rank or 0) - self._first_rank
             if found.lost_rank is None or not 0 <= index < len(self._workers):
                 break
             found = self._workers[index]
-        return found if found is not self._failed else None
+        return found if found is not self.failed else None
 
     @property
     def has_saved(self) -> bool:
         """Bool, true if the workers have saved and ended because they were asked to."""
-        failed = self._failed
+        failed = self.failed
         is_saved = failed is not None and failed.exit_code == PREEMPTED
         return is_saved and self._asked_at is not None and self.lost is None
 
@@ -170,8 +169,16 @@ class Job:
             received.
 
         Raises:
-            OSError: If a worker cannot be started.
+            click.ClickException: If a worker cannot be started.
         """
+        try:
+            with self:
+                return self._run()
+        except OSError as error:
+            sentence = f"A worker could not be started: {error}"
+            raise click.ClickException(sentence) from error
+
+    def _run(self) -> int:
         for index in range(len(self._clusters)):
             self._start(index)
         start = time.monotonic()
@@ -179,10 +186,10 @@ class Job:
             self._turn()
             if self._signals.received:
                 return self._end_by_signal(self._signals.received[0])
-            if self._failed and (code := self._after_failure(self._failed)):
+            if self.failed and (code := self._after_failure(self.failed)):
                 return code
             if self._others is not None and (order := self._others.order()):
-                return self._end_by_order(order)
+                return self._end_by_order(*order)
             if self._screen.has_no_reader:
                 code = shell_code(-signal.SIGPIPE)
                 why = "the output has lost its reader"
@@ -191,16 +198,12 @@ class Job:
             if until is not None and now >= until:
                 return self._end_by_timeout()
             self._ask_to_save(now - start)
-        return self._end_code()
+        return self._code
 
     # What other kinds of jobs do otherwise.
 
     def _is_over(self) -> bool:
         return not self._running()
-
-    def _end_code(self) -> int:
-        """The exit code of a job whose workers have all ended."""
-        return 0
 
     def _after_failure(self, failed: Worker) -> int | None:
         """End the job, or go on where `None` is returned."""
@@ -208,9 +211,13 @@ class Job:
 
     def _environment(self, index: int) -> dict[str, str]:
         """The environment of a worker of this machine."""
-        cluster, slot = self._clusters[index], self._slots[index]
-        job = self._starter.job
-        return worker_environment(cluster, slot, job, len(self._clusters))
+        return worker_environment(
+            self._clusters[index],
+            self._slots[index],
+            len(self._logs),
+            self._starter.job,
+            num_local=len(self._clusters),
+        )
 
     def _ask_to_save(self, elapsed: float) -> None:
         """Ask when it is time, and again while nobody has done it."""
@@ -230,7 +237,7 @@ class Job:
         start = functools.partial(self._starter.start, self._environment(index))
         worker = Worker(self._first_rank + index, start, self._logs[index])
         self._workers[index : index + 1] = [worker]
-        self._selector.register(worker, selectors.EVENT_READ, data=worker)
+        self._selector.register(worker.output, selectors.EVENT_READ, data=worker)
         assert self._guard.stdin is not None
         with contextlib.suppress(OSError):
             self._guard.stdin.write(f"{worker.pid}\n".encode())
@@ -245,7 +252,9 @@ class Job:
         else:
             ready = self._selector.select(_TURN_SECONDS)
         self._signals.read()
-        process_tree.reap_children(self._not_reaped())
+        process_tree.reap_children(
+            self._not_killed().union(w.pid for w in self._workers)
+        )
         ended = [worker for worker in self._workers if worker.poll()]
         # Those who failed come first: what the others have to say next is
         # likely to be about them.
@@ -253,14 +262,13 @@ class Job:
             self._show(worker, worker.read_rest())
             self._print(worker, self._tracebacks.rest(worker.rank))
             self._forget(worker)
-            if worker.exit_code and not self._failed and not self._is_stopping:
-                self._failed = worker
+            if worker.exit_code and not self.failed and not self._is_stopping:
+                self.failed = worker
         for key, _ in ready:
             if key.data is not None and key.data.is_running:
-                lines = key.data.read()
-                if lines is None:  # it closed its output and goes on
+                self._show(key.data, key.data.read())
+                if key.data.output.has_ended:  # it goes on without
                     self._forget(key.data)
-                self._show(key.data, lines or [])
         for worker in self._running():
             self._print(worker, self._tracebacks.due(worker.rank))
             if (text := worker.snapshot()) is not None:
@@ -271,13 +279,12 @@ class Job:
         if self._screen.is_verbatim:
             self._print(worker, lines)
             return
-        told = [line for line in lines if not self._is_noise(line)]
+        told = [line for line in lines if not is_noise(line)]
+        if self._is_interrupted:
+            told = [line for line in told if not is_of_peers(line)]
         self._print(worker, self._tracebacks.take(worker.rank, told))
         if not self._tracebacks.holds(worker.rank):
             self._screen.progress(worker.rank, worker.unfinished)
-
-    def _is_noise(self, line: str) -> bool:
-        return is_noise(line) or (self._is_interrupted and is_of_peers(line))
 
     def _print(self, worker: Worker, lines: list[str]) -> None:
         for line in lines:
@@ -287,15 +294,14 @@ class Job:
 
     def _forget(self, worker: Worker) -> None:
         with contextlib.suppress(KeyError):
-            self._selector.unregister(worker)
+            self._selector.unregister(worker.output)
 
     def _recall(self, failed: Worker) -> None:
         """Repeat the last lines of a worker that failed, if they are out of sight."""
         since = self._num_lines - self._last_line.get(failed.rank, self._num_lines)
         is_seen = since <= TAIL_LINES and self._screen.is_one
-        if is_seen or not failed.tail:
-            return
-        self._screen.recall(failed.rank, failed.tail)
+        if failed.tail and not is_seen:
+            self._screen.recall(failed.rank, failed.tail)
 
     def _after_lost(self, failed: Worker) -> Worker:
         """Wait for the end of the worker that was lost, and return whose end counts.
@@ -307,8 +313,8 @@ class Job:
             if time.monotonic() >= end or self._signals.received:
                 break
             self._turn()
-        self._failed = lost if lost and lost.exit_code else failed
-        return self._failed
+        self.failed = lost if lost and lost.exit_code else failed
+        return self.failed
 
     def _end_by_failure(self, failed: Worker) -> int:
         failed = self._after_lost(failed)
@@ -334,11 +340,11 @@ class Job:
         assert failed.exit_code is not None
         return shell_code(failed.exit_code)
 
-    def _end_by_order(self, order: StopOrder) -> int:
-        if order.code == PREEMPTED:
+    def _end_by_order(self, code: int, signum: int) -> int:
+        if code == PREEMPTED:
             self._wait_for_exits()
-        self._stop(order.signum)
-        return order.code
+        self._stop(signum)
+        return code
 
     def _end_here(self, why: str, code: int, signum: int) -> int:
         """End the workers, and tell the other nodes, where there are any."""
@@ -348,15 +354,12 @@ class Job:
         return code
 
     def _end_by_signal(self, signum: int) -> int:
+        who, them = ("workers", "them") if len(self._workers) > 1 else ("worker", "it")
+        why = f"{signal_name(signum)} received"
         self._screen.message(
-            f"tfdp: {signal_name(signum)} received, stopping "
-            + (
-                "the workers (once more kills them at once)"
-                if len(self._workers) > 1
-                else "the worker (once more kills it at once)"
-            )
+            f"tfdp: {why}, stopping the {who} (once more kills {them} at once)"
         )
-        code = self._end_here(f"{signal_name(signum)} received", 128 + signum, signum)
+        code = self._end_here(why, 128 + signum, signum)
         if self.is_preempted:
             self._screen.message(
                 "tfdp: training was preempted and is saved; the same command goes on "
@@ -394,9 +397,6 @@ class Job:
             if len(self._signals.received) > 1:
                 break
             self._turn()
-
-    def _not_reaped(self) -> set[int]:
-        return self._not_killed().union(worker.pid for worker in self._workers)
 
     def _not_killed(self) -> set[int]:
         return self._strangers | self._starter.own_pids

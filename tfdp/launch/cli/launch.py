@@ -23,6 +23,7 @@ from tfdp.communication.cluster.limits import (
 from tfdp.ground.base.files import make_private_folder
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
+from tfdp.launch.cli.screen import Screen
 
 _WORKERS_PER_CORE = 64
 # Of the launcher: a pipe and a log for each, and what it opens meanwhile.
@@ -65,19 +66,6 @@ class RunSettings:
         return [sys.executable, *module, self.script, *self.args]
 
 
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """Slot of a worker on this machine, with GPUs of its own.
-
-    Args:
-        index: Int.
-        count: Int, of all slots, also of those that are left out at the moment.
-    """
-
-    index: int
-    count: int
-
-
 def make_clusters(num_workers: int, **settings: Any) -> list[Cluster]:
     """Make the cluster of a job on this machine, as each of its workers sees it.
 
@@ -103,12 +91,8 @@ def check_num_workers(num_workers: int) -> None:
         ValueError: If there are too many.
     """
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    bounds = [
-        (
-            _WORKERS_PER_CORE * num_cores(),
-            f"{_WORKERS_PER_CORE} for each of its {pluralize(num_cores(), 'CPU core')}",
-        )
-    ]
+    each = f"{_WORKERS_PER_CORE} for each of its {pluralize(num_cores(), 'CPU core')}"
+    bounds = [(_WORKERS_PER_CORE * num_cores(), each)]
     if open_files != resource.RLIM_INFINITY:
         most = max(1, (open_files - _OTHER_FILES) // _FILES_PER_WORKER)
         reason = f"by its limit of open files, {open_files} (ulimit -n)"
@@ -119,9 +103,9 @@ def check_num_workers(num_workers: int) -> None:
             most -= 1
         bounds.append((most, f"{reason}: each of {num_workers} needs {needed}"))
     if (threads := limit_of_threads()) is not None:
-        each = needed_threads()
-        reason = f"by its limit of threads, {threads} (ulimit -u): each needs {each}"
-        bounds.append((max(1, threads // each), reason))
+        needed = needed_threads()
+        reason = f"by its limit of threads, {threads} (ulimit -u): each needs {needed}"
+        bounds.append((max(1, threads // needed), reason))
     most, reason = min(bounds)
     if num_workers > most:
         raise ValueError(
@@ -132,7 +116,8 @@ def check_num_workers(num_workers: int) -> None:
 
 def worker_environment(
     cluster: Cluster,
-    slot: Slot,
+    slot: int,
+    num_slots: int,
     job: str,
     num_local: int | None = None,
     environ: Mapping[str, str] = os.environ,
@@ -141,7 +126,8 @@ def worker_environment(
 
     Args:
         cluster: The `Cluster` as this worker sees it.
-        slot: The worker's `Slot`.
+        slot: Int, the worker's place on this machine, with GPUs of its own.
+        num_slots: Int, also of those that are left out at the moment.
         job: String, the job's id, by which its processes are found again.
         num_local: Int, workers of this machine, or `None` if all are. Defaults to
             `None`.
@@ -166,10 +152,26 @@ def worker_environment(
     return {
         **defaults,
         **environ,
-        **own_gpus(slot.index, slot.count, visible_gpus(environ)),
+        **own_gpus(slot, num_slots, visible_gpus(environ)),
         "TF_CONFIG": json.dumps(config),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def warn_of_surroundings(screen: Screen, num_workers: int, devices: int | None) -> None:
+    """Warn of a `TF_CONFIG` that is set, and of fewer GPUs than workers."""
+    if os.environ.get("TF_CONFIG"):
+        screen.warn(
+            "tfdp: warning: TF_CONFIG was set already; the workers get another. Under "
+            "a cluster manager, run the script without `tfdp run`"
+        )
+    num_gpus = len(visible_gpus())
+    if devices is None and 0 < num_gpus < num_workers:
+        screen.warn(
+            f"tfdp: warning: there are {num_workers} workers but "
+            f"{pluralize(num_gpus, 'GPU')}, and NCCL wants one for each; set "
+            "CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
 
 
 def make_log_dir(path: str | None) -> pathlib.Path:

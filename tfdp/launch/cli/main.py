@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 
 import click
 
+import tfdp
 from tfdp.launch.cli.bench import bench
 from tfdp.launch.cli.convert import convert
 from tfdp.launch.cli.doctor import doctor
-from tfdp.launch.cli.json_screen import Entry
 from tfdp.launch.cli.plan import plan
 from tfdp.launch.cli.run import run
+from tfdp.launch.cli.screen import Entry
 
 _EXAMPLES = """\b
 Examples:
@@ -25,14 +25,6 @@ Examples:
 
 USAGE_ERROR = 2
 INTERRUPTED = 130
-
-
-def version() -> str:
-    """Return the version of the installed package, or says that there is none."""
-    try:
-        return importlib.metadata.version("tfdp")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown (not installed)"
 
 
 class _Commands(click.Group):
@@ -65,7 +57,9 @@ class _Commands(click.Group):
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.version_option(version(), prog_name="tfdp", message="%(prog)s %(version)s")
+@click.version_option(
+    tfdp.__version__, prog_name="tfdp", message="%(prog)s %(version)s"
+)
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Data-parallel training for Keras 3 on TensorFlow.
@@ -102,7 +96,7 @@ def run_command(
         command: The `click.Command`.
         program: String, how it is called.
         arguments: Sequence of strings. Defaults to `sys.argv[1:]`.
-        obj: What the command finds by `click.Context.find_object`. Defaults to `None`.
+        obj: What the command finds as `click.Context.obj`. Defaults to `None`.
     """
     try:
         code = command.main(

@@ -10,6 +10,7 @@ import click
 
 from tfdp.communication.cluster.address import join_address
 from tfdp.launch.cli import parameter_types as types
+from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.hosts import Host, parse_hosts, read_hostfile
 from tfdp.launch.rendezvous.address import is_link_local
 
@@ -43,6 +44,7 @@ class NodeOptions:
         rendezvous: `RendezvousAddress`, or `None`.
         join_timeout: Float, seconds, or `None`.
         hosts: Tuple of `Host` to start by ssh, or `None`.
+        hostfile: String, path of a file that names them, or `None`.
         remote_python: String, the Python of these, or `None`.
     """
 
@@ -51,7 +53,19 @@ class NodeOptions:
     rendezvous: RendezvousAddress | None
     join_timeout: float | None
     hosts: tuple[Host, ...] | None
+    hostfile: str | None
     remote_python: str | None
+
+    def __post_init__(self) -> None:
+        if self.hostfile is None:
+            return
+        if self.hosts is not None:
+            raise click.UsageError(
+                "Give --hosts or --hostfile, not both. Received: both"
+            )
+        received = f"Received: --hostfile {self.hostfile}"
+        with usage_errors(text_of=lambda error: f"--hostfile: {error}. {received}"):
+            object.__setattr__(self, "hosts", read_hostfile(self.hostfile))
 
     @property
     def join_seconds(self) -> float:
@@ -75,7 +89,11 @@ class NodeOptions:
         if self.hosts is None:
             self._check_nodes()
         else:
-            self._check_hosts()
+            self._refuse(
+                "{} is for a line that is run on each machine; --hosts and --hostfile "
+                "say by themselves how many there are",
+                *("nodes", "node_rank"),
+            )
         if min_workers is not None and not self.is_one_machine:
             raise click.UsageError(
                 "--min-workers leaves out workers of one machine; on several all start "
@@ -84,43 +102,31 @@ class NodeOptions:
 
     def _check_nodes(self) -> None:
         nodes, rank = self.nodes, self.node_rank
-        if self.remote_python is not None:
-            raise click.UsageError(
-                "--remote-python is for the machines of --hosts or --hostfile. "
-                f"Received: --remote-python {self.remote_python}"
-            )
+        self._refuse("{} is for the machines of --hosts or --hostfile", "remote_python")
         if nodes is None:
-            given = [
-                ("--node-rank", rank),
-                ("--rendezvous", self.rendezvous),
-                ("--join-timeout", self.join_timeout),
-            ]
-            for option, value in given:
-                if value is not None:
-                    raise click.UsageError(
-                        f"{option} needs --nodes, the number of machines. "
-                        f"Received: {option} {value}"
-                    )
-            return
-        if self.rendezvous is None and nodes > 1:
+            self._refuse(
+                "{} needs --nodes, the number of machines",
+                *("node_rank", "rendezvous", "join_timeout"),
+            )
+        elif self.rendezvous is None and nodes > 1:
             raise click.UsageError(
                 "Several machines need --rendezvous HOST:PORT, the address of the "
                 f"first one by which the others reach it. Received: --nodes {nodes}"
             )
-        if rank is not None and rank >= nodes:
+        elif rank is not None and rank >= nodes:
             ranks = f"from 0 to {nodes - 1}" if nodes > 1 else "0"
             raise click.UsageError(
                 f"--node-rank must be {ranks}. "
                 f"Received: --node-rank {rank}, --nodes {nodes}"
             )
 
-    def _check_hosts(self) -> None:
-        for option, value in (("--nodes", self.nodes), ("--node-rank", self.node_rank)):
-            if value is not None:
+    def _refuse(self, sentence: str, *names: str) -> None:
+        """Refuse the first of these options that was given."""
+        for name in names:
+            if (value := getattr(self, name)) is not None:
+                option = f"--{name.replace('_', '-')}"
                 raise click.UsageError(
-                    f"{option} is for a line that is run on each machine; --hosts and "
-                    "--hostfile say by themselves how many there are. "
-                    f"Received: {option} {value}"
+                    f"{sentence.format(option)}. Received: {option} {value}"
                 )
 
 
@@ -142,71 +148,34 @@ def parse_address(text: str) -> RendezvousAddress:
     return RendezvousAddress(host, port)
 
 
-def _make(
-    nodes: int | None,
-    node_rank: int | None,
-    rendezvous: RendezvousAddress | None,
-    join_timeout: float | None,
-    hosts: tuple[Host, ...] | None,
-    hostfile: str | None,
-    remote_python: str | None,
-) -> NodeOptions:
-    if hosts is not None and hostfile is not None:
-        raise click.UsageError("Give --hosts or --hostfile, not both. Received: both")
-    if hostfile is not None:
-        try:
-            hosts = read_hostfile(hostfile)
-        except ValueError as error:
-            raise click.UsageError(
-                f"--hostfile: {error}. Received: --hostfile {hostfile}"
-            ) from error
-    return NodeOptions(nodes, node_rank, rendezvous, join_timeout, hosts, remote_python)
-
-
-# A command's function gets `where`, a `NodeOptions`.
-node_options = types.option_group(
-    "where",
-    _make,
-    click.option(
-        "--nodes",
-        metavar="N",
-        type=types.COUNT,
-        help="Number of machines; the same line is run on each of them.",
+# The fields of `NodeOptions`.
+node_options = types.with_options(
+    types.count_option(
+        "--nodes N", "Number of machines; the same line is run on each of them."
     ),
-    click.option(
-        "--node-rank",
-        metavar="K",
-        type=types.WholeNumber(min=0),
-        help="Which of them this is. Default: the machine of --rendezvous is 0, the "
+    types.option(
+        "--node-rank K",
+        "Which of them this is. Default: the machine of --rendezvous is 0, the "
         "others are ranked as they come.",
+        types.NUMBER_OF_TIMES,
     ),
-    click.option(
-        "--rendezvous",
-        metavar="HOST:PORT",
-        type=types.Checked("place", parse_address),
-        help=f"Where the machines meet: at node 0. Default port: {DEFAULT_PORT}.",
+    types.option(
+        "--rendezvous HOST:PORT",
+        f"Where the machines meet: at node 0. Default port: {DEFAULT_PORT}.",
+        types.Checked("place", parse_address),
     ),
-    click.option(
-        "--join-timeout",
-        metavar="S",
-        type=types.SECONDS,
-        help="Seconds to wait for machines that are not there. Default: 300.",
+    types.seconds_option(
+        "--join-timeout S",
+        "Seconds to wait for machines that are not there. Default: 300.",
     ),
-    click.option(
-        "--hosts",
-        metavar="HOST:N,...",
-        type=types.Checked("hosts", parse_hosts),
-        help="Machines that are started from here by ssh, with N workers each.",
+    types.option(
+        "--hosts HOST:N,...",
+        "Machines that are started from here by ssh, with N workers each.",
+        types.Checked("hosts", parse_hosts),
     ),
-    click.option(
-        "--hostfile",
-        metavar="FILE",
-        type=types.FILE,
-        help="A file with one HOST:N in each line.",
-    ),
-    click.option(
-        "--remote-python",
-        metavar="PATH",
-        help="Python of the machines of --hosts. Default: the path of this one.",
+    types.file_option("--hostfile FILE", "A file with one HOST:N in each line."),
+    types.option(
+        "--remote-python PATH",
+        "Python of the machines of --hosts. Default: the path of this one.",
     ),
 )

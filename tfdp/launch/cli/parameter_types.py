@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -22,6 +22,7 @@ _MOST_BYTES = 2**40
 _LONGEST_NAME = 255  # bytes, on all usual file systems
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+T = TypeVar("T")
 # Options of `mpirun`, `torchrun` and `horovodrun`, and what to give here.
 _COUNT = "Give the number of workers with -n"
 _ELSEWHERE = {
@@ -35,9 +36,16 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[KMG]?B?)", re.IGNORECASE
 
 
 class _Bounded(click.ParamType):
-    """A number; if not 0, of a size with which one can compute."""
+    """A number; if not 0, of a size with which one can compute.
 
-    what: str
+    Args:
+        what: String, the sentence's part after "it must be".
+        **limits: Arguments of `click.IntRange` or `click.FloatRange`.
+    """
+
+    def __init__(self, what: str, **limits: Any) -> None:
+        super().__init__(**limits)
+        self.what = what
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -55,26 +63,11 @@ class _Bounded(click.ParamType):
 
 
 class WholeNumber(_Bounded, click.IntRange):
-    """A whole number of at least `min`, and at most a billion."""
-
-    def __init__(self, min: int) -> None:
-        super().__init__(min=min)
-        self.what = "a whole number" + (
-            f" of at least {min}" if min else ", not negative"
-        )
+    """A whole number in a range."""
 
 
 class Number(_Bounded, click.FloatRange):
-    """A number in a range.
-
-    Args:
-        what: String, the sentence's part after "it must be".
-        **limits: Arguments of `click.FloatRange`.
-    """
-
-    def __init__(self, what: str, **limits: Any) -> None:
-        super().__init__(**limits)
-        self.what = what
+    """A number in a range."""
 
 
 def _problem_of(number: float) -> str:
@@ -91,9 +84,9 @@ def _short(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-COUNT = WholeNumber(min=1)
-AT_LEAST_TWO = WholeNumber(min=2)
-NUMBER_OF_TIMES = WholeNumber(min=0)
+COUNT = WholeNumber("a whole number of at least 1", min=1)
+AT_LEAST_TWO = WholeNumber("a whole number of at least 2", min=2)
+NUMBER_OF_TIMES = WholeNumber("a whole number, not negative", min=0)
 POSITIVE = Number("one number, above 0", min=0, min_open=True)
 FRACTION = Number("a number from 0 to 1", min=0, max=1)
 SECONDS = Number("a number of seconds, not negative", min=0)
@@ -107,11 +100,14 @@ class Checked(click.ParamType):
         name: String, for the help.
         parse: Callable from the text to the value, which raises `ValueError` with a
             sentence about what the text must be.
+        is_file: Bool, whether the shell completes it as the name of a file. Defaults
+            to `False`.
     """
 
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self._parse = parse
+    def __init__(
+        self, name: str, parse: Callable[[str], Any], *, is_file: bool = False
+    ) -> None:
+        self.name, self._parse, self._is_file = name, parse, is_file
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -120,6 +116,11 @@ class Checked(click.ParamType):
             return self._parse(value)
         except ValueError as error:
             return self.fail(f"{error}. Received: {_short(value)}", param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")] if self._is_file else []
 
 
 def _num_bytes(text: str) -> int:
@@ -167,22 +168,6 @@ def _algorithm(text: str) -> str | dict[str, str]:
     return option
 
 
-class _FileName(click.ParamType):
-    name = "path"
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        return [CompletionItem(incomplete, type="file")]
-
-
-class _OutputFile(click.Path):
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
-        return Checked("file", _output_file).convert(value, param, ctx)
-
-
 def _output_file(text: str) -> Path:
     path = Path(text)
     # Those of `os.path` are false, too, of what no file can be called.
@@ -205,29 +190,51 @@ BANDWIDTHS = Checked("levels", functools.partial(_levels, above_zero=True))
 # An algorithm of the all-reduce, as the option of `CommunicationOptions`.
 ALGORITHM = Checked("algorithm", _algorithm)
 # A file that can be written, which is found out now and not after minutes.
-OUTPUT_FILE = _OutputFile()
+OUTPUT_FILE = Checked("file", _output_file, is_file=True)
 # A name of a file, which the shell completes, and nothing else looks at.
-FILE = _FileName()
+FILE = Checked("path", str, is_file=True)
 
 
-def option_group(name: str, make: Callable[..., Any], *options: Decorator) -> Decorator:
-    """Return what adds several options to a command, as one argument of its function.
+def option(
+    declaration: str, text: str, type: click.ParamType | None = None, **settings: Any
+) -> Decorator:
+    """Return what adds an option to a command, declared as its help shows it.
 
     Args:
-        name: String, of the argument.
-        make: Callable that makes it from the values of the options, by their names.
-        *options: Decorators that add one option each.
+        declaration: String, its names and the word for its value, such as
+            `"-n --num-workers N"`. Without that word and without a type it is a flag.
+        text: String, the help.
+        type: Type of the value. Defaults to `None`, a string.
+        **settings: Further arguments of `click.option`, and `name`, that of the
+            function's argument where it is not the option's. A default is shown.
     """
+    words = declaration.split()
+    names = [word for word in words if word.startswith("-")]
+    metavar = next((word for word in words if word not in names), None)
+    if metavar is None and type is None:
+        settings["is_flag"] = True
+    if "name" in settings:
+        names.append(settings.pop("name"))
+    settings.setdefault("show_default", "default" in settings)
+    return click.option(*names, metavar=metavar, type=type, help=text, **settings)
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def with_group(**given: Any) -> Any:
-            values = {key: given.pop(key) for key in inspect.signature(make).parameters}
-            return function(**{name: make(**values)}, **given)
 
-        return with_options(*options)(with_group)
+# Options whose values are of the usual types.
+count_option = functools.partial(option, type=COUNT)
+seconds_option = functools.partial(option, type=SECONDS)
+positive_option = functools.partial(option, type=POSITIVE)
+file_option = functools.partial(option, type=FILE)
+output_option = functools.partial(option, type=OUTPUT_FILE)
 
-    return decorate
+
+def taken(kind: type[T], given: dict[str, Any]) -> T:
+    """Take the options that are the fields of a dataclass out of those of a command.
+
+    Args:
+        kind: The dataclass.
+        given: Dict of the values of options by their names.
+    """
+    return kind(**{key: given.pop(key) for key in inspect.get_annotations(kind)})
 
 
 def with_options(*options: Decorator) -> Decorator:
@@ -286,13 +293,6 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _hint(option: str) -> str | None:
-    """Return what to give instead of an option of another launcher."""
-    name = option.replace("_", "-")
-    found = [hint for names, hint in _ELSEWHERE.items() if re.fullmatch(names, name)]
-    return found[0] if found else None
-
-
 class HintingCommand(click.Command):
     """A command that knows the options of other launchers."""
 
@@ -303,8 +303,10 @@ class HintingCommand(click.Command):
         before = ""
         for word in args:
             name = word.partition("=")[0]
-            if (hint := _hint(name)) and not ctx.resilient_parsing:
-                raise click.UsageError(f"{hint}. Received: {name}")
+            for names, hint in _ELSEWHERE.items():
+                is_theirs = re.fullmatch(names, name.replace("_", "-"))
+                if is_theirs and not ctx.resilient_parsing:
+                    raise click.UsageError(f"{hint}. Received: {name}")
             if not word.startswith("-") and before not in with_value:
                 break  # the script, and its own options
             before = word

@@ -13,13 +13,14 @@ import click
 from tfdp.ground.links import DEFAULT_LINKS, Link, Links
 from tfdp.ground.options import ADASUM, COMPRESSIONS, CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
+from tfdp.ground.plans.memory import ReplicaMemory
 from tfdp.ground.plans.prediction import BACKWARD_FRACTION
 from tfdp.ground.plans.topology import Topology
+from tfdp.ground.plans.units import DEFAULT_UNITS, most_gathered, plan_units
 from tfdp.ground.text import pluralize
-from tfdp.launch.cli import memory
 from tfdp.launch.cli import parameter_types as types
+from tfdp.launch.cli.errors import first_line, import_without_gpus, usage_errors
 from tfdp.launch.cli.forecast import Forecast, show
-from tfdp.launch.cli.importing import first_line, import_without_gpus
 
 if TYPE_CHECKING:  # it imports TensorFlow
     from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
@@ -29,6 +30,8 @@ _COMPRESSIONS = (
     *(f"{level}{name}" for level in ("", "outer:") for name in COMPRESSIONS),
 )
 _MOST_REPLICAS = 2**20
+# With more, a plan of slices would be longer than the model.
+_MOST_OWNERS = 2**16
 
 
 _EXAMPLES = """\b
@@ -41,94 +44,69 @@ Examples:
 
 @click.command(epilog=_EXAMPLES)
 @click.argument("model", metavar="MODEL.keras", type=types.FILE)
-@click.option(
-    "--nodes",
-    metavar="N",
-    required=True,
-    type=types.COUNT,
-    help="Number of nodes.",
+@types.count_option("--nodes N", "Number of nodes.", required=True)
+@types.count_option(
+    "--replicas-per-node L", "Number of replicas (GPUs) on each node.", required=True
 )
-@click.option(
-    "--replicas-per-node",
-    metavar="L",
-    required=True,
-    type=types.COUNT,
-    help="Number of replicas (GPUs) on each node.",
-)
-@click.option(
-    "--alpha",
-    metavar="US[,US]",
-    type=types.LATENCIES,
-    help="Latency of a message in microseconds: inside nodes and across nodes, as in "
+@types.option(
+    "--alpha US[,US]",
+    "Latency of a message in microseconds: inside nodes and across nodes, as in "
     "20,100; or one number for both.",
+    types.LATENCIES,
 )
-@click.option(
-    "--beta",
-    metavar="GB/S[,GB/S]",
-    type=types.BANDWIDTHS,
-    help="Bandwidth in GB/s (10^9 bytes, one way): between two replicas of a node "
+@types.option(
+    "--beta GB/S[,GB/S]",
+    "Bandwidth in GB/s (10^9 bytes, one way): between two replicas of a node "
     "(with ring, of all together) and of the one link of a node, which its replicas "
     "share, as in 5,0.12; or one number for both.",
+    types.BANDWIDTHS,
 )
-@click.option(
+@types.option(
     "--backend",
-    type=click.Choice(tuple(DEFAULT_LINKS)),
-    default="nccl",
-    show_default=True,
-    help="What moves the bytes, and --alpha and --beta where they are not given: nccl "
+    "What moves the bytes, and --alpha and --beta where they are not given: nccl "
     "over NVLink and 100 Gbit/s; ring, TensorFlow's own, over loopback and 10 Gbit/s; "
     "direct and mpi, shared memory and 10 Gbit/s.",
+    click.Choice(tuple(DEFAULT_LINKS)),
+    default="nccl",
 )
-@click.option(
-    "--step-ms",
-    metavar="MS",
-    type=types.POSITIVE,
-    help="Time of a step on one replica, in milliseconds: for the scaling efficiency.",
+@types.positive_option(
+    "--step-ms MS",
+    "Time of a step on one replica, in milliseconds: for the scaling efficiency.",
 )
-@click.option(
-    "--overlap",
-    metavar="SHARE",
-    type=types.FRACTION,
-    help="The last part of that time, in which gradients become ready and "
+@types.option(
+    "--overlap SHARE",
+    "The last part of that time, in which gradients become ready and "
     "communication can hide. Default: 2/3, the backward pass.",
+    types.FRACTION,
 )
-@click.option(
-    "--algorithm",
-    metavar="NAME",
-    default="auto",
-    show_default=True,
-    type=types.ALGORITHM,
-    help="auto (the fastest for each bucket), ring, tree, halving_doubling, "
+@types.option(
+    "--algorithm NAME",
+    "auto (the fastest for each bucket), ring, tree, halving_doubling, "
     "hierarchical, hierarchical:INNER,OUTER, or adasum.",
+    types.ALGORITHM,
+    default="auto",
 )
-@click.option(
+@types.option(
     "--compression",
-    type=click.Choice(_COMPRESSIONS),
+    "The type on the wire; outer: across nodes only.",
+    click.Choice(_COMPRESSIONS),
     default="none",
-    show_default=True,
-    help="The type on the wire; outer: across nodes only.",
 )
-@click.option(
-    "--bucket-mb",
-    metavar="MB",
+@types.positive_option(
+    "--bucket-mb MB",
+    "Largest size of a bucket, as in CommunicationOptions.",
     default=25,
-    show_default=True,
-    type=types.POSITIVE,
-    help="Largest size of a bucket, as in CommunicationOptions.",
 )
-@click.option(
-    "--optimizer",
-    metavar="NAME",
+@types.option(
+    "--optimizer NAME",
+    "Whose slots take memory: a name that Keras's compile takes.",
     default="adam",
-    show_default=True,
-    help="Whose slots take memory: a name that Keras's compile takes.",
 )
-@click.option(
+@types.option(
     "--accumulates",
-    is_flag=True,
-    help="Gradients are accumulated over micro-batches, which takes memory too.",
+    "Gradients are accumulated over micro-batches, which takes memory too.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@types.option("--json", "Print JSON.", name="as_json")
 def plan(
     model: str,
     nodes: int,
@@ -154,15 +132,13 @@ def plan(
         raise click.UsageError("--overlap is a share of the time that --step-ms gives.")
     topology = _topology(nodes, replicas_per_node)
     links = _links(alpha, beta, DEFAULT_LINKS[backend])
-    try:
+    with usage_errors(text_of=first_line):  # two that do not go together
         options = CommunicationOptions(
             bucket_mb=bucket_mb,
             algorithm=algorithm,
             compression=compression_option(compression),
             links=links,
         )
-    except ValueError as error:  # two that do not go together
-        raise click.UsageError(first_line(error)) from error
     loaded = _loaded(model)
     from tfdp.training.program.gathers import gathers_of_model  # it imports TensorFlow
 
@@ -185,13 +161,7 @@ def plan(
         compute_seconds=None if step_ms is None else step_ms / 1e3,
         overlap=BACKWARD_FRACTION if overlap is None else overlap,
         optimizer=optimizer,
-        memory=memory.memory_of(
-            loaded,
-            memory.checked_optimizer(optimizer),
-            topology,
-            options,
-            accumulates=accumulates,
-        ),
+        memory=_memory_of(loaded, optimizer, topology, options, accumulates),
         gathers=gathers_of_model(loaded),
     )
     show(forecast, as_json=as_json)
@@ -255,10 +225,8 @@ def _plan_of(
     """The buckets of a model, and its variables with sparse gradients."""
     from tfdp.training.reduction.communication_plan import plan_of_backward_pass
 
-    try:
+    with usage_errors(text_of=first_line):
         buckets, sparse = plan_of_backward_pass(model, options, makes_dense=makes_dense)
-    except ValueError as error:
-        raise click.UsageError(first_line(error)) from error
     if not (buckets.buckets or sparse):
         raise click.UsageError(f"The model has no variables to train. Received: {path}")
     return buckets, sparse
@@ -286,3 +254,62 @@ def _loaded(path: str) -> Any:
             "one with classes of its own call `strategy.communication_plan` in its "
             f"script. Received: {path}"
         ) from error
+
+
+def _memory_of(
+    model: Any,
+    optimizer_name: str,
+    topology: Topology,
+    options: CommunicationOptions,
+    accumulates: bool,
+) -> tuple[tuple[str, ReplicaMemory], ...]:
+    """Return what is sharded, and memory of the replica that then holds most."""
+    import keras
+
+    from tfdp.training.sharding.memory_report import param_group_memory
+    from tfdp.training.sharding.sharded_state import shard_plan
+
+    try:
+        optimizer = keras.optimizers.get(optimizer_name)
+    except ValueError as error:
+        raise click.UsageError(
+            "--optimizer is a name that Keras's `compile` takes, such as adam. "
+            f"Received: {optimizer_name}"
+        ) from error
+    variables = model.trainable_variables
+    frozen, gathered = _frozen_and_gathered(model, options)
+    whole = param_group_memory(optimizer, variables, accumulates=accumulates)
+    rows = [("nothing sharded", whole + ReplicaMemory(frozen, 0, 0, 0))]
+    scopes = {"": topology.num_replicas}
+    if topology.num_nodes > 1:
+        scopes[", in each node"] = topology.replicas_per_node
+    for where, num_owners in scopes.items():
+        if not 1 < num_owners <= _MOST_OWNERS:
+            continue
+        plan = shard_plan(optimizer, variables, num_owners, options)
+        for stage in (1, 2, 3) if accumulates else (1, 3):
+            found = param_group_memory(
+                optimizer,
+                variables,
+                plan,
+                accumulates=accumulates,
+                stage=stage,
+                gathered=gathered if stage == 3 else 0,
+            )
+            held = -(-frozen // num_owners) if stage == 3 else frozen
+            rows.append((f"stage {stage}{where}", found + ReplicaMemory(held, 0, 0, 0)))
+    return tuple(rows)
+
+
+def _frozen_and_gathered(model: Any, options: CommunicationOptions) -> tuple[int, int]:
+    """Bytes of frozen parameters, and what a step gathers at a time in stage 3."""
+    from tfdp.ground.base.param_groups import entry_of
+    from tfdp.training.parameters.conversion import parameters_in_order
+    from tfdp.training.reduction.fusion import bucket_bytes_of
+
+    entries = list(map(entry_of, parameters_in_order(model, model.trainable_variables)))
+    units = plan_units(entries, bucket_bytes_of(entries, options))
+    sizes = [sum(entries[index].num_bytes for index in unit) for unit in units]
+    trained = sum(entry_of(v).num_bytes for v in model.trainable_variables)
+    frozen = sum(entry.num_bytes for entry in entries) - trained
+    return frozen, most_gathered(sizes, DEFAULT_UNITS.prefetch)

@@ -17,10 +17,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from tfdp.launch.cli.main import cli, run_command
-from tfdp.launch.cli.node import JobSecret
 from tfdp.launch.cli.remote_line import BEAT, MOST_BYTES, SILENT_SECONDS, banner
 
 _STDIN = 0
@@ -29,27 +29,21 @@ _CHUNK_BYTES = 4096
 _END_SECONDS = 15.0
 
 
-class _Input:
-    """Lines of the standard input, none of which is waited for in vain."""
-
-    def __init__(self) -> None:
-        self._data = b""
-
-    def line(self) -> bytes | None:
-        """Wait for a line; `None` once the connection has gone."""
-        while b"\n" not in self._data:
-            ready, _, _ = select.select([_STDIN], [], [], SILENT_SECONDS)
-            chunk = os.read(_STDIN, _CHUNK_BYTES) if ready else b""
-            if not chunk or len(self._data) > MOST_BYTES:
-                return None
-            self._data += chunk
-        line, _, self._data = self._data.partition(b"\n")
-        return line
+def _lines() -> Iterator[bytes]:
+    """Yield the lines of the standard input, until the connection has gone."""
+    data = b""
+    while len(data) <= MOST_BYTES:
+        ready, _, _ = select.select([_STDIN], [], [], SILENT_SECONDS)
+        chunk = os.read(_STDIN, _CHUNK_BYTES) if ready else b""
+        if not chunk:
+            return
+        *lines, data = (data + chunk).split(b"\n")
+        yield from lines
 
 
-def _obey(lines: _Input, grace_seconds: float) -> None:
+def _obey(lines: Iterator[bytes], grace_seconds: float) -> None:
     """Pass signals on to this process, and end it with the connection."""
-    while (line := lines.line()) is not None:
+    for line in lines:
         word, _, number = line.partition(b" ")
         if word == b"signal" and number.isdigit():
             os.kill(os.getpid(), int(number))
@@ -66,18 +60,15 @@ def main() -> None:
     print(banner(), flush=True)
     # One stream keeps the order of workers' lines and the launcher's words.
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
-    lines = _Input()
-    while (line := lines.line()) is not None:
-        if line != BEAT.strip():
-            break
+    lines = _lines()
+    line = next((line for line in lines if line != BEAT.strip()), None)
     if line is None:
         sys.exit(128 + signal.SIGHUP)
     order: dict[str, Any] = json.loads(line)
     threading.Thread(
         target=_obey, args=(lines, float(order["grace"])), daemon=True
     ).start()
-    secret = JobSecret(str(order["secret"]))
-    run_command(cli, "tfdp", list(order["arguments"]), secret)
+    run_command(cli, "tfdp", list(order["arguments"]), str(order["secret"]))
 
 
 if __name__ == "__main__":

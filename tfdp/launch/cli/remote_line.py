@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 
 import click
@@ -14,7 +15,7 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.launch import AutoCount, RunSettings
 from tfdp.launch.cli.node_options import NodeOptions, RendezvousAddress
-from tfdp.launch.cli.ssh import address_of, has_ssh
+from tfdp.launch.cli.ssh import address_of
 from tfdp.launch.rendezvous.secret import new_secret
 
 BEAT = b".\n"
@@ -91,7 +92,7 @@ def make_orders(
     Raises:
         click.UsageError: If this machine has no ssh, or a line would be too long.
     """
-    if not has_ssh():
+    if shutil.which("ssh") is None:
         raise click.UsageError(
             "--hosts and --hostfile need the command ssh, which is not here: install "
             "openssh-client, or run the same line with --nodes on each machine. "
@@ -136,16 +137,15 @@ def _count(host: Host, num_workers: int) -> str:
 
 def _options(settings: RunSettings) -> list[str]:
     """Write the options that all hosts get as they are."""
-    words = ["--grace", f"{settings.grace:g}"]
-    words += ["--max-restarts", str(settings.max_restarts)]
-    if settings.devices_per_worker is not None:
-        words += ["--devices-per-worker", str(settings.devices_per_worker)]
-    if settings.log_dir is not None:
-        words += ["--log-dir", settings.log_dir]
-    if settings.timeout is not None:
-        words += ["--timeout", f"{settings.timeout:g}"]
-    if settings.log_format != "text":
-        words += ["--log-format", settings.log_format]
+    given = {
+        "--grace": settings.grace,
+        "--max-restarts": settings.max_restarts,
+        "--devices-per-worker": settings.devices_per_worker,
+        "--log-dir": settings.log_dir,
+        "--timeout": settings.timeout,
+        "--log-format": settings.log_format,
+    }
+    words = [f"{name}={value}" for name, value in given.items() if value is not None]
     words += ["--rebalance"] if settings.rebalance else []
     words += [] if settings.forks else ["--no-fork"]
     return [*words, "-m"] if settings.is_module else words

@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from tfdp.communication.cluster.gpus import visible_gpus
+from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.cli import parameter_types as types
+from tfdp.launch.cli.attempts import LocalAttempts, NodeAttempts
+from tfdp.launch.cli.errors import usage_errors
+from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.island_options import IslandOptions, island_options
 from tfdp.launch.cli.job import JobContext
-from tfdp.launch.cli.json_screen import showing
 from tfdp.launch.cli.launch import (
     AutoCount,
     RunSettings,
     check_num_workers,
     make_clusters,
     make_log_dir,
+    warn_of_surroundings,
 )
-from tfdp.launch.cli.node import JobSecret
 from tfdp.launch.cli.node_options import NodeOptions, node_options
+from tfdp.launch.cli.other_nodes import joined
 from tfdp.launch.cli.program import check_platform, check_program
+from tfdp.launch.cli.remote_line import make_orders
 from tfdp.launch.cli.run_islands import run_islands
-from tfdp.launch.cli.run_where import run_as_node, run_here, run_on_hosts
+from tfdp.launch.cli.screen import Screen, showing
 from tfdp.launch.cli.signals import SignalPipe
-from tfdp.launch.cli.start import new_starter
+from tfdp.launch.cli.ssh_job import SshJob
+from tfdp.launch.cli.start import Starter, imports_before_forks
+from tfdp.launch.cli.worker import LogFile, open_logs
+from tfdp.launch.rendezvous.failure import RendezvousError
 from tfdp.launch.rendezvous.restarts import Restarts
 
 
@@ -65,89 +75,54 @@ under Kubernetes run the script itself.
     epilog=_EXAMPLES,
     context_settings={"allow_interspersed_args": False},
 )
-@click.option(
-    "-n",
-    "--num-workers",
-    metavar="N",
-    type=_NumWorkers(min=1),
-    help="Number of worker processes of a machine; auto: one for each GPU, or else CPU "
+@types.option(
+    "-n --num-workers N",
+    "Number of worker processes of a machine; auto: one for each GPU, or else CPU "
     "core.",
+    _NumWorkers("a whole number of at least 1", min=1),
 )
-@click.option(
-    "-D",
-    "--devices-per-worker",
-    metavar="D",
-    type=types.COUNT,
-    help="Logical CPU devices in each worker.",
+@types.count_option("-D --devices-per-worker D", "Logical CPU devices in each worker.")
+@types.file_option(
+    "--log-dir DIR", "Folder for a log per worker. Default: a new one in ./tfdp-logs."
 )
-@click.option(
-    "--log-dir",
-    metavar="DIR",
-    type=types.FILE,
-    help="Folder for a log per worker. Default: a new one in ./tfdp-logs.",
+@types.seconds_option(
+    "--timeout S", "Seconds after which the whole job is stopped, with exit code 124."
 )
-@click.option(
-    "--timeout",
-    metavar="S",
-    type=types.SECONDS,
-    help="Seconds after which the whole job is stopped, with exit code 124.",
+@types.seconds_option(
+    "--grace S", "Seconds between asking workers to stop and killing them.", default=5
 )
-@click.option(
-    "--grace",
-    metavar="S",
-    default=5,
-    show_default=True,
-    type=types.SECONDS,
-    help="Seconds between asking workers to stop and killing them.",
-)
-@click.option(
-    "--max-restarts",
-    metavar="R",
+@types.option(
+    "--max-restarts R",
+    "How often the job is started again after a worker has failed.",
+    types.NUMBER_OF_TIMES,
     default=0,
-    show_default=True,
-    type=types.NUMBER_OF_TIMES,
-    help="How often the job is started again after a worker has failed.",
 )
-@click.option(
-    "--min-workers",
-    metavar="M",
-    type=types.COUNT,
-    help="Go on with as few workers, if one fails again and again. Default: all.",
+@types.count_option(
+    "--min-workers M",
+    "Go on with as few workers, if one fails again and again. Default: all.",
 )
-@click.option(
-    "--rebalance",
-    is_flag=True,
-    help="Workers get rows of each batch by their measured speed.",
-)
-@click.option(
-    "--grow-after",
-    metavar="S",
-    type=types.SECONDS,
-    help="Seconds with fewer workers after which all are tried again, where the script "
+@types.option("--rebalance", "Workers get rows of each batch by their measured speed.")
+@types.seconds_option(
+    "--grow-after S",
+    "Seconds with fewer workers after which all are tried again, where the script "
     "saves when asked; 0: never. Default: 600.",
 )
-@click.option(
+@types.option(
     "--fork/--no-fork",
-    "forks",
+    "Import TensorFlow once and fork the workers, where the script allows it.",
+    name="forks",
     default=True,
-    show_default=True,
-    help="Import TensorFlow once and fork the workers, where the script allows it.",
 )
-@click.option(
-    "--log-format",
-    metavar="FORMAT",
+@types.option(
+    "--log-format FORMAT",
+    "text, or json: each line of the output is a JSON object.",
+    click.Choice(("text", "json")),
     default="text",
-    show_default=True,
-    type=click.Choice(("text", "json")),
-    help="text, or json: each line of the output is a JSON object.",
 )
 @island_options
 @node_options
-@click.option(
-    "-m",
-    "is_module",
-    is_flag=True,
-    help="SCRIPT is the name of a module, as in `python -m`.",
+@types.option(
+    "-m", "SCRIPT is the name of a module, as in `python -m`.", name="is_module"
 )
 @click.argument("script", type=types.FILE)
 @click.argument("args", nargs=-1, type=types.FILE)
@@ -155,8 +130,6 @@ under Kubernetes run the script itself.
 def run(
     context: click.Context,
     num_workers: int | None,
-    where: NodeOptions,
-    islands: IslandOptions,
     min_workers: int | None,
     grow_after: float | None,
     **arguments: Any,
@@ -168,45 +141,47 @@ def run(
     let the script save as it goes, by `tfdp.callbacks.BackupAndRestore`.
     """
     check_platform("tfdp run")
+    where = types.taken(NodeOptions, arguments)
+    islands = types.taken(IslandOptions, arguments)
     where.check(min_workers)
     if num_workers is None and where.hosts is None:
-        raise click.MissingParameter(
-            ctx=context,
-            param=next(p for p in context.command.params if p.name == "num_workers"),
-        )
+        (parameter,) = (p for p in context.command.params if p.name == "num_workers")
+        raise click.MissingParameter(ctx=context, param=parameter)
     settings = RunSettings(num_workers=num_workers or AutoCount(1), **arguments)
     others = {
         "--min-workers": min_workers is not None,
         "--grow-after": grow_after is not None,
         "--rebalance": settings.rebalance,
     }
-    given = [name for name, is_given in others.items() if is_given]
-    islands.check(settings.num_workers, where, given)
+    islands.check(settings.num_workers, where, list(filter(others.get, others)))
     if where.hosts is not None:
-        sys.exit(run_on_hosts(where.hosts, where, settings))
+        sys.exit(_run_on_hosts(where.hosts, where, settings))
     check_program(settings.script, settings.is_module)
     restarts = _restarts(settings, min_workers, grow_after)
-    try:
+    with usage_errors():
         check_num_workers(settings.num_workers)
         make_clusters(settings.num_workers, **settings.of_cluster)
         folder = make_log_dir(settings.log_dir)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
     timeout = settings.timeout
     until = None if timeout is None else time.monotonic() + timeout
     with (
         contextlib.closing(SignalPipe()) as signals,
         showing(signals, until, settings.log_format) as screen,
-        new_starter(settings, signals, until) as starter,
+        contextlib.closing(
+            Starter(
+                settings.command,
+                imports_before_forks(settings),
+                lambda parent: parent.wait(signals, until),
+            )
+        ) as starter,
     ):
         job = JobContext(starter, screen, signals, settings.grace, until)
         if islands.is_used:
             code = run_islands(job, settings, islands, folder)
         elif where.is_one_machine:
-            code = run_here(job, settings, restarts, folder)
+            code = _run_here(job, settings, restarts, folder)
         else:
-            secret = context.find_object(JobSecret)
-            code = run_as_node(job, settings, where, secret, folder)
+            code = _run_as_node(job, settings, where, context.obj, folder)
     sys.exit(code)
 
 
@@ -228,3 +203,89 @@ def _restarts(
             f"--min-workers {min_workers}, -n {num_workers}"
         )
     return Restarts(num_workers, max_restarts, min_workers, grow_after)
+
+
+def _run_here(
+    context: JobContext, settings: RunSettings, restarts: Restarts, folder: pathlib.Path
+) -> int:
+    """Run all workers on this machine."""
+    screen, num_workers = context.screen, settings.num_workers
+    screen.node = 0
+    kept = settings.max_restarts > 0
+    logs, history = _open_worker_logs(folder, range(num_workers), screen, kept)
+    _announce(screen, num_workers, settings.devices_per_worker, folder)
+    if settings.rebalance and num_workers == 1:
+        screen.warn("tfdp: warning: --rebalance has no effect with one worker")
+    return LocalAttempts(context, settings, logs, history, restarts).run()
+
+
+def _run_as_node(
+    context: JobContext,
+    settings: RunSettings,
+    where: NodeOptions,
+    secret: str | None,
+    folder: pathlib.Path,
+) -> int:
+    """Run the workers of this node, together with the other nodes."""
+    count, screen = settings.num_workers, context.screen
+    screen.node = where.node_rank
+
+    def logs_of_node(
+        node_rank: int, first_rank: int, num_workers: int
+    ) -> tuple[list[LogFile], list[LogFile]]:
+        ranks = range(first_rank, first_rank + count)
+        kept = settings.max_restarts > 0 and node_rank == 0
+        logs = _open_worker_logs(folder, ranks, screen, kept)
+        screen.node = node_rank
+        which = (
+            f"workers {ranks[0]} to {ranks[-1]}" if count > 1 else f"worker {ranks[0]}"
+        )
+        screen.message(
+            f"tfdp: node {node_rank} of {where.nodes} starts {which} of {num_workers}; "
+            f"logs in {folder}"
+        )
+        warn_of_surroundings(screen, count, settings.devices_per_worker)
+        return logs
+
+    with (
+        usage_errors(RendezvousError),
+        joined(where, settings, secret, screen) as others,
+    ):
+        return NodeAttempts(context, settings, others, logs_of_node).run()
+
+
+def _run_on_hosts(
+    hosts: Sequence[Host], where: NodeOptions, settings: RunSettings
+) -> int:
+    """Start the launchers of all hosts."""
+    orders = make_orders(hosts, where, settings)
+    python = where.remote_python or sys.executable
+    with (
+        contextlib.closing(SignalPipe()) as signals,
+        showing(signals, None, settings.log_format) as screen,
+        contextlib.closing(
+            SshJob(hosts, orders, settings, python, screen, signals)
+        ) as job,
+    ):
+        screen.message(f"tfdp: starting by ssh on {', '.join(h.name for h in hosts)}")
+        return job.run()
+
+
+def _open_worker_logs(
+    folder: pathlib.Path, ranks: Sequence[int], screen: Screen, has_history: bool
+) -> tuple[list[LogFile], list[LogFile]]:
+    """Open the logs of workers, and that of restarts where they are possible."""
+    logs = open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen)
+    return logs, open_logs(folder, ["restarts.log"] * has_history, screen)
+
+
+def _announce(
+    screen: Screen, num_workers: int, devices: int | None, folder: pathlib.Path
+) -> None:
+    threads = max(1, num_cores() // num_workers)
+    each = " each" if num_workers > 1 else ""
+    screen.message(
+        f"tfdp: starting {pluralize(num_workers, 'worker')}, {threads} of "
+        f"{pluralize(num_cores(), 'CPU core')}{each}; logs in {folder}"
+    )
+    warn_of_surroundings(screen, num_workers, devices)

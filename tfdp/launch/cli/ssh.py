@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
@@ -53,11 +52,6 @@ def ssh_command(
     # The user's shell there may be any: only `sh` has to understand the rest.
     remote = f"exec sh -c {shlex.quote(script)}"
     return ["ssh", "-T", *options, host.target, remote]
-
-
-def has_ssh() -> bool:
-    """Return whether there is an `ssh` on this machine."""
-    return shutil.which("ssh") is not None
 
 
 def address_of(host: Host) -> str:

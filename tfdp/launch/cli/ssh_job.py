@@ -8,13 +8,12 @@ import selectors
 import signal
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import tfdp
 from tfdp.launch.cli import remote_line
 from tfdp.launch.cli.hosts import Host
-from tfdp.launch.cli.json_screen import Entry
-from tfdp.launch.cli.screen import Level, Screen
+from tfdp.launch.cli.launch import RunSettings
+from tfdp.launch.cli.screen import Entry, Level, Screen
 from tfdp.launch.cli.signals import SignalPipe
 from tfdp.launch.cli.ssh import CONNECTION_LOST, describe_failure, ssh_command
 from tfdp.launch.cli.ssh_worker import SshWorker
@@ -42,42 +41,38 @@ _REASON = re.compile(r"\bwere stopped\b")
 class SshJob:
     """Launchers of all hosts, until their job is over.
 
-    To be used as a context manager, which ends all connections, however it is left.
-
     Args:
         hosts: Sequence of `Host`.
         orders: Sequence of bytes, the line that tells each what to run.
+        settings: `RunSettings`. Where jobs start again, a host whose connection was
+            lost is started again, too, to join at the next start of all.
         python: String, path of the Python of all hosts.
         screen: The `Screen` that shows the output.
         signals: The `SignalPipe`.
-        grace_seconds: Float, of the workers.
-        starts_again: Bool, whether a host whose connection was lost is started again,
-            to join at the next start of all.
     """
 
     def __init__(
         self,
         hosts: Sequence[Host],
         orders: Sequence[bytes],
+        settings: RunSettings,
         python: str,
         screen: Screen,
         signals: SignalPipe,
-        grace_seconds: float,
-        starts_again: bool,
     ) -> None:
         self._hosts, self._orders = hosts, orders
         self._python, self._folder = python, os.getcwd()
         self._screen, self._signals = screen, signals
-        self._grace_seconds = grace_seconds
-        self._starts_again = starts_again
-        # Hosts that are to come back, by their place, and when they are tried.
+        self._settings = settings
+        # Nodes whose hosts are to come back, and when they are tried.
         self._returns: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
+        self._selector.register(signals, selectors.EVENT_READ)
         self._workers: list[SshWorker] = []
         self._tracebacks = Tracebacks()
         self._ranks: set[int] = set()
         # When something was said, and by which launchers.
-        self._said: dict[str, tuple[float, set[str]]] = {}
+        self._said: dict[str, tuple[float, set[int | None]]] = {}
         # Of a connection that was lost: said if no launcher has a better word for it.
         self._lost_text = ""
         self._has_reason = False
@@ -87,11 +82,8 @@ class SshJob:
         self._dismiss_at = self._end_at = float("inf")
         self._beat_at = 0.0
 
-    def __enter__(self) -> SshJob:
-        self._selector.register(self._signals, selectors.EVENT_READ)
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End all connections."""
         for worker in self._workers:
             worker.close()
         self._selector.close()
@@ -103,16 +95,19 @@ class SshJob:
             Int, the exit code: that of the launcher that ended first of those that
             have failed, 69 if its connection was lost, or 0.
         """
-        self._workers = [self._start(host) for host in self._hosts]
-        started_at = time.monotonic()
+        self._workers = [self._start(node) for node in range(len(self._hosts))]
         try:
-            self._wait(started_at)
+            self._wait(time.monotonic())
         finally:
-            self._show_rest()
+            # What was held back, and why a connection was lost.
+            for rank in self._ranks:
+                self._print(rank, self._tracebacks.rest(rank))
+            self._tell_lost()
         return self._code or 0
 
-    def _start(self, host: Host) -> SshWorker:
-        worker = SshWorker(host, ssh_command(host, self._python, self._folder))
+    def _start(self, node: int) -> SshWorker:
+        host = self._hosts[node]
+        worker = SshWorker(node, host, ssh_command(host, self._python, self._folder))
         for stream in (worker.output, worker.words):
             self._selector.register(stream, selectors.EVENT_READ, (worker, stream))
         return worker
@@ -130,12 +125,6 @@ class SshJob:
             if now >= self._end_at or self._screen.has_no_reader:
                 break
 
-    def _show_rest(self) -> None:
-        """Show what was held back, and why a connection was lost."""
-        for rank in self._ranks:
-            self._print(rank, self._tracebacks.rest(rank))
-        self._tell_lost()
-
     def _turn(self) -> None:
         """Wait a moment, show what was written, and note who has ended."""
         for key, _ in self._selector.select(_TURN_SECONDS):
@@ -145,10 +134,13 @@ class SshJob:
             worker, stream = key.data
             lines = stream.read()
             if stream.has_ended:
+                lines += stream.close()
                 self._selector.unregister(stream)
-            show = self._show if stream is worker.output else self._note_error
-            for line in lines:
-                show(worker, line)
+            if stream is worker.output:
+                for line in lines:
+                    self._show(worker, line)
+            else:  # what ssh says, or what comes before the launcher has answered
+                worker.errors += lines
         for rank in self._ranks:
             self._print(rank, self._tracebacks.due(rank))
         self._beat()
@@ -170,59 +162,52 @@ class SshJob:
         if worker.answer(line):
             self._begin(worker)
         elif self._screen.is_verbatim and (entry := Entry.from_line(line)):
-            self._show_entry(worker, entry)
+            if entry.stream == "worker" and entry.rank is not None:
+                self._screen.nodes[entry.rank] = worker.node
+                self._screen.line(entry.rank, entry.message)
+            elif not worker.is_dismissed:
+                self._say(worker, entry.message, entry.level or "info", entry.rank)
         elif found := _OF_WORKER.match(line):
             rank = int(found[1])
             self._ranks.add(rank)
             self._print(rank, self._tracebacks.take(rank, [found[2]]))
         elif worker.version is not None and not worker.is_dismissed and line.strip():
             told = line if line.startswith(_OURS) else f"{worker.host.name}: {line}"
-            self._say(told, worker.host.name)
-
-    def _show_entry(self, worker: SshWorker, entry: Entry) -> None:
-        node = self._workers.index(worker)
-        if entry.stream == "worker" and entry.rank is not None:
-            self._screen.nodes[entry.rank] = node
-            self._screen.line(entry.rank, entry.message)
-        elif not worker.is_dismissed:
-            level: Level = entry.level or "info"
-            told = entry.message, worker.host.name, level
-            self._say(*told, rank=entry.rank, node=node)
-
-    def _note_error(self, worker: SshWorker, line: str) -> None:
-        """Keep what ssh says, or what comes before the launcher has answered."""
-        worker.errors.append(line)
+            self._say(worker, told)
 
     def _begin(self, worker: SshWorker) -> None:
         if worker.is_dismissed:
             return
         if worker.version == tfdp.__version__:
             worker.is_ordered = True
-            worker.send(self._orders[self._workers.index(worker)])
+            worker.send(self._orders[worker.node])
             return
         worker.is_dismissed = True
-        self._fail(
-            2,
-            f"{worker.host.target} has tfdp {worker.version}, this machine has tfdp "
-            f"{tfdp.__version__}. Install the same version on all hosts",
-        )
+        there = f"{worker.host.target} has tfdp {worker.version}"
+        here = f"this machine has tfdp {tfdp.__version__}"
+        self._fail(2, f"{there}, {here}. Install the same version on all hosts")
 
     def _print(self, rank: int, lines: list[str]) -> None:
         for line in lines:
             self._screen.line(rank, line)
 
     def _say(
-        self, text: str, launcher: str = "", level: Level = "info", **about: Any
+        self,
+        worker: SshWorker | None,
+        text: str,
+        level: Level = "info",
+        rank: int | None = None,
     ) -> None:
         """Print a sentence, unless another launcher has just said the same."""
         self._has_reason = self._has_reason or bool(_REASON.search(text))
+        node = None if worker is None else worker.node
         now = time.monotonic()
         said_at, by = self._said.get(text, (float("-inf"), set()))
-        if now - said_at < _ECHO_SECONDS and launcher not in by:
-            by.add(launcher)
+        if now - said_at < _ECHO_SECONDS and node not in by:
+            by.add(node)
             return
-        self._said[text] = (now, {launcher})
-        self._screen.message(text, level, **about)
+        self._said[text] = (now, {node})
+        self._screen.message(text, level, rank=rank, node=node)
 
     def _note_end(self, worker: SshWorker) -> None:
         code = worker.exit_code or 0
@@ -231,18 +216,13 @@ class SshJob:
         is_lost = code in _LOST_CODES and worker.is_ordered
         if (is_lost or worker.is_return) and self._may_return(worker):
             if is_lost:
-                self._say(
-                    f"{_OURS}the connection to {worker.host.target} was lost; its "
-                    "launcher is started again"
-                )
-            index = self._workers.index(worker)
-            self._returns[index] = time.monotonic() + _RETURN_SECONDS
+                told = f"{_OURS}the connection to {worker.host.target} was lost; "
+                self._say(None, f"{told}its launcher is started again")
+            self._returns[worker.node] = time.monotonic() + _RETURN_SECONDS
         elif worker.version is None:
             said = [line for line in worker.errors if line.strip()]
-            self._fail(
-                2,
-                describe_failure(worker.host, code, said, self._python, self._folder),
-            )
+            why = describe_failure(worker.host, code, said, self._python, self._folder)
+            self._fail(2, why)
         elif is_lost:
             last = worker.errors[-1].strip() if worker.errors else "no reason given"
             self._lost_text = self._lost_text or (
@@ -256,20 +236,16 @@ class SshJob:
     def _may_return(self, lost: SshWorker) -> bool:
         """Return whether somebody waits for a host that was lost."""
         others = any(w.is_running for w in self._workers if w is not lost)
-        return (
-            self._starts_again
-            and others
-            and self._code is None
-            and lost is not self._workers[0]  # node 0, with which all end
-        )
+        starts_again = self._settings.max_restarts > 0 and self._code is None
+        return starts_again and others and lost.node > 0  # with node 0 all end
 
     def _bring_back(self, now: float) -> None:
-        for index in [i for i, at in self._returns.items() if now >= at]:
-            del self._returns[index]
-            if self._code is None and self._may_return(self._workers[index]):
-                self._give_up(self._workers[index])
-                self._workers[index] = self._start(self._hosts[index])
-                self._workers[index].is_return = True
+        for node in [n for n, at in self._returns.items() if now >= at]:
+            del self._returns[node]
+            if self._may_return(self._workers[node]):
+                self._give_up(self._workers[node])
+                self._workers[node] = self._start(node)
+                self._workers[node].is_return = True
 
     def _give_up(self, worker: SshWorker) -> None:
         """Close a connection, also one whose output is held open by somebody else."""
@@ -286,14 +262,14 @@ class SshJob:
         self._code = code
         if text:
             error = "error: " if code == 2 else ""
-            self._say(f"{_OURS}{error}{text}", level="error")
+            self._say(None, f"{_OURS}{error}{text}", "error")
         now = time.monotonic()
         self._dismiss_at = now + (_HEARSAY_SECONDS if code != 2 else 0.0)
-        self._end_at = self._dismiss_at + self._grace_seconds + _END_SECONDS
+        self._end_at = self._dismiss_at + self._settings.grace + _END_SECONDS
 
     def _tell_lost(self) -> None:
         if self._lost_text and not self._has_reason and not self._num_signals:
-            self._say(self._lost_text, level="error")
+            self._say(None, self._lost_text, "error")
 
     def _dismiss(self) -> None:
         self._tell_lost()
@@ -307,18 +283,14 @@ class SshJob:
         for signum in self._signals.received[self._num_signals :]:
             self._num_signals += 1
             self._code = self._code or 128 + signum
-            self._end_at = now + self._grace_seconds + _END_SECONDS
+            self._end_at = now + self._settings.grace + _END_SECONDS
             if signum == signal.SIGINT:
                 self._tracebacks.interrupt()
             for worker in self._workers:
                 worker.stop(signum)
 
     def _give_up_silent(self) -> None:
+        within = f"within {_ANSWER_SECONDS:.0f} s"
         for worker in self._workers:
-            is_silent = worker.version is None and not worker.is_return
-            if worker.is_running and is_silent:
-                self._fail(
-                    2,
-                    f"tfdp has not started on {worker.host.target} within "
-                    f"{_ANSWER_SECONDS:.0f} s",
-                )
+            if worker.is_running and worker.version is None and not worker.is_return:
+                self._fail(2, f"tfdp has not started on {worker.host.target} {within}")

@@ -7,58 +7,28 @@ import contextlib
 import os
 import subprocess
 import time
-from typing import IO
 
 from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.remote_line import signal_line, version_of
-from tfdp.launch.cli.screen import MAX_LINE_LENGTH, LineReader, without_escapes
+from tfdp.launch.cli.screen import MAX_LINE_LENGTH, PipeReader, without_escapes
+from tfdp.launch.cli.worker import TAIL_LINES
 
-_CHUNK_BYTES = 1 << 16
-_TAIL_LINES = 20
 # A worker's line in JSON, in which a character may take six, and what is said of it.
 _MAX_LINE_LENGTH = 8 * MAX_LINE_LENGTH
 _KILL_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 1.0
 
 
-class Stream:
-    """Output of a launcher, or its errors.
-
-    Args:
-        pipe: The stream of the process.
-    """
-
-    def __init__(self, pipe: IO[bytes] | None) -> None:
-        assert pipe is not None
-        self._pipe = pipe
-        self._reader = LineReader(_MAX_LINE_LENGTH)
-        self.has_ended = False
-        os.set_blocking(pipe.fileno(), False)
-
-    def fileno(self) -> int:
-        """Return the descriptor, for a selector."""
-        return self._pipe.fileno()
-
-    def read(self) -> list[str]:
-        """Read the lines that have become complete; at the end, what is left."""
-        try:
-            data = os.read(self.fileno(), _CHUNK_BYTES)
-        except BlockingIOError:
-            return []
-        if data:
-            return self._reader.feed(data)
-        self.has_ended = True
-        return self._reader.close()
-
-
 class SshWorker:
     """A host's launcher behind an ssh process of this machine.
 
     Args:
+        node: Int, the rank of its node.
         host: `Host`.
         command: List of strings, of ssh.
 
     Attributes:
+        node: Int, the same.
         host: `Host`.
         version: String, of tfdp there, or `None` while it has not answered.
         is_ordered: Bool, whether it was told what to run.
@@ -71,11 +41,11 @@ class SshWorker:
         OSError: If ssh cannot be started.
     """
 
-    def __init__(self, host: Host, command: list[str]) -> None:
-        self.host = host
+    def __init__(self, node: int, host: Host, command: list[str]) -> None:
+        self.node, self.host = node, host
         self.version: str | None = None
         self.is_ordered = self.is_dismissed = self.is_return = False
-        self.errors: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self.errors: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self.exit_code: int | None = None
         self._ended_at: float | None = None
         self._unsent = b""
@@ -87,10 +57,10 @@ class SshWorker:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.output = Stream(self._process.stdout)
-        self.words = Stream(self._process.stderr)
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
+        self.output = PipeReader(self._process.stdout, _MAX_LINE_LENGTH)
+        self.words = PipeReader(self._process.stderr, _MAX_LINE_LENGTH)
         os.set_blocking(self._stdin.fileno(), False)
 
     @property
@@ -150,6 +120,5 @@ class SshWorker:
             self._process.wait(_KILL_SECONDS)
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
+        self.output.pipe.close()
+        self.words.pipe.close()

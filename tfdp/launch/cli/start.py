@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tfdp.communication.cluster.gpus import visible_gpus
 from tfdp.launch.cli.import_once.parent import Parent
 from tfdp.launch.cli.import_once.script import Imports, imports_of
 from tfdp.launch.cli.launch import RunSettings
-from tfdp.launch.cli.signals import SignalPipe
 
 # With these Python does more at its start or end than a fork would.
 _OF_INTERPRETER = (
@@ -23,24 +21,39 @@ _OF_INTERPRETER = (
 
 
 class Starter:
-    """Starts the workers of a job, each as a process that imports for itself.
+    """Starts the workers of a job.
+
+    They are forks of one process that has imported TensorFlow, where that can be done:
+    one whose environment differs in more than `TF_CONFIG` imports for itself, for
+    TensorFlow reads some variables when it is imported.
 
     Args:
         command: Sequence of strings, what every worker runs.
+        imports: `Imports` of the script, or `None` for no forks. Defaults to `None`.
+        wait: Callable, which waits until a `Parent` has imported, and returns whether
+            it has. Defaults to none.
 
     Attributes:
         command: Sequence of strings, the same.
         job: String, stands in the `TF_CONFIG` of each, by which all are found.
     """
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        imports: Imports | None = None,
+        wait: Callable[[Parent], bool] = bool,
+    ) -> None:
         self.job = uuid.uuid4().hex
         self.command = command
+        self._imports, self._wait = imports, wait
+        self._environment: dict[str, str] | None = None
+        self._parent: Parent | None = None
 
     @property
     def own_pids(self) -> set[int]:
         """Set of the ids of processes that are no workers, and outlive them."""
-        return set()
+        return {self._parent.pid} if self._parent is not None else set()
 
     def start(self, environment: Mapping[str, str], output: int) -> int:
         """Start a worker, in a session of its own and with an empty stdin.
@@ -55,6 +68,15 @@ class Starter:
         Raises:
             OSError: If it cannot be started.
         """
+        shared = {k: v for k, v in environment.items() if k != "TF_CONFIG"}
+        if self._imports is not None and self._environment is None:
+            self._environment = shared
+            self._parent = self._new_parent(self._imports, shared)
+        if self._parent is not None and shared == self._environment:
+            try:
+                return self._parent.fork(environment, output)
+            except OSError:
+                self.close()
         # Its output is one stream, so that a traceback stands where it belongs. In a
         # session of its own: Ctrl-C reaches the launcher alone, which passes it on,
         # and all that the worker starts can be found again.
@@ -69,95 +91,34 @@ class Starter:
         process.returncode = 0  # so that `Popen` never reaps it
         return process.pid
 
-
-class ForkingStarter(Starter):
-    """Starts workers as forks of one process that has imported TensorFlow.
-
-    A worker whose environment differs in more than `TF_CONFIG` imports for itself:
-    TensorFlow reads some variables when it is imported.
-
-    Args:
-        command: Sequence of strings, what every worker runs.
-        imports: `Imports` of the script.
-        signals: The `SignalPipe`, whose signals end the wait for the import.
-        until: Float, by `time.monotonic()`, when the wait ends, or `None`.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        imports: Imports,
-        signals: SignalPipe,
-        until: float | None,
-    ) -> None:
-        super().__init__(command)
-        self._imports = imports
-        self._signals = signals
-        self._until = until
-        self._environment: dict[str, str] | None = None
-        self._parent: Parent | None = None
-
-    def start(self, environment: Mapping[str, str], output: int) -> int:
-        """See `Starter`."""
-        shared = {k: v for k, v in environment.items() if k != "TF_CONFIG"}
-        if self._environment is None:
-            self._environment = shared
-            self._parent = self._new_parent()
-        if self._parent is not None and shared == self._environment:
-            try:
-                return self._parent.fork(environment, output)
-            except OSError:
-                self.close()
-        return super().start(environment, output)
-
-    @property
-    def own_pids(self) -> set[int]:
-        """See `Starter`."""
-        return {self._parent.pid} if self._parent is not None else set()
-
     def close(self) -> None:
         """End the process that forks."""
         if self._parent is not None:
             self._parent.close()
             self._parent = None
 
-    def _new_parent(self) -> Parent | None:
-        assert self._environment is not None
+    def _new_parent(
+        self, imports: Imports, environment: dict[str, str]
+    ) -> Parent | None:
         # By the job's id it is found among its processes.
         own = {"TF_CONFIG": json.dumps({"tfdp": {"job": self.job}})}
-        environment = {**self._environment, **self._imports.variables, **own}
+        environment = {**environment, **imports.variables, **own}
         try:
-            parent = Parent(self.command, self._imports.packages, environment)
+            parent = Parent(self.command, imports.packages, environment)
         except OSError:
             return None  # as the worker will say
-        if not parent.wait(self._signals, self._until):
+        if not self._wait(parent):
             parent.close()
             return None
         return parent
 
 
-@contextlib.contextmanager
-def new_starter(
-    settings: RunSettings, signals: SignalPipe, until: float | None
-) -> Iterator[Starter]:
-    """Yield what starts the workers of a job.
+def imports_before_forks(settings: RunSettings) -> Imports | None:
+    """Return what is imported before the workers are forked, `None` for no forks.
 
     Args:
         settings: `RunSettings`.
-        signals: The `SignalPipe`.
-        until: Float, by `time.monotonic()`, when the job is stopped, or `None`.
     """
-    imports = _imports(settings)
-    if imports is None:
-        yield Starter(settings.command)
-        return
-    forking = ForkingStarter(settings.command, imports, signals, until)
-    with contextlib.closing(forking):
-        yield forking
-
-
-def _imports(settings: RunSettings) -> Imports | None:
-    """Return what is imported before the workers are forked, `None` for no forks."""
     starts = settings.num_workers * (settings.max_restarts + 1)
     has_reason = settings.forks and starts > 1 and not settings.is_module
     if not has_reason or visible_gpus() or any(map(os.environ.get, _OF_INTERPRETER)):

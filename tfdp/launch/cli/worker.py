@@ -5,29 +5,35 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import pathlib
 import re
 import signal
+import stat
 import time
 from collections.abc import Callable
 
 import psutil
 
 from tfdp.communication.coordination.preemption import PREEMPTED
-from tfdp.launch.cli.log_file import LogFile
+from tfdp.ground import user_code
+from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.noise import is_noise
-from tfdp.launch.cli.screen import LineReader, without_escapes
+from tfdp.launch.cli.screen import CHUNK_BYTES, PipeReader, Screen, without_escapes
 from tfdp.launch.rendezvous.failure import Failure
 
 TAIL_LINES = 20
 _SNAPSHOT_SECONDS = 10.0
 _REAP_SECONDS = 1.0
-_CHUNK_BYTES = 1 << 16
 # What a worker wrote before it ended is in the pipe, which holds no more than
 # this. What its own children go on writing there must not keep us reading.
 _MAX_PIPE_BYTES = 1 << 20
 # The text of `tfdp.communication.coordination.watch.errors.failure_message`, whose
 # import loads TensorFlow.
 _LOST = re.compile(r"\bWorker (\d+) \([^()\s]+\) was lost\b")
+
+# Neither follow a link nor wait for the reader of a FIFO.
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+_FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class Worker:
@@ -41,6 +47,7 @@ class Worker:
 
     Attributes:
         pid: Int, the id of the process and of its session.
+        output: `PipeReader` of its output.
 
     Raises:
         OSError: If the process cannot be started.
@@ -51,16 +58,14 @@ class Worker:
         self.log = log
         self.exit_code: int | None = None
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
-        self._reader = LineReader()
         # When the line being drawn began, or anything was logged after that.
         self._shown_at = time.monotonic()
         reader, writer = os.pipe()
-        self._pipe = open(reader, "rb", buffering=0)  # noqa: SIM115 `close` does
-        os.set_blocking(reader, False)
+        self.output = PipeReader(open(reader, "rb", buffering=0))  # noqa: SIM115
         try:
             self.pid = start(writer)
         except OSError:
-            self._pipe.close()
+            self.output.pipe.close()
             raise
         finally:
             os.close(writer)
@@ -80,7 +85,7 @@ class Worker:
     @property
     def unfinished(self) -> str:
         """String, the line that the worker is drawing."""
-        return self._reader.unfinished
+        return self.output.unfinished
 
     @property
     def lost_rank(self) -> int | None:
@@ -88,24 +93,10 @@ class Worker:
         found = [match for line in self.tail for match in _LOST.findall(line)]
         return int(found[-1]) if found else None
 
-    def fileno(self) -> int:
-        """Return the descriptor of the worker's output, for a selector."""
-        return self._pipe.fileno()
-
-    def read(self) -> list[str] | None:
-        """Read what there is, at most one chunk of it.
-
-        Returns:
-            The lines that became complete, or `None` at the end of the output.
-        """
-        try:
-            data = os.read(self._pipe.fileno(), _CHUNK_BYTES)
-        except BlockingIOError:
-            return []
-        if not data:
-            return None
+    def read(self) -> list[str]:
+        """Read what there is, at most one chunk; return the complete lines."""
         is_new_line = not self.unfinished
-        lines = self._reader.feed(data)
+        lines = self.output.read()
         if is_new_line:
             # Python writes a line and its end apart: the half of one is no bar.
             self._shown_at = time.monotonic()
@@ -115,12 +106,10 @@ class Worker:
     def read_rest(self) -> list[str]:
         """Read what is left once the process has ended."""
         lines: list[str] = []
-        for _ in range(_MAX_PIPE_BYTES // _CHUNK_BYTES):
-            more = self.read()
-            if more is None:
-                break
-            lines += more
-        last = self._reader.close()
+        for _ in range(_MAX_PIPE_BYTES // CHUNK_BYTES):
+            if not self.output.has_ended:
+                lines += self.read()
+        last = self.output.close()
         self._note(last)
         return lines + last
 
@@ -198,7 +187,7 @@ class Worker:
                 if time.monotonic() > end:
                     break
                 time.sleep(0.005)
-        self._pipe.close()
+        self.output.pipe.close()
 
 
 def signal_name(signum: int) -> str:
@@ -212,3 +201,65 @@ def signal_name(signum: int) -> str:
 def shell_code(exit_code: int) -> int:
     """Return the code by which a shell reports the end of a process."""
     return exit_code if exit_code >= 0 else 128 - exit_code
+
+
+def open_logs(folder: pathlib.Path, names: list[str], screen: Screen) -> list[LogFile]:
+    """Open logs of workers.
+
+    Args:
+        folder: Path.
+        names: List of strings, of the files.
+        screen: The `Screen` that is told where one cannot be written later.
+
+    Raises:
+        click.UsageError: If one cannot be opened.
+    """
+    with usage_errors():
+        return [LogFile(folder / name, screen.warn) for name in names]
+
+
+class LogFile:
+    """File that lines are added to; failures are reported once and not raised.
+
+    Args:
+        path: Path of the file. One that is there is continued, never overwritten.
+        warn: Function that takes one sentence.
+
+    Raises:
+        ValueError: If something else than a regular file is there, or it cannot be
+            opened.
+    """
+
+    def __init__(self, path: pathlib.Path, warn: Callable[[str], None]) -> None:
+        self.path = path
+        self._warn = warn
+        try:
+            self._fd = os.open(path, _FLAGS, 0o666)
+            found = os.fstat(self._fd)
+            # What has a second name may be anybody's file.
+            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+                os.close(self._fd)
+                raise OSError(0, "it is no regular file of its own")
+        except OSError as error:
+            raise ValueError(
+                f"A log cannot be written: {error.strerror}. Remove what is there, or "
+                f"give another folder with --log-dir. Received: {path}"
+            ) from error
+
+    def write(self, text: str) -> None:
+        """Add text to the file."""
+        data = text.encode("utf-8", errors="replace")
+        # A full disk ends the log, not the training.
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            if user_code.is_new("unwritten log", self):
+                self._warn(
+                    f"tfdp: warning: {self.path} cannot be written ({error.strerror}); "
+                    "the job goes on"
+                )
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)

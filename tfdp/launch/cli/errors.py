@@ -1,10 +1,11 @@
-"""Late import of TensorFlow without GPUs, with errors in one sentence."""
+"""Errors in one sentence, also of a late import of TensorFlow."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -13,6 +14,26 @@ from tfdp.launch.cli.noise import quiet_stderr
 
 # Of each end of a line.
 _MOST_LETTERS = 400
+
+
+@contextlib.contextmanager
+def usage_errors(
+    *kinds: type[Exception], text_of: Callable[[BaseException], str] = str
+) -> Iterator[None]:
+    """Report expected errors as those of the command line.
+
+    Args:
+        *kinds: Classes of these errors. Defaults to `ValueError`.
+        text_of: Callable, what is said of one. Defaults to `str`.
+
+    Raises:
+        click.UsageError: In place of such an error.
+    """
+    expected = kinds or (ValueError,)
+    try:
+        yield
+    except expected as error:
+        raise click.UsageError(text_of(error)) from error
 
 
 def import_without_gpus(name: str) -> Any:
