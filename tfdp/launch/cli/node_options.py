@@ -102,7 +102,11 @@ class NodeOptions:
 
     def _check_nodes(self) -> None:
         nodes, rank = self.nodes, self.node_rank
-        self._refuse("{} is for the machines of --hosts or --hostfile", "remote_python")
+        if self.remote_python is not None:
+            raise click.UsageError(
+                "--remote-python is for the machines of --hosts or --hostfile. "
+                f"Received: --remote-python {self.remote_python}"
+            )
         if nodes is None:
             self._refuse(
                 "{} needs --nodes, the number of machines",

@@ -183,9 +183,11 @@ class SshJob:
             worker.send(self._orders[worker.node])
             return
         worker.is_dismissed = True
-        there = f"{worker.host.target} has tfdp {worker.version}"
-        here = f"this machine has tfdp {tfdp.__version__}"
-        self._fail(2, f"{there}, {here}. Install the same version on all hosts")
+        self._fail(
+            2,
+            f"{worker.host.target} has tfdp {worker.version}, this machine has tfdp "
+            f"{tfdp.__version__}. Install the same version on all hosts",
+        )
 
     def _print(self, rank: int, lines: list[str]) -> None:
         for line in lines:
@@ -216,8 +218,11 @@ class SshJob:
         is_lost = code in _LOST_CODES and worker.is_ordered
         if (is_lost or worker.is_return) and self._may_return(worker):
             if is_lost:
-                told = f"{_OURS}the connection to {worker.host.target} was lost; "
-                self._say(None, f"{told}its launcher is started again")
+                self._say(
+                    None,
+                    f"{_OURS}the connection to {worker.host.target} was lost; its "
+                    "launcher is started again",
+                )
             self._returns[worker.node] = time.monotonic() + _RETURN_SECONDS
         elif worker.version is None:
             said = [line for line in worker.errors if line.strip()]
@@ -290,7 +295,7 @@ class SshJob:
                 worker.stop(signum)
 
     def _give_up_silent(self) -> None:
-        within = f"within {_ANSWER_SECONDS:.0f} s"
         for worker in self._workers:
             if worker.is_running and worker.version is None and not worker.is_return:
-                self._fail(2, f"tfdp has not started on {worker.host.target} {within}")
+                host, seconds = worker.host.target, f"{_ANSWER_SECONDS:.0f} s"
+                self._fail(2, f"tfdp has not started on {host} within {seconds}")
