@@ -14,7 +14,7 @@ import tfdp
 from tests.harness import common
 from tests.harness.interrupted import Layout, run
 from tfdp.ground import _compat
-from tfdp.training.data import own_rows
+from tfdp.training.data import loader_rows
 from tfdp.training.data.rows import rows_of_worker
 
 torch = pytest.importorskip("torch")
@@ -109,10 +109,10 @@ def test_a_workers_rows_are_those_of_the_whole_batch(name, ranks):
     wanted = [[batch for batch in whole] for _ in range(2)]  # noqa: C416
     torch.manual_seed(5)
     own = make()
-    assert own_rows.why_not_split_loader(own) == ""
-    of_rows = own_rows.loader_of_rows(own, own.dataset, ranks, num_replicas)
+    assert loader_rows.why_not_split_loader(own) == ""
+    of_rows = loader_rows.loader_of_rows(own, own.dataset, ranks, num_replicas)
     for batches in wanted:  # the second pass has another order
-        items = list(own_rows.items_of(of_rows))
+        items = list(loader_rows.items_of(of_rows))
         for item, (x, y) in zip(items, batches, strict=True):
             assert item["total"] == [len(x)]
             kept = rows_of_worker(len(x), ranks, num_replicas)
@@ -126,8 +126,8 @@ def test_all_workers_together_load_each_row_once(num_workers: int):
     for rank in range(num_workers):
         torch.manual_seed(5)
         own = loader(shuffle=True)
-        rows = own_rows.loader_of_rows(own, own.dataset, [rank], num_workers)
-        assert len(list(own_rows.items_of(rows))) == len(own)
+        rows = loader_rows.loader_of_rows(own, own.dataset, [rank], num_workers)
+        assert len(list(loader_rows.items_of(rows))) == len(own)
         read += own.dataset.read
     assert sorted(read) == list(range(NUM_ROWS))
 
@@ -138,7 +138,7 @@ def test_a_dataset_that_draws_random_numbers_is_seen(kind, num_workers):
     torch.manual_seed(5)
     before, numpy_position = torch.get_rng_state(), np.random.get_state()[2]
     given = loader(kind(), num_workers=num_workers)
-    items, draws = own_rows.first_items(given, [0], 2)
+    items, draws = loader_rows.first_items(given, [0], 2)
     assert draws == (kind in (Random, ByNumpy, ByPython))
     assert [int(item["total"][0]) for item in items] == [BATCH, BATCH]
     assert not draws or torch.equal(torch.get_rng_state(), before)
@@ -166,9 +166,9 @@ LATE = {
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_what_keeps_a_loader_from_loading_own_rows_is_named(name):
+def test_what_keeps_a_loader_from_loading_loader_rows_is_named(name):
     make, obstacle = LATE[name]
-    assert obstacle in own_rows.why_not_split_loader(make())
+    assert obstacle in loader_rows.why_not_split_loader(make())
 
 
 def test_a_shuffled_loader_has_no_position():

@@ -8,7 +8,8 @@ Public is what `tfdp.data` names. Reading order:
     batch_sizes: rows of all batches, as far as known before they are read
     stages: stages of a pipeline, found and rebuilt
     early_rows: rows that are taken before they are prepared
-    own_rows: data of Keras's loops of which each worker reads its rows only
+    own_rows, loader_rows: data of Keras's loops of which each worker reads its rows
+        only
     index_source: elements that are loaded by their index
     file_shards: files of which each worker reads its own
     rows: rows of a batch for each replica, equally many

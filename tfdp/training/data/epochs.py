@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +21,22 @@ from tfdp.training.data import position as data_position
 from tfdp.training.data.checks import source_name
 from tfdp.training.data.determinism import SeededShuffle, common_seed, new_seed
 from tfdp.training.data.distribute import (
+    REBALANCE_REASON,
     is_endless,
     island_in_training,
     length_of,
     rows_of_island,
+    warn_not_split_early,
 )
 from tfdp.training.data.fingerprints import ArrayValues, class_labels
-from tfdp.training.data.own_rows import with_own_rows
+from tfdp.training.data.loader_rows import rows_of_loader
+from tfdp.training.data.own_rows import (
+    StoredArraysAdapter,
+    gives_rows,
+    has_stored_arrays,
+    record_of_loop,
+    rows_of_py_dataset,
+)
 from tfdp.training.data.per_replica_dataset import PerReplicaDataset, ReadOptions
 from tfdp.training.data.same_datasets import (
     Length,
@@ -56,7 +66,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         progress.reads(_sources[iterator])
     if has_workers:
         _agree_on_order(strategy, kwargs)
-        kwargs = with_own_rows(strategy, kwargs)
+        kwargs = _with_own_rows(strategy, kwargs)
     with data_wait.reading():  # Keras takes the first batch of a generator
         original(iterator, *args, **kwargs)
     if has_workers:
@@ -306,3 +316,36 @@ class _WithLength:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._adapter, name)
+
+
+def _with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Replace the data of an epoch iterator by an adapter that reads own rows only.
+
+    Args:
+        strategy: A tfdp strategy of several workers.
+        arguments: Dict, keyword arguments of Keras's epoch iterator.
+
+    Returns:
+        The same dict, or one with an adapter as `x`.
+    """
+    source = arguments.get("x")
+    if has_stored_arrays(arguments):
+        return arguments | {"x": StoredArraysAdapter(arguments)}
+    if _compat.is_torch_dataloader(source):
+        return arguments | {"x": rows_of_loader(strategy, source)}
+    if isinstance(source, types.GeneratorType):
+        return arguments | {"x": record_of_loop(restarts=False).watch(source)}
+    if not isinstance(source, keras.utils.PyDataset):
+        return arguments
+    if arguments.get("y") is not None or arguments.get("sample_weight") is not None:
+        return arguments  # of which Keras raises
+    has_rows = gives_rows(source)
+    if has_rows and strategy.extended.balance is not None:
+        warn_not_split_early(strategy, REBALANCE_REASON)
+    elif has_rows:
+        return arguments | {"x": rows_of_py_dataset(strategy, source, arguments)}
+    record = record_of_loop(restarts=arguments.get("steps_per_epoch") is None)
+    names = ("x", "class_weight", "shuffle")
+    given = {name: arguments[name] for name in names if name in arguments}
+    adapter = _compat.adapter_of_py_dataset(record.watch, **given)
+    return arguments | {"x": adapter}

@@ -5,8 +5,7 @@ kinds of data tfdp makes the adapter, which reads the rows of this worker's repl
 
     PyDataset    with the methods `num_rows(index)`, and `rows(index, start, stop)` for
                  the rows from `start` to `stop` of batch `index`
-    DataLoader   of torch: its sampler gives the numbers of the rows of each global
-                 batch, alike on all workers, and a worker loads those of its own
+    DataLoader   of torch, see `loader_rows`
     arrays       in files, memory maps and HDF5 datasets, which Keras copies into
                  memory: its adapter is given the numbers of the rows in their place and
                  shuffles and batches these, of which each worker takes its own
@@ -15,13 +14,10 @@ kinds of data tfdp makes the adapter, which reads the rows of this worker's repl
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import inspect
 import json
-import random
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import h5py
@@ -30,12 +26,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdp.communication.coordination.checks import describe_difference
-from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.ground.text import pluralize
-from tfdp.training.data.determinism import common_seed
-from tfdp.training.data.distribute import REBALANCE_REASON, warn_not_split_early
 from tfdp.training.data.early_rows import divide_rows
 from tfdp.training.data.element_specs import describe_spec
 from tfdp.training.data.fingerprints import LabelRecord
@@ -45,57 +38,11 @@ from tfdp.training.data.stages import no_autograph
 
 # So many batches have their rows compared between workers before the first step.
 _COMPARED_BATCHES = 10_000
-# How many batches are read for the spec, as Keras reads them.
-_BATCHES_FOR_SPEC = 2
-_SAMPLERS = (
-    "SequentialSampler",
-    "RandomSampler",
-    "SubsetRandomSampler",
-    "WeightedRandomSampler",
-)
-_OF_RANDOM_ITEMS = (
-    "its dataset draws random numbers, which each worker would draw for its rows only; "
-    "seed them by the index of the item in a generator of their own, or augment in "
-    "layers of the model"
-)
 _PARTS = ("x", "y", "sample_weight")
 _NUMBERS = "biuf"  # kinds of dtype: booleans, integers, floats
 
 
-def with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Replace the data of an epoch iterator by an adapter that reads own rows only.
-
-    Args:
-        strategy: A tfdp strategy of several workers.
-        arguments: Dict, keyword arguments of Keras's epoch iterator.
-
-    Returns:
-        The same dict, or one with an adapter as `x`.
-    """
-    source = arguments.get("x")
-    if has_stored_arrays(arguments):
-        return arguments | {"x": StoredArraysAdapter(arguments)}
-    if _compat.is_torch_dataloader(source):
-        return arguments | {"x": _rows_of_loader(strategy, source)}
-    if isinstance(source, types.GeneratorType):
-        return arguments | {"x": _record_of_loop(restarts=False).watch(source)}
-    if not isinstance(source, keras.utils.PyDataset):
-        return arguments
-    if arguments.get("y") is not None or arguments.get("sample_weight") is not None:
-        return arguments  # of which Keras raises
-    has_rows = gives_rows(source)
-    if has_rows and strategy.extended.balance is not None:
-        warn_not_split_early(strategy, REBALANCE_REASON)
-    elif has_rows:
-        return arguments | {"x": _rows_of_py_dataset(strategy, source, arguments)}
-    record = _record_of_loop(restarts=arguments.get("steps_per_epoch") is None)
-    names = ("x", "class_weight", "shuffle")
-    given = {name: arguments[name] for name in names if name in arguments}
-    adapter = _compat.adapter_of_py_dataset(record.watch, **given)
-    return arguments | {"x": adapter}
-
-
-def _record_of_loop(*, restarts: bool) -> LabelRecord:
+def record_of_loop(*, restarts: bool) -> LabelRecord:
     """Return a record of labels, that of the running `fit` if it is for training."""
     record = LabelRecord(restarts=restarts)
     if (loop := loops.awaiting_training_data()) is not None:
@@ -103,7 +50,7 @@ def _record_of_loop(*, restarts: bool) -> LabelRecord:
     return record
 
 
-def _distributed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
+def distribute_own(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
     """Distribute a dataset of this worker's rows.
 
     Args:
@@ -148,7 +95,7 @@ def _agreed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
     return found
 
 
-def _item(rows: Any, total: int) -> dict[str, Any]:
+def item_of(rows: Any, total: int) -> dict[str, Any]:
     """This worker's rows of a batch, and the number of all."""
     return {"rows": rows, "total": np.array([total], "int64")}
 
@@ -188,7 +135,7 @@ class RowsOfBatches(keras.utils.PyDataset):
         own = rows_to_read(total, self.ranks, self.num_replicas)
         rows = self.source.rows(index, own.start, own.stop)
         _check_rows(self.source, index, own.start, own.stop, rows)
-        return _item(rows, total)
+        return item_of(rows, total)
 
     def on_epoch_begin(self) -> None:
         """Pass it on."""
@@ -199,7 +146,7 @@ class RowsOfBatches(keras.utils.PyDataset):
         self.source.on_epoch_end()
 
 
-def _rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -> Any:
+def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -> Any:
     """Return an adapter for a `PyDataset` that gives rows."""
     ranks = strategy.extended.local_ranks
     dataset = RowsOfBatches(source, ranks, strategy.num_replicas_in_sync)
@@ -216,7 +163,7 @@ def _rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -
         found = make()
         return found, told | {"batch": describe_spec(found.element_spec["rows"])}
 
-    adapter.get_tf_dataset = lambda: _distributed(strategy, "PyDatasets", describe)
+    adapter.get_tf_dataset = lambda: distribute_own(strategy, "PyDatasets", describe)
     adapter.user_data = source
     return adapter
 
@@ -287,251 +234,6 @@ def _check_rows(source: Any, index: int, start: int, stop: int, rows: Any) -> No
             f"{pluralize(stop - start, 'row')} in each part of the batch. Received: "
             f"parts with these numbers of rows: {counts}"
         )
-
-
-# A `DataLoader` of torch.
-
-
-class OwnBatches:
-    """Sampler of the numbers of this worker's rows of each batch.
-
-    Args:
-        batches: `torch.utils.data.BatchSampler` of global batches.
-        ranks: Sequence of ints, consecutive, the replicas of this worker.
-        num_replicas: Int, on all workers.
-
-    Attributes:
-        totals: `collections.deque` of ints, the rows of each global batch of the last
-            pass that has begun. Who takes a batch takes its number.
-    """
-
-    def __init__(self, batches: Any, ranks: Sequence[int], num_replicas: int) -> None:
-        self._batches = batches
-        self._ranks = list(ranks)
-        self._num_replicas = num_replicas
-        self.totals: collections.deque[int] = collections.deque()
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[list]:
-        self.totals = collections.deque()
-        return self._numbers(self.totals)
-
-    def _numbers(self, totals: collections.deque[int]) -> Iterator[list]:
-        for batch in self._batches:
-            total = len(batch)
-            own = rows_to_read(total, self._ranks, self._num_replicas)
-            totals.append(total)
-            yield list(batch[own.start : own.stop])
-
-
-class Watched:
-    """Dataset that tells of each item whether random numbers were drawn for it.
-
-    Args:
-        dataset: Map-style dataset of torch.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitems__(self, indices: list) -> list[tuple]:
-        before = _random_states()
-        if hasattr(self._dataset, "__getitems__"):
-            items = self._dataset.__getitems__(indices)
-        else:
-            items = [self._dataset[index] for index in indices]
-        is_random = _random_states() != before
-        return [(item, is_random) for item in items]
-
-
-def _rows_of_loader(strategy: Any, loader: Any) -> Any:
-    """Return an adapter for a `DataLoader`, or the loader where all read all rows."""
-    worker_group = strategy.extended.worker_group
-    _agree_on_order(worker_group, loader)
-    division = strategy.extended.local_ranks, strategy.num_replicas_in_sync
-    obstacle = why_not_split_loader(loader)
-    if not obstacle and strategy.extended.balance is not None:
-        obstacle = REBALANCE_REASON
-    if worker_group.any("a DataLoader", bool(obstacle)):
-        warn_not_split_early(strategy, obstacle)
-        return loader
-    items, is_random = first_items(loader, *division)
-    if worker_group.any("random numbers of a DataLoader", is_random):
-        warn_not_split_early(strategy, _OF_RANDOM_ITEMS if is_random else "")
-        return loader
-    spec = _compat.spec_of_batches(items)
-    own = loader_of_rows(loader, loader.dataset, *division)
-
-    def describe() -> tuple:
-        told = {
-            "number of batches": len(loader),
-            "rows": len(loader.dataset),
-            "batch_size": loader.batch_size,
-            "batch": describe_spec(spec["rows"]),
-        }
-        make = tf.data.Dataset.from_generator
-        return make(lambda: items_of(own), output_signature=spec), told
-
-    adapter = _compat.TorchDataLoaderAdapter(loader)
-    adapter.get_tf_dataset = lambda: _distributed(strategy, "DataLoaders", describe)
-    return adapter
-
-
-def _agree_on_order(worker_group: WorkerGroup, loader: Any) -> None:
-    """Have torch shuffle alike on all workers, which nobody has seeded before."""
-    sampler = type(getattr(loader, "sampler", None)).__name__
-    if worker_group.any("shards of a DataLoader", sampler == "DistributedSampler"):
-        user_code.warn(
-            "This DataLoader is divided twice, so that some of its rows are never "
-            "read: each worker has a shard of its own, and takes its rows of each "
-            "batch of that. Leave `DistributedSampler` out, and batch by the global "
-            "batch size on every worker."
-        )
-    generators = _generators(loader)
-    states = [generator.get_state().numpy().tobytes() for generator in generators]
-    digests = [hashlib.sha256(state).hexdigest() for state in states]
-    same, _ = worker_group.all_equal("torch's random state", json.dumps(digests))
-    if not same:
-        seed = common_seed(worker_group)
-        for generator in generators:
-            generator.manual_seed(seed)
-
-
-def why_not_split_loader(loader: Any) -> str:
-    """Say what makes each worker load all rows, and what to do; empty if nothing."""
-    import torch
-
-    data = torch.utils.data
-    if type(loader) is not data.DataLoader:
-        return f"{type(loader).__name__} is a `DataLoader` of its own kind"
-    if isinstance(loader.dataset, data.IterableDataset):
-        return "its dataset is iterable; give it one with `__len__` and `__getitem__`"
-    sampler = type(loader.sampler)
-    if type(loader.batch_sampler) is not data.BatchSampler:
-        return "it has a `batch_sampler` of its own; give it `batch_size` and `shuffle`"
-    if sampler not in [getattr(data, name) for name in _SAMPLERS]:
-        return f"it has a {sampler.__name__}; give it `batch_size` and `shuffle`"
-    if loader.collate_fn is not data.default_collate:
-        return (
-            "its `collate_fn` may look at all rows of a batch; leave it out, and do "
-            "what it does in the dataset"
-        )
-    if not getattr(loader, "in_order", True):
-        return "with `in_order=False` its batches come in any order; leave that out"
-    return ""
-
-
-def loader_of_rows(
-    loader: Any, dataset: Any, ranks: Sequence[int], num_replicas: int, **changed: Any
-) -> Any:
-    """Make a `DataLoader` of the rows of one worker.
-
-    Args:
-        loader: `torch.utils.data.DataLoader` of global batches.
-        dataset: Its dataset, or one of as many rows.
-        ranks: Sequence of ints, consecutive, the replicas of this worker.
-        num_replicas: Int, on all workers.
-        **changed: Settings that it does not have of the given one.
-    """
-    import torch
-
-    settings = {
-        name: getattr(loader, name)
-        for name in (
-            *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
-            *("multiprocessing_context", "generator", "prefetch_factor"),
-            "persistent_workers",
-        )
-    }
-    own = OwnBatches(loader.batch_sampler, ranks, num_replicas)
-    return torch.utils.data.DataLoader(
-        dataset, batch_sampler=own, **(settings | changed)
-    )
-
-
-def items_of(own: Any) -> Iterator[dict[str, Any]]:
-    """Iterate over a loader of this worker's rows.
-
-    Args:
-        own: What `loader_of_rows` returned.
-
-    Yields:
-        Dict of `rows`, a tuple of arrays, and the `total`, an array of one number.
-    """
-    batches = iter(own)
-    totals = own.batch_sampler.totals
-    for batch in batches:
-        yield _item(_arrays_of(batch), totals.popleft())
-
-
-def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
-    """Read this worker's rows of the first batches, as Keras does for the spec.
-
-    Returns:
-        Tuple: list of dicts as those of `items_of`, and whether the dataset draws
-        random numbers. If so, all generators are as before: Keras reads them again.
-    """
-    import torch
-
-    def collate(pairs: list[tuple]) -> tuple:
-        items, is_random = zip(*pairs, strict=True)
-        return torch.utils.data.default_collate(list(items)), any(is_random)
-
-    generators = _generators(loader)
-    before = [generator.get_state() for generator in generators]
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    settings = {"collate_fn": collate, "persistent_workers": False}
-    watched = Watched(loader.dataset)
-    own = loader_of_rows(loader, watched, ranks, num_replicas, **settings)
-    items, draws = [], False
-    batches = iter(own)
-    for _, (batch, is_random) in zip(range(_BATCHES_FOR_SPEC), batches, strict=False):
-        items.append(_item(_arrays_of(batch), own.batch_sampler.totals.popleft()))
-        draws |= is_random
-    del batches  # ends its processes
-    if draws:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-    return items, draws
-
-
-def _generators(loader: Any) -> list[Any]:
-    """Return torch's generator, and those of a loader and its sampler."""
-    import torch
-
-    found = [torch.default_generator]
-    for owner in (loader, getattr(loader, "sampler", None)):
-        generator = getattr(owner, "generator", None)
-        if generator is not None and all(generator is not other for other in found):
-            found.append(generator)
-    return found
-
-
-def _arrays_of(batch: Any) -> tuple:
-    """Convert tensors of torch as Keras converts them."""
-    return tuple(
-        keras.tree.map_structure(
-            lambda part: None if part is None else np.asarray(part.cpu()), batch
-        )
-    )
-
-
-def _random_states() -> list:
-    import torch
-
-    of_numpy: Any = np.random.get_state()
-    return [
-        random.getstate(),
-        [np.asarray(part).tolist() for part in of_numpy],
-        torch.get_rng_state().numpy().tobytes(),
-    ]
 
 
 # Arrays in files.

@@ -1,0 +1,285 @@
+"""Rows of torch's `DataLoader`, of which each worker loads its own.
+
+The sampler of a loader gives the numbers of the rows of each global batch, alike on all
+workers; a worker loads those of its replicas.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import _compat, user_code
+from tfdp.training.data.determinism import common_seed
+from tfdp.training.data.distribute import REBALANCE_REASON, warn_not_split_early
+from tfdp.training.data.element_specs import describe_spec
+from tfdp.training.data.own_rows import (
+    distribute_own,
+    item_of,
+)
+from tfdp.training.data.rows import rows_to_read
+
+_SAMPLERS = (
+    "SequentialSampler",
+    "RandomSampler",
+    "SubsetRandomSampler",
+    "WeightedRandomSampler",
+)
+# How many batches are read for the spec, as Keras reads them.
+_BATCHES_FOR_SPEC = 2
+_OF_RANDOM_ITEMS = (
+    "its dataset draws random numbers, which each worker would draw for its rows only; "
+    "seed them by the index of the item in a generator of their own, or augment in "
+    "layers of the model"
+)
+
+
+class OwnBatches:
+    """Sampler of the numbers of this worker's rows of each batch.
+
+    Args:
+        batches: `torch.utils.data.BatchSampler` of global batches.
+        ranks: Sequence of ints, consecutive, the replicas of this worker.
+        num_replicas: Int, on all workers.
+
+    Attributes:
+        totals: `collections.deque` of ints, the rows of each global batch of the last
+            pass that has begun. Who takes a batch takes its number.
+    """
+
+    def __init__(self, batches: Any, ranks: Sequence[int], num_replicas: int) -> None:
+        self._batches = batches
+        self._ranks = list(ranks)
+        self._num_replicas = num_replicas
+        self.totals: collections.deque[int] = collections.deque()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list]:
+        self.totals = collections.deque()
+        return self._numbers(self.totals)
+
+    def _numbers(self, totals: collections.deque[int]) -> Iterator[list]:
+        for batch in self._batches:
+            total = len(batch)
+            own = rows_to_read(total, self._ranks, self._num_replicas)
+            totals.append(total)
+            yield list(batch[own.start : own.stop])
+
+
+class Watched:
+    """Dataset that tells of each item whether random numbers were drawn for it.
+
+    Args:
+        dataset: Map-style dataset of torch.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: list) -> list[tuple]:
+        before = _random_states()
+        if hasattr(self._dataset, "__getitems__"):
+            items = self._dataset.__getitems__(indices)
+        else:
+            items = [self._dataset[index] for index in indices]
+        is_random = _random_states() != before
+        return [(item, is_random) for item in items]
+
+
+def rows_of_loader(strategy: Any, loader: Any) -> Any:
+    """Return an adapter for a `DataLoader`, or the loader where all read all rows."""
+    worker_group = strategy.extended.worker_group
+    _agree_on_order(worker_group, loader)
+    division = strategy.extended.local_ranks, strategy.num_replicas_in_sync
+    obstacle = why_not_split_loader(loader)
+    if not obstacle and strategy.extended.balance is not None:
+        obstacle = REBALANCE_REASON
+    if worker_group.any("a DataLoader", bool(obstacle)):
+        warn_not_split_early(strategy, obstacle)
+        return loader
+    items, is_random = first_items(loader, *division)
+    if worker_group.any("random numbers of a DataLoader", is_random):
+        warn_not_split_early(strategy, _OF_RANDOM_ITEMS if is_random else "")
+        return loader
+    spec = _compat.spec_of_batches(items)
+    own = loader_of_rows(loader, loader.dataset, *division)
+
+    def describe() -> tuple:
+        told = {
+            "number of batches": len(loader),
+            "rows": len(loader.dataset),
+            "batch_size": loader.batch_size,
+            "batch": describe_spec(spec["rows"]),
+        }
+        make = tf.data.Dataset.from_generator
+        return make(lambda: items_of(own), output_signature=spec), told
+
+    adapter = _compat.TorchDataLoaderAdapter(loader)
+    adapter.get_tf_dataset = lambda: distribute_own(strategy, "DataLoaders", describe)
+    return adapter
+
+
+def _agree_on_order(worker_group: WorkerGroup, loader: Any) -> None:
+    """Have torch shuffle alike on all workers, which nobody has seeded before."""
+    sampler = type(getattr(loader, "sampler", None)).__name__
+    if worker_group.any("shards of a DataLoader", sampler == "DistributedSampler"):
+        user_code.warn(
+            "This DataLoader is divided twice, so that some of its rows are never "
+            "read: each worker has a shard of its own, and takes its rows of each "
+            "batch of that. Leave `DistributedSampler` out, and batch by the global "
+            "batch size on every worker."
+        )
+    generators = _generators(loader)
+    states = [generator.get_state().numpy().tobytes() for generator in generators]
+    digests = [hashlib.sha256(state).hexdigest() for state in states]
+    same, _ = worker_group.all_equal("torch's random state", json.dumps(digests))
+    if not same:
+        seed = common_seed(worker_group)
+        for generator in generators:
+            generator.manual_seed(seed)
+
+
+def why_not_split_loader(loader: Any) -> str:
+    """Say what makes each worker load all rows, and what to do; empty if nothing."""
+    import torch
+
+    data = torch.utils.data
+    if type(loader) is not data.DataLoader:
+        return f"{type(loader).__name__} is a `DataLoader` of its own kind"
+    if isinstance(loader.dataset, data.IterableDataset):
+        return "its dataset is iterable; give it one with `__len__` and `__getitem__`"
+    sampler = type(loader.sampler)
+    if type(loader.batch_sampler) is not data.BatchSampler:
+        return "it has a `batch_sampler` of its own; give it `batch_size` and `shuffle`"
+    if sampler not in [getattr(data, name) for name in _SAMPLERS]:
+        return f"it has a {sampler.__name__}; give it `batch_size` and `shuffle`"
+    if loader.collate_fn is not data.default_collate:
+        return (
+            "its `collate_fn` may look at all rows of a batch; leave it out, and do "
+            "what it does in the dataset"
+        )
+    if not getattr(loader, "in_order", True):
+        return "with `in_order=False` its batches come in any order; leave that out"
+    return ""
+
+
+def loader_of_rows(
+    loader: Any, dataset: Any, ranks: Sequence[int], num_replicas: int, **changed: Any
+) -> Any:
+    """Make a `DataLoader` of the rows of one worker.
+
+    Args:
+        loader: `torch.utils.data.DataLoader` of global batches.
+        dataset: Its dataset, or one of as many rows.
+        ranks: Sequence of ints, consecutive, the replicas of this worker.
+        num_replicas: Int, on all workers.
+        **changed: Settings that it does not have of the given one.
+    """
+    import torch
+
+    settings = {
+        name: getattr(loader, name)
+        for name in (
+            *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+            *("multiprocessing_context", "generator", "prefetch_factor"),
+            "persistent_workers",
+        )
+    }
+    own = OwnBatches(loader.batch_sampler, ranks, num_replicas)
+    return torch.utils.data.DataLoader(
+        dataset, batch_sampler=own, **(settings | changed)
+    )
+
+
+def items_of(own: Any) -> Iterator[dict[str, Any]]:
+    """Iterate over a loader of this worker's rows.
+
+    Args:
+        own: What `loader_of_rows` returned.
+
+    Yields:
+        Dict of `rows`, a tuple of arrays, and the `total`, an array of one number.
+    """
+    batches = iter(own)
+    totals = own.batch_sampler.totals
+    for batch in batches:
+        yield item_of(_arrays_of(batch), totals.popleft())
+
+
+def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
+    """Read this worker's rows of the first batches, as Keras does for the spec.
+
+    Returns:
+        Tuple: list of dicts as those of `items_of`, and whether the dataset draws
+        random numbers. If so, all generators are as before: Keras reads them again.
+    """
+    import torch
+
+    def collate(pairs: list[tuple]) -> tuple:
+        items, is_random = zip(*pairs, strict=True)
+        return torch.utils.data.default_collate(list(items)), any(is_random)
+
+    generators = _generators(loader)
+    before = [generator.get_state() for generator in generators]
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    settings = {"collate_fn": collate, "persistent_workers": False}
+    watched = Watched(loader.dataset)
+    own = loader_of_rows(loader, watched, ranks, num_replicas, **settings)
+    items, draws = [], False
+    batches = iter(own)
+    for _, (batch, is_random) in zip(range(_BATCHES_FOR_SPEC), batches, strict=False):
+        items.append(item_of(_arrays_of(batch), own.batch_sampler.totals.popleft()))
+        draws |= is_random
+    del batches  # ends its processes
+    if draws:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+    return items, draws
+
+
+def _generators(loader: Any) -> list[Any]:
+    """Return torch's generator, and those of a loader and its sampler."""
+    import torch
+
+    found = [torch.default_generator]
+    for owner in (loader, getattr(loader, "sampler", None)):
+        generator = getattr(owner, "generator", None)
+        if generator is not None and all(generator is not other for other in found):
+            found.append(generator)
+    return found
+
+
+def _arrays_of(batch: Any) -> tuple:
+    """Convert tensors of torch as Keras converts them."""
+    return tuple(
+        keras.tree.map_structure(
+            lambda part: None if part is None else np.asarray(part.cpu()), batch
+        )
+    )
+
+
+def _random_states() -> list:
+    import torch
+
+    of_numpy: Any = np.random.get_state()
+    return [
+        random.getstate(),
+        [np.asarray(part).tolist() for part in of_numpy],
+        torch.get_rng_state().numpy().tobytes(),
+    ]
