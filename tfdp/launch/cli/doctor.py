@@ -234,7 +234,8 @@ def _source() -> str:
     """Tell where the cluster is from."""
     if job := current_job():
         return job.library
-    return next(name for name, read in SOURCES.items() if read(os.environ))
+    found = (name for name, read in SOURCES.items() if read(os.environ))
+    return next(found, "the environment")
 
 
 def _states_in_mpi(cluster: Cluster) -> list[str]:
