@@ -124,10 +124,25 @@ def test_sharding_twice_in_different_ways_is_refused():
     )
 
 
+def test_units_are_the_old_name_of_gather_groups():
+    for kind in (Optimizer, callbacks.ShardedOptimizer):
+        given = (sgd(),) if kind is Optimizer else (3,)
+        sharded = {"sharding": "parameters"} if kind is Optimizer else {}
+        with pytest.warns(UserWarning, match="`units` is `gather_groups` now"):
+            old = kind(*given, units=["dense"], **sharded)
+        new = kind(*given, gather_groups=["dense"], **sharded)
+        settings = [
+            each.get_config() if kind is Optimizer else each.settings
+            for each in (old, new)
+        ]
+        assert settings[0]["gather_groups"] == ["dense"]
+        assert settings[0]["gather_groups"] == settings[1]["gather_groups"]
+
+
 def test_options_of_units_are_checked():
     for options, text in (
-        ({"units": "dense"}, "`units` must be a list of names"),
-        ({"units": [3]}, "`units` must be a list of names"),
+        ({"gather_groups": "dense"}, "`gather_groups` must be a list of names"),
+        ({"gather_groups": [3]}, "`gather_groups` must be a list of names"),
         ({"reshard_after_forward": "all"}, "`reshard_after_forward` must be one of"),
         ({"prefetch": -1}, "`prefetch` must be an integer of at least 0"),
         ({"prefetch": True}, "`prefetch` must be an integer of at least 0"),

@@ -86,7 +86,7 @@ def frozen_layers_are_sharded_and_not_reduced(env: Env) -> dict:
 
 @case("Named layers are units", setups=("mirrored",))
 def each_named_layer_is_a_unit(env: Env) -> dict:
-    model = _train(env, units=["second", "third"])
+    model = _train(env, gather_groups=["second", "third"])
     if not env.is_reference:
         units: dict = {}
         for variable in model.trainable_variables:
@@ -95,7 +95,7 @@ def each_named_layer_is_a_unit(env: Env) -> dict:
         found = [units[number] for number in sorted(units)]
         assert found == [{"first"}, {"second"}, {"third"}, {"fourth", "last"}], found
         with pytest.raises(ValueError, match="has no parameters: 'secnod'"):
-            _train(env, units=["secnod"])
+            _train(env, gather_groups=["secnod"])
     return {"weights": env.weights(model)}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.ground.arguments import is_integer
-from tfdp.ground.plans.units import UnitOptions
+from tfdp.ground.plans.units import UnitOptions, groups_of
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 from tfdp.training.sharding.options import SHARDINGS, ShardingOptions
 
@@ -31,18 +31,19 @@ class ShardedOptimizer(OptimizerCallback):
         offload: `"cpu"`: what is sharded is kept and updated in the memory of the
             host, for models whose state does not fit into that of the GPUs; or
             `None`. Defaults to `None`.
-        units: In stage 3, a sequence of strings: names of layers, the parameters of
-            each of which are gathered together. Those of other layers are grouped by
-            size. Defaults to none.
+        gather_groups: In stage 3, a sequence of strings: names of layers, the
+            parameters of each of which are gathered together. Those of other layers
+            are grouped by size. Defaults to none.
         reshard_after_forward: In stage 3, `True`: what was gathered is freed when its
             layers have run, and gathered again for the backward pass; `False`: it is
             kept until then, for fewer bytes and more memory; or `"node"`: it is
             gathered again inside of nodes only. Defaults to `True`.
-        prefetch: In stage 3, an int: units that are gathered ahead of the one that
+        prefetch: In stage 3, an int: groups that are gathered ahead of the one that
             computes. Defaults to 1.
         gather_compression: In stage 3, `"int8"`: matrices and the like are gathered in
             8 bits an element, and computed with as rounded; each replica's part of
             them is not rounded. Or `None`. Defaults to `None`.
+        units: The old name of `gather_groups`.
 
     Raises:
         ValueError: If an argument is none of these.
@@ -69,16 +70,20 @@ class ShardedOptimizer(OptimizerCallback):
         shard_scope: str = "all",
         offload: str | None = None,
         *,
-        units: Sequence[str] = (),
+        gather_groups: Sequence[str] = (),
         reshard_after_forward: bool | str = True,
         prefetch: int = 1,
         gather_compression: str | None = None,
+        units: Sequence[str] | None = None,
     ) -> None:
         super().__init__()
         if not is_integer(stage) or stage not in (1, 2, 3):
             raise ValueError(f"`stage` must be 1, 2 or 3. Received: stage={stage!r}")
         unit_options = UnitOptions(
-            units, reshard_after_forward, prefetch, gather_compression
+            groups_of(gather_groups, units),
+            reshard_after_forward,
+            prefetch,
+            gather_compression,
         )
         self.options = ShardingOptions(
             SHARDINGS[stage], shard_scope, offload, unit_options

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
+from tfdp.ground import user_code
 from tfdp.ground.arguments import checked_integer, plain
 from tfdp.ground.plans.buckets import Entry
 from tfdp.ground.plans.shards import Row, Segment, ShardBucket
@@ -56,7 +58,8 @@ class UnitOptions:
         is_list = isinstance(names, Sequence) and not isinstance(names, str)
         if not is_list or not all(isinstance(n, str) and n for n in names):
             raise ValueError(
-                f"`units` must be a list of names of layers. Received: units={names!r}"
+                "`gather_groups` must be a list of names of layers. "
+                f"Received: gather_groups={names!r}"
             )
         object.__setattr__(self, "layers", tuple(dict.fromkeys(names)))
         reshard = self.reshard_after_forward
@@ -78,13 +81,21 @@ class UnitOptions:
     def text(self) -> str:
         """String, the options as arguments of `ShardedOptimizer`."""
         return (
-            f"units={list(self.layers)}, reshard_after_forward="
+            f"gather_groups={list(self.layers)}, reshard_after_forward="
             f"{self.reshard_after_forward!r}, prefetch={self.prefetch}, "
             f"gather_compression={self.gather_compression!r}"
         )
 
 
 DEFAULT_UNITS = UnitOptions()
+
+
+def groups_of(gather_groups: Sequence[str], units: Sequence[str] | None) -> Any:
+    """Return an argument that may be given by its old name, of which a user is told."""
+    if units is None:
+        return gather_groups
+    user_code.warn("`units` is `gather_groups` now; the old name will go.")
+    return units
 
 
 def equal_ranges(size: int, num_owners: int) -> Ranges:
@@ -162,7 +173,7 @@ def check_layers(named: Sequence[str], paths: Sequence[str]) -> None:
         if not any(f"/{name}/" in f"/{path}" for path in paths):
             layers = list(dict.fromkeys(path.rpartition("/")[0] for path in paths))
             raise ValueError(
-                f"`units` names a layer that has no parameters: {name!r}. "
+                f"`gather_groups` names a layer that has no parameters: {name!r}. "
                 f"Layers with parameters: {', '.join(layers)}"
             )
 

@@ -21,7 +21,7 @@ from tfdp.ground.base.param_groups import (
     rate_is_in_slots,
 )
 from tfdp.ground.base.wrappers import note_wrapper
-from tfdp.ground.plans.units import UnitOptions
+from tfdp.ground.plans.units import UnitOptions, groups_of
 from tfdp.training.keras_hooks import file_view, install, scope_checks
 from tfdp.training.optimizer import arguments
 from tfdp.training.optimizer.features import Features
@@ -66,18 +66,19 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             `"node"`. Defaults to `"all"`.
         offload: `"cpu"`: sharded state is kept and updated in the memory of the
             host (ZeRO-Offload); or `None`. Defaults to `None`.
-        units: With sharded parameters, a sequence of strings: names of layers, the
-            parameters of each of which are gathered together. Those of other layers
-            are grouped by size. Defaults to none.
+        gather_groups: With sharded parameters, a sequence of strings: names of
+            layers, the parameters of each of which are gathered together. Those of
+            other layers are grouped by size. Defaults to none.
         reshard_after_forward: With sharded parameters, `True`: what was gathered is
             freed when its layers have run, and gathered again for the backward pass;
             `False`: it is kept until then, for fewer bytes and more memory; or
             `"node"`: it is gathered again inside of nodes only. Defaults to `True`.
-        prefetch: With sharded parameters, an int: units that are gathered ahead of
+        prefetch: With sharded parameters, an int: groups that are gathered ahead of
             the one that computes. Defaults to 1.
         gather_compression: With sharded parameters, `"int8"`: matrices and the like
             are gathered in 8 bits an element, and computed with as rounded; each
             replica's part of them is not rounded. Or `None`. Defaults to `None`.
+        units: The old name of `gather_groups`.
         name: String or `None`.
 
     Raises:
@@ -100,10 +101,11 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         sharding: str = "none",
         shard_scope: str = "all",
         offload: str | None = None,
-        units: Sequence[str] = (),
+        gather_groups: Sequence[str] = (),
         reshard_after_forward: bool | str = True,
         prefetch: int = 1,
         gather_compression: str | None = None,
+        units: Sequence[str] | None = None,
         name: str | None = None,
     ) -> None:
         install.install()
@@ -112,7 +114,12 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             sharding,
             shard_scope,
             offload,
-            UnitOptions(units, reshard_after_forward, prefetch, gather_compression),
+            UnitOptions(
+                groups_of(gather_groups, units),
+                reshard_after_forward,
+                prefetch,
+                gather_compression,
+            ),
         )
         scaling = arguments.checked_loss_scale(loss_scale)
         outer = None

@@ -67,8 +67,8 @@ class ShardingOptions:
             )
         if not self.shards_parameters and self.units != DEFAULT_UNITS:
             raise ValueError(
-                "`units`, `reshard_after_forward` and `prefetch` are for sharded "
-                'parameters: give `sharding="parameters"`, stage 3, too. '
+                "`gather_groups`, `reshard_after_forward` and `prefetch` are for "
+                'sharded parameters: give `sharding="parameters"`, stage 3, too. '
                 f"Received: {self.units.text}, sharding={self.sharding!r}"
             )
 
@@ -92,7 +92,7 @@ class ShardingOptions:
         """Dict, the options as arguments of a `DistributedOptimizer`."""
         config = dataclasses.asdict(self)
         units = config.pop("units")
-        return {**config, "units": list(units.pop("layers")), **units}
+        return {**config, "gather_groups": list(units.pop("layers")), **units}
 
     @property
     def text(self) -> str:
