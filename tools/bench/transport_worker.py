@@ -23,7 +23,7 @@ from tools.bench.meters import metered
 
 
 class FolderStore:
-    """Store whose keys are files of a folder, see `tfdp.communication.transport.Store`.
+    """Store whose keys are files of a folder, a `Store` of the transport.
 
     Args:
         folder: `Path`, which all workers share.
