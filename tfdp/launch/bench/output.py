@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import rich.table
 from rich import box
@@ -19,14 +19,10 @@ from rich.progress import Progress
 from tfdp.launch.bench.machine import caption, describe, load
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     # It is an extra.
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# A dataclass instance, a line of a table.
-Row = TypeVar("Row", bound="DataclassInstance")
 # A table that is cut off says nothing: better that a narrow terminal breaks lines.
 _LEAST_WIDTH, _MOST_WIDTH = 120, 1000
 # Okabe and Ito's: told apart by those who do not see red and green alike.
@@ -110,9 +106,9 @@ class Files:
 def report(
     content: Mapping[str, Any],
     files: Files,
-    rows: Sequence[Row],
-    columns: Mapping[str, Callable[[Row], str]],
-    draw: Callable[[Sequence[Row], str, Path], None],
+    rows: Sequence[Any],
+    columns: Mapping[str, Callable[[Any], str]],
+    draw: Callable[[Sequence[Any], str, Path], None],
     *,
     heading: str = "",
     notes: Sequence[str] = (),
@@ -155,7 +151,7 @@ def report(
 
 
 def _table(
-    rows: Sequence[Row], columns: Mapping[str, Callable[[Row], str]]
+    rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]
 ) -> rich.table.Table:
     """Columns of numbers are to the right."""
     table = rich.table.Table(box=box.SIMPLE)

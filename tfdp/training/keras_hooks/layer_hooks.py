@@ -67,9 +67,12 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     total = tf.reduce_sum(x, axis=axes, keepdims=True)
     squares = tf.reduce_sum(tf.square(x), axis=axes, keepdims=True)
     count = tf.reduce_sum(tf.ones_like(x), axis=axes, keepdims=True)
-    total, squares, count = context.all_reduce(
-        tf.distribute.ReduceOp.SUM, [total, squares, count]
-    )
+    sums = [total, squares, count]
+    if program_trace.current() is None:
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
+    else:  # all at once, so that they are summed by one message
+        sums = [_compat.marked(part, "whole") for part in sums]
+    total, squares, count = sums
     mean = tf.math.divide_no_nan(total, count)
     mean_of_squares = tf.math.divide_no_nan(squares, count)
     variance = tf.maximum(mean_of_squares - tf.square(mean), 0.0)

@@ -289,8 +289,13 @@ def _constant(op: Any) -> Fact:
 
 
 def _plan_marker(view: View, marker: str) -> Decision:
-    """Begin or end of a layer that works on each replica's rows by themselves."""
+    """Begin or end of a layer that works on each replica's rows by themselves.
+
+    Or a part that is summed at once, with others that are.
+    """
     fact = view.facts[0]
+    if marker == "whole":
+        return Decision([WHOLE], [whole(fact.sizes)])
     if marker == "rows of a replica":
         return Decision([rows_along(0)], [Fact(Form.LOCAL)])
     if marker == "rows of all":
