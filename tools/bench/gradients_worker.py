@@ -186,9 +186,7 @@ def reduction_step(
             with tf.device(device):
                 # The order of the graph is that in which gradients are ready.
                 ready = [variable.read_value() for variable in reversed(own)]
-                reduced = extended.reducer.reduce_gradients(
-                    ready[::-1], own, replica, may_sum=False, weight=None
-                )
+                reduced = extended.reducer.all_reduce(ready[::-1], own, replica)
                 found += [read(total) for total in reduced.flats]
         return tf.stack(found)  # [num_local_replicas * num_buckets]
 
