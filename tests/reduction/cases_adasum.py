@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections.abc
+import functools
+import itertools
 import typing
 
 import keras
@@ -195,23 +197,27 @@ def adasum_in_a_loop_of_ones_own(env: Env) -> dict:
     # As for any sum: what a replica gives is its part of the global mean.
     parts = [np.stack(of_variable) / size for of_variable in zip(*means, strict=True)]
     wanted = definition.combined_each(means)
-    with routed(env, algorithm="adasum"):
-        with env.scope():
-            variables = [keras.Variable(tf.zeros(shape)) for shape in shapes]
-            optimizer = keras.optimizers.SGD(1.0)
-            optimizer.build(variables)
 
-        @tf.function
-        def step() -> None:
-            def replica() -> None:
-                rank = tf.distribute.get_replica_context().replica_id_in_sync_group
-                optimizer.apply([tf.constant(p)[rank] for p in parts], variables)
+    def take_step(optimizer: tfdp.DistributedOptimizer, variables: list) -> None:
+        def replica() -> None:
+            rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+            optimizer.apply([tf.constant(p)[rank] for p in parts], variables)
 
-            env.strategy.run(replica)
+        env.strategy.run(replica)
 
-        step()
-    for variable, defined in zip(variables, wanted, strict=True):
-        np.testing.assert_allclose(-variable.numpy(), defined, rtol=0, atol=1e-5)
+    # Eager replicas of one worker cannot meet, and are refused.
+    runs = [True] if env.setup.devices_per_worker > 1 else [True, False]
+    for sharding, is_traced in itertools.product(("none", "optimizer"), runs):
+        with routed(env, algorithm="adasum"):
+            with env.scope():
+                variables = [keras.Variable(tf.zeros(shape)) for shape in shapes]
+                optimizer = keras.optimizers.SGD(1.0)
+                optimizer = tfdp.DistributedOptimizer(optimizer, sharding=sharding)
+                optimizer.build(variables)
+            step = functools.partial(take_step, optimizer, variables)
+            tf.function(lambda step=step: step())() if is_traced else step()
+        for variable, defined in zip(variables, wanted, strict=True):
+            np.testing.assert_allclose(-variable.numpy(), defined, rtol=0, atol=1e-5)
     return {}
 
 
