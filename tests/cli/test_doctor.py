@@ -19,7 +19,7 @@ from rich.console import Console
 from tests.harness import forks
 from tfdp.communication.cluster import Cluster, topology_of
 from tfdp.launch.cli import doctor
-from tfdp.launch.cli.screen import without_escapes
+from tfdp.launch.cli.lines import without_escapes
 from tfdp.launch.cli.topology_tree import (
     describe_unevenness,
     draw_topology,

@@ -37,10 +37,11 @@ from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 from tfdp.launch.cli import launch, main, outlet, worker
 from tfdp.launch.cli.attempts import pause
 from tfdp.launch.cli.job import JobContext
+from tfdp.launch.cli.lines import LineReader
 from tfdp.launch.cli.noise import is_noise
 from tfdp.launch.cli.outlet import Outlet
 from tfdp.launch.cli.program import check_program
-from tfdp.launch.cli.screen import LineReader, Screen
+from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import SignalPipe
 from tfdp.launch.cli.start import Starter
 from tfdp.launch.cli.worker import LogFile

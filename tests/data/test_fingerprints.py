@@ -18,13 +18,9 @@ import scipy.sparse
 import tensorflow as tf
 
 from tfdp.ground import _compat
-from tfdp.training.data import fingerprints
-from tfdp.training.data.fingerprints import (
-    ArrayValues,
-    LabelRecord,
-    class_labels,
-    find_difference,
-)
+from tfdp.training.data import batch_labels, fingerprints
+from tfdp.training.data.batch_labels import LabelRecord, class_labels
+from tfdp.training.data.fingerprints import ArrayValues, find_difference
 from tfdp.training.data.same_datasets import values_of_sources
 
 WITHIN_SECONDS = 60.0
@@ -339,6 +335,6 @@ def test_labels_are_kept_of_the_pass_that_began_last_and_only_if_asked():
     list(before)
     assert [record.labels_of(n)["y"].tolist() for n in (1, 3)] == [[1, 1], [3, 3]]
     assert record.labels_of(4) == {}
-    with mock.patch.object(fingerprints, "_NUM_KEPT_BATCHES", 2):
+    with mock.patch.object(batch_labels, "_NUM_KEPT_BATCHES", 2):
         list(record.watch(batches()))
     assert [len(record.labels_of(n)) for n in (1, 2, 3)] == [0, 1, 1]

@@ -10,7 +10,8 @@ from tfdp.ground.arguments import checked_integer
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.text import pluralize
-from tfdp.training.data.fingerprints import ArrayValues, LabelRecord
+from tfdp.training.data.batch_labels import LabelRecord
+from tfdp.training.data.fingerprints import ArrayValues
 from tfdp.training.data.same_datasets import check_same_values
 from tfdp.training.replicas.assigned_values import recorded_weights
 from tfdp.training.replicas.drift import (

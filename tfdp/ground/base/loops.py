@@ -23,7 +23,7 @@ class Loop:
             training: a `fit` reads that first, and may validate later.
         batch_weights: List of scalar tensors, weights of the local replicas in the
             running step, or `None` with one replica.
-        label_record: `tfdp.training.data.fingerprints.LabelRecord` of the training
+        label_record: `tfdp.training.data.batch_labels.LabelRecord` of the training
             data, or `None` of data that is no Python code of the user.
         program_logs: `LogTail` of the step that is traced, or `None`.
         batch_rows: Int, rows of a global batch of the loop, but of a last one that may

@@ -6,8 +6,9 @@ imported, late. `run` checks a `program` and starts a `job` of local
 workers: `launch` (settings, and the environment of each), `start` (each by itself, or
 forked from a process that imports TensorFlow, see `import_once`), `worker` (a process,
 its output and its log), `noise` and `tracebacks` (lines that are not shown, or
-once), `screen` (the output of all, as text or as JSON) on an `outlet` (which never
-blocks), `signals`, and `attempts` (the one loop over jobs that are started again).
+once), `screen` and `json_screen` (the output of all, whose `lines` are as on a
+terminal) on an `outlet` (which never blocks), `signals`, and `attempts` (the one loop
+over jobs that are started again).
 On several machines `node_options` say where; the launcher of a node joins the
 `other_nodes` at a rendezvous (tfdp/launch/rendezvous). By ssh (`hosts`, `ssh`) an
 `ssh_job` starts such launchers as `ssh_worker`s, whose other end is `remote`;

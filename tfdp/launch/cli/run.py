@@ -20,6 +20,7 @@ from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.island_options import IslandOptions, island_options
 from tfdp.launch.cli.job import JobContext
+from tfdp.launch.cli.json_screen import showing
 from tfdp.launch.cli.launch import (
     AutoCount,
     RunSettings,
@@ -33,7 +34,7 @@ from tfdp.launch.cli.other_nodes import joined
 from tfdp.launch.cli.program import check_platform, check_program
 from tfdp.launch.cli.remote_line import make_orders
 from tfdp.launch.cli.run_islands import run_islands
-from tfdp.launch.cli.screen import Screen, showing
+from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import SignalPipe
 from tfdp.launch.cli.ssh_job import SshJob
 from tfdp.launch.cli.start import Starter, imports_before_forks

@@ -9,8 +9,8 @@ import subprocess
 import time
 
 from tfdp.launch.cli.hosts import Host
+from tfdp.launch.cli.lines import MAX_LINE_LENGTH, PipeReader, without_escapes
 from tfdp.launch.cli.remote_line import signal_line, version_of
-from tfdp.launch.cli.screen import MAX_LINE_LENGTH, PipeReader, without_escapes
 from tfdp.launch.cli.worker import TAIL_LINES
 
 # A worker's line in JSON, in which a character may take six, and what is said of it.

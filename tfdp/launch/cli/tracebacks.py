@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 
-from tfdp.launch.cli.screen import without_escapes
+from tfdp.launch.cli.lines import without_escapes
 
 # A progress bar that was being drawn may stand before either, on the same line.
 _BEGIN = "Traceback (most recent call last):"

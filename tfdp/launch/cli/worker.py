@@ -17,8 +17,9 @@ import psutil
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.ground import user_code
 from tfdp.launch.cli.errors import usage_errors
+from tfdp.launch.cli.lines import CHUNK_BYTES, PipeReader, without_escapes
 from tfdp.launch.cli.noise import is_noise
-from tfdp.launch.cli.screen import CHUNK_BYTES, PipeReader, Screen, without_escapes
+from tfdp.launch.cli.screen import Screen
 from tfdp.launch.rendezvous.failure import Failure
 
 TAIL_LINES = 20

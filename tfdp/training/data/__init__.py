@@ -4,7 +4,7 @@ Public is what `tfdp.data` names. Reading order:
     distribute: a dataset as one that gives every replica its rows, by the policies of
         tf.data
     same_datasets: comparison of the workers' datasets, and of their lengths
-    fingerprints: values of arrays and labels of batches, to compare workers by
+    fingerprints, batch_labels: values of arrays and of batches, to compare workers by
     batch_sizes: rows of all batches, as far as known before they are read
     stages: stages of a pipeline, found and rebuilt
     early_rows: rows that are taken before they are prepared

@@ -18,6 +18,7 @@ from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops, stand_in_seed
 from tfdp.ground.base.context import is_tfdp
 from tfdp.training.data import position as data_position
+from tfdp.training.data.batch_labels import class_labels
 from tfdp.training.data.checks import source_name
 from tfdp.training.data.determinism import SeededShuffle, common_seed, new_seed
 from tfdp.training.data.distribute import (
@@ -28,7 +29,7 @@ from tfdp.training.data.distribute import (
     rows_of_island,
     warn_not_split_early,
 )
-from tfdp.training.data.fingerprints import ArrayValues, class_labels
+from tfdp.training.data.fingerprints import ArrayValues
 from tfdp.training.data.loader_rows import rows_of_loader
 from tfdp.training.data.own_rows import (
     StoredArraysAdapter,

@@ -29,9 +29,9 @@ from tfdp.communication.coordination.checks import describe_difference
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.ground.text import pluralize
+from tfdp.training.data.batch_labels import LabelRecord
 from tfdp.training.data.early_rows import divide_rows
 from tfdp.training.data.element_specs import describe_spec
-from tfdp.training.data.fingerprints import LabelRecord
 from tfdp.training.data.per_replica_dataset import ReadOptions, distribute_divided
 from tfdp.training.data.rows import rows_to_read
 from tfdp.training.data.stages import no_autograph

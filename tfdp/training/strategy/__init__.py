@@ -2,6 +2,6 @@
 
 Read `strategy` (the public classes), `replica_step` (what `strategy.run` does with a
 step of Keras), `compiled_step` (the part of it that XLA compiles), `extended`
-(variables, devices, groups, the reducer as tf.distribute sees it) and `transports`
-(what carries the bytes).
+(variables, devices, groups), `cross_device_ops` (the reducer as tf.distribute sees it)
+and `transports` (what carries the bytes).
 """

@@ -22,7 +22,6 @@ from tfdp.communication.collectives import (
     device_positions,
     timing,
 )
-from tfdp.communication.collectives.gather import gather_rows
 from tfdp.communication.coordination.checks import agreed_topology, check_same_setup
 from tfdp.communication.coordination.join import (
     Worker,
@@ -47,6 +46,7 @@ from tfdp.training.replicas.variables import (
     aggregation_of,
     class_mapping,
 )
+from tfdp.training.strategy.cross_device_ops import CrossDeviceOps
 from tfdp.training.strategy.transports import (
     host_transport,
     new_transport,
@@ -398,51 +398,3 @@ def _by_position(positions: Sequence[int], num_local: int) -> list[int]:
 def _host(device: str) -> str:
     spec = tf.DeviceSpec.from_string(device)
     return spec.replace(device_type="CPU", device_index=0).to_string()
-
-
-class CrossDeviceOps(_compat.CollectiveAllReduce):
-    """Stock bookkeeping (regrouping, eager threads) around our collectives.
-
-    Args:
-        reducer: `Reducer`.
-        collective_keys: TensorFlow's keys, which only the stock code looks at.
-    """
-
-    def __init__(self, reducer: Reducer, collective_keys: Any) -> None:
-        group = reducer.group
-        super().__init__(
-            devices=group.devices,
-            group_size=group.size,
-            options=_compat.StockOptions(),
-            collective_keys=collective_keys,
-        )
-        self._reducer = reducer
-        self._launchers = [
-            _Launcher(reducer, replica) for replica in range(len(group.devices))
-        ]
-
-    def _all_reduce(
-        self, reduce_op: Any, value: Any, replica_id: int, options: Any
-    ) -> Any:
-        del options
-        return self._reducer.reduce(reduce_op, value, replica_id)
-
-    def __deepcopy__(self, memo: dict) -> CrossDeviceOps:
-        # Copies of a strategy share its devices and so its launch order.
-        return self
-
-
-class _Launcher:
-    """Launcher of collectives for the stock gather, on one replica."""
-
-    def __init__(self, reducer: Reducer, replica: int) -> None:
-        self._reducer = reducer
-        self._replica = replica
-
-    def can_order_nccl(self) -> bool:
-        return True
-
-    def all_gather(self, tensor: tf.Tensor, axis: Any, options: Any) -> tf.Tensor:
-        del options
-        rank = self._reducer.first_rank + self._replica
-        return gather_rows(tensor, axis, self._reducer.group, self._replica, rank)

@@ -1,0 +1,147 @@
+"""Output of all workers as lines of JSON, and the choice of a screen."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+from tfdp.launch.cli.lines import without_escapes
+from tfdp.launch.cli.screen import Level, Screen
+from tfdp.launch.cli.signals import SignalPipe
+
+# For who reads the output, once the job was told to end.
+_LAST_LINES_SECONDS = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Line of the output of a job, as `--log-format json` writes it.
+
+    Args:
+        message: String, what was said: a worker's line as it is in the worker's log.
+        stream: `"launcher"` or `"worker"`, who said it; stdout and stderr of a worker
+            are one stream. Defaults to `"launcher"`.
+        level: `"info"`, `"warning"` or `"error"`; `None` of a worker, whose lines
+            are not looked into. Defaults to `None`.
+        node: Int, where it was said, or `None` if that is not known. Defaults to
+            `None`.
+        rank: Int, the worker that has said it, or that the launcher's words are
+            about, or `None`. Defaults to `None`.
+        time: String, when, by the clock of this machine, in UTC. Defaults to now.
+
+    Example:
+
+    >>> entry = Entry("Epoch 1/2", "worker", node=0, rank=3, time="12:00")
+    >>> print(entry.to_line(), end="")
+    {"time": "12:00", "level": null, "stream": "worker", "node": 0, "rank": 3, "message": "Epoch 1/2"}
+    >>> Entry.from_line(entry.to_line()) == entry
+    True
+    """  # noqa: E501
+
+    message: str
+    stream: str = "launcher"
+    level: Level | None = None
+    node: int | None = None
+    rank: int | None = None
+    time: str = dataclasses.field(
+        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(
+            timespec="milliseconds"
+        )
+    )
+
+    def to_line(self) -> str:
+        """Return the line of JSON, in ASCII, which any locale can write."""
+        # What is no text, in the name of a file, would be no JSON for many readers.
+        message = self.message.encode("utf-8", "replace").decode()
+        about = {
+            n: getattr(self, n) for n in ("time", "level", "stream", "node", "rank")
+        }
+        return json.dumps({**about, "message": message}) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Entry | None:
+        """Read a line; return `None` if it is none of these.
+
+        Args:
+            line: String.
+        """
+        try:
+            fields = json.loads(line)
+            entry = cls(**fields)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        return entry if entry._has_right_types() else None
+
+    def _has_right_types(self) -> bool:
+        return (
+            all(type(text) is str for text in (self.message, self.stream, self.time))
+            and all(type(n) in (int, type(None)) for n in (self.node, self.rank))
+            and self.level in (None, *get_args(Level))
+        )
+
+
+class JsonScreen(Screen):
+    """Printer of all lines as JSON: the workers' on stdout, the launcher's on stderr.
+
+    No line of a worker is left out, held back or repeated; progress bars are lines
+    as in a file.
+    """
+
+    is_verbatim = True
+
+    def line(self, rank: int, text: str) -> None:
+        """Write a complete line of a worker."""
+        message = without_escapes(text).rstrip()
+        node = self.nodes.get(rank, self.node)
+        self._output.write(Entry(message, "worker", node=node, rank=rank).to_line())
+
+    def message(
+        self,
+        text: str,
+        level: Level = "info",
+        *,
+        rank: int | None = None,
+        node: int | None = None,
+    ) -> None:
+        """Write the launcher's own words."""
+        self._output.flush()
+        node = self.node if node is None else node
+        self._words.write(Entry(text, level=level, node=node, rank=rank).to_line())
+        self._words.flush()
+
+    def recall(self, rank: int, lines: Sequence[str]) -> None:
+        """Repeat nothing: who reads JSON finds all lines of a worker by its rank."""
+
+    def _truncation_notice(self, text: str) -> str:
+        return Entry(text, level="warning", node=self.node).to_line()
+
+
+@contextlib.contextmanager
+def showing(
+    signals: SignalPipe, until: float | None, log_format: str = "text"
+) -> Iterator[Screen]:
+    """Make a screen; in the end wait for its reader, unless the job is to end.
+
+    Args:
+        signals: The `SignalPipe`.
+        until: Float, by `time.monotonic()`, when the job is stopped, or `None`.
+        log_format: `"text"` or `"json"`. Defaults to `"text"`.
+
+    Yields:
+        `Screen`.
+    """
+    screen = JsonScreen() if log_format == "json" else Screen()
+    try:
+        yield screen
+    finally:
+        end = math.inf
+        while not screen.close(timeout_seconds=0.1) and time.monotonic() < end:
+            signals.read()
+            if signals.received or (until and time.monotonic() > until):
+                end = min(end, time.monotonic() + _LAST_LINES_SECONDS)
