@@ -741,11 +741,12 @@ def test_an_index_says_what_it_was_written_with(tmp_path):
 
 def take_part(
     directory: str, elsewhere: str, *, is_saved: bool, use_strategy: bool
-) -> tuple[list[np.ndarray], str]:
+) -> tuple[list[np.ndarray], str, str]:
     """In a process of its own: saves drawn values, or restores.
 
     Returns:
-        Tuple of the values, and what was said of saving `elsewhere`.
+        Tuple of the values; what was said of saving `elsewhere`; and what of restoring
+        a new model from there, where worker 1 has nothing.
     """
     import keras
 
@@ -756,14 +757,20 @@ def take_part(
         if use_strategy
         else tf.distribute.get_strategy()
     )
-    with strategy.scope():
-        inputs = keras.Input((6,))
-        outputs = keras.layers.Dense(3, name="dense")(inputs)
-        model = keras.Model(inputs, outputs)
-        model.compile(keras.optimizers.Adam(0.01), "mse")
-        model.optimizer.build(model.trainable_variables)
+
+    def new_model(*, is_built: bool) -> keras.Model:
+        with strategy.scope():
+            inputs = keras.Input((6,))
+            outputs = keras.layers.Dense(3, name="dense")(inputs)
+            model = keras.Model(inputs, outputs)
+            model.compile(keras.optimizers.Adam(0.01), "mse")
+            if is_built:
+                model.optimizer.build(model.trainable_variables)
+        return model
+
+    model = new_model(is_built=True)
     variables = [*model.variables, *model.optimizer.variables]
-    said = ""
+    said, answered = "", ""
     if is_saved:
         draw = np.random.default_rng(0)
         for variable in variables:
@@ -773,9 +780,14 @@ def take_part(
             checkpoint.save(model, elsewhere)
         except (OSError, ValueError) as error:
             said = f"{type(error).__name__}: {error}"
+        found = directory if elsewhere.endswith("0") else elsewhere
+        try:
+            checkpoint.restore(new_model(is_built=False), found)
+        except (ValueError, RuntimeError) as error:
+            answered = f"{type(error).__name__}: {error}"
     else:
         checkpoint.restore(model, directory)
-    return [np.asarray(variable) for variable in variables], said
+    return [np.asarray(variable) for variable in variables], said, answered
 
 
 def start(
@@ -823,3 +835,14 @@ def test_two_workers_without_a_shared_directory_both_say_so(saved_by_two):
         said = answer.value[1]
         assert said.startswith("ValueError: ")
         assert "worker 1: it does not see the folder" in said
+
+
+@pytest.mark.processes
+def test_two_workers_of_which_one_finds_no_checkpoint_both_say_so(saved_by_two):
+    _, answers = saved_by_two
+    for answer in answers:
+        said = answer.value[2]
+        assert said.startswith(
+            "ValueError: The checkpoint was not restored: worker 1: "
+        )
+        assert "There is no checkpoint in" in said

@@ -166,7 +166,7 @@ LATE = {
 
 
 @pytest.mark.parametrize("name", LATE)
-def test_what_keeps_a_loader_from_loading_loader_rows_is_named(name):
+def test_what_keeps_a_loader_from_loading_own_rows_is_named(name):
     make, obstacle = LATE[name]
     assert obstacle in loader_rows.why_not_split_loader(make())
 

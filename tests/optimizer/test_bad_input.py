@@ -131,6 +131,8 @@ def test_units_are_the_old_name_of_gather_groups():
         with pytest.warns(UserWarning, match="`units` is `gather_groups` now"):
             old = kind(*given, units=["dense"], **sharded)
         new = kind(*given, gather_groups=["dense"], **sharded)
+        with pytest.raises(ValueError, match="Give `gather_groups` alone"):
+            kind(*given, units=["dense"], gather_groups=["dense"], **sharded)
         settings = [
             each.get_config() if kind is Optimizer else each.settings
             for each in (old, new)

@@ -16,6 +16,7 @@ from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.accumulated_gradients import redistribute_accumulated_gradients
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
+from tfdp.checkpoint.model_state import model_state
 from tfdp.checkpoint.object_store import open_storage
 from tfdp.checkpoint.on_all_workers import run_on_all_workers, worker_group_of
 from tfdp.checkpoint.reader import LoadPlan
@@ -105,6 +106,8 @@ def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     >>> bool((model.get_weights()[0] == before[0]).all())
     True
     """
+    # Builds the optimizer, for which workers meet: before any of them may fail to read.
+    model_state(model)
     plan = functools.partial(plan_checkpoint, model)
     restore_state(plan, directory, worker_group_of(model))
 

@@ -94,6 +94,11 @@ def groups_of(gather_groups: Sequence[str], units: Sequence[str] | None) -> Any:
     """Return an argument that may be given by its old name, of which a user is told."""
     if units is None:
         return gather_groups
+    if gather_groups:
+        raise ValueError(
+            "Give `gather_groups` alone; `units` is its old name. "
+            f"Received: gather_groups={gather_groups!r}, units={units!r}"
+        )
     user_code.warn("`units` is `gather_groups` now; the old name will go.")
     return units
 

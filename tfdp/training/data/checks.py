@@ -184,10 +184,10 @@ def _original_message(text: str) -> str | None:
 
 
 def _checked(batches: types.GeneratorType) -> Generator[Any, None, None]:
-    first: Any = None
+    first = None
     for number, batch in enumerate(batches, start=1):
         structure = _structure_of(batch)
-        first = structure if number == 1 else first
+        first = first or structure
         if structure != first:
             raise ValueError(
                 "All batches of a generator must have the same structure. Received: "
@@ -198,21 +198,23 @@ def _checked(batches: types.GeneratorType) -> Generator[Any, None, None]:
         yield batch
 
 
-class _Array:
-    """Stands for an array in the structure of a batch."""
-
-    def __repr__(self) -> str:
+def _structure_of(batch: Any) -> str:
+    """Describe the structure of a batch, the same for dicts of any order."""
+    if batch is None:
+        return "None"
+    if isinstance(batch, dict):
+        items = sorted(batch.items(), key=lambda item: repr(item[0]))
+        return (
+            "{" + ", ".join(f"{k!r}: {_structure_of(part)}" for k, part in items) + "}"
+        )
+    if not isinstance(batch, (tuple, list)):
         return "array"
-
-
-_ARRAY = _Array()
-
-
-def _structure_of(batch: Any) -> Any:
-    """Return the structure of a batch, equal for dicts of any order."""
-    return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else _ARRAY, batch, none_is_leaf=True
-    )
+    parts = [_structure_of(part) for part in batch]
+    if isinstance(batch, list):
+        return f"[{', '.join(parts)}]"
+    if hasattr(batch, "_fields"):
+        return f"{type(batch).__name__}({', '.join(parts)})"
+    return f"({parts[0]},)" if len(parts) == 1 else f"({', '.join(parts)})"
 
 
 def _check_features(model: Any, x: Any, y: Any) -> None:
