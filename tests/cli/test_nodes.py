@@ -42,6 +42,7 @@ def test_nodes_meet_at_an_ipv6_address(nodes):
     nodes.script("print(json.dumps(CONFIG['cluster']['worker']))")
     outputs = nodes.both("-n", "1", "script.py")
     assert [code for code, _ in outputs] == [0, 0], outputs
+    assert "node 1 of 2 starts worker 1 of 2; logs in" in outputs[1][1]
     shown = [
         json.loads(lines_of(out, rank)[0]) for rank, (_, out) in enumerate(outputs)
     ]
@@ -65,6 +66,7 @@ def test_hosts_that_have_ipv6_only_are_one_cluster(nodes, kind):
         ]
         outputs = [ended(process) for process in started]
     assert [code for code, _ in outputs] == [0, 0], outputs
+    assert "node 1 of 2 starts worker 1 of 2; logs in" in outputs[1][1]
     shown = [
         json.loads(lines_of(out, rank)[-1]) for rank, (_, out) in enumerate(outputs)
     ]

@@ -21,6 +21,7 @@ from tfdp.communication.cluster import (
     ProbeResult,
     check_port_free,
     free_ports,
+    ports,
     probe_port,
     rendezvous,
     split_address,
@@ -498,6 +499,16 @@ def test_unreachable_keeps_its_time_when_a_host_has_no_name():
     cluster = Cluster(("127.0.0.1:1", "no-such-host.invalid:1"))
     with within(2):
         assert unreachable_workers(cluster, timeout_seconds=0.5) == [1]
+
+
+def test_what_an_attempt_has_met_is_known_while_the_next_is_under_way(monkeypatch):
+    def look_up(address: str, timeout_seconds: float) -> ports.ProbeResult:
+        time.sleep(0.3)
+        return ports.ProbeResult.UNKNOWN_HOST
+
+    monkeypatch.setattr(ports, "probe_port", look_up)
+    cluster = Cluster(("127.0.0.1:1", "no-such-host.invalid:1"))
+    assert ports._probe_workers(cluster, 1.0) == {1: ports.ProbeResult.UNKNOWN_HOST}
 
 
 def test_a_host_without_a_name_is_said_at_once_and_waited_for():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -192,6 +193,33 @@ def _register_state(name: str, sharding: str) -> None:
 
 for _name, _sharding in SHARDINGS.items():
     _register_state(_name, _sharding)
+
+
+@case(
+    "eager steps of sharded state, compressed",
+    setups=("two_workers",),
+    full_setups=(),
+    compare=False,
+)
+def eager_steps_of_sharded_state_are_compressed_as_others_are(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    gradient = np.random.default_rng(0).normal(size=512).astype("float32")
+    found = {}
+    for name, sharding in (("none", "none"), ("int8", "none"), ("int8", "optimizer")):
+        with compressed(env, None if name == "none" else name):
+            with env.scope():
+                variable = keras.Variable(tf.zeros(512))
+                optimizer = keras.optimizers.SGD(1.0)
+                optimizer = tfdp.DistributedOptimizer(optimizer, sharding=sharding)
+                optimizer.build([variable])
+            step = functools.partial(optimizer.apply, [gradient], [variable])
+            env.strategy.run(step)
+        found[name, sharding] = variable.numpy()
+    rounded = found["int8", "none"]
+    assert not np.array_equal(rounded, found["none", "none"])
+    np.testing.assert_array_equal(found["int8", "optimizer"], rounded)
+    return {}
 
 
 @case(

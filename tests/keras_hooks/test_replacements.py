@@ -42,6 +42,12 @@ VERSIONS = re.compile(r"(Keras|TensorFlow) (\d+\.\d+) to \d+\.\d+")
 SIGNATURES = pathlib.Path(__file__).with_name("signatures.txt").read_text("utf-8")
 
 
+def test_each_signature_is_of_the_table():
+    paths = [path_of(entry) for entry in REPLACEMENTS]
+    calls = {f"{p.rpartition('.')[0]}.{call}" for p in paths for call in calls_of(p)}
+    assert set(SIGNATURES.splitlines()) == calls
+
+
 def calls_of(path: str) -> list[str]:
     """Forms of a function of the table, such as `"fit(self, x, *args, **kwargs)"`."""
     owner, _, name = path.rpartition(".")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -142,23 +141,6 @@ def test_order_that_is_no_permutation_is_refused(order: list[int]):
     with pytest.raises(ValueError, match="each entry from 0 to 1 once") as caught:
         plan([entry(1), entry(1)], order)
     assert str(caught.value).endswith(f"Received: order={order}")
-
-
-def test_fingerprint_tells_what_has_to_agree_and_nothing_else():
-    entries = [entry(10, name="a"), entry(60, name="b"), entry(60, name="c")]
-    same = [dataclasses.replace(e, name="other") for e in entries]
-    reference = plan(entries).fingerprint
-    assert plan(same).fingerprint == reference
-    different = [
-        plan(entries, order=[0, 2, 1]),
-        plan(entries, bucket=200, first=200),
-        plan([*entries, entry(1)]),
-        plan([dataclasses.replace(e, dtype="float64") for e in entries]),
-        plan([dataclasses.replace(e, shape=(e.shape[0], 1)) for e in entries]),
-    ]
-    fingerprints = {other.fingerprint for other in different}
-    assert len(fingerprints) == len(different)
-    assert reference not in fingerprints
 
 
 def test_plan_is_the_same_every_time():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -169,6 +170,18 @@ def test_what_is_read_of_a_meeting_that_is_over_counts_no_more(job):
     follower, leader = pair.come(1, 3.0), pair.come(0, 1.0)
     for reply in follower(), leader():
         np.testing.assert_array_equal(reply.mean[0], [2.0] * 3)
+
+
+def test_too_few_make_no_round_also_where_a_follower_waits(job):
+    for _ in range(20):  # whichever thread wakes first
+        trio = job(2, 3, _SECONDS)
+        trio.come(1, 1.0)
+        leader = trio.come(0, 1.0)
+        while len(trio.ends[0]._waiting()) < 2:
+            time.sleep(0.001)
+        trio.sockets[3].shutdown(socket.SHUT_RDWR)
+        with pytest.raises(TransportError, match="A round needs 3 workers"):
+            leader()
 
 
 def test_a_round_for_which_too_few_are_left_says_so(job):

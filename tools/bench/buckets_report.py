@@ -195,7 +195,6 @@ def content_of(results: Sequence[SizeResult], runs: Sequence[Run]) -> dict[str, 
         "diminishing_returns_mb": diminishing_size(results),
         "tolerance": TOLERANCE,
         "best_over_worst": best_over_worst(results),
-        "sizes": [dataclasses.asdict(result) for result in results],
         "runs": [dataclasses.asdict(run) for run in runs],
     }
 

@@ -25,7 +25,7 @@ def run(args: Arguments) -> None:
         "benchmark": "Keras fit with TF_ENABLE_ONEDNN_OPTS=1 and 0, CPU, Adam",
         "models": "mlp-MILLIONS-ROWS: two hidden layers; the CNN and the transformer "
         "of `xla`; an LSTM of 128 units over 64 steps; an embedding of 50,000 rows",
-        "batch": f"rows of each replica: of others {BATCH_SIZES}",
+        "batch": {"rows of each replica": {name: BATCH_SIZES[name] for name in OTHERS}},
     }
     report = Report(args, setting)
     for model in args.models:

@@ -80,10 +80,19 @@ def _probe_workers(cluster: Cluster, timeout_seconds: float) -> dict[int, ProbeR
     deadline = time.monotonic() + timeout_seconds
     own_rank = None if cluster.is_evaluator else cluster.rank
     ranks = [rank for rank in range(cluster.num_workers) if rank != own_rank]
-    found = dict.fromkeys(ranks, ProbeResult.NONE) | call_at_once(
-        lambda rank: _try_until(cluster.workers[rank], deadline), ranks, timeout_seconds
-    )
-    return {rank: r for rank, r in found.items() if r is not ProbeResult.ACCEPTED}
+    found = dict.fromkeys(ranks, ProbeResult.NONE)
+
+    def try_until(rank: int) -> None:
+        while found[rank] is not ProbeResult.ACCEPTED:
+            left = deadline - time.monotonic()
+            found[rank] = probe_port(cluster.workers[rank], max(left, 0.05))
+            if time.monotonic() + 0.1 >= deadline:
+                return
+            time.sleep(0.1)
+
+    call_at_once(try_until, ranks, timeout_seconds)
+    # Some threads may still be at work.
+    return {r: at for r, at in found.copy().items() if at is not ProbeResult.ACCEPTED}
 
 
 def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
@@ -163,16 +172,6 @@ def _listening(address: str, num_workers: int) -> Iterator[None]:
     server.listen(max(128, 2 * num_workers))
     with close_in_forks(server):
         yield
-
-
-def _try_until(address: str, deadline: float) -> ProbeResult:
-    """Try to connect, again and again; return what the last attempt has met."""
-    while True:
-        left = deadline - time.monotonic()
-        result = probe_port(address, max(left, 0.05))
-        if result is ProbeResult.ACCEPTED or time.monotonic() + 0.1 >= deadline:
-            return result
-        time.sleep(0.1)
 
 
 class ProbeResult(enum.Enum):

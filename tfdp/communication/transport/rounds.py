@@ -270,7 +270,7 @@ class RoundLeader(Rounds):
         Raises:
             TransportError: If fewer workers are left than make a round.
         """
-        with self._lock:
+        with self._lock, self._changed:
             self._own_state = [np.array(array) for array in state]
             return self.bring(self._own, self._version, (samples, arrays))
 
@@ -292,6 +292,12 @@ class RoundLeader(Rounds):
             for member in self._members.values():
                 member.has_begun, member.is_away = True, False
             self._changed.notify_all()
+
+    def _is_complete(self, *, is_late: bool) -> bool:
+        # A follower's thread ends no round of too few: the leader's raises.
+        assert self._least is not None
+        is_enough = len(self._members) >= self._least
+        return is_enough and super()._is_complete(is_late=is_late)
 
     def _check(self, member: Participant) -> None:
         assert self._least is not None

@@ -9,8 +9,7 @@ import tensorflow as tf
 
 from tfdp.features.local_steps.options import OuterOptions
 from tfdp.ground import _compat
-from tfdp.ground.base.param_groups import path_of
-from tfdp.training.reduction.fusion import wide_dtype
+from tfdp.training.step.accumulation import wide_zeros
 
 Update = Callable[[Any, Sequence[Any], Sequence[Any], Any], None]
 
@@ -41,15 +40,7 @@ class OuterStep:
         self.is_begun = make_variable(
             shape=(), dtype="int", initializer="zeros", name="outer_is_begun"
         )
-        self.anchors = [
-            make_variable(
-                shape=variable.shape,
-                dtype=wide_dtype(variable.dtype),
-                initializer="zeros",
-                name=f"{path_of(variable).replace('/', '_')}_outer",
-            )
-            for variable in variables
-        ]
+        self.anchors = wide_zeros(make_variable, variables, "outer")
         self.optimizer.build(self.anchors)
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 
@@ -66,7 +65,7 @@ class BucketPlan:
     """Buckets of a step, in launch order.
 
     The plan is a function of shapes, dtypes and order alone, so every worker
-    makes the same one; `fingerprint` lets them check.
+    makes the same one; `check_same_plan` compares them.
     """
 
     buckets: tuple[Bucket, ...]
@@ -81,17 +80,6 @@ class BucketPlan:
     def num_bytes(self) -> int:
         """Bytes reduced in a step."""
         return sum(bucket.num_bytes for bucket in self.buckets)
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the plan, for comparison between workers."""
-        text = repr(
-            [
-                (bucket.dtype, bucket.indices, [e.shape for e in bucket.entries])
-                for bucket in self.buckets
-            ]
-        )
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def effective_bucket_bytes(total_bytes: int, bucket_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ IMAGE_SIDE, IMAGE_CHANNELS, NUM_STAGES = 32, 3, 3
 VOCABULARY, CONTEXT = 128, 64
 _BLOCKS, _HEADS = 4, 4
 # Of eight, or four channels, in the width of a model.
-_MOST_UNITS = 1 << 14
+_MOST_UNITS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +111,13 @@ def model_of_size(family: str, millions: float) -> Model:
     # Widths are full vectors. A CNN has few channels, of which its later stages have
     # multiples.
     unit = 4 if family == "cnn" else 8
-    models = [Model(family, unit * number) for number in range(_MOST_UNITS)]
     asked = millions * 1e6
+
+    def size(number: int) -> int:
+        return Model(family, unit * number).num_parameters
+
+    above = bisect.bisect(range(_MOST_UNITS), asked, key=size)
+    models = [Model(family, unit * n) for n in (max(0, above - 1), above)]
     model = min(models, key=lambda model: abs(model.num_parameters - asked))
     if model.width < unit:
         least = Model(family, unit).num_parameters / 1e6

@@ -286,4 +286,4 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
 
 def _values(of: object, names: str) -> dict[str, Any]:
     """Return attributes by their names; of what is unknown, `None` for each."""
-    return {name: getattr(of, name, None) for name in names.split()}
+    return {name: None if of is None else getattr(of, name) for name in names.split()}

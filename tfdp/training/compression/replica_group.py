@@ -6,19 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdp.communication.collectives import Member, ProcessGroup
-
-
-def all_reduce(
-    tensor: tf.Tensor,
-    group: ProcessGroup,
-    replica: int,
-    *,
-    channel: int,
-    is_alone: bool,
-) -> tf.Tensor:
-    """All-reduce as the group's transport does, see `Member.all_reduce`."""
-    return Member(group, replica, channel).all_reduce(tensor, is_alone=is_alone)
+from tfdp.communication.collectives import Member, ProcessGroup, ring
 
 
 class ReplicaGroup:
@@ -45,7 +33,7 @@ class ReplicaGroup:
         group: ProcessGroup,
         replica: int,
         channel: int,
-        sum_all: Callable[..., tf.Tensor] = all_reduce,
+        sum_all: Callable[..., tf.Tensor] = ring,
     ) -> None:
         self._member = Member(group, replica, channel)
         self._sum_all = sum_all

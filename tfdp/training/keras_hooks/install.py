@@ -46,7 +46,7 @@ REPLACEMENTS = (
         Replacement(
             _compat.TensorFlowTrainer,
             name,
-            trainer_hooks.run_loop,
+            functools.partial(trainer_hooks.run_loop, name),
             "Every worker runs every callback; wrong data, or a callback that only one "
             "worker has, is an error of TensorFlow's or a hang.",
             f"{_KERAS_ISSUE}/20585",
@@ -65,18 +65,14 @@ REPLACEMENTS = (
     *(
         Replacement(
             _compat.TensorFlowTrainer,
-            name,
-            trainer_hooks.make_function,
+            f"make_{name}",
+            functools.partial(trainer_hooks.make_function, name),
             "XLA cannot compile collectives, but all else of a step, see "
             "`tfdp.training.strategy.compiled_step`; the watchdog has to know when it "
             "computes.",
             f"{_KERAS_ISSUE}/19005",
         )
-        for name in (
-            "make_train_function",
-            "make_test_function",
-            "make_predict_function",
-        )
+        for name in ("train_function", "test_function", "predict_function")
     ),
     Replacement(
         _compat.BaseTrainer,

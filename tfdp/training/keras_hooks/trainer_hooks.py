@@ -55,9 +55,11 @@ _FUNCTION_OF = {
 }
 
 
-def run_loop(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+def run_loop(
+    name: str, original: Callable, model: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Run `fit`, `evaluate` or `predict`, on which the workers agree before."""
-    strategy, name = strategy_of(model), original.__name__
+    strategy = strategy_of(model)
     if strategy is not None:
         strategy.extended.worker_group.owner.check(f"`{name}`")
     bound = inspect.signature(original).bind(model, *args, **kwargs)
@@ -254,9 +256,10 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
             return original(model, *args, **kwargs)
 
 
-def make_function(original: Callable, model: Any, force: bool = False) -> Any:
+def make_function(
+    name: str, original: Callable, model: Any, force: bool = False
+) -> Any:
     """Make the function of a step, which tells the watchdog when it computes."""
-    name = original.__name__.removeprefix("make_")
     before = getattr(model, name)
     with _without_xla(model):
         result = original(model, force)

@@ -107,7 +107,8 @@ class AccumulationState:
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
-        variables: Sequence of what is accumulated for: path, shape and dtype each.
+        variables: Sequence of what is accumulated for: a path or a name, shape and
+            dtype each.
         steps: Int, micro-batches of an update.
     """
 
@@ -124,15 +125,7 @@ class AccumulationState:
         self.count = make_variable(
             shape=(), dtype="int", initializer="zeros", name="accumulated_steps"
         )
-        self.sums = [
-            make_variable(
-                shape=variable.shape,
-                dtype=wide_dtype(variable.dtype),
-                initializer="zeros",
-                name=f"{path_of(variable).replace('/', '_')}_gradient_sum",
-            )
-            for variable in variables
-        ]
+        self.sums = wide_zeros(make_variable, variables, "gradient_sum")
 
     @property
     def variables(self) -> list:
@@ -308,3 +301,16 @@ def _read(variable: Any) -> tf.Tensor:
 def _set_to_zero(variable: Any) -> None:
     part = _compat.local_part(variable)
     part.assign(tf.zeros(part.shape, part.dtype), read_value=False)
+
+
+def wide_zeros(make_variable: Any, variables: Sequence[Any], suffix: str) -> list:
+    """Make a variable of zeros for each of others, in a dtype to sum them in."""
+    return [
+        make_variable(
+            shape=variable.shape,
+            dtype=wide_dtype(variable.dtype),
+            initializer="zeros",
+            name=f"{path_of(variable).replace('/', '_')}_{suffix}",
+        )
+        for variable in variables
+    ]
