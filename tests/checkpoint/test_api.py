@@ -49,19 +49,19 @@ class ThreadGroup(WorkerGroup):
 
     timeout_seconds = None
 
-    def __init__(self, rank: int, barrier: threading.Barrier, texts: list) -> None:
+    def __init__(self, rank: int, barrier: threading.Barrier, values: list) -> None:
         self.rank = rank
-        self.num_workers = len(texts)
+        self.num_workers = len(values)
         self._barrier = barrier
-        self._texts = texts
+        self._values = values
 
     def all_gather(
-        self, topic: str, text: str = "", timeout_seconds: Any = None
+        self, topic: str, value: Any = "", timeout_seconds: Any = None
     ) -> list:
         del topic, timeout_seconds
-        self._texts[self.rank] = text
+        self._values[self.rank] = value
         self._barrier.wait(WAITING_SECONDS)
-        found = list(self._texts)
+        found = list(self._values)
         self._barrier.wait(WAITING_SECONDS)
         return found
 

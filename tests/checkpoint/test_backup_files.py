@@ -418,9 +418,9 @@ class Pair:
     def __init__(self, other: list) -> None:
         self.other, self.count = other, 0
 
-    def all_gather(self, topic: str, text: str = "") -> list[str]:
+    def all_gather(self, topic: str, value: Any = "") -> list[Any]:
         self.count += 1
-        return [text, json.dumps(self.other)]
+        return [value, self.other]
 
 
 def test_workers_ask_each_other_for_notices_more_and_more_seldom():

@@ -31,8 +31,8 @@ class Alike(WorkerGroup):
     def __init__(self, rank: int, num_workers: int) -> None:
         self.rank, self.num_workers = rank, num_workers
 
-    def all_gather(self, topic: str, text: str) -> list[str]:
-        return [text] * self.num_workers
+    def all_gather(self, topic: str, value: Any) -> list[Any]:
+        return [value] * self.num_workers
 
     def leave(self) -> None:
         pass

@@ -34,16 +34,16 @@ class Threads:
     """Workers as threads, which gather texts."""
 
     def __init__(self, num_workers: int) -> None:
-        self.texts = [""] * num_workers
+        self.values: list[Any] = [None] * num_workers
         self.barrier = threading.Barrier(num_workers, timeout=WITHIN_SECONDS)
         self.topics: set[str] = set()
 
     def worker(self, rank: int) -> Any:
-        def all_gather(topic: str, text: str) -> list[str]:
+        def all_gather(topic: str, value: Any) -> list[Any]:
             self.topics.add(topic)
-            self.texts[rank] = text
+            self.values[rank] = json.loads(json.dumps(value))
             self.barrier.wait()
-            return self.texts
+            return self.values
 
         return mock.Mock(rank=rank, all_gather=all_gather)
 

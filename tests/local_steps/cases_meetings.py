@@ -186,8 +186,7 @@ def check_same_weights(env: Env, model: keras.Model) -> None:
     """All replicas of all workers have the same weights."""
     own = b"".join(value.tobytes() for value in env.weights(model).values())
     worker_group = env.strategy.extended.worker_group
-    same, _ = worker_group.all_equal("weights", hashlib.sha256(own).hexdigest())
-    assert same
+    assert worker_group.all_equal("weights", hashlib.sha256(own).hexdigest())
 
 
 @case(

@@ -254,7 +254,7 @@ def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
         assert learned(None, name) is None
         links = learned(LONG_RUN_STEPS, name)
         assert links is not None
-        assert worker_group.all_equal("links", repr(links))[0]
+        assert worker_group.all_equal("links", repr(links))
         # Both levels are loopback here; on a busy machine one may show as free.
         assert links.inside.seconds_per_byte + links.across.seconds_per_byte > 0
         # Kept by the first worker, for all of them and for short runs too.

@@ -147,7 +147,7 @@ class ConsistencyCheck(StrategyCallback):
             {f"{name} of batch {number}": found[name] for name in found}
         )
         topic = f"ConsistencyCheck(every={self.every}): labels"
-        told = worker_group.all_gather_values(topic, values.fingerprints())
+        told = worker_group.all_gather(topic, values.fingerprints())
         check_same_values(worker_group, topic, told, values)
 
     def _warn_of_parts(self) -> None:

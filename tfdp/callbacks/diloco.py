@@ -223,7 +223,7 @@ class DiLoCo(LocalStepsCallback):
         strategy = self.model.distribute_strategy
         pace = local_steps.pace
         worker_group = strategy.extended.worker_group
-        seconds = worker_group.all_gather_values(
+        seconds = worker_group.all_gather(
             "seconds of an inner step", pace.take_seconds()
         )
         nodes = workers_by_node(strategy, self.options.outer.scope)

@@ -179,7 +179,7 @@ def restore_state(
     index, load_plan, folder = run_on_all_workers(
         worker_group, path, "restored", _NOTHING_LOADED, "its files", find
     )
-    if len(set(worker_group.all_gather("checkpoint.restore: which", index.token))) > 1:
+    if not worker_group.all_equal("checkpoint.restore: which", index.token):
         worker_group.leave()
         raise ValueError(
             "The workers found different checkpoints. Give all of them one "

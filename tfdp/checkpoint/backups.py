@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -140,7 +139,7 @@ class Backups:
         found_steps = run_on_all_workers(
             group, self.directory, "restored", _NOTHING_LOADED, "the backups", find
         )
-        steps = group.all_gather_values("their steps", found_steps)[0]
+        steps = group.all_gather("their steps", found_steps)[0]
         damaged: list[tuple[str, str]] = []
         for step in steps:
             name = f"step-{step}"
@@ -222,17 +221,17 @@ class Backups:
             kind, text = _UNREADABLE, str(error)
         except Exception as error:  # noqa: BLE001 whatever it is, all must hear of it
             kind, text = _DAMAGED, files.error_text(error)
-        replies = self._worker_group.all_gather(
-            "a backup", json.dumps([kind, text]), storage_timeout(self._worker_group)
+        verdicts = self._worker_group.all_gather(
+            "a backup", [kind, text], storage_timeout(self._worker_group)
         )
-        verdicts = [json.loads(item) for item in replies]
         self._raise_if_unusable(backup.path, verdicts)
+        are_alike = all(verdict == verdicts[0] for verdict in verdicts)
         faults = [
-            text if len(set(replies)) == 1 else f"worker {rank}: {text}"
+            text if are_alike else f"worker {rank}: {text}"
             for rank, (kind, text) in enumerate(verdicts)
             if kind == _DAMAGED
         ]
-        if not faults and len(set(replies)) > 1:
+        if not faults and not are_alike:
             faults = ["workers find different files in it"]
         return (None, faults[0]) if faults else (found, "")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -48,9 +47,8 @@ def run_on_all_workers(
         error = caught
     failure = error and [isinstance(error, ValueError), files.error_text(error)]
     limit = storage_timeout(worker_group)
-    texts = worker_group.all_gather(f"checkpoint: {topic}", json.dumps(failure), limit)
-    replies = [(rank, json.loads(text)) for rank, text in enumerate(texts)]
-    failed = [(rank, *reply) for rank, reply in replies if reply]
+    replies = worker_group.all_gather(f"checkpoint: {topic}", failure, limit)
+    failed = [(rank, *reply) for rank, reply in enumerate(replies) if reply]
     if not failed:
         return result
     worker_group.leave()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
@@ -58,9 +57,9 @@ def gather_random_states(worker_group: Any) -> list[dict[str, Any]]:
     Args:
         worker_group: `WorkerGroup` between the workers.
     """
-    texts = worker_group.all_gather("random states", json.dumps(random_states()))
-    alike = len(set(texts)) == 1
-    return [json.loads(text) for text in (texts[:1] if alike else texts)]
+    states = worker_group.all_gather("random states", random_states())
+    alike = all(state == states[0] for state in states)
+    return states[:1] if alike else states
 
 
 def restore_random_states(states: list[dict[str, Any]], worker_group: Any) -> None:

@@ -73,8 +73,8 @@ def check_same_setup(
         # Each may wait as long as it likes, and has interfaces of its own.
         if field.name not in ("timeout_seconds", "interface"):
             facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
-    own = json.dumps({"devices": list(devices), "facts": facts})
-    messages = [json.loads(text) for text in worker_group.all_gather("start-up", own)]
+    own = {"devices": list(devices), "facts": facts}
+    messages = worker_group.all_gather("start-up", own)
     first = messages[0]["facts"]
     for rank, message in enumerate(messages):
         for name, value in message["facts"].items():
@@ -229,11 +229,11 @@ def check_same_program(
         return available
     compared = json.dumps([[what for what, _ in conversions], sorted(signatures)])
     digest = hashlib.sha256(compared.encode()).hexdigest()
-    found = worker_group.all_gather_values(topic, [digest, available])
+    found = worker_group.all_gather(topic, [digest, available])
     if len({own for own, _ in found}) == 1:
         return min((n for _, n in found if n is not None), default=None)
     counts = collections.Counter(signatures)
-    told = worker_group.all_gather_values(f"{topic}: operations", [conversions, counts])
+    told = worker_group.all_gather(f"{topic}: operations", [conversions, counts])
     steps, all_counts = zip(*told, strict=True)
     if (difference := _first_difference(steps)) is not None:
         rank, _, first, other = difference
@@ -276,10 +276,9 @@ def _compare_items(
         return None
     compared = json.dumps([each for each, _ in items])
     digest = hashlib.sha256(compared.encode()).hexdigest()
-    same, _ = worker_group.all_equal(topic, digest)
-    if same:
+    if worker_group.all_equal(topic, digest):
         return None
-    return _first_difference(worker_group.all_gather_values(f"{topic}: {what}", items))
+    return _first_difference(worker_group.all_gather(f"{topic}: {what}", items))
 
 
 def _first_difference(
@@ -331,6 +330,26 @@ class _Missing:
 
 
 _MISSING = _Missing()
+
+
+def require_equal(
+    worker_group: WorkerGroup, problem: str, values: Sequence[Any] | dict[int, Any]
+) -> None:
+    """Raise on every worker, with the first difference, if workers' values differ.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        problem: String, what is wrong then and what to do; the difference follows.
+        values: Sequence, for each worker a nest of dicts, lists and plain values, as
+            all workers have gathered them; or a dict of those of some workers.
+
+    Raises:
+        ValueError: If so.
+    """
+    by_worker = values if isinstance(values, dict) else dict(enumerate(values))
+    found = describe_difference(by_worker)
+    if found:
+        raise worker_group.error(f"{problem} Received: {found}")
 
 
 def describe_difference(values: Mapping[int, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import time
@@ -114,10 +113,8 @@ class PreemptionWatch:
             return self._notice.is_given
         if step < self._next and not must_ask:
             return False
-        texts = self._worker_group.all_gather(
-            "preemption", json.dumps([self._notice.is_given, self._rate(step)])
-        )
-        answers = [json.loads(text) for text in texts]
+        own = [self._notice.is_given, self._rate(step)]
+        answers = self._worker_group.all_gather("preemption", own)
         slowest = min(rate for _, rate in answers)
         self._gap = min(max(int(slowest * _ASK_SECONDS), 1), 2 * self._gap + 1)
         self._next = step + self._gap

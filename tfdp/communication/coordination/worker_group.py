@@ -94,15 +94,15 @@ class WorkerGroup:
     def all_gather(
         self,
         topic: str,
-        text: str = "",
+        value: Any = "",
         timeout_seconds: float | None = None,
         check: Callable[[int], None] = lambda rank: None,
-    ) -> list[str]:
-        """Gather the texts of all workers on every worker.
+    ) -> list[Any]:
+        """Gather the values of all workers on every worker.
 
         Args:
-            topic: String, subject of the texts, for error messages.
-            text: String, this worker's. Defaults to `""`.
+            topic: String, subject of the values, for error messages.
+            value: What JSON can hold, this worker's. Defaults to `""`.
             timeout_seconds: Float or `None`, the longest wait where it is not that
                 of the group. Defaults to `None`.
             check: Function that is called with the rank that is waited for, every few
@@ -110,17 +110,17 @@ class WorkerGroup:
                 Defaults to one that does nothing.
 
         Returns:
-            List of strings, ordered by worker.
+            List of values, ordered by worker.
 
         Raises:
             TimeoutError: If a worker does not take part in time.
             RuntimeError: If workers are not at the same call.
         """
         if self.num_workers == 1:
-            return [text]
+            return [json.loads(json.dumps(value))]
         self.owner.check(topic)
         limit = timeout_seconds or self.timeout_seconds
-        message = json.dumps({"topic": topic, "text": text})
+        message = json.dumps({"topic": topic, "value": value})
         wait = functools.partial(self._wait, topic=topic, check=check)
         with progress.all_gathering(topic), self.guard():
             call = f"{self._prefix}/{self.num_calls}"
@@ -133,20 +133,16 @@ class WorkerGroup:
                 _compat.delete_key_value(f"{call}/{self.rank}")
                 raise
             progress.texts_gathered()
-            return self._texts(topic, json.loads(answer))
+            return self._values(topic, json.loads(answer))
 
-    def all_gather_values(self, topic: str, value: Any) -> list[Any]:
-        """Gather values that JSON can hold, ordered by worker."""
-        return [json.loads(text) for text in self.all_gather(topic, json.dumps(value))]
-
-    def all_equal(self, topic: str, text: str) -> tuple[bool, list[str]]:
-        """Return whether the texts of all workers are equal, and the texts."""
-        texts = self.all_gather(topic, text)
-        return len(set(texts)) == 1, texts
+    def all_equal(self, topic: str, value: Any) -> bool:
+        """Return whether the values of all workers are equal."""
+        first, *others = self.all_gather(topic, value)
+        return all(other == first for other in others)
 
     def any(self, topic: str, value: bool) -> bool:
         """Return whether the value is true on any worker."""
-        return "1" in self.all_gather(topic, "1" if value else "0")
+        return any(self.all_gather(topic, bool(value)))
 
     def leave(self) -> None:
         """Synchronize all workers before they raise an error that they agreed on.
@@ -234,7 +230,7 @@ class WorkerGroup:
                 self.check(rank, False, topic)
                 check(rank)
 
-    def _texts(self, topic: str, messages: list[str | None]) -> list[str]:
+    def _values(self, topic: str, messages: list[str | None]) -> list[Any]:
         missing = [rank for rank, text in enumerate(messages) if text is None]
         if missing:
             raise TimeoutError(self._missing(topic, missing, self.timeout_seconds))
@@ -246,7 +242,7 @@ class WorkerGroup:
                 "Workers are at different calls: every worker has to run the "
                 f"same calls of Keras and tfdp. Received: {at}"
             )
-        return [entry["text"] for entry in parsed]
+        return [entry["value"] for entry in parsed]
 
     def _missing(self, topic: str, ranks: list[int], limit: float | None) -> str:
         names = ", ".join(self._describe(rank) for rank in ranks)

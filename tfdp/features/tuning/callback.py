@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from typing import Any
@@ -166,10 +165,8 @@ class BucketTuning(keras.callbacks.Callback):
 
     def agree(self, seconds: list[float]) -> list[float]:
         """Return the longest of all workers' times."""
-        texts = self._extended.worker_group.all_gather(
-            "times of bucket plans", json.dumps(seconds)
-        )
-        return longest([json.loads(text) for text in texts])
+        worker_group = self._extended.worker_group
+        return longest(worker_group.all_gather("times of bucket plans", seconds))
 
     # The rest is private.
 
@@ -177,8 +174,8 @@ class BucketTuning(keras.callbacks.Callback):
         """What the first worker knows: the plan of an earlier run, and the steps."""
         worker_group = self._extended.worker_group
         kept = load_plan(self._key) if worker_group.is_chief else None
-        own = json.dumps([kept and kept.to_json(), self._num_steps])
-        text, num_steps = json.loads(worker_group.all_gather("kept plans", own)[0])
+        own = [kept and kept.to_json(), self._num_steps]
+        text, num_steps = worker_group.all_gather("kept plans", own)[0]
         return (None if text is None else KeptPlan.from_json(text)), num_steps
 
     @property

@@ -123,7 +123,7 @@ def _nondeterminism_of_py_dataset(source: Any, is_ordered: bool) -> str | None:
 
 def common_seed(worker_group: WorkerGroup) -> int:
     """Return a seed that the first worker draws for all."""
-    return int(worker_group.all_gather("a seed", str(new_seed()))[0])
+    return worker_group.all_gather("a seed", new_seed())[0]
 
 
 def new_seed() -> int:

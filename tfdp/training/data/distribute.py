@@ -124,7 +124,7 @@ def _distribute_by_policy(
         values.fingerprints() if policy == _POLICY.FILE else {},
     ]
     topic = "a dataset's shards"
-    told = worker_group.all_gather_values(topic, own)
+    told = worker_group.all_gather(topic, own)
     shards, specs, sources = zip(*told, strict=True)
     check_same_elements(worker_group, specs)
     if policy == _POLICY.OFF:
@@ -186,7 +186,7 @@ def _check_shards(
     wrong = "" if policy in (_POLICY.AUTO, _POLICY.OFF) else str(policy)
     length = None if own is None else int(own.cardinality())
     facts = [shard.name, wrong, describe_spec(dataset.element_spec), length]
-    told = group.all_gather_values("own files", facts)
+    told = group.all_gather("own files", facts)
     names, policies, specs, lengths = zip(*told, strict=True)
     if any(policies):
         raise group.error(

@@ -177,7 +177,7 @@ def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None
     if not _compat.shuffles_arrays(iterator.data_adapter):
         return
     extended = strategy.extended
-    same, _ = extended.worker_group.all_equal("shuffling", _compat.random_state())
+    same = extended.worker_group.all_equal("shuffling", _compat.random_state())
     if same and _compat.global_seed() != stand_in_seed.seed():
         return  # the user's own seed, as on one device
     if not same:
@@ -201,8 +201,7 @@ def _agree_on_order(strategy: Any, arguments: dict[str, Any]) -> None:
         return
     worker_group = strategy.extended.worker_group
     state = hashlib.sha256(repr(random.getstate()).encode()).hexdigest()
-    same, _ = worker_group.all_equal("Python's random state", state)
-    if not same:
+    if not worker_group.all_equal("Python's random state", state):
         _warn_of_seeds()
         random.seed(common_seed(worker_group))
 
@@ -238,7 +237,7 @@ def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
     length = length_of(strategy, adapter)
     values = ArrayValues(class_labels(_compat.first_batch_of(adapter)))
     worker_group, topic = strategy.extended.worker_group, "the number of batches"
-    told = worker_group.all_gather_values(topic, [length, values.fingerprints()])
+    told = worker_group.all_gather(topic, [length, values.fingerprints()])
     lengths, labels = zip(*told, strict=True)
     check_same_values(worker_group, topic, labels, values)
     return [Length(*each) for each in lengths]

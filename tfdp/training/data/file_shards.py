@@ -218,7 +218,7 @@ def _agree(
 ) -> None:
     """Raise on all workers unless they see the same files."""
     own = [files.problem, str(files), _digest([files.names, files.sizes]), seed]
-    told = group.all_gather_values("the files of `shard_files`", own)
+    told = group.all_gather("the files of `shard_files`", own)
     problems, counts, digests, seeds = zip(*told, strict=True)
     found = next((rank for rank, problem in enumerate(problems) if problem), None)
     if found is not None:
@@ -248,7 +248,7 @@ def _digest(value: Any) -> str:
 def _difference(group: WorkerGroup, files: Listing) -> str:
     """Name a file that one worker sees and another does not, where there are few."""
     own = list(zip(files.names, files.sizes, strict=True))[:_MOST_NAMES]
-    first, *others = map(dict, group.all_gather_values("the names of files", own))
+    first, *others = map(dict, group.all_gather("the names of files", own))
     for rank, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):

@@ -242,8 +242,8 @@ def find_difference(
     firsts = [of_group[0] for of_group in ranks.values()]
     is_first = worker_group.rank in firsts
     own = {name: values.describe(name) for name in names} if is_first else {}
-    texts = worker_group.all_gather(f"{topic}: values", json.dumps(own))
-    described = [json.loads(texts[rank]) for rank in firsts]
+    told = worker_group.all_gather(f"{topic}: values", own)
+    described = [told[rank] for rank in firsts]
     groups = list(ranks.values())[1:]
     sentences = [
         f"{_describe_pair(described[0], other)} on {_workers(of_group)}"

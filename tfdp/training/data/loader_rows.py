@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import hashlib
-import json
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -146,8 +145,7 @@ def _agree_on_order(worker_group: WorkerGroup, loader: Any) -> None:
     generators = _generators(loader)
     states = [generator.get_state().numpy().tobytes() for generator in generators]
     digests = [hashlib.sha256(state).hexdigest() for state in states]
-    same, _ = worker_group.all_equal("torch's random state", json.dumps(digests))
-    if not same:
+    if not worker_group.all_equal("torch's random state", digests):
         seed = common_seed(worker_group)
         for generator in generators:
             generator.manual_seed(seed)

@@ -25,7 +25,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdp.communication.coordination.checks import describe_difference
+from tfdp.communication.coordination.checks import require_equal
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.ground.text import pluralize
@@ -81,17 +81,16 @@ def _agreed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
         own = {"told": told}
     except ValueError as error:
         own = {"problem": str(error)}
-    facts = worker_group.all_gather_values(f"the batches of {kind}", own)
+    facts = worker_group.all_gather(f"the batches of {kind}", own)
     for rank, fact in enumerate(facts):
         if "problem" in fact:
             problem = fact["problem"]
             raise worker_group.error(f"Worker {rank} cannot read its rows: {problem}")
-    difference = describe_difference({r: fact["told"] for r, fact in enumerate(facts)})
-    if difference:
-        raise worker_group.error(
-            f"Workers have different {kind}. Each reads its own rows of every batch, "
-            f"so that all need the same batches. Received: {difference}",
-        )
+    problem = (
+        f"Workers have different {kind}. Each reads its own rows of every batch, so "
+        "that all need the same batches."
+    )
+    require_equal(worker_group, problem, [fact["told"] for fact in facts])
     return found
 
 

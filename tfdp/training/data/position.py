@@ -86,7 +86,7 @@ class DataPosition:
         }
         of_all: list[Any] = [facts]
         if worker_group is not None:
-            of_all = worker_group.all_gather_values("the position in the data", facts)
+            of_all = worker_group.all_gather("the position in the data", facts)
         self._descriptions = [item["description"] for item in of_all]
         # If one worker cannot restore its position, none does.
         self.nondeterminism = _first(item["nondeterminism"] for item in of_all)

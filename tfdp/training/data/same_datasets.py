@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdp.communication.coordination.checks import describe_difference
+from tfdp.communication.coordination.checks import require_equal
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
@@ -48,7 +48,7 @@ def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
         describe_spec(dataset.element_spec),
         values.fingerprints(),
     ]
-    told = worker_group.all_gather_values(_TOPIC, own)
+    told = worker_group.all_gather(_TOPIC, own)
     seeds, lengths, sizes, shards, specs, sources = zip(*told, strict=True)
     check_same_elements(worker_group, specs)
     _check_same_shuffle(list(seeds))
@@ -118,12 +118,13 @@ def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> Non
     Raises:
         ValueError: If so: steps would differ, of which some wait for ever.
     """
-    found = describe_difference(dict(enumerate(without_unknown_sizes(specs))))
-    if found:
-        raise worker_group.error(
-            "Workers have datasets of different elements. Every worker has to make the "
-            f"same pipeline. Received: batch{found}",
-        )
+    problem = (
+        "Workers have datasets of different elements. Every worker has to make the "
+        "same pipeline."
+    )
+    parts = without_unknown_sizes(specs)
+    named = [{f"batch{where}": part for where, part in own.items()} for own in parts]
+    require_equal(worker_group, problem, named)
 
 
 def _check_same_shuffle(seeds: list) -> None:

@@ -88,7 +88,7 @@ class BroadcastRestoredState(keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         worker_group = self._strategy.extended.worker_group
         own = _compat.initial_epoch(self.model)
-        epoch = int(worker_group.all_gather("a backup", str(own))[0])
+        epoch = worker_group.all_gather("a backup", own)[0]
         _compat.set_initial_epoch(self.model, epoch)
         optimizer: Any = self.model.optimizer
         variables = self.model.variables + optimizer.variables

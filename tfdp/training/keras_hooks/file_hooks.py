@@ -84,9 +84,8 @@ def _save_with_plain_optimizer(
                 result = original(model, *args, **kwargs)
         except Exception as caught:  # noqa: BLE001 the others must not wait for it
             error = caught
-    told = worker_group.all_gather("a saved file", "" if error is None else str(error))[
-        0
-    ]
+    own = "" if error is None else str(error)
+    told = worker_group.all_gather("a saved file", own)[0]
     if error is not None:
         worker_group.leave()
         raise error
@@ -124,12 +123,11 @@ def _check_all_see(distributed: Any, path: Any) -> None:
     worker_group = _compat.strategy_of_optimizer(distributed).extended.worker_group
     is_there = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
     topic = "loading a file into a sharded optimizer, which all workers have to do"
-    texts = worker_group.all_gather(topic, str(is_there))
-    if "True" in texts and "False" in texts:
-        worker_group.leave()
-        raise ValueError(
+    found = worker_group.all_gather(topic, is_there)
+    if any(found) and not all(found):
+        raise worker_group.error(
             "Every worker has to see the file that is loaded into a sharded optimizer. "
-            f"Put it where worker {texts.index('False')} finds it too. Received: {path}"
+            f"Put it where worker {found.index(False)} finds it too. Received: {path}"
         )
 
 

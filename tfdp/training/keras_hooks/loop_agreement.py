@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdp.communication.coordination.checks import describe_difference
+from tfdp.communication.coordination.checks import require_equal
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.training.data.checks import describe_arrays, named_arrays
 from tfdp.training.data.fingerprints import ArrayValues, find_difference
@@ -185,62 +185,52 @@ def _compare(
         "assigned": _assigned_to(model),
         "values": values.fingerprints(),
     }
-    told = [json.loads(t) for t in worker_group.all_gather(topic, json.dumps(own))]
-    synchronize_created(strategy, created, [text["created"] for text in told])
-    problem = (
-        told[0].get("problem")
-        or describe_mismatch([text.get("callbacks", []) for text in told])
-        or _setting_problem(name, told)
-        or _array_problem(name, told)
-        or _value_problem(worker_group, name, told, values)
-        or _config_problem(worker_group, topic, told, found)
-        or _assignment_problem(worker_group, topic, told, model)
+    told = worker_group.all_gather(topic, own)
+    synchronize_created(strategy, created, [each["created"] for each in told])
+    problem = told[0].get("problem") or describe_mismatch(
+        [each.get("callbacks", []) for each in told]
     )
     if problem:
         raise worker_group.error(problem)
+    require_equal(
+        worker_group,
+        f"Workers call `{name}` with different settings. Give every worker the same "
+        "arguments, and compile the model alike.",
+        [each["settings"] for each in told],
+    )
+    _check_arrays(worker_group, name, told)
+    _check_values(worker_group, name, told, values)
+    _check_configs(worker_group, topic, told, found)
+    _check_assignments(worker_group, topic, told, model)
     return told
 
 
-def _setting_problem(name: str, told: list[dict[str, Any]]) -> str:
-    found = describe_difference({r: t["settings"] for r, t in enumerate(told)})
-    if not found:
-        return ""
-    return (
-        f"Workers call `{name}` with different settings. Give every worker the same "
-        f"arguments, and compile the model alike. Received: {found}"
+def _check_arrays(worker_group: WorkerGroup, name: str, told: list[dict]) -> None:
+    problem = (
+        f"Workers give `{name}` different arrays. Give every worker the same ones, of "
+        "which each takes its rows, or a `tf.data.Dataset` of its own with "
+        "`AutoShardPolicy.OFF`."
     )
+    for parts in zip(*(each["arrays"] for each in told), strict=True):
+        if None not in parts:  # datasets tell their lengths where they are distributed
+            require_equal(worker_group, problem, parts)
 
 
-def _array_problem(name: str, told: list[dict[str, Any]]) -> str:
-    for parts in zip(*(text["arrays"] for text in told), strict=True):
-        if None in parts:
-            continue  # datasets tell their lengths where they are distributed
-        found = describe_difference(dict(enumerate(parts)))
-        if found:
-            return (
-                f"Workers give `{name}` different arrays. Give every worker the same "
-                "ones, of which each takes its rows, or a `tf.data.Dataset` of its "
-                f"own with `AutoShardPolicy.OFF`. Received: {found}"
-            )
-    return ""
-
-
-def _value_problem(
+def _check_values(
     worker_group: WorkerGroup, name: str, told: list[dict], values: ArrayValues
-) -> str:
-    """Describe where values of arrays differ, unless only by rounding."""
-    prints = [text["values"] for text in told]
+) -> None:
+    """Raise if values of arrays differ, unless only by rounding."""
+    prints = [each["values"] for each in told]
     topic = f"the settings of {name}"
     found = find_difference(worker_group, topic, prints, values)
-    if not found:
-        return ""
-    return (
-        f"Workers give `{name}` arrays of different values, so that some rows would be "
-        "read twice and others never. Draw, shuffle, split and list data alike on "
-        "every worker, by one seed and in sorted order, or give each a "
-        "`tf.data.Dataset` of its own with `AutoShardPolicy.OFF`. "
-        f"Received: {found}"
-    )
+    if found:
+        raise worker_group.error(
+            f"Workers give `{name}` arrays of different values, so that some rows "
+            "would be read twice and others never. Draw, shuffle, split and list data "
+            "alike on every worker, by one seed and in sorted order, or give each a "
+            "`tf.data.Dataset` of its own with `AutoShardPolicy.OFF`. "
+            f"Received: {found}"
+        )
 
 
 def _assigned_to(model: Any) -> str:
@@ -252,22 +242,21 @@ def _assigned_to(model: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _assignment_problem(
+def _check_assignments(
     worker_group: WorkerGroup, topic: str, told: list[dict], model: Any
-) -> str:
-    """Describe the first weight of which workers have parts of different values.
+) -> None:
+    """Raise if workers have parts of a weight that are of different values.
 
     The assignments are not compared again if all have made the same.
     """
-    if not any(text["assigned"] for text in told):
-        return ""
+    if not any(each["assigned"] for each in told):
+        return
     weights = recorded_weights(model)
     records = [weight.value.assigned for weight in weights]
     own = [[record.digest, record.is_mixed, record.text] for record in records]
     all_own = [own] * len(told)
-    if len({text["assigned"] for text in told}) > 1:
-        texts = worker_group.all_gather(f"{topic}: assigned values", json.dumps(own))
-        all_own = [json.loads(text) for text in texts]
+    if len({each["assigned"] for each in told}) > 1:
+        all_own = worker_group.all_gather(f"{topic}: assigned values", own)
     problem = ""
     by_weight = zip(*all_own, strict=True)
     for weight, record, entries in zip(weights, records, by_weight, strict=True):
@@ -281,24 +270,23 @@ def _assignment_problem(
                 f"Received: {weight.path!r}, {', '.join(found)}"
             )
         record.compared(are_alike=are_alike)
-    return problem
+    if problem:
+        raise worker_group.error(problem)
 
 
-def _config_problem(
+def _check_configs(
     worker_group: WorkerGroup, topic: str, told: list[dict], own: dict[str, Any]
-) -> str:
-    """Describe where configs differ; their texts travel only if they do."""
-    prints = [text["configs"] for text in told]
-    others = [rank for rank, text in enumerate(prints) if text != prints[0]]
-    if not others:
-        return ""
-    pair = (0, others[0])
-    text = json.dumps(own) if worker_group.rank in pair else ""
-    texts = worker_group.all_gather(f"{topic}: configs", text)
-    found = describe_difference({rank: json.loads(texts[rank]) for rank in pair})
-    if not found:
-        return ""
-    return (
+) -> None:
+    """Raise if configs differ; they travel only then."""
+    digests = [each["configs"] for each in told]
+    other = next((r for r, each in enumerate(digests) if each != digests[0]), None)
+    if other is None:
+        return
+    is_told = worker_group.rank in (0, other)
+    found = worker_group.all_gather(f"{topic}: configs", own if is_told else {})
+    require_equal(
+        worker_group,
         "Workers have models, optimizers, losses, metrics or callbacks with different "
-        f"settings. Make them alike on every worker. Received: {found}"
+        "settings. Make them alike on every worker.",
+        {0: found[0], other: found[other]},
     )

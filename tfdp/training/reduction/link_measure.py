@@ -60,20 +60,19 @@ def load_or_measure_links(
         return
     key = cluster_key(algorithm_selector, group, hosts)
     found = load_links(key) if worker_group.is_chief else None
-    text = "" if found is None else json.dumps(dataclasses.asdict(found))
     is_long = num_steps is not None and num_steps >= LONG_RUN_STEPS
-    own = json.dumps({"kept": text, "is_long": is_long})
-    first = json.loads(worker_group.all_gather("kept links", own)[0])
-    if first["kept"]:
-        algorithm_selector.set_links(Links.from_dict(json.loads(first["kept"])))
-    elif first["is_long"]:
+    own = [found and dataclasses.asdict(found), is_long]
+    kept, is_long = worker_group.all_gather("kept links", own)[0]
+    if kept:
+        algorithm_selector.set_links(Links.from_dict(kept))
+    elif is_long:
         samples = _measure_samples(algorithm_selector, group)
         # The workers' clocks differ, and their figures must not.
-        fitted = _fit_to_json(samples, group.backend) if worker_group.is_chief else ""
-        text_of_first = worker_group.all_gather("measured links", fitted)[0]
-        if text_of_first:
-            algorithm_selector.set_links(Links.from_dict(json.loads(text_of_first)))
-        if text_of_first and worker_group.is_chief:
+        own_fit = _fit(samples, group.backend) if worker_group.is_chief else None
+        fitted = worker_group.all_gather("measured links", own_fit)[0]
+        if fitted:
+            algorithm_selector.set_links(Links.from_dict(fitted))
+        if fitted and worker_group.is_chief:
             store_links(key, algorithm_selector.links)
 
 
@@ -126,13 +125,13 @@ def num_fit_steps(arguments: dict[str, Any]) -> int | None:
     return None if steps is None else epochs * int(steps)
 
 
-def _fit_to_json(samples: list[Sample], backend: str) -> str:
-    """Fit links and encode them as JSON, or `""` where the times make no sense."""
+def _fit(samples: list[Sample], backend: str) -> dict[str, Any] | None:
+    """Fit links, or return `None` where the times make no sense."""
     try:
         links = fit_links(samples, DEFAULT_LINKS[backend])
     except ValueError:
-        return ""
-    return json.dumps(dataclasses.asdict(links))
+        return None
+    return dataclasses.asdict(links)
 
 
 def _measure_samples(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +25,7 @@ def agree_on_seed(strategy: Any) -> None:
         return
     # Drawn from the operating system: the user's generators stay untouched.
     own = {"seed": random.SystemRandom().getrandbits(30), "states": _random_states()}
-    facts = [
-        json.loads(t) for t in worker_group.all_gather("random seed", json.dumps(own))
-    ]
+    facts = worker_group.all_gather("random seed", own)
     for name, set_seed in _SET_SEED.items():
         states = {fact["states"][name] for fact in facts}
         if len(states) > 1 or states == {_UNSEEDED}:

@@ -251,9 +251,8 @@ def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
 
     with tf.init_scope():
         created, earlier = new.take(), CreatedVariables(new.before)
-        text = json.dumps([created.summary, earlier.summary])
-        texts = group.all_gather(_TOPIC, text, check=check)
-        told = [json.loads(text) for text in texts]
+        own = [created.summary, earlier.summary]
+        told = group.all_gather(_TOPIC, own, check=check)
         synchronize_created(strategy, created, [now for now, _ in told])
         summaries = [then for _, then in told]
         if len({then and then["created"] for then in summaries}) == 1:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.coordination.checks import check_same_variables
+from tfdp.communication.coordination.checks import (
+    check_same_variables,
+    require_equal,
+)
 from tfdp.ground import _compat
 from tfdp.ground.base.context import in_replica_thread, replica_context
 from tfdp.ground.base.param_groups import entry_of, innermost, is_elementwise
@@ -149,19 +151,12 @@ class ShardedState:
         worker_group = self._extended.worker_group
         kinds = [type(part).__name__ for part in parts]
         fingerprints = [plans[id(part)].fingerprint for part in parts]
-        same, texts = worker_group.all_equal(
-            "sharding the optimizer: how",
-            json.dumps([options.text, kinds, fingerprints]),
-        )
-        if same:
-            return
-        rank = next(r for r, text in enumerate(texts) if text != texts[0])
-        worker_group.leave()
-        first, other = (json.loads(texts[r])[:2] for r in (0, rank))
-        raise ValueError(
+        how = {"options": options.text, "optimizers": kinds, "plans": fingerprints}
+        require_equal(
+            worker_group,
             "Workers shard their optimizers differently. Give every worker the same "
-            "optimizer, communication options, and options of sharding. "
-            f"Received: worker 0 has {first}, worker {rank} has {other}"
+            "optimizer, communication options, and options of sharding.",
+            worker_group.all_gather("sharding the optimizer: how", how),
         )
 
     def state(self, part: ShardedParamGroup) -> list[StateTensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -150,9 +149,8 @@ def _agreed(
         Tuple of the transport's name and of the interface that each worker asks for.
     """
     error = _address_error(host, options.interface) if name == "direct" else ""
-    own = json.dumps([name, options.interface, error])
-    texts = worker_group.all_gather("transport", own)
-    names, interfaces, errors = zip(*map(json.loads, texts), strict=True)
+    told = worker_group.all_gather("transport", [name, options.interface, error])
+    names, interfaces, errors = zip(*told, strict=True)
     for rank, text in enumerate(errors):
         if text:
             worker_group.leave()
