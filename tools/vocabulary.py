@@ -39,7 +39,7 @@ PLAINER = {
         "a sentence with its own subject"
     ),
     r"\bhas to (?:go|do with)\b": "must be removed, or concerns",
-    r"\bwhat (?:it|they|he|she) (?:is|are) (?:given|told)\b": "its arguments, its input",
+    r"\bwhat (?:it|they) (?:is|are) (?:given|told)\b": "its arguments, its input",
     r"\bas long as it likes\b": "indefinitely",
     r"\bnothing of its own\b": "a plain noun: no local updates, no settings",
     r"\bsays nothing\b": "is silent, or is noise",

@@ -53,7 +53,7 @@ def run_on_all_workers(
         return result
     worker_group.leave()
     rank, is_value_error, cause = failed[0]
-    is_common = len(failed) == len(texts) and len(set(texts)) == 1
+    is_common = all(reply == replies[0] for reply in replies)
     where = "" if is_common else f"worker {rank}: "
     raise (ValueError if is_value_error else OSError)(
         f"The checkpoint was not {verb}: {where}{cause.rstrip('.')}. {aftermath} "

@@ -8,7 +8,6 @@ another order from other rows.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
