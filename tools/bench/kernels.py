@@ -16,7 +16,18 @@ MODELS = (*(f"mlp-{size}-{rows}" for size in UNITS for rows in ROWS), *OTHERS)
 MODULE = "tools.bench.xla_worker"
 # Of a block, of the slowest arm.
 SECONDS = 1.0
-WHO = {"plain": "plain Keras", "two": "two devices", "workers": "two workers"}
+# What has oneDNN's kernels, beside what has TensorFlow's own. The second pair is what
+# `tfdp run -n 1` changes for a user of plain Keras.
+PAIRS = {
+    1: (("plain", "plain"), ("one", "plain"), ("two", "two")),
+    2: (("workers", "workers"),),
+}
+WHO = {
+    "plain": "plain Keras",
+    "one": "one replica",
+    "two": "two devices",
+    "workers": "two workers",
+}
 
 
 def run(args: Arguments) -> None:
@@ -29,14 +40,12 @@ def run(args: Arguments) -> None:
     }
     report = Report(args, setting)
     for model in args.models:
-        for num_workers, whose in ((1, ("plain", "two")), (2, ("workers",))):
-            _measure(report, args.blocks, model, num_workers, whose)
+        for num_workers in PAIRS:
+            _measure(report, args.blocks, model, num_workers)
     report.finish()
 
 
-def _measure(
-    report: Report, blocks: int, model: str, num_workers: int, whose: tuple[str, ...]
-) -> None:
+def _measure(report: Report, blocks: int, model: str, num_workers: int) -> None:
     own, onednn = (
         Side(
             f"oneDNN {value}",
@@ -48,11 +57,18 @@ def _measure(
         for value in "01"
     )
     with started(own, onednn):
-        for who in whose:
-            arm = f"{model}/{who}/no jit"
-            arms = [(own, arm), (onednn, arm)]
+        for with_it, without in PAIRS[num_workers]:
+            names = [f"{model}/{who}/no jit" for who in (without, with_it)]
+            arms = list(zip((own, onednn), names, strict=True))
             times = alternate_for(SECONDS, arms, blocks=blocks)
             report.add_times(times)
-            ratio = paired_ratio(*(times[f"oneDNN {value}/{arm}"] for value in "10"))
-            name = f"{model}, {WHO[who]}: step time with oneDNN relative to without"
-            report.add(Figure(name, ratio, at_most=1.02))
+            without_times, with_times = (
+                times[f"{side.name}/{arm}"] for side, arm in arms
+            )
+            beside = "without" if with_it == without else f"{WHO[without]} without"
+            name = (
+                f"{model}, {WHO[with_it]}: step time with oneDNN relative to {beside}"
+            )
+            report.add(
+                Figure(name, paired_ratio(with_times, without_times), at_most=1.02)
+            )
