@@ -1,22 +1,22 @@
-"""The program of one device: a step that is traced as one device's, and divided.
+"""Single-device programs: a step is traced as on one device, and divided by rows.
 
-Whatever a step does, N replicas compute what one device computes. A replica holds its
-own rows of a tensor, a part of a sum, or the whole; an operation without a rule gets
-its inputs whole. The idea is GSPMD's: Xu et al. 2021, https://arxiv.org/abs/2105.04663.
+N replicas compute what one device would compute. A replica holds its own rows of a
+tensor, a partial sum, or the whole tensor; an operation without a rule receives whole
+inputs. The idea is that of GSPMD: Xu et al. 2021, https://arxiv.org/abs/2105.04663.
 
 Reading order:
-    step: a step that is traced, planned and built on each replica
-    batch: what stands for the parts of a batch
-    plan: a decision for each operation, found before anything is built
-    liveness: what of it is needed
-    facts, sizes: what is held of a tensor, and its sizes as multiples of the rows
-    view, rules: an operation, and what it gives by what is held of its inputs
-    builder: the operations of a replica
-    conversions: rows gathered, parts summed, own rows taken
+    step: tracing, planning and building of a step on each replica
+    batch: placeholders for the parts of a batch
+    plan: a decision for each operation, made before anything is built
+    liveness: the operations and tensors that the results need
+    facts, sizes: how a replica holds a tensor, and sizes as multiples of the rows
+    view, rules: an operation with the facts of its inputs, and the rule that decides it
+    builder: construction of the operations on a replica
+    conversions: gathers of rows, sums of parts, slices of own rows
     control_flow: branches, loops and calls
-    logs: what is computed after a step
-    eager: a step that runs eagerly, on the rows of all
-    gathers: what a step gathers, with the lines that need it
-    divisions: losses that are divided by the number of replicas
-    checks: steps compared between workers, and what they gather told or refused
+    logs: the operations that compute logs after a step
+    eager: a step that runs eagerly on the rows of all replicas
+    gathers: the tensors that a step gathers, with the lines that need them
+    divisions: the warning of losses divided by the number of replicas
+    checks: comparison of steps between workers, and limits on what they gather
 """

@@ -1,8 +1,8 @@
-"""Parts of a batch: what stands for each in a program, and what a replica has of it.
+"""Placeholders for the parts of a batch, and the values that a replica feeds to them.
 
-Rows of a tensor stay where they are. Ragged and sparse tensors are made whole before
-the step, since their values are no multiple of the rows; so are parts of another number
-of rows than the first one.
+Rows of a dense tensor stay on their replica. Ragged and sparse tensors are gathered
+before the step, since their number of values is no multiple of the rows. Parts with
+another number of rows than the first one are gathered, too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tfdp.training.program.sizes import FREE, SPLITS, Size, rows
 
 
 @dataclasses.dataclass
-class StandIn:
-    """What stands for a part of the batch in a program.
+class BatchPlaceholder:
+    """Placeholder of one part of the batch in a program.
 
     Args:
-        value: What the step is given.
-        facts: Sequence of pairs of a placeholder of it and its `Fact`.
+        value: Tensor, composite tensor or other value that the step receives.
+        facts: Sequence of pairs of a component of `value` and its `Fact`.
         held: Callable of the part and the `Replica`, which returns the values of these
-            placeholders on a replica.
+            components on a replica.
     """
 
     value: Any
@@ -42,18 +42,19 @@ class StandIn:
     held: Callable[[Any, Replica], Sequence[Any]] = lambda part, replica: ()
 
 
-def stand_ins(
+def batch_placeholders(
     parts: Sequence[Any], num_replicas: int, others: Collection[int] = ()
-) -> list[StandIn]:
-    """Return what stands for the parts of a batch, of any number of rows.
+) -> list[BatchPlaceholder]:
+    """Create the placeholders for the parts of a batch.
 
-    Parts that may have another number of rows than the first one are whole.
+    Parts whose number of rows may differ from that of the first one are whole.
 
     Args:
-        parts: Sequence of what a replica has of each.
-        num_replicas: Int, see `stand_in`.
-        others: Collection of ints, the places of these parts; those are found beside
-            whose shapes tell it. Defaults to none.
+        parts: Sequence of tensors and other values, the parts on one replica.
+        num_replicas: Int, see `placeholder_of`.
+        others: Collection of ints, positions of parts whose number of rows may differ
+            from that of the first one. Parts whose static shapes differ need not be
+            listed. Defaults to none.
     """
     first = first_tensor(parts)
     own = None if first is None else first.shape[0]
@@ -65,25 +66,30 @@ def stand_ins(
         return bool(is_dense) and part.shape[0] not in (None, own)
 
     return [
-        _of_other_rows(part) if is_other(place, part) else stand_in(part, num_replicas)
+        _of_other_num_rows(part)
+        if is_other(place, part)
+        else placeholder_of(part, num_replicas)
         for place, part in enumerate(parts)
     ]
 
 
-def _of_other_rows(part: Any) -> StandIn:
+def _of_other_num_rows(part: Any) -> BatchPlaceholder:
+    """Create the placeholder of a whole part with another number of rows."""
     if isinstance(part, tf.RaggedTensor):
         return _of_ragged(part, splits_size=FREE)
     fact = _whole_placeholder(part, FREE)
-    return StandIn(fact[0], [fact], lambda own, replica: [replica.gather(own, 0)])
+    return BatchPlaceholder(
+        fact[0], [fact], lambda own, replica: [replica.gather(own, 0)]
+    )
 
 
-def stand_in(part: Any, num_replicas: int) -> StandIn:
-    """Return what stands for a part of the batch, of any number of rows.
+def placeholder_of(part: Any, num_replicas: int) -> BatchPlaceholder:
+    """Create the placeholder for one part of the batch.
 
     Args:
-        part: Tensor, ragged or sparse ones too, or another value, of a replica.
-        num_replicas: Int, where static shapes tell the number of rows of the batch: the
-            replicas that each have as many rows. 0 where they do not.
+        part: Dense, ragged or sparse tensor, or another value, on one replica.
+        num_replicas: Int, number of replicas with the same static number of rows; or 0
+            to leave the number of rows of the placeholder open.
     """
     if isinstance(part, tf.RaggedTensor):
         return _of_ragged(part)
@@ -91,10 +97,10 @@ def stand_in(part: Any, num_replicas: int) -> StandIn:
         return _of_sparse(part)
     if tf.is_symbolic_tensor(part):
         return _of_dense(part, num_replicas)
-    return StandIn(part)
+    return BatchPlaceholder(part)
 
 
-def _of_dense(part: tf.Tensor, num_replicas: int) -> StandIn:
+def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
     shape = part.shape
     if shape.rank:
         own = shape[0] if num_replicas else None
@@ -107,10 +113,10 @@ def _of_dense(part: tf.Tensor, num_replicas: int) -> StandIn:
     else:
         found = None if sizes is None else with_rows(sizes, 0, 1)
         fact = Fact(Form.ROWS, sizes=found)
-    return StandIn(tensor, [(tensor, fact)], lambda own, _: [own])
+    return BatchPlaceholder(tensor, [(tensor, fact)], lambda own, _: [own])
 
 
-def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> StandIn:
+def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> BatchPlaceholder:
     splits = part.nested_row_splits
     facts = [
         _whole_placeholder(part.flat_values, FREE),
@@ -125,11 +131,11 @@ def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> StandIn:
     value = tf.nest.pack_sequence_as(
         spec, [tensor for tensor, _ in facts], expand_composites=True
     )
-    return StandIn(value, facts, _whole_ragged)
+    return BatchPlaceholder(value, facts, _gather_ragged)
 
 
-def _whole_ragged(part: tf.RaggedTensor, replica: Replica) -> list[tf.Tensor]:
-    """Gather the values of all replicas, and the lengths of their rows."""
+def _gather_ragged(part: tf.RaggedTensor, replica: Replica) -> list[tf.Tensor]:
+    """Gather the values and the row splits of a ragged tensor from all replicas."""
     splits = [
         tf.concat([[0], tf.cumsum(replica.gather(each[1:] - each[:-1], 0))], 0)
         for each in part.nested_row_splits
@@ -137,23 +143,24 @@ def _whole_ragged(part: tf.RaggedTensor, replica: Replica) -> list[tf.Tensor]:
     return [replica.gather(part.flat_values, 0), *splits]
 
 
-def _of_sparse(part: tf.SparseTensor) -> StandIn:
+def _of_sparse(part: tf.SparseTensor) -> BatchPlaceholder:
     indices = _whole_placeholder(part.indices, FREE)
     values = _whole_placeholder(part.values, FREE)
-    # A value for each row of the batch: its shape has the number of rows.
-    counted = tf.compat.v1.placeholder(tf.bool, [None])
+    # The first size of the dense shape is the number of rows of the whole batch. It
+    # is read from a placeholder that has one element for each row.
+    one_per_row = tf.compat.v1.placeholder(tf.bool, [None])
     others = _whole_placeholder(part.dense_shape, FREE)
-    shape = [tf.shape(counted, tf.int64)[0]] + [
+    shape = [tf.shape(one_per_row, tf.int64)[0]] + [
         others[0][axis] if size is None else tf.constant(size, tf.int64)
         for axis, size in enumerate(part.shape[1:], start=1)
     ]
     value = tf.SparseTensor(indices[0], values[0], tf.stack(shape))
-    facts = [indices, values, (counted, own_rows((rows(),))), others]
-    return StandIn(value, facts, _whole_sparse)
+    facts = [indices, values, (one_per_row, own_rows((rows(),))), others]
+    return BatchPlaceholder(value, facts, _gather_sparse)
 
 
-def _whole_sparse(part: tf.SparseTensor, replica: Replica) -> list[tf.Tensor]:
-    """Gather the values of all replicas, with their places among all rows."""
+def _gather_sparse(part: tf.SparseTensor, replica: Replica) -> list[tf.Tensor]:
+    """Gather a sparse tensor from all replicas, with indices into the whole batch."""
     before = tf.cast(replica.rows.first, tf.int64)
     shift = tf.one_hot(0, part.shape.rank or 2, before, dtype=tf.int64)
     return [
@@ -165,7 +172,7 @@ def _whole_sparse(part: tf.SparseTensor, replica: Replica) -> list[tf.Tensor]:
 
 
 def _whole_placeholder(like: tf.Tensor, first: Size) -> tuple[Any, Fact]:
-    """Return a placeholder for a tensor that is made whole, and its fact."""
+    """Create a placeholder for a tensor that is gathered, and its fact."""
     tensor = tf.compat.v1.placeholder(like.dtype, [None, *like.shape[1:]])
     sizes = static_sizes(tensor, is_free=True) or ()
     return tensor, whole((first, *sizes[1:]))

@@ -1,9 +1,9 @@
-"""The operations of a program as one replica builds them, by a plan.
+"""Construction of the operations of a program on one replica, by a plan.
 
     decision of an operation -> inputs in the forms that it needs -> the operation
 
-Where a form is another than that which the replica holds, it is converted: rows are
-gathered, parts summed, and of what is whole a replica takes its rows.
+An input that the replica holds in another form is converted: rows are gathered, parts
+are summed, and own rows are sliced from whole tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tfdp.training.program.rules.state import ASSIGNMENTS, is_output
 from tfdp.training.program.view import AS_HELD, PART, WHOLE, Decision, Kind, Need
 from tfdp.training.reduction.sparse import are_unique, marked_unique
 
-_BASES = frozenset(("Shape", "Size", "ShapeN", "TensorListElementShape"))
+# Operations that return shapes and sizes of a tensor, or of the items of a list.
+_SHAPE_QUERIES = frozenset(("Shape", "Size", "ShapeN", "TensorListElementShape"))
 
 
 @dataclasses.dataclass
@@ -39,11 +40,13 @@ class Builder:
         trace: `ProgramTrace`.
         plan: `Plan` of the graph.
         scope: `Scope` of the plan.
-        replica: `Replica`, its rows and what it converts by.
-        tensors: Dict from the `id` of a tensor of the program to that of the replica.
-        parent: Pair of the `Builder` of the graph around this one and a dict from the
-            `id` of a placeholder to the tensor there; or `None`.
-        is_in_loop: Bool, whether it is inside of a loop. Defaults to `False`.
+        replica: `Replica`, with its rows and its conversions.
+        tensors: Dict from the `id` of a tensor of the program to the tensor that the
+            replica holds.
+        parent: Pair of the `Builder` of the graph around this one, and a dict from the
+            `id` of a placeholder to the tensor of that graph; or `None`. Defaults to
+            `None`.
+        is_in_loop: Bool, whether the graph is inside of a loop. Defaults to `False`.
     """
 
     trace: ProgramTrace
@@ -61,11 +64,12 @@ class Builder:
         self._multiples: dict[int, Any] = {}
         self._parts: dict[int, Any] = {}
         self._operations: dict[Any, tf.Operation] = {}
-        # Assignments of statistics that are averaged together.
-        self._waiting: list[Any] = []
+        # Assignments of `Form.LOCAL` values, such as statistics of batch normalization.
+        # They are kept back so that one message averages all of them.
+        self._delayed: list[Any] = []
 
     def run(self) -> None:
-        """Build all that is needed, in the order of the program."""
+        """Build all needed operations and effects, in the order of the program."""
         effects = list(self.trace.effects.get(self.plan.graph, ()))
         built: set = set()
         for position, last in enumerate(self.plan.graph.get_operations()):
@@ -84,16 +88,17 @@ class Builder:
         outer: Sequence[Any],
         given: Mapping[int, Any] | None = None,
     ) -> Builder:
-        """Build a graph inside of an operation, in the graph that is the default.
+        """Build the graph of a branch, a loop or a call in the default graph.
 
         Args:
-            plan: `Plan` of the graph inside.
-            outer: Sequence of the tensors of the program that its inputs stand for.
-            given: Dict from the `id` of an input of a loop's graph to a tensor of the
-                replica, or `None`, if it is no loop. Defaults to `None`.
+            plan: `Plan` of the inner graph.
+            outer: Sequence of tensors of the program, one for each input of the graph.
+            given: Dict from the `id` of an input of a loop's graph to the replica's
+                value of that loop variable; or `None` if the operation is no loop.
+                Defaults to `None`.
 
         Returns:
-            `Builder` of that graph, which has run.
+            `Builder` of the inner graph, which has run.
         """
         sources = {
             id(placeholder): tensor
@@ -110,7 +115,7 @@ class Builder:
         inner.run()
         return inner
 
-    # What rules ask.
+    # Queries by the `build` functions of rules.
 
     @property
     def own_rows(self) -> tf.Tensor:
@@ -124,14 +129,14 @@ class Builder:
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether this replica may have no rows, where that needs care: on a CPU."""
+        """Bool, whether this replica may have no rows, on a CPU and without XLA."""
         is_plain = self.replica.is_on_cpu and not xla.is_tracing()
         return self.replica.rows.may_be_empty and is_plain
 
     def fact(self, tensor: Any) -> Fact:
-        """Return the fact of a tensor of the program, of which nothing may be known.
+        """Return the fact of a tensor of the program; whole if nothing is known.
 
-        It may be of a graph around this one, as an update's may be.
+        The tensor may be of a graph around this one, such as a tensor of an update.
         """
         found = self.plan.facts.get(id(tensor))
         if found is None and self.parent and tensor.graph is not self.plan.graph:
@@ -147,11 +152,11 @@ class Builder:
         return self.plan.decisions[op].needs[index]
 
     def constant(self, value: Any, dtype: tf.DType) -> tf.Tensor:
-        """Return a constant."""
+        """Create a constant."""
         return tf.constant(np.asarray(value).astype(dtype.as_numpy_dtype), dtype)
 
     def multiple(self, tensor: Any) -> Any:
-        """Entries along the axis of rows for each row, an int or an int32 scalar."""
+        """Return the number of entries per row, an int or an int32 scalar."""
         fact = self.fact(tensor)
         if fact.multiple is not None:
             return fact.multiple
@@ -164,40 +169,40 @@ class Builder:
         return self._multiples[id(tensor)]
 
     def entries(self, tensor: Any) -> tf.Tensor:
-        """Entries along the axis of rows of all replicas: int32 scalar."""
+        """Return the size of the axis of rows over all replicas, an int32 scalar."""
         return self.replica.rows.total * self.multiple(tensor)
 
     def own_entries(self, tensor: Any) -> tf.Tensor:
-        """Entries along the axis of rows of this replica: int32 scalar."""
+        """Return the size of the axis of rows on this replica, an int32 scalar."""
         fact = self.fact(tensor)
         if fact.multiple is not None:
             return self.own_rows * fact.multiple
         return tf.shape(self.get(tensor, AS_HELD))[fact.axis]
 
     def first_entry(self, multiple: int | None, own_shape: Any) -> tf.Tensor:
-        """Entries of the replicas before this one, along the axis of rows."""
+        """Return the number of entries that the replicas before this one have."""
         if multiple is not None:
             return self.first_row * multiple
         own = tf.cast(own_shape[0], tf.int32)
         return self.first_row * (own // tf.maximum(self.own_rows, 1))
 
     def take_rows(self, tensor: Any, whole: tf.Tensor) -> tf.Tensor:
-        """Return the rows of this replica of a tensor of the program.
+        """Slice the rows of this replica from a whole tensor.
 
         Args:
-            tensor: Tensor of the program, of own rows.
-            whole: Tensor, all rows of it.
+            tensor: Tensor of the program, with a fact of own rows.
+            whole: Tensor, the rows of all replicas.
         """
         fact = self.fact(tensor)
         own = self.replica.take_rows(whole, fact.axis, fact.multiple)
         return self.with_shape(own, tensor, fact)
 
-    def keep_whole(self, tensor: Any, value: tf.Tensor) -> None:
-        """Note all rows of a tensor of the program, so that nothing gathers them."""
+    def cache_whole(self, tensor: Any, value: tf.Tensor) -> None:
+        """Cache the whole value of a tensor of the program, to avoid a gather."""
         self._converted[id(tensor), WHOLE] = value
 
     def with_shape(self, tensor: Any, source: Any, fact: Fact) -> Any:
-        """Set what is known of the shape of a tensor on this replica."""
+        """Set the static shape of a replica's tensor from that of the program."""
         if tensor.dtype not in (tf.variant, tf.resource):
             tensor.set_shape(self.own_static_shape(source, fact))
         return tensor
@@ -214,17 +219,17 @@ class Builder:
         return tf.TensorShape(found)
 
     def shape_of(self, fact: Fact) -> Any:
-        """Return the shape of what follows from the number of rows alone."""
+        """Return the shape, on this replica, of a tensor whose sizes are all known."""
         assert fact.sizes is not None
         own = fact.axis if fact.is_rows else None
         parts = [
-            self._known_size(size, of_all=axis != own)
+            self._size_from_rows(size, of_all=axis != own)
             for axis, size in enumerate(fact.sizes)
         ]
-        return _packed(parts, tf.int32)
+        return _pack(parts, tf.int32)
 
-    def own_shape(self, fact: Fact, given: Any) -> Any:
-        """Return the shape of an item of a list, which may have own rows."""
+    def item_shape(self, fact: Fact, given: Any) -> Any:
+        """Return the shape of a list's item on this replica."""
         known = fact.sizes
         if known is None or not fact.is_rows:
             return given
@@ -234,12 +239,12 @@ class Builder:
                 parts.append(self.own_rows * size.number)
             else:
                 parts.append(size.number if size.kind == "number" else -1)
-        return _packed(parts, tf.int32)
+        return _pack(parts, tf.int32)
 
     # Operations.
 
     def copy(self, op: Any, inputs: Sequence[Any], kind: str | None = None) -> list:
-        """Build an operation like one of the program, or of another kind."""
+        """Build a copy of an operation of the program, optionally of another type."""
         template = self.trace.template_of(op, _compat.OperationTemplate)
         control = [
             self._operations[other]
@@ -255,38 +260,42 @@ class Builder:
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             self._build_read(op)
             return
-        if not _is_built_when_asked_for(op, self.plan.decisions[op]):
+        if not _is_built_on_demand(op, self.plan.decisions[op]):
             self._build_now(op)
 
     def _build_now(self, op: Any) -> None:
+        """Build an operation, unless it is an assignment of statistics to delay."""
         is_assigned = op.type == "AssignVariableOp"
         if is_assigned and self.fact(op.inputs[1]).form is Form.LOCAL:
-            self._waiting.append(op)
+            self._delayed.append(op)
             return
-        handles = {id(waiting.inputs[0]) for waiting in self._waiting}
+        handles = {id(waiting.inputs[0]) for waiting in self._delayed}
         if handles and not handles.isdisjoint(map(id, op.inputs)):
             self._assign_statistics()
         self._build_operation(op)
 
     def _assign_statistics(self, *, is_last: bool = False) -> None:
-        """Average what replicas assign of their own rows, by one message.
+        """Build the delayed assignments of statistics, averaged by one message.
 
         Args:
-            is_last: Bool, whether nothing in the step reads them any more. Then they
-                are averaged after it, as they are for a step that is not divided.
+            is_last: Bool, whether no later operation of the step reads the variables.
+                Then they are averaged after the step, as those of a step that is not
+                divided. Defaults to `False`.
         """
-        waiting, self._waiting = self._waiting, []
+        waiting, self._delayed = self._delayed, []
         values = {
             id(op.inputs[1]): op.inputs[1]
             for op in waiting
             if (id(op.inputs[1]), WHOLE) not in self._converted
         }
         handles = [self.get(op.inputs[0]) for op in waiting]
-        if values and is_last and self.replica.averages_after_step(handles):
+        if values and is_last and self.replica.average_after_step(handles):
             self._converted |= {(key, WHOLE): self.get(v) for key, v in values.items()}
         elif values:
             with timing.labelled("statistics"):
-                own = [self.replica.weighted(self.get(v)) for v in values.values()]
+                own = [
+                    self.replica.weight_by_rows(self.get(v)) for v in values.values()
+                ]
                 totals = self.replica.sum(own)
             for key, total in zip(values, totals, strict=True):
                 self._converted[key, WHOLE] = total
@@ -307,15 +316,16 @@ class Builder:
                 )
             ]
             if op.type in ASSIGNMENTS:
-                inputs[1] = self._unless_empty(op, inputs)
-            outputs = self._build_of(op, decision, inputs)
+                inputs[1] = self._assigned_value(op, inputs)
+            outputs = self._build_outputs(op, decision, inputs)
         for tensor, own in zip(op.outputs, outputs, strict=True):
             if own is not None:
-                self._note(tensor, own)
+                self._store(tensor, own)
             if tf.is_symbolic_tensor(own):
                 self._operations[op] = own.op
 
-    def _note(self, tensor: Any, own: Any) -> None:
+    def _store(self, tensor: Any, own: Any) -> None:
+        """Store the replica's value of a tensor of the program."""
         self.tensors[id(tensor)] = own
         fact = self.plan.facts[id(tensor)]
         if fact.form is Form.PART:
@@ -324,25 +334,27 @@ class Builder:
             self._inherit_multiple(tensor)
 
     def _inherit_multiple(self, tensor: Any) -> None:
+        """Take over the number of entries per row from an input of the operation."""
         if tensor.op.type == "Reshape":
             return
         for source in tensor.op.inputs:
             if id(source) in self._multiples and id(tensor) not in self._multiples:
                 self._multiples[id(tensor)] = self._multiples[id(source)]
 
-    def _build_of(self, op: Any, decision: Decision, inputs: list) -> list:
+    def _build_outputs(self, op: Any, decision: Decision, inputs: list) -> list:
+        """Build the outputs of an operation by its decision."""
         if decision.plans:
             return control_flow.build(self, op, decision, inputs)
-        if self._is_made_by_another(op):
+        if self._is_left_to_another_replica(op):
             return []
         if decision.build is not None:
             return decision.build(self, op, inputs)
         return self.copy(op, inputs)
 
-    def _unless_empty(self, op: Any, inputs: list) -> Any:
-        """Return what is assigned, or what changes nothing where a group has no rows.
+    def _assigned_value(self, op: Any, inputs: list) -> Any:
+        """Return the assigned value, or one that changes nothing without any rows.
 
-        Means of no rows are not a number.
+        Means over no rows are NaN.
         """
         handle, value = inputs
         if not self.replica.rows.total_may_be_zero:
@@ -352,8 +364,8 @@ class Builder:
             other = tf.raw_ops.ReadVariableOp(resource=handle, dtype=value.dtype)
         return tf.where(self.replica.rows.total > 0, value, other)
 
-    def _is_made_by_another(self, op: Any) -> bool:
-        """Whether another replica writes what all share, or what a user reads."""
+    def _is_left_to_another_replica(self, op: Any) -> bool:
+        """Return whether another replica runs this write to a shared state or a log."""
         if op.outputs:
             return False
         if is_output(op):
@@ -361,6 +373,7 @@ class Builder:
         return not self.replica.is_writer and self.scope.is_shared(op)
 
     def _build_read(self, op: Any) -> None:
+        """Run the read that a placeholder of the program stands for, if any."""
         tensor = op.outputs[0]
         read = self.trace.reads.get(id(tensor))
         if read is not None and id(tensor) not in self.tensors:
@@ -368,14 +381,16 @@ class Builder:
 
     def _run_effect(self, effect: Any) -> None:
         if effect.kind == "parts":
-            found = [self._counted(self._as_part(t)) for t in effect.tensors]
+            found = [
+                self._zero_without_rows(self._as_partial_sum(t)) for t in effect.tensors
+            ]
         else:
             need = WHOLE if effect.kind == "whole" else AS_HELD
             found = [self.get(tensor, need) for tensor in effect.tensors]
         effect.run(found)
 
-    def _counted(self, gradient: Any) -> Any:
-        """Return a gradient, or zeros where all replicas of a group have no rows."""
+    def _zero_without_rows(self, gradient: Any) -> Any:
+        """Return a gradient, or zeros where no replica of the group has rows."""
         if gradient is None or not self.replica.rows.total_may_be_zero:
             return gradient
         is_any = self.replica.rows.total > 0
@@ -384,34 +399,38 @@ class Builder:
         values = tf.where(is_any, gradient.values, tf.zeros_like(gradient.values))
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
-    def _as_part(self, gradient: Any) -> Any:
-        """Return a gradient, dense or sparse, as a part of the sum over replicas."""
+    def _as_partial_sum(self, gradient: Any) -> Any:
+        """Return a dense or sparse gradient as a partial sum."""
         if gradient is None:
             return None
         if not isinstance(gradient, tf.IndexedSlices):
             return self.get(gradient, PART)
-        values, indices = self._slices_part(gradient.values, gradient.indices)
+        values, indices = self._rows_of_sparse(gradient.values, gradient.indices)
         shape = gradient.dense_shape
         shape = None if shape is None else self.get(shape, WHOLE)
         return tf.IndexedSlices(values, indices, shape)
 
-    def _slices_part(self, values: Any, indices: Any) -> tuple[Any, Any]:
-        """Return values and indices of which all replicas' are those of one device."""
+    def _rows_of_sparse(self, values: Any, indices: Any) -> tuple[Any, Any]:
+        """Return a sparse gradient's rows on this replica.
+
+        The rows of all replicas together are those of one device.
+        """
         of_values, of_indices = self.facts_of((values, indices))
         are_rows = of_values.is_rows and of_indices.is_rows and not of_values.axis
         if are_rows and of_values.multiple == of_indices.multiple:
             return self.get(values), self.get(indices)
         whole = self.get(indices, WHOLE)
         if are_unique(indices):
-            # Parts of one index are added up.
+            # Each replica keeps a row for each index. The reduction adds up the rows of
+            # one index.
             return self.get(values, PART), marked_unique(whole)
         found = self.get(values, WHOLE)
         return (found[:0], whole[:0]) if self.replica.rank else (found, whole)
 
-    # Forms.
+    # Conversions between forms.
 
     def get(self, tensor: Any, need: Need = AS_HELD) -> Any:
-        """Return a tensor of the program in the form that is needed."""
+        """Return a tensor of the program in the needed form."""
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
             return builder.get(sources[id(tensor)], need)
@@ -429,6 +448,7 @@ class Builder:
         return self._converted[key]
 
     def _get_sizes(self, tensor: Any, fact: Fact, need: Need) -> Any:
+        """Return integers computed from sizes in the needed form."""
         if need.kind is Kind.AS_HELD:
             return self.sizes_of(tensor, of_all=False)
         found = self.sizes_of(tensor, of_all=True)
@@ -436,11 +456,12 @@ class Builder:
             return found
         with self.graph.as_default():
             if need.kind is Kind.PART:
-                return self.replica.once(found)
+                return self.replica.only_on_first(found)
             return self.replica.take_rows(found, need.axis, None)
 
     @staticmethod
     def _is_held(fact: Fact, need: Need) -> bool:
+        """Return whether a replica holds a tensor in the needed form already."""
         if need.kind is Kind.AS_HELD:
             return True
         if need.kind is Kind.WHOLE:
@@ -450,27 +471,30 @@ class Builder:
         return (fact.is_rows and fact.axis == need.axis) or fact.form is Form.EMPTY
 
     def _held(self, tensor: Any) -> Any:
+        """Return the replica's value of a tensor, without conversion."""
         if id(tensor) not in self.tensors:
             with self.graph.as_default():
                 self._build_now(tensor.op)
         return self.tensors[id(tensor)]
 
     def _convert(self, tensor: Any, fact: Fact, need: Need) -> Any:
-        # A plan has been checked, see `tfdp.training.program.plan`: zeros of a list, at
-        # most.
+        """Convert the replica's value of a tensor to the needed form."""
+        # The checks of `tfdp.training.program.plan` leave one conversion of lists: a
+        # replicated list becomes a partial sum, which is zeros on other replicas.
         is_whole = fact.form is Form.WHOLE and need.kind is Kind.PART
         assert is_whole or tensor.dtype not in (tf.variant, tf.resource), tensor
         own = self._held(tensor)
         if need.kind is Kind.WHOLE:
-            return self._whole(tensor, own, fact)
+            return self._gather_or_sum(tensor, own, fact)
         if need.kind is Kind.PART:
             if fact.form is Form.LOCAL:
-                return self.replica.weighted(own)
-            return self.replica.once(self.get(tensor, WHOLE))
+                return self.replica.weight_by_rows(own)
+            return self.replica.only_on_first(self.get(tensor, WHOLE))
         if fact.form is Form.LOCAL:
             return own
         found = self.get(tensor, WHOLE)
-        # Of what is gathered, TensorFlow may know less than of the program's.
+        # The static shape after a gather may have fewer known sizes than that of the
+        # program's tensor.
         found.set_shape(tensor.shape)
         if need.may_broadcast and fact.sizes is not None:
             size = fact.sizes[need.axis]
@@ -483,9 +507,10 @@ class Builder:
             )
         return self.replica.take_rows(found, need.axis, None)
 
-    def _whole(self, tensor: Any, own: Any, fact: Fact) -> Any:
+    def _gather_or_sum(self, tensor: Any, own: Any, fact: Fact) -> Any:
+        """Gather or sum the replica's value `own`, by its form."""
         if fact.form is Form.LOCAL:
-            return self.replica.sum([self.replica.weighted(own)])[0]
+            return self.replica.sum([self.replica.weight_by_rows(own)])[0]
         if fact.is_rows:
             found = self.replica.gather(own, fact.axis)
             found.set_shape(tensor.shape)
@@ -493,7 +518,7 @@ class Builder:
         return self._sum_parts(tensor)
 
     def _sum_parts(self, tensor: Any) -> Any:
-        """Sum a part, with all other parts that will be needed, by one message."""
+        """Sum a partial sum over replicas, with all that are needed, by one message."""
         waiting = [
             other
             for other in self._parts.values()
@@ -506,10 +531,10 @@ class Builder:
             self._converted[id(other), WHOLE] = total
         return self._converted[id(tensor), WHOLE]
 
-    # Integers that are computed of sizes.
+    # Integers that are computed from sizes.
 
     def sizes_of(self, tensor: Any, *, of_all: bool) -> Any:
-        """Return integers for this replica's sizes, or for those of the program."""
+        """Return integers computed from this replica's sizes or the whole batch's."""
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
             return builder.sizes_of(sources[id(tensor)], of_all=of_all)
@@ -520,28 +545,33 @@ class Builder:
         if key not in self._sizes:
             with self.graph.as_default():
                 if is_known(fact):
-                    self._sizes[key] = self._sizes_of_rows(fact, tensor, of_all=of_all)
+                    self._sizes[key] = self._values_from_rows(
+                        fact, tensor, of_all=of_all
+                    )
                 else:
                     self._build_sizes(tensor.op, of_all=of_all)
         return self._sizes[key]
 
-    def _sizes_of_rows(self, fact: Fact, tensor: Any, *, of_all: bool) -> Any:
-        """Return integers that follow from the number of rows alone."""
-        parts = [self._known_size(size, of_all=of_all) for size in fact.value.ravel()]
+    def _values_from_rows(self, fact: Fact, tensor: Any, *, of_all: bool) -> Any:
+        """Build a tensor whose elements follow from the number of rows."""
+        parts = [
+            self._size_from_rows(size, of_all=of_all) for size in fact.value.ravel()
+        ]
         if fact.value.ndim == 1:
-            return _packed(parts, tensor.dtype)
+            return _pack(parts, tensor.dtype)
         found = [tf.cast(part, tensor.dtype) for part in parts]
         shape = fact.value.shape
         return tf.reshape(found, shape) if shape else found[0]
 
-    def _known_size(self, size: sizes.Size, *, of_all: bool) -> Any:
-        """Return a size, of own rows or of those of all replicas."""
+    def _size_from_rows(self, size: sizes.Size, *, of_all: bool) -> Any:
+        """Return a size for this replica's rows, or for those of all replicas."""
         rows = self.replica.rows.total if of_all else self.own_rows
         return rows * size.number if size.kind == "rows" else size.number
 
     def _build_sizes(self, op: Any, *, of_all: bool) -> None:
+        """Build an operation on sizes, for own rows or for the whole batch."""
         decision = self.plan.decisions[op]
-        if op.type in _BASES:
+        if op.type in _SHAPE_QUERIES:
             outputs = [
                 self.shape(op, index, of_all=of_all) for index in range(len(op.outputs))
             ]
@@ -553,7 +583,7 @@ class Builder:
             self._sizes[id(tensor), of_all] = own
 
     def shape(self, op: Any, index: int, *, of_all: bool) -> Any:
-        """Build the shape, or the size, of a tensor or of the items of a list."""
+        """Build the shape or size of an input: a tensor, or the items of a list."""
         source, result = op.inputs[index], op.outputs[index]
         fact = self.fact(source)
 
@@ -570,19 +600,21 @@ class Builder:
             if size.kind == "number":
                 parts.append(size.number)
             elif size.kind == "rows":
-                parts.append(self._count(source, fact, axis, shape, of_all=of_all))
+                parts.append(
+                    self._size_in_rows(source, fact, axis, shape, of_all=of_all)
+                )
             else:
                 parts.append(shape()[axis])
-        stacked = _packed(parts, result.dtype)
+        stacked = _pack(parts, result.dtype)
         return tf.reduce_prod(stacked) if op.type == "Size" else stacked
 
-    def _count(
+    def _size_in_rows(
         self, source: Any, fact: Fact, axis: int, shape: Any, *, of_all: bool
     ) -> Any:
-        """Return a size that is a multiple of the rows."""
+        """Return the size of an axis that is a multiple of the rows."""
         assert fact.sizes is not None
         if fact.sizes[axis].number is not None:
-            return self._known_size(fact.sizes[axis], of_all=of_all)
+            return self._size_from_rows(fact.sizes[axis], of_all=of_all)
         if fact.is_rows and axis == fact.axis:
             return self.entries(source) if of_all else shape()[axis]
         if of_all:
@@ -591,8 +623,8 @@ class Builder:
         return total // tf.maximum(self.replica.rows.total, 1) * self.own_rows
 
 
-def _is_built_when_asked_for(op: Any, decision: Decision) -> bool:
-    """Whether an operation gives constants and sizes, which nothing may need."""
+def _is_built_on_demand(op: Any, decision: Decision) -> bool:
+    """Return whether an operation is built only when a result is needed."""
     if op.type == "Const" or _known_values(op, decision) is not None:
         return True
     forms = {fact.form for fact in decision.outputs}
@@ -600,15 +632,15 @@ def _is_built_when_asked_for(op: Any, decision: Decision) -> bool:
 
 
 def _known_values(op: Any, decision: Decision) -> list | None:
-    """Return the numbers that an operation gives, if all are known."""
+    """Return the known outputs of an operation as arrays, or else `None`."""
     if op.type == "Const" or decision.build is not None or not decision.outputs:
         return None
     values = [sizes.numbers(fact.value) for fact in decision.outputs]
     return None if any(value is None for value in values) else values
 
 
-def _packed(parts: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
-    """Return a vector of ints and scalar tensors."""
+def _pack(parts: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
+    """Pack ints and scalar tensors into a vector."""
     if not any(tf.is_tensor(part) for part in parts):
         return tf.constant(list(parts), dtype, [len(parts)])
     return tf.stack([tf.cast(part, dtype) for part in parts])

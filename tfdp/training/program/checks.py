@@ -1,7 +1,7 @@
-"""Checks of a step that is planned, before any replica waits for another one.
+"""Checks of a planned step, before any replica waits for another one.
 
-The first step of each loop of a model is compared between workers; what it gathers is
-told once, and is an error where the options say so or where memory is too small.
+The first step of each loop of a model is compared between workers. Its gathers are
+reported once; they are an error if options forbid them or memory is too small.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from tfdp.training.program.gathers import (
 )
 
 _log = logging.getLogger("tfdp")
-# Rows that are padded to one length, and the whole that is made of them.
+# Copies of a gathered tensor that exist at the same time: the rows of all replicas,
+# padded to one length, and the tensor that is built from them.
 _COPIES = 2
+# Folder of the memory limit of a container (cgroup v2).
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -42,21 +44,23 @@ def check_step(
 
     Args:
         strategy: A tfdp strategy.
-        loop: `Loop` of Keras, whose step it is.
-        conversions: List of `Conversion`, see `tfdp.training.program.gathers`.
-        operations: List of pairs of a signature and an operation, see there.
-        rows: Int, rows of a global batch, or `None` where they are not known.
+        loop: `Loop` of Keras that runs the step.
+        conversions: List of `Conversion`, in the order of the program.
+        operations: List of pairs of a signature and an operation, see
+            `tfdp.training.program.gathers.operations_of`.
+        rows: Int, number of rows of a global batch, or `None` if not known.
 
     Raises:
-        ValueError: On every worker, where steps differ, where a tensor would not fit
-            in memory, or where nothing may be gathered.
+        ValueError: On every worker, if steps differ between workers, if a gathered
+            tensor would not fit in memory, or if options forbid gathers.
     """
     extended = strategy.extended
     gathers = StepGathers(rows, gathers_of(conversions))
-    of_model = extended.step_gathers.setdefault(loop.model, {})
+    gathers_by_loop = extended.step_gathers.setdefault(loop.model, {})
     available = available_bytes(extended.worker_devices)
-    # Once: not all workers trace again when a batch has another size.
-    if loop.name not in of_model:
+    # Only the first step is compared. A batch of another size may make only some of the
+    # workers trace again, and a comparison needs all of them.
+    if loop.name not in gathers_by_loop:
         available = check_same_program(
             extended.worker_group,
             f"the first step of `{loop.name}`",
@@ -65,26 +69,27 @@ def check_step(
             lambda index: describe_operation(operations[index][1]),
             available,
         )
-    of_model[loop.name] = gathers
+    gathers_by_loop[loop.name] = gathers
     _check_memory(loop, gathers, extended.num_local, available)
     if extended.options.gathers == "error" and gathers.large:
         raise ValueError(
-            f"{_sentence(loop, gathers, gathers.large)}. "
+            f"{_describe_gathers(loop, gathers, gathers.large)}. "
             '`CommunicationOptions(gathers="error")` allows none: change these lines '
             "as docs/one_program.md says, or leave the option out."
         )
-    _tell(strategy, loop, gathers)
+    _warn_of_gathers(strategy, loop, gathers)
 
 
-def _sentence(loop: Loop, gathers: StepGathers, some: Any) -> str:
+def _describe_gathers(loop: Loop, gathers: StepGathers, some: Any) -> str:
+    """Describe some of the gathers of a step, for a message."""
     return (
         f"A step of `{loop.name}` of {loop.model.name!r} gathers what operations need "
         f"of the whole batch: {gathers.describe(some)}"
     )
 
 
-def _tell(strategy: Any, loop: Loop, gathers: StepGathers) -> None:
-    """Tell the first worker's user, once for a model, of what is gathered."""
+def _warn_of_gathers(strategy: Any, loop: Loop, gathers: StepGathers) -> None:
+    """Warn on the first worker, once per line and model, of large gathers."""
     topics = {f"{g.operation} {g.place}" for g in gathers.large}
     unread = {topic for topic in topics if user_code.is_new(topic, loop.model)}
     new = [g for g in gathers.large if f"{g.operation} {g.place}" in unread]
@@ -92,13 +97,14 @@ def _tell(strategy: Any, loop: Loop, gathers: StepGathers) -> None:
         _log.warning(
             "tfdp: %s. The result is that of one device; each replica computes these "
             "operations for the whole batch. docs/one_program.md says how to avoid it.",
-            _sentence(loop, gathers, new),
+            _describe_gathers(loop, gathers, new),
         )
 
 
 def _check_memory(
     loop: Loop, gathers: StepGathers, num_local: int, available: int | None
 ) -> None:
+    """Raise a `ValueError` if the largest gather does not fit in memory."""
     if available is None or gathers.largest is None:
         return
     num_bytes, gather = gathers.largest
@@ -113,28 +119,28 @@ def _check_memory(
 
 
 def available_bytes(devices: Sequence[str]) -> int | None:
-    """Return the bytes that are free for tensors of devices, or `None` if not known.
+    """Return the free memory for tensors on devices in bytes, or `None` if not known.
 
     Args:
-        devices: Sequence of strings. Of GPUs it is not known.
+        devices: Sequence of strings, the devices. It is not known for GPUs.
     """
     if any(_compat.device_type(device) != "CPU" for device in devices):
         return None
-    found = min(psutil.virtual_memory().available, _left_in_group())
+    found = min(psutil.virtual_memory().available, _free_in_container())
     return int(found)
 
 
-def _left_in_group() -> float:
-    """Bytes until the limit of a container; TensorFlow knows of none."""
+def _free_in_container() -> float:
+    """Return the free bytes below the limit of the container, infinity without one."""
     with contextlib.suppress(OSError, ValueError):
         limit = int((_CGROUP / "memory.max").read_text())
         used = int((_CGROUP / "memory.current").read_text())
-        return max(limit - used + _cache_of_group(), 0)
+        return max(limit - used + _cache_of_container(), 0)
     return float("inf")
 
 
-def _cache_of_group() -> int:
-    """Bytes of cached files, which the kernel gives away."""
+def _cache_of_container() -> int:
+    """Return the bytes of cached files, which the kernel frees when needed."""
     lines = (_CGROUP / "memory.stat").read_text().splitlines()
     fields = dict(line.split() for line in lines)
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))

@@ -1,7 +1,7 @@
-"""Branches, loops and calls of a program, as a replica builds them.
+"""Construction of branches, loops and calls of a program on a replica.
 
-What decides a branch or the end of a loop is whole, and so alike on all replicas: the
-collectives inside meet.
+The condition of a branch or a loop is whole, and so the same on all replicas: all of
+them take part in the collectives inside.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
 
 
 def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
+    """Build an `If` or a `Case`."""
     needs: Sequence[Need] = decision.details
 
     def branch(plan: Any) -> Callable:
@@ -56,6 +57,7 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
 
 
 def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
+    """Build a `While` of the variables that change and are needed."""
     cond_plan, body_plan = decision.plans
     is_same: Sequence[bool] = decision.details
     changed = [
@@ -64,7 +66,8 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         if not same and builder.plan.is_needed(op, index)
     ]
     facts = decision.outputs
-    # Each loop of TensorFlow counts its passes, the one that is built here, too.
+    # Every loop that TensorFlow builds has a counter of passes as its first variable.
+    # `tf.while_loop` below adds one, so that of the program is not built again.
     is_counter = changed[:1] == [0] and len(changed) > 1
     is_counter = is_counter and _counts_passes(op, body_plan.graph)
     changed = changed[1:] if is_counter else changed
@@ -118,7 +121,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
 def _counts_passes(op: Any, body: Any) -> bool:
     """Return whether the first variable of a loop counts its passes from zero."""
     before, after = body.inputs[0], body.outputs[0].op
-    while after.type == "Identity":  # in the loop of a gradient
+    while after.type == "Identity":  # The loop of a gradient has one here.
         after = after.inputs[0].op
     return (
         before.dtype == tf.int32

@@ -1,4 +1,4 @@
-"""Conversions between the forms in which replicas hold a tensor of the program."""
+"""Conversions of tensors: gathers of rows, sums of parts, slices of own rows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tfdp.ground.base import xla
 from tfdp.training.parameters.gathers import gather_again_so_far
 from tfdp.training.reduction.training_group import TrainingGroup
 
+# The local reduction that combines the gathered results of all replicas.
 _REDUCE = {
     "All": tf.reduce_all,
     "Any": tf.reduce_any,
@@ -25,14 +26,14 @@ _REDUCE = {
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of a batch, and those of one replica: a block of them.
+    """Numbers of rows of a batch, and the block of them that one replica has.
 
     Args:
-        own: Int or scalar int32 tensor, rows of the replica.
-        first: The same, rows of the replicas before it.
-        total: The same, rows of all replicas of its group.
-        may_be_empty: Bool, whether the replica may have none.
-        total_may_be_zero: Bool, whether its whole group may have none. Defaults to
+        own: Int or scalar int32 tensor, number of rows of the replica.
+        first: Int or scalar int32 tensor, number of rows of the replicas before it.
+        total: Int or scalar int32 tensor, number of rows of its whole group.
+        may_be_empty: Bool, whether the replica may have no rows.
+        total_may_be_zero: Bool, whether its whole group may have no rows. Defaults to
             `False`.
     """
 
@@ -44,12 +45,12 @@ class Rows:
 
 
 class Replica:
-    """The replica that builds a program.
+    """The replica that builds a program, with its rows and its collectives.
 
     Args:
         strategy: A tfdp strategy.
-        group: `TrainingGroup`, the replicas whose program it is.
-        rows: `Rows`.
+        group: `TrainingGroup` of the replicas that share the program.
+        rows: `Rows` of the batch and of the replica.
     """
 
     def __init__(self, strategy: Any, group: TrainingGroup, rows: Rows) -> None:
@@ -57,7 +58,8 @@ class Replica:
         self._strategy = strategy
         self.local_id = group.replica
         self.rank = group.rank
-        # Whether it is the one of its worker that writes what they share.
+        # The replicas of a worker share states such as tables. One of them writes them:
+        # the first one of the worker that belongs to the group.
         first_of_worker = group.own_rank - group.replica
         self.is_writer = group.own_rank == max(group.ranks[0], first_of_worker)
         self.first_device = strategy.extended.worker_devices[0]
@@ -65,7 +67,7 @@ class Replica:
         self._group = group
 
     def sum(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum parts over all replicas, by one message for each dtype."""
+        """Sum tensors over all replicas, by one all-reduce for each dtype."""
         sent = [
             tf.cast(part, tf.int32) if part.dtype == tf.bool else part for part in parts
         ]
@@ -77,7 +79,7 @@ class Replica:
         ]
 
     def gather(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
-        """Gather the rows of all replicas."""
+        """All-gather the rows of all replicas along an axis."""
         if self._group.size == 1:
             return rows
         if rows.dtype == tf.string:
@@ -91,15 +93,17 @@ class Replica:
         return tf.transpose(self._gather(tf.transpose(rows, order)), inverse)
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
+        """All-gather rows that are numbers, along the first axis."""
         gather_again_so_far()
         return self._group.gather(rows)
 
     def _gather_strings(self, rows: tf.Tensor, axis: int) -> tf.Tensor:
-        """Gather strings, which no collective carries, by their bytes."""
+        """All-gather strings as bytes and lengths, since no collective carries them."""
         flat = tf.reshape(rows, [-1])
         own_bytes = tf.io.decode_raw(tf.strings.reduce_join(flat), tf.uint8)
         lengths = self.gather(tf.reshape(tf.strings.length(flat), tf.shape(rows)), axis)
-        assert axis == 0  # A plan has been checked, see `tfdp.training.program.plan`.
+        # `tfdp.training.program.plan` refuses to gather strings along another axis.
+        assert axis == 0
         letters = tf.constant([bytes([value]) for value in range(256)])
         codes = tf.cast(self._gather(own_bytes), tf.int32)
         text = tf.strings.reduce_join(tf.gather(letters, codes))
@@ -116,14 +120,14 @@ class Replica:
         *,
         may_broadcast: bool = False,
     ) -> tf.Tensor:
-        """Take the rows of this replica from a whole tensor.
+        """Slice the rows of this replica from a whole tensor.
 
         Args:
             tensor: Tensor, the same on all replicas.
             axis: Int, the axis of rows.
-            multiple: Int, entries for each row, or `None` to find it out.
-            may_broadcast: Bool, whether one entry stands for all rows. Defaults to
-                `False`.
+            multiple: Int, number of entries per row, or `None` to compute it.
+            may_broadcast: Bool, whether an axis of size one is not sliced, since it
+                broadcasts. Defaults to `False`.
         """
         shape, static = tf.shape(tensor), tensor.shape.as_list()
         length = shape[axis]
@@ -135,8 +139,9 @@ class Replica:
             expected = each * self.rows.total
             if may_broadcast:
                 expected = tf.where(tf.equal(length, 1), 1, expected)
-            # An error where rows do not fit. An assertion has a state, and so would
-            # wait for those of other replicas.
+            # The reshape fails where the size is no multiple of the rows. `tf.Assert`
+            # would do, but is stateful: TensorFlow would run it after the stateful
+            # operations of other replicas.
             fitting = tf.concat([shape[:axis], [expected], shape[axis + 1 :]], 0)
             tensor = tf.reshape(tensor, fitting)
         begin, size = self.rows.first * each, self.rows.own * each
@@ -153,23 +158,23 @@ class Replica:
         own.set_shape(static)
         return own
 
-    def share(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Take an equal share of a whole tensor with any number of rows."""
+    def take_equal_share(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Slice an equal share from a whole tensor with any number of rows."""
         size = self._group.size
         length = tf.shape(tensor)[0]
         own = tensor[length * self.rank // size : length * (self.rank + 1) // size]
         own.set_shape([None, *tensor.shape[1:]])
         return own
 
-    def share_of_first(
+    def broadcast_from_first(
         self, own: tf.Tensor | None, dtype: tf.DType, shape: tf.TensorShape
     ) -> tf.Tensor:
-        """Give a tensor of the first replica to all.
+        """Broadcast a tensor of the first replica to all replicas.
 
         Args:
-            own: Tensor of the first replica, `None` on others.
-            dtype: Its dtype.
-            shape: What is known of its shape.
+            own: Tensor on the first replica, `None` on others.
+            dtype: `tf.DType` of the tensor.
+            shape: `tf.TensorShape`, its static shape, known in part or not at all.
         """
         sizes = tf.zeros([0], tf.int32) if own is None else tf.shape(own)
         flat = tf.zeros([0], dtype) if own is None else tf.reshape(own, [-1])
@@ -179,18 +184,18 @@ class Replica:
         found.set_shape(shape)
         return found
 
-    def once(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor on the first replica, and zeros on others."""
+    def only_on_first(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return a tensor on the first replica and zeros on others, to be summed."""
         return tf.identity(tensor) if self.rank == 0 else tf.zeros_like(tensor)
 
-    def averages_after_step(self, handles: Sequence[Any]) -> bool:
-        """Have variables averaged over all replicas after the step, where that can be.
+    def average_after_step(self, handles: Sequence[Any]) -> bool:
+        """Register variables to be averaged over all replicas after the step.
 
         Args:
-            handles: Sequence of resource tensors, of components of this replica.
+            handles: Sequence of resource tensors of this replica's components.
 
         Returns:
-            Bool, whether they will be.
+            Bool, whether they will be averaged; `False` if that is not possible.
         """
         extended = self._strategy.extended
         variables = [extended.variable_of(handle) for handle in handles]
@@ -201,16 +206,16 @@ class Replica:
         return True
 
     def _fraction(self) -> tf.Tensor:
-        """Return the fraction of all rows that this replica has."""
+        """Return the number of rows of this replica as a fraction of all rows."""
         total = tf.cast(tf.maximum(self.rows.total, 1), tf.float64)
         return tf.cast(self.rows.own, tf.float64) / total
 
-    def weighted(self, value: tf.Tensor) -> tf.Tensor:
-        """Multiply a value of this replica by the fraction of all rows that it has."""
+    def weight_by_rows(self, value: tf.Tensor) -> tf.Tensor:
+        """Multiply a value by this replica's fraction of all rows."""
         return tf.math.multiply_no_nan(value, tf.cast(self._fraction(), value.dtype))
 
     def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
-        """Reduce one result of each replica by an operation such as `Max`."""
+        """Reduce a tensor over replicas by an operation such as `Max`."""
         found = _REDUCE[kind](self._gather(own[tf.newaxis]), axis=0)
         found.set_shape(own.shape)
         return found

@@ -1,7 +1,8 @@
-"""A loss that is divided by the number of replicas, which a program has no need of.
+"""Warning of a loss that the user's code divides by the number of replicas.
 
-In a loop of Keras the step is that of one device: `num_replicas_in_sync` reads 1 in it.
-A number that was read before it keeps its value, and so would make the loss smaller.
+In a loop of Keras the step is that of one device: `num_replicas_in_sync` is 1 in it. A
+script that reads the number before the loop divides by more than 1, so that its loss
+becomes too small.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from tfdp.ground.base.program_trace import ProgramTrace
 from tfdp.training.program.gathers import user_line_of
 from tfdp.training.program.view import operations
 
-# Through these a loss is followed to what it is made of.
+# Operations through which the search for a division continues to their inputs. They
+# are linear, so that a division before them divides the loss.
 _LINEAR = operations(
     """
     Add AddN AddV2 Cast DivNoNan ExpandDims Identity Mean Mul Neg Pack RealDiv Reshape
@@ -29,18 +31,18 @@ _DIVISIONS = frozenset(("DivNoNan", "RealDiv"))
 def warn_of_division(
     trace: ProgramTrace, num_replicas: int, names: set[str], model: Any
 ) -> None:
-    """Warn, once for a model, of a loss that a user divides by the number of replicas.
+    """Warn, once per model, of a loss divided by the number of replicas.
 
     Args:
-        trace: `ProgramTrace`.
-        num_replicas: Int.
-        names: Set of strings, names that the number has in the user's script; with an
-            empty one it may have any.
-        model: The Keras model.
+        trace: `ProgramTrace` of the step.
+        num_replicas: Int, number of replicas.
+        names: Set of strings, names of that number in the user's script. An empty
+            string stands for any name.
+        model: Keras model that is trained.
     """
     if num_replicas == 1 or not names:
         return
-    place = _division(trace, num_replicas, names)
+    place = _find_division(trace, num_replicas, names)
     if place is None:
         return
     user_code.warn(
@@ -53,7 +55,10 @@ def warn_of_division(
     )
 
 
-def _division(trace: ProgramTrace, num_replicas: int, names: set[str]) -> str | None:
+def _find_division(
+    trace: ProgramTrace, num_replicas: int, names: set[str]
+) -> str | None:
+    """Describe the user's line that divides a loss by the number, or return `None`."""
     pending = [t.op for t in trace.losses if tf.is_symbolic_tensor(t)]
     seen = set()
     while pending:
@@ -62,16 +67,16 @@ def _division(trace: ProgramTrace, num_replicas: int, names: set[str]) -> str | 
             continue
         seen.add(op)
         line = user_line_of(op) if op.type in _DIVISIONS else None
-        if line is not None and _number(op.inputs[1]) == num_replicas:
+        if line is not None and _constant_number(op.inputs[1]) == num_replicas:
             text = user_code.text_of_line(*line)
-            if _may_be_of_replicas(text, num_replicas, names):
+            if _divides_by_name(text, num_replicas, names):
                 return user_code.describe_line(*line)
         pending += [tensor.op for tensor in op.inputs]
     return None
 
 
-def _number(tensor: Any) -> float | None:
-    """Return the number that Python gave, or `None`."""
+def _constant_number(tensor: Any) -> float | None:
+    """Return the value of a constant scalar, or `None` for another tensor."""
     while tensor.op.type in ("Cast", "Identity"):
         tensor = tensor.op.inputs[0]
     if tensor.op.type != "Const" or tensor.shape.rank != 0:
@@ -79,14 +84,14 @@ def _number(tensor: Any) -> float | None:
     return float(tf.get_static_value(tensor))
 
 
-def _may_be_of_replicas(text: str, num_replicas: int, names: set[str]) -> bool:
-    """Return whether a line divides by what the script calls the number of replicas.
+def _divides_by_name(text: str, num_replicas: int, names: set[str]) -> bool:
+    """Return whether a line divides by a name of the number of replicas.
 
     Example:
 
-    >>> _may_be_of_replicas("loss / REPLICAS", 2, {"REPLICAS"})
+    >>> _divides_by_name("loss / REPLICAS", 2, {"REPLICAS"})
     True
-    >>> _may_be_of_replicas("loss / 2", 2, {""}), _may_be_of_replicas("x / t", 2, {"n"})
+    >>> _divides_by_name("loss / 2", 2, {""}), _divides_by_name("x / t", 2, {"n"})
     (False, False)
     """
     if re.search(rf"(?<![\w.]){num_replicas}(\.0*)?(?![\w.])", text):
@@ -95,11 +100,11 @@ def _may_be_of_replicas(text: str, num_replicas: int, names: set[str]) -> bool:
 
 
 def name_of_count(text: str) -> str | None:
-    """Return the name that a line gives to the number of replicas.
+    """Return the name to which a line assigns the number of replicas.
 
     Returns:
-        String, empty where it may be any; or `None` where the line only computes with
-        it or prints it.
+        String, the name, or `""` where the line may pass the number on under any name;
+        or `None` where the line only computes with it or prints it.
 
     Example:
 

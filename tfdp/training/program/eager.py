@@ -1,10 +1,10 @@
-"""A step that runs eagerly: on the rows of all replicas, as one device runs it.
+"""A step that runs eagerly on the rows of all replicas, as on one device.
 
     rows of all workers -> the step, on the first replica of each worker
       -> its gradients, counted once -> updates on every replica
 
-With `run_eagerly=True` no program is traced that could be divided. The mode is for
-debugging, where a step has to be right, whatever Python it is, and may take its time.
+With `run_eagerly=True` there is no traced program that could be divided. The mode is
+for debugging: a step may be any Python code and has to be correct, but may be slow.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from tfdp.training.reduction.training_group import TrainingGroup, training_group
 
 
 class EagerProgram(ProgramTrace):
-    """A step of one device that runs eagerly on one replica for several.
+    """A single-device step that runs eagerly on one replica, on behalf of several.
 
     Args:
-        row_counts: List of ints, the rows of each replica of the program.
-        gives: Bool, whether its gradients and metrics count: those of one worker do.
+        row_counts: List of ints, number of rows of each replica of the program.
+        contributes: Bool, whether its gradients and metrics are counted. All workers
+            compute the same ones, and those of one worker are counted.
     """
 
     is_eager = True
 
-    def __init__(self, row_counts: list[int], *, gives: bool) -> None:
+    def __init__(self, row_counts: list[int], *, contributes: bool) -> None:
         super().__init__(None)
         self.row_counts = row_counts
-        self.gives = gives
+        self.contributes = contributes
         self.result: Any = None
         self.jobs: list[tuple] = []
         self._assigned: dict[int, Any] = {}
@@ -46,7 +47,7 @@ class EagerProgram(ProgramTrace):
     def add(
         self, tensors: Sequence[Any], run: Callable[[list], None], kind: str = "whole"
     ) -> None:
-        """Do now what each replica does at this place of the program."""
+        """Run a job of the step now, and keep it for the other local replicas."""
         if kind == "as held":
             run(list(tensors))
             return
@@ -57,28 +58,28 @@ class EagerProgram(ProgramTrace):
                 "`run_eagerly=True`."
             )
         self.jobs.append((list(tensors), run, kind))
-        self.do(self.jobs[-1], gives=self.gives)
+        self.run_job(self.jobs[-1], contributes=self.contributes)
 
     @staticmethod
-    def do(job: tuple, *, gives: bool) -> None:
-        """Do what one replica has to do.
+    def run_job(job: tuple, *, contributes: bool) -> None:
+        """Run one job of the step on the running replica.
 
         Args:
             job: Tuple of tensors, a callable of them, and a kind, see `Effect`.
-            gives: Bool, whether gradients are this replica's, or zeros.
+            contributes: Bool, whether the replica contributes gradients, or zeros.
         """
         tensors, run, kind = job
-        if kind == "parts" and not gives:
-            tensors = [_nothing_of(tensor) for tensor in tensors]
+        if kind == "parts" and not contributes:
+            tensors = [_empty_gradient_like(tensor) for tensor in tensors]
         with tracing(None):
             run(tensors)
 
     def note_assigned(self, variable: Any) -> None:
-        """Note that the step has assigned a variable that all replicas have."""
+        """Register a distributed variable that the step has assigned."""
         self._assigned[id(variable)] = variable
 
     def copy_assigned(self, replica: int) -> None:
-        """Give a local replica what the first one has assigned."""
+        """Copy variables that the first local replica has assigned to another one."""
         for variable in self._assigned.values():
             first, *_ = variable.values
             variable.values[replica].assign(first.read_value())
@@ -86,16 +87,16 @@ class EagerProgram(ProgramTrace):
 
 @dataclasses.dataclass(eq=False)
 class EagerStep:
-    """A step that Keras gives to `strategy.run`, run eagerly on all rows.
+    """A step that Keras passes to `strategy.run`, run eagerly on all rows.
 
     Args:
         strategy: A tfdp strategy.
-        function: Callable, the step, as on one device.
+        function: Callable, the step, written for one device.
         parts: List of `BatchWeight`, one for each local replica.
-        local: List of nests, what each local replica is given.
+        local: List of nests, the arguments of each local replica.
         workers: `ProcessGroup` of the workers that have the rows.
         states: List of `MetricVariable`s, the states of the model's metrics.
-        returns_rows: Bool, whether it returns rows, as `predict` does, or logs.
+        returns_rows: Bool, whether the step returns rows, as in `predict`, or logs.
     """
 
     strategy: Any
@@ -109,15 +110,15 @@ class EagerStep:
 
     @functools.cached_property
     def _whole(self) -> tuple:
-        """The arguments with the rows of all, and the rows of each replica."""
+        """Pair of the arguments with all rows, and the row count of each replica."""
         counts = [_num_rows(args) for args in self.local]
         rank = self.strategy.extended.worker_group.rank
-        join = functools.partial(_joined, workers=self.workers, rank=rank)
+        join = functools.partial(_join_rows, workers=self.workers, rank=rank)
         args = tf.nest.map_structure(lambda *own: join(own), *self.local)
         return args, join([tf.constant(counts)]).numpy().tolist()
 
     def prepare(self) -> None:
-        """Give the first replica of each worker what one device would have."""
+        """Merge batches and metrics' states on the first replica of each worker."""
         self._whole  # noqa: B018
         merged = self.strategy.extended.merge_metric_variables(self.states)
         for variable, value in zip(self.states, merged, strict=True):
@@ -126,39 +127,45 @@ class EagerStep:
                 component.assign(value if is_first else tf.zeros_like(value))
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step of the replica that runs."""
+        """Run the step of the running replica, and return its rows or the logs."""
         group = training_group(self.strategy)
         with batch_weight.use(self.parts[group.replica]):
             if group.size == 1:
-                return self._run(EagerProgram([_num_rows(args)], gives=True), args)
+                return self._run(
+                    EagerProgram([_num_rows(args)], contributes=True), args
+                )
             if group.replica == 0:
                 whole, row_counts = self._whole
-                self._program = EagerProgram(row_counts, gives=group.rank == 0)
+                self._program = EagerProgram(row_counts, contributes=group.rank == 0)
                 self._program.result = self._run(self._program, whole)
             else:
                 self._follow(group)
-        return self._own(group)
+        return self._own_result(group)
 
     def _run(self, program: EagerProgram, args: tuple) -> Any:
+        """Run the step as an eager program, and return its result."""
         with tracing(program):
             result = self.function(*args)
-        if not program.gives:
-            # They count once, on the first worker.
+        if not program.contributes:
+            # All workers have updated the metrics with the same rows. These count once,
+            # on the first worker.
             for variable in self.states:
                 component = variable.values[0]
                 component.assign(tf.zeros_like(component))
         return result
 
     def _follow(self, group: TrainingGroup) -> None:
-        """Do what the first replica has done, which runs until it needs this one."""
+        """Run the jobs of the first local replica on another one."""
         program = self._program
         assert program is not None
-        for job in program.jobs:  # to which it adds
-            program.do(job, gives=False)
+        # The first replica appends jobs while this loop runs: it continues whenever
+        # a job waits for a collective with this replica.
+        for job in program.jobs:
+            program.run_job(job, contributes=False)
         program.copy_assigned(group.replica)
 
-    def _own(self, group: TrainingGroup) -> Any:
-        """Return the logs, or the rows of this replica."""
+    def _own_result(self, group: TrainingGroup) -> Any:
+        """Return the logs, or the rows of the running replica."""
         assert self._program is not None
         result, counts = self._program.result, self._program.row_counts
         if not self.returns_rows:
@@ -171,8 +178,8 @@ class EagerStep:
         )
 
 
-def _nothing_of(gradient: Any) -> Any:
-    """Return a gradient like another one, that adds nothing to it."""
+def _empty_gradient_like(gradient: Any) -> Any:
+    """Return a gradient of zeros, or without rows, like another gradient."""
     if isinstance(gradient, tf.IndexedSlices):
         values, indices = gradient.values[:0], gradient.indices[:0]
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
@@ -180,23 +187,24 @@ def _nothing_of(gradient: Any) -> Any:
 
 
 def _num_rows(args: Any) -> int:
+    """Return the number of rows of the first tensor of a nest, or 0."""
     first = first_tensor(args)
     return 0 if first is None else int(num_rows(first))
 
 
-def _joined(parts: Sequence[Any], workers: ProcessGroup, rank: int) -> Any:
-    """Join the rows of the local replicas, and of all workers."""
+def _join_rows(parts: Sequence[Any], workers: ProcessGroup, rank: int) -> Any:
+    """Concatenate the rows of the local replicas, and those of all workers."""
     first, *_ = parts
     if not tf.is_tensor(first) or first.shape.rank == 0:
         return first
-    own = _concatenated(list(parts))
+    own = _concatenate(list(parts))
     if workers.size == 1:
         return own
     found = [
-        _gathered(component, workers, rank)
+        _all_gather(component, workers, rank)
         for component in tf.nest.flatten(own, expand_composites=True)
     ]
-    return _concatenated(
+    return _concatenate(
         [
             tf.nest.pack_sequence_as(own, components, expand_composites=True)
             for components in zip(*found, strict=True)
@@ -204,14 +212,14 @@ def _joined(parts: Sequence[Any], workers: ProcessGroup, rank: int) -> Any:
     )
 
 
-def _concatenated(parts: list) -> Any:
+def _concatenate(parts: list) -> Any:
     if isinstance(parts[0], tf.SparseTensor):
         return tf.sparse.concat(0, parts, expand_nonconcat_dims=True)
     return tf.concat(parts, axis=0)
 
 
-def _gathered(tensor: tf.Tensor, workers: ProcessGroup, rank: int) -> list[tf.Tensor]:
-    """Return a tensor of any type and shape as each worker has it."""
+def _all_gather(tensor: tf.Tensor, workers: ProcessGroup, rank: int) -> list[tf.Tensor]:
+    """All-gather a tensor of any dtype and shape; return one for each worker."""
     own = tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
     joined, counts = gather_first_axis(own, workers, 0, rank)
     text, found = joined.numpy().tobytes(), []

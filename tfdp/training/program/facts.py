@@ -1,4 +1,4 @@
-"""What a replica holds of each tensor of the one-device program."""
+"""Facts: how a replica holds each tensor of the single-device program."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tfdp.training.program.sizes import FREE, UNKNOWN, Size, number, rows
 class Form(enum.Enum):
     """Form in which a replica holds a tensor of the program.
 
-    ROWS: its own rows, a block along one axis. PART: a part of a sum over replicas.
-    WHOLE: all of it, the same on every replica. SIZES: integers computed of sizes, of
-    which a replica can make its own or the program's. LOCAL: a value of its own, of a
-    layer that works on each replica's rows by themselves. EMPTY: a list that has no
-    element yet.
+    ROWS: sharded, the replica's own block of rows along one axis. PART: a partial sum;
+    the tensor is the sum over replicas. WHOLE: replicated, the same on every replica.
+    SIZES: integers computed from sizes; a replica can compute them for its own rows or
+    for the whole batch. LOCAL: a value of this replica alone, from a layer that handles
+    the rows of each replica separately. EMPTY: a list that has no element yet.
     """
 
     ROWS = "rows"
@@ -32,17 +32,19 @@ class Form(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fact:
-    """What is known of a tensor before the step is built for a replica.
+    """What is known about a tensor before the step is built for a replica.
 
     Args:
-        form: `Form`.
-        axis: Int, the axis of rows, if it has `Form.ROWS`. Defaults to 0.
-        sizes: Tuple of `Size`, the shape of the program's tensor, or `None`.
-        value: Array of `Size`, the integers that it has, or each item of a list, or
-            `None`.
-        maybe_axes: Frozenset of ints: of a list of axes, those that it may have beside
-            those that it has for certain, `axes`. Defaults to none.
-        axes: Frozenset of ints, or `None` if it is not known which it has.
+        form: `Form` in which a replica holds the tensor.
+        axis: Int, the axis of rows of `Form.ROWS`. Defaults to 0.
+        sizes: Tuple of `Size`, the shape of the program's tensor; or `None` if its rank
+            is not known.
+        value: Array of `Size`, the elements of a tensor of integers, or of each item of
+            a list; or `None` if they are not known.
+        axes: Frozenset of ints, elements that a tensor of axes has for certain; or
+            `None` if they are not known.
+        maybe_axes: Frozenset of ints, elements that a tensor of axes may have beside
+            `axes`. Defaults to none.
     """
 
     form: Form
@@ -62,22 +64,22 @@ class Fact:
 
     @property
     def is_rows(self) -> bool:
-        """Whether it is the replica's own rows."""
+        """Bool, whether a replica holds its own rows of the tensor."""
         return self.form is Form.ROWS
 
     @property
     def rank(self) -> int | None:
-        """Number of axes, or `None`."""
+        """Number of axes, or `None` if not known."""
         return None if self.sizes is None else len(self.sizes)
 
     @property
     def multiple(self) -> int | None:
-        """Entries along the axis of rows for each row, or `None` if not known."""
+        """Number of entries along the axis of rows per row, or `None` if not known."""
         return None if self.sizes is None else self.sizes[self.axis].number
 
     @property
     def has_free_sizes(self) -> bool:
-        """Whether all sizes, but that of its rows, are the same for any batch."""
+        """Bool, whether no size but that of the rows depends on the batch."""
         if self.sizes is None:
             return False
         return all(
@@ -87,12 +89,12 @@ class Fact:
         )
 
     def held(self) -> tuple:
-        """What two tensors must agree in to be in one place, such as a loop's."""
+        """Return form and axis, in which all values of a loop variable must agree."""
         return self.form, self.axis if self.is_rows else 0
 
 
 def have_same_value(one: Fact, other: Fact) -> bool:
-    """Return whether two facts have the same value, or none."""
+    """Return whether the values of two facts are equal, or both unknown."""
     if one.value is None or other.value is None:
         return one.value is other.value
     return one.value.shape == other.value.shape and bool(
@@ -101,24 +103,24 @@ def have_same_value(one: Fact, other: Fact) -> bool:
 
 
 def whole(sizes: Any = None, value: np.ndarray | None = None) -> Fact:
-    """Return the fact of a tensor that every replica has."""
+    """Return the fact of a tensor that is replicated."""
     return Fact(Form.WHOLE, sizes=sizes, value=value)
 
 
 def integers(value: np.ndarray) -> Fact:
-    """Return the fact of integers that are computed of sizes."""
+    """Return the fact of integers that are computed from sizes."""
     has_rows = any(size.kind == "rows" for size in value.ravel())
     shape = tuple(number(n) for n in value.shape)
     return Fact(Form.SIZES if has_rows else Form.WHOLE, sizes=shape, value=value)
 
 
 def part(sizes: Any = None) -> Fact:
-    """Return the fact of a part of a sum."""
+    """Return the fact of a partial sum."""
     return Fact(Form.PART, sizes=sizes)
 
 
 def own_rows(sizes: tuple[Size, ...], axis: int = 0) -> Fact:
-    """Return the fact of own rows along an axis, whose size is a multiple of them."""
+    """Return the fact of a tensor that is sharded by rows along an axis."""
     if sizes[axis].kind != "rows":
         sizes = with_rows(sizes, axis, None)
     return Fact(Form.ROWS, axis, sizes)
@@ -127,11 +129,14 @@ def own_rows(sizes: tuple[Size, ...], axis: int = 0) -> Fact:
 def static_sizes(tensor: Any, *, is_free: bool) -> tuple[Size, ...] | None:
     """Return the sizes of a traced tensor, as far as TensorFlow knows them.
 
-    Of a list, whose own shape says nothing of its items, nothing is known.
-
     Args:
         tensor: Tensor of the traced program.
-        is_free: Bool, whether sizes that it does not know have no rows in them.
+        is_free: Bool, whether sizes unknown to TensorFlow are independent of the number
+            of rows.
+
+    Returns:
+        Tuple of `Size`, or `None` for a tensor of unknown rank or a list, whose shape
+        is not that of its items.
     """
     if tensor.shape.rank is None or tensor.dtype == tf.variant:
         return None
@@ -142,10 +147,10 @@ def static_sizes(tensor: Any, *, is_free: bool) -> tuple[Size, ...] | None:
 def with_rows(
     sizes: tuple[Size, ...], axis: int, multiple: int | None
 ) -> tuple[Size, ...]:
-    """Return sizes with a multiple of the rows on one axis."""
+    """Return sizes in which one axis is replaced by a multiple of the rows."""
     return (*sizes[:axis], rows(multiple), *sizes[axis + 1 :])
 
 
 def is_known(fact: Fact) -> bool:
-    """Return whether integers follow from the number of rows alone."""
+    """Return whether all elements of a tensor follow from the number of rows."""
     return fact.value is not None and all(s.is_counted for s in fact.value.ravel())

@@ -1,4 +1,4 @@
-"""What a step gathers or sums up before its end, with the lines that need it.
+"""Tensors that a step gathers or sums over replicas, with the lines that need them.
 
 plan -> conversions, in the order of the program -> `Gather`s, and their fingerprint
 """
@@ -20,19 +20,20 @@ from tfdp.training.program.plan import Plan, Scope, in_order, is_conversion, mak
 from tfdp.training.program.rules.state import is_output, writes_state
 from tfdp.training.program.view import AS_HELD, PART, WHOLE, Need
 
-_GRADIENT = "gradient_tape/"
-_ROOM = str(Path(__file__).parent)
+# Prefix that `tf.GradientTape` puts before the names of backward operations.
+_BACKWARD_PREFIX = "gradient_tape/"
+_PACKAGE_FOLDER = str(Path(__file__).parent)
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """A tensor of the program that other replicas have a part in.
+    """A tensor of the program that is gathered, or summed over replicas.
 
     Args:
         tensor: Tensor of the program.
-        fact: `Fact`, how replicas hold it.
-        op: The first operation that needs it otherwise, or the one that makes it
-            where that is an update.
+        fact: `Fact`, the form in which replicas hold it.
+        op: `tf.Operation`, the first one that needs the tensor in another form; or the
+            one that produces it, if an update or the result of the step needs it.
     """
 
     tensor: Any
@@ -46,10 +47,10 @@ def conversions_of(
     """Return the conversions of a step, in the order of the program.
 
     Args:
-        trace: `ProgramTrace`.
+        trace: `ProgramTrace` of the step.
         plan: `Plan` of its graph.
         cuts: List of pairs of a tensor that the step returns, and whether it is
-            returned as a part of a sum.
+            returned as a partial sum.
     """
     found: dict[int, Conversion] = {}
     for of_graph, tensor, need, op in _needs(trace, plan, cuts):
@@ -62,11 +63,11 @@ def conversions_of(
 def _needs(
     trace: ProgramTrace, plan: Plan, cuts: list[tuple[Any, bool]]
 ) -> Iterator[tuple[Plan, Any, Need | None, Any]]:
-    """Yield what is needed of tensors, and by which operation.
+    """Yield tuples of plan, tensor, the needed form and the operation that needs it.
 
-    `None` stands for a result that the operation itself reduces over replicas.
+    A need of `None` stands for a result that the operation itself reduces.
     """
-    for inner, op in _live(plan):
+    for inner, op in _live_operations(plan):
         decision = inner.decisions[op]
         for tensor, need in inner.needs(op):
             yield inner, tensor, need, op
@@ -80,25 +81,25 @@ def _needs(
         yield plan, tensor, AS_HELD if is_part else WHOLE, tensor.op
 
 
-def _live(plan: Plan) -> Iterator[tuple[Plan, Any]]:
-    """Yield the operations of a plan, and those inside of branches and loops."""
+def _live_operations(plan: Plan) -> Iterator[tuple[Plan, Any]]:
+    """Yield the needed operations of a plan, and those inside branches and loops."""
     for op in in_order(plan.graph):
         if op in plan.live and op in plan.decisions:
             yield plan, op
             for inner in plan.decisions[op].plans:
-                yield from _live(inner)
+                yield from _live_operations(inner)
 
 
 def fingerprint_of(conversions: list[Conversion]) -> list[list[str]]:
-    """Return what workers compare of a step: its conversions, in order.
+    """Return the conversions of a step as strings that workers compare.
 
     Returns:
-        List of lists of strings: what is converted; the operation and its place.
+        List of pairs of strings: the converted tensor; the operation and its line.
     """
     return [
         [
             f"{c.fact.form.value} {c.fact.axis} {c.tensor.dtype.name} "
-            f"{_shape_of(c)} for {c.op.type}",
+            f"{_describe_shape(c)} for {c.op.type}",
             describe_operation(c.op),
         ]
         for c in conversions
@@ -108,12 +109,12 @@ def fingerprint_of(conversions: list[Conversion]) -> list[list[str]]:
 def operations_of(
     trace: ProgramTrace, plan: Plan, results: Sequence[Any]
 ) -> list[tuple[str, Any]]:
-    """Return what workers compare of the operations that compute a step.
+    """Return the operations of a step, whose signatures workers compare.
 
-    What is printed, and what only that needs, may differ.
+    Operations that only print, and those that only these need, may differ.
 
     Args:
-        trace: `ProgramTrace`.
+        trace: `ProgramTrace` of the step.
         plan: `Plan` of its graph.
         results: Sequence of tensors that the step returns.
 
@@ -129,17 +130,18 @@ def operations_of(
             computing.update(tensor.op for tensor in op.inputs)
     return [
         (_compat.signature_of(op), op)
-        for inner, op in _live(plan)
+        for inner, op in _live_operations(plan)
         if op in computing or inner is not plan
     ]
 
 
 def describe_operation(op: Any) -> str:
-    """Describe an operation and the user's line, or the layer, that makes it."""
+    """Describe an operation and the user's line, or the layer, that creates it."""
     return f"`{op.type}` ({place_of(op)})"
 
 
-def _shape_of(conversion: Conversion) -> list:
+def _describe_shape(conversion: Conversion) -> list:
+    """Return the shape of a converted tensor as numbers and kinds of sizes."""
     sizes = conversion.fact.sizes
     if sizes is None:
         return [None]
@@ -147,13 +149,13 @@ def _shape_of(conversion: Conversion) -> list:
 
 
 def gathers_of(conversions: list[Conversion]) -> tuple[Gather, ...]:
-    """Return the conversions of tensors that are more than a number."""
+    """Return a `Gather` for each conversion of a tensor larger than one number."""
     found = [gather_of(conversion) for conversion in conversions]
     return tuple(g for g in found if g.power or g.bytes_each > 8)
 
 
 def gather_of(conversion: Conversion) -> Gather:
-    """Return what a conversion is for, and its bytes."""
+    """Return the `Gather` of a conversion: its operation, line and bytes."""
     fact, tensor = conversion.fact, conversion.tensor
     bytes_each, power, is_exact = max(tensor.dtype.size, 1), 0, fact.sizes is not None
     is_exact &= tensor.dtype != tf.string
@@ -171,9 +173,9 @@ def gather_of(conversion: Conversion) -> Gather:
 
 
 def user_line_of(op: Any) -> tuple[str, int] | None:
-    """Return file and number of the user's line that makes an operation of a step."""
+    """Return file and number of the user's line that creates an operation."""
     frames = _compat.stack_of(op)
-    starts = [i for i, f in enumerate(frames) if f.filename.startswith(_ROOM)]
+    starts = [i for i, f in enumerate(frames) if f.filename.startswith(_PACKAGE_FOLDER)]
     inside = frames[starts[-1] :] if starts else frames
     for frame in reversed(inside):
         if user_code.is_of_user(frame.filename):
@@ -182,25 +184,25 @@ def user_line_of(op: Any) -> tuple[str, int] | None:
 
 
 def place_of(op: Any) -> str:
-    """Describe the user's line that makes an operation within a step, or its layer."""
+    """Describe the user's line that creates an operation of a step, or its layer."""
     line = user_line_of(op)
     if line is not None:
         return user_code.describe_line(*line)
     name, back = op.name, ""
-    if name.startswith(_GRADIENT):
-        name, back = name.removeprefix(_GRADIENT), "the backward pass of "
+    if name.startswith(_BACKWARD_PREFIX):
+        name, back = name.removeprefix(_BACKWARD_PREFIX), "the backward pass of "
     scope = name.rpartition("/")[0]
     return f"{back}{scope}" if scope else f"{back}operation {name!r}"
 
 
 def gathers_of_model(model: Any) -> StepGathers:
-    """Plan the forward and backward pass of a model, running nothing.
+    """Plan the forward and backward pass of a model, without running it.
 
     Args:
         model: Keras model with symbolic inputs.
 
     Returns:
-        `StepGathers` of a batch of unknown rows, without what a loss would gather.
+        `StepGathers` for any number of rows, without the gathers of a loss.
     """
     graph = _compat.ProgramGraph()
     trace = ProgramTrace(graph)

@@ -1,4 +1,4 @@
-"""What of a program is needed at all: by its results, and by what it changes."""
+"""Search for the operations and tensors that a program's results and effects need."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from tfdp.ground import _compat
 from tfdp.training.program.facts import Fact, Form, is_known
 from tfdp.training.program.view import Decision, operations
 
+# Types of operations that are loops.
 LOOPS = frozenset(("While", "StatelessWhile"))
 
+# Operations that TensorFlow marks as stateful, but that need not run unless their
+# results are used.
 _PRUNED = operations(
     """
     ReadVariableOp ResourceGather VariableShape Placeholder RandomUniform
@@ -21,7 +24,7 @@ _PRUNED = operations(
 
 
 def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
-    """Find the operations and tensors of a graph that something needs."""
+    """Set `live` and `needed` of a plan: what outputs and effects depend on."""
     graph = plan.graph
     plan.live, plan.needed = set(), set()
     tensors = [*outputs]
@@ -30,7 +33,8 @@ def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
     pending = [op for op in graph.get_operations() if _must_run(op)]
     for op, decision in plan.decisions.items():
         for effect in _effects_inside(decision, scope):
-            # A branch that updates variables, whatever it returns.
+            # An operation whose branches update variables has to run, even if its
+            # results are not used.
             pending.append(op)
             tensors += effect.symbolic_tensors()
     while tensors or pending:
@@ -38,7 +42,8 @@ def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
             is_new = tensor.graph is graph and id(tensor) not in plan.needed
             if is_new and not _follows_from_rows(plan.facts.get(id(tensor))):
                 plan.needed.add(id(tensor))
-                # Loops come last, once it is known which variables are needed.
+                # Loops wait at the front and are popped last, once it is known which
+                # of their variables are needed.
                 pending.insert(
                     0 if tensor.op.type in LOOPS else len(pending), tensor.op
                 )
@@ -55,19 +60,20 @@ def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
 
 
 def _must_run(op: Any) -> bool:
+    """Return whether an operation has an effect beside its results."""
     return _compat.has_effect(op) and op.type not in _PRUNED
 
 
 def _follows_from_rows(fact: Fact | None) -> bool:
-    """Whether a replica makes a tensor of the number of rows, without its operation."""
+    """Return whether a tensor can be computed from the number of rows alone."""
     return fact is not None and fact.form is Form.SIZES and is_known(fact)
 
 
 def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
-    """Find the variables of a loop that something needs, in it or after it.
+    """Find the variables of a loop that are needed, in the loop or after it.
 
-    A list in which it keeps shapes for its gradient is none where they follow from the
-    number of rows.
+    A list that keeps shapes for the gradient is not needed where these shapes follow
+    from the number of rows.
     """
     cond, body = plan.decisions[op].plans
     tested, given = cond.graph.inputs, body.graph.inputs
@@ -91,7 +97,7 @@ def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
 
 
 def _effects_inside(decision: Decision, scope: Any) -> Iterator[Any]:
-    """Yield the effects in the branches of an operation, and in theirs."""
+    """Yield the effects in the branches of an operation, nested ones included."""
     for inner in decision.plans:
         yield from scope.effects.get(inner.graph, ())
         for own in inner.decisions.values():

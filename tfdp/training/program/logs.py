@@ -1,4 +1,4 @@
-"""Logs of a step: parts are summed after it, by one message, and computed with there.
+"""Logs of a step: partial sums are all-reduced after it, and logs computed from them.
 
 step on each replica -> parts of metrics' states -> summed -> results of metrics
 """
@@ -17,8 +17,8 @@ from tfdp.training.program.plan import Plan, Scope, in_order
 from tfdp.training.program.rules.state import READS
 from tfdp.training.program.view import AS_HELD, WHOLE
 
-# How a value of each replica becomes that of all: added up; a mean, in which replicas
-# count by their rows; or the same on all.
+# How the values of a tensor on each replica are merged: by a sum; by a mean weighted by
+# rows; or not at all, since they are the same on all replicas.
 SUM, MEAN, SAME = "sum", "mean", "same"
 
 
@@ -28,9 +28,9 @@ class LogTail:
 
     Args:
         results: Nest of tensors of the program and other values, the logs.
-        cuts: List of triples of a tensor that each replica returns, whether it is a
-            part of a sum, and how it becomes that of all replicas.
-        operations: List of operations between these and the logs, in order.
+        cuts: List of triples of a tensor at which the program is cut, which each
+            replica returns; whether it is a partial sum; and `SUM`, `MEAN` or `SAME`.
+        operations: List of operations from these tensors to the logs, in order.
     """
 
     results: Any
@@ -38,10 +38,10 @@ class LogTail:
     operations: list[Any]
 
     def values(self, builder: Any) -> list:
-        """Return what a replica returns: its rows, and what `cuts` are of them.
+        """Return the number of rows of a replica and its values of `cuts`.
 
         Args:
-            builder: `Builder` of its step.
+            builder: `Builder` of the replica's step.
         """
         rows = tf.cast(builder.replica.rows.own, tf.float64)
         group_rows = tf.cast(builder.replica.rows.total, tf.float64)
@@ -55,14 +55,15 @@ class LogTail:
         return found
 
     def compute(self, values: Sequence[list], add_up: Callable[[list], list]) -> Any:
-        """Compute the logs.
+        """Merge the values of the replicas, and compute the logs from them.
 
         Args:
-            values: Sequence of lists, what `values` has returned on each local replica.
+            values: Sequence of lists, one for each value, of that value on each local
+                replica.
             add_up: Callable that sums lists of tensors over all replicas.
 
         Returns:
-            Nest like `results`.
+            Nest like `results`, the logs.
         """
         kinds = [SUM, *(kind for _, _, kind in self.cuts)]
         if MEAN not in kinds:
@@ -89,18 +90,19 @@ class LogTail:
         )
 
 
-def tail_of(plan: Plan, results: Any, scope: Scope, *, is_of_all: bool) -> LogTail:
-    """Find the part of a program that only its logs need.
+def find_log_tail(
+    plan: Plan, results: Any, scope: Scope, *, is_of_all: bool
+) -> LogTail:
+    """Cut off the part of a program that only its logs need.
 
     Args:
         plan: `Plan` of the step.
-        results: Nest, what the step returns.
+        results: Nest of tensors and other values that the step returns.
         scope: `Scope` of the plan.
-        is_of_all: Bool, whether the program is that of all replicas. If each group
-            has one of its own, numbers are averaged over groups, but metrics' states
-            are added up.
+        is_of_all: Bool, whether all replicas share the program. If each group has its
+            own, numbers are averaged over groups, but metrics' states are summed.
     """
-    in_step = _needed_by_effects(plan, scope)
+    in_step = _bound_to_step(plan, scope)
     outputs = [t for t in tf.nest.flatten(results) if tf.is_symbolic_tensor(t)]
     order = [op for op in in_order(plan.graph) if op in plan.live and op not in in_step]
     after = set(order)
@@ -122,21 +124,21 @@ def tail_of(plan: Plan, results: Any, scope: Scope, *, is_of_all: bool) -> LogTa
     return LogTail(results, cuts, order)
 
 
-def _needed_by_effects(plan: Plan, scope: Scope) -> set:
-    """Return the operations that a step cannot leave until after it."""
+def _bound_to_step(plan: Plan, scope: Scope) -> set:
+    """Return the operations that have to run within the step, with their inputs."""
     pending = []
     for effect in scope.effects.get(plan.graph, ()):
         pending += [t.op for t in effect.symbolic_tensors() if t.graph is plan.graph]
     for op in plan.live:
-        is_tied = (
+        is_bound = (
             _compat.has_effect(op)
             or _compat.has_function(op)
             or (not op.inputs and op.type != "Const")
             or any(t.dtype in (tf.variant, tf.resource, tf.string) for t in op.outputs)
-            # No replica returns a list.
+            # A replica cannot return a list, so operations on lists stay in the step.
             or any(t.dtype == tf.variant for t in op.inputs)
         )
-        if is_tied or any(
+        if is_bound or any(
             plan.facts[id(t)].form in (Form.ROWS, Form.LOCAL)
             for t in op.inputs
             if id(t) in plan.facts

@@ -1,8 +1,8 @@
-"""Plan of a step: what a replica holds of each tensor, found before anything is built.
+"""Plan of a step: how a replica holds each tensor, before any operation is built.
 
     traced program -> facts of its inputs -> a `Decision` for each operation, in order
 
-It is a pure function of the program, which is alike on all workers.
+The plan is a pure function of the program, so that it is the same on all workers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, Form, static_sizes, whole
 from tfdp.training.program.liveness import LOOPS, find_live
 from tfdp.training.program.rules import decide
-from tfdp.training.program.rules.elementwise import is_true
+from tfdp.training.program.rules.elementwise import compares_with_itself
 from tfdp.training.program.sizes import array
 from tfdp.training.program.view import (
     AS_HELD,
@@ -36,8 +36,9 @@ from tfdp.training.program.view import (
 )
 
 _BRANCHES = frozenset(("If", "StatelessIf", "Case", "StatelessCase"))
-# Passes over a loop until the forms of its variables are found.
-_MOST_PASSES = 8
+# Limit on the passes over the body of a loop within which the forms of its variables
+# have to stop changing.
+_MAX_PASSES = 8
 
 
 @dataclasses.dataclass
@@ -45,12 +46,12 @@ class Plan:
     """Decisions for the operations of one graph of the program.
 
     Args:
-        graph: The graph.
+        graph: `tf.Graph` that is planned.
         facts: Dict from the `id` of a tensor to its `Fact`.
         decisions: Dict from an operation to its `Decision`.
-        live: Set of operations that something needs.
-        needed: Set of the `id`s of tensors that something needs.
-        sums: Set of the `id`s of parts of which something needs the sum.
+        live: Set of operations that results or effects need.
+        needed: Set of the `id`s of tensors that results or effects need.
+        sums: Set of the `id`s of partial sums whose totals an operation needs.
     """
 
     graph: Any
@@ -61,29 +62,29 @@ class Plan:
     sums: set[int] = dataclasses.field(default_factory=set)
 
     def fact(self, tensor: Any) -> Fact:
-        """Return what is known of a tensor of the graph."""
+        """Return the fact of a tensor of the graph."""
         return self.facts[id(tensor)]
 
     def is_needed(self, op: Any, index: int) -> bool:
-        """Return whether an operation needs an input: of a loop, each variable."""
+        """Return whether an operation needs an input, or a loop needs a variable."""
         if self.is_loop(op):
             return id(op.outputs[index]) in self.needed
         decision = self.decisions.get(op)
         return decision is None or decision.needs[index] is not NOTHING
 
     def is_loop(self, op: Any) -> bool:
-        """Return whether an operation is a loop that a replica builds."""
+        """Return whether an operation is a loop with plans of its own."""
         return op.type in LOOPS and bool(self.decisions[op].plans)
 
     def needs(self, op: Any) -> list[tuple[Any, Need]]:
-        """Return the inputs that an operation needs, each with its form."""
+        """Return pairs of an input that an operation needs, and the needed form."""
         if op not in self.decisions:
             return []
         pairs = zip(op.inputs, self.decisions[op].needs, strict=True)
         return [pair for i, pair in enumerate(pairs) if self.is_needed(op, i)]
 
     def conversions(self) -> Iterator[tuple[Any, Any, Fact]]:
-        """Yield what other replicas have to give: operation, input, its `Fact`."""
+        """Yield inputs that need other replicas: operation, input, its `Fact`."""
         for op in self.live:
             for tensor, need in self.needs(op):
                 fact = self.facts.get(id(tensor))
@@ -93,18 +94,19 @@ class Plan:
 
 @dataclasses.dataclass
 class Scope:
-    """What the rules know beside an operation.
+    """Properties of the whole program that the rules of operations look up.
 
     Args:
-        is_metric: Callable of a resource tensor: whether it is a metric's state.
+        is_metric: Callable of a resource tensor, which returns whether it is the state
+            of a metric.
         effects: Dict from a graph to the effects in it, see
             `tfdp.ground.base.program_trace`.
-        is_shared: Callable of an operation: whether the replicas of a worker share the
-            state that it uses, and the program writes that. Defaults to never.
-        whole: Set of operations that run whole since another one needs their lists
-            whole.
-        unread: Set of operations whose results nothing needs: each replica makes its
-            own.
+        is_shared: Callable of an operation, which returns whether its state is shared
+            by the replicas of a worker and written by the program. Defaults to never.
+        whole: Set of operations that run on the whole batch, since another operation
+            needs their lists whole.
+        unread: Set of operations whose values no result depends on; each replica
+            computes them from its own rows.
     """
 
     is_metric: Callable[[Any], bool]
@@ -120,12 +122,12 @@ def make_plan(
     """Plan a graph of the program.
 
     Args:
-        graph: The graph.
+        graph: `tf.Graph` to plan.
         inputs: Dict from the `id` of a placeholder to its `Fact`.
         outputs: Sequence of tensors of the graph that are needed.
-        scope: `Scope`.
+        scope: `Scope` of the program.
     """
-    scope.unread.update(_unread(graph))
+    scope.unread.update(_find_unread(graph))
     while True:
         plan, before = Plan(graph, dict(inputs)), len(scope.whole)
         for op in in_order(graph):
@@ -141,17 +143,17 @@ def make_plan(
 
 
 def in_order(graph: Any) -> list[Any]:
-    """Return the operations of a graph, each after those that it reads.
+    """Return the operations of a graph, each after its inputs.
 
-    The lists in which a loop keeps values for its gradient are inputs that it gets
-    after it was made.
+    The order of creation is not enough: TensorFlow adds inputs to a loop after its
+    creation, the lists that keep values for the gradient.
     """
     done: set = set()
     return [op for last in graph.get_operations() for op in with_inputs(last, done)]
 
 
 def with_inputs(last: Any, done: set) -> list[Any]:
-    """Return an operation after those of its inputs that are not done; add them."""
+    """Return an operation after its inputs, without those in `done`; add all to it."""
     found, pending = [], [last]
     while pending:
         op = pending[-1]
@@ -170,13 +172,14 @@ def with_inputs(last: Any, done: set) -> list[Any]:
     return found
 
 
-def _unread(graph: Any) -> Iterator[Any]:
-    """Yield the operations that end in a comparison with itself, whatever they give.
+def _find_unread(graph: Any) -> Iterator[Any]:
+    """Yield the operations that only a comparison of a tensor with itself reads.
 
-    By such a comparison what `tf.recompute_grad` computes again waits for the gradient.
+    `tf.recompute_grad` uses such a comparison to delay the second forward pass until
+    the gradient arrives. Its result does not depend on the compared value.
     """
     for comparison in graph.get_operations():
-        if not is_true(comparison):
+        if not compares_with_itself(comparison):
             continue
         readers, op = {comparison}, comparison.inputs[0].op
         while op.inputs and readers.issuperset(
@@ -187,10 +190,10 @@ def _unread(graph: Any) -> Iterator[Any]:
 
 
 def _check_conversion(op: Any, tensor: Any, fact: Fact) -> None:
-    """Raise where something would have to be gathered that cannot be.
+    """Raise if no collective can carry a tensor that has to be converted.
 
     Raises:
-        CannotDivideError: With the operation that needs it.
+        CannotDivideError: With the operation that needs the tensor.
     """
     is_text = tensor.dtype == tf.string and not (fact.is_rows and not fact.axis)
     if tensor.dtype in (tf.variant, tf.resource) or is_text:
@@ -203,14 +206,16 @@ def _check_conversion(op: Any, tensor: Any, fact: Fact) -> None:
 
 
 def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
+    """Add the decision and the facts of an operation to the plan."""
     if op.type == "Const":
-        _set(plan, op, Decision([], [_constant(op)]))
+        _set_decision(plan, op, Decision([], [_fact_of_constant(op)]))
         return
     if op.type in ("Placeholder", "PlaceholderWithDefault") and op.outputs:
         tensor = op.outputs[0]
         plan.facts.setdefault(id(tensor), whole(static_sizes(tensor, is_free=True)))
         return
-    # Another tensor is of an outer graph, or a resource that is captured.
+    # A tensor without a fact is of an outer graph or a captured resource. Both have
+    # the same value on all replicas.
     facts = [
         plan.facts.get(id(tensor)) or whole(static_sizes(tensor, is_free=True))
         for tensor in op.inputs
@@ -219,9 +224,10 @@ def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
     for tensor, fact, need in zip(op.inputs, facts, decision.needs, strict=True):
         is_divided = fact.form in (Form.ROWS, Form.PART)
         if tensor.dtype == tf.variant and need.kind is Kind.WHOLE and is_divided:
-            # Lists cannot be gathered: what puts something into them is.
+            # No collective carries lists. The operations that fill this one run on
+            # the whole batch instead.
             scope.whole.add(tensor.op)
-    _set(plan, op, decision)
+    _set_decision(plan, op, decision)
 
 
 def _decide(view: View) -> Decision:
@@ -241,9 +247,9 @@ def _decide(view: View) -> Decision:
 
 
 def _run_whole(view: View) -> Decision:
-    """Decide an operation whose lists another one needs whole."""
+    """Decide an operation that has to run on the whole batch."""
     inputs = list(zip(view.facts, view.op.inputs, strict=True))
-    facts = [_whole_like(fact, tensor) for fact, tensor in inputs]
+    facts = [_fact_when_whole(fact, tensor) for fact, tensor in inputs]
     inner = View(view.op, facts, view.scope)
     if view.type in LOOPS:
         found = _plan_loop(inner, may_divide=False)
@@ -258,11 +264,11 @@ def _run_whole(view: View) -> Decision:
     return dataclasses.replace(found, needs=needs)
 
 
-def _whole_like(fact: Fact, tensor: Any) -> Fact:
-    """Return the fact of a tensor once it is whole.
+def _fact_when_whole(fact: Fact, tensor: Any) -> Fact:
+    """Return the fact that a tensor has after it was gathered.
 
-    Its sizes are not followed as multiples of the rows: what is made by them inside is
-    whole, too.
+    Its sizes are not followed as multiples of the rows, so that tensors created from
+    them are whole, too.
     """
     if fact.form is Form.EMPTY or tensor.dtype == tf.resource:
         return fact
@@ -272,13 +278,15 @@ def _whole_like(fact: Fact, tensor: Any) -> Fact:
     return whole(tuple(s if s.is_free else sizes.UNKNOWN for s in shape))
 
 
-def _set(plan: Plan, op: Any, decision: Decision) -> None:
+def _set_decision(plan: Plan, op: Any, decision: Decision) -> None:
+    """Store the decision of an operation and the facts of its outputs."""
     plan.decisions[op] = decision
     for tensor, fact in zip(op.outputs, decision.outputs, strict=True):
         plan.facts[id(tensor)] = fact
 
 
-def _constant(op: Any) -> Fact:
+def _fact_of_constant(op: Any) -> Fact:
+    """Return the fact of a constant, with its value if that is small."""
     tensor = op.outputs[0]
     dtype, count = tensor.dtype, tensor.shape.num_elements()
     is_number = dtype.is_integer or dtype.is_floating or dtype.is_bool
@@ -289,9 +297,10 @@ def _constant(op: Any) -> Fact:
 
 
 def _plan_marker(view: View, marker: str) -> Decision:
-    """Begin or end of a layer that works on each replica's rows by themselves.
+    """Decide a marker that tfdp has put into the program.
 
-    Or a part that is summed at once, with others that are.
+    A marker begins or ends a layer that handles the rows of each replica separately,
+    or requests a form of its input.
     """
     fact = view.facts[0]
     if marker == "whole":
@@ -315,7 +324,7 @@ def _plan_inside(
     scope: Scope,
     outputs: Sequence[Any] | None = None,
 ) -> Plan:
-    """Plan a graph inside of an operation, by the facts of its inputs."""
+    """Plan the graph of a branch, a loop or a call, from the facts of its inputs."""
     inputs = {id(own): fact for own, fact in zip(graph.inputs, facts, strict=True)}
     return make_plan(
         graph, inputs, graph.outputs if outputs is None else outputs, scope
@@ -336,7 +345,7 @@ def _plan_branches(view: View) -> Decision:
     outputs, needs = [], []
     for tensors in zip(*(graph.outputs for graph in graphs), strict=True):
         facts = [p.fact(t) for p, t in zip(plans, tensors, strict=True)]
-        need, fact = _common(facts)
+        need, fact = _common_form(facts)
         if need is WHOLE and _is_list(tensors[0]):
             view.scope.whole.update(tensor.op for tensor in tensors)
         needs.append(need)
@@ -347,8 +356,8 @@ def _plan_branches(view: View) -> Decision:
     )
 
 
-def _common(facts: Sequence[Fact]) -> tuple[Need, Fact]:
-    """Return the form that the results of all branches can have."""
+def _common_form(facts: Sequence[Fact]) -> tuple[Need, Fact]:
+    """Return the form in which each branch can return a result, and its fact."""
     given = [fact for fact in facts if fact.form is not Form.EMPTY]
     if not given:
         return AS_HELD, facts[0]
@@ -374,12 +383,14 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
         fact if same or _is_list(given) else _without_value(fact)
         for fact, same, given in zip(view.facts, is_same, body.inputs, strict=True)
     ]
-    for _ in range(_MOST_PASSES):
+    for _ in range(_MAX_PASSES):
         body_plan = _plan_inside(body, facts, scope)
         after = [
             fact
             if same
-            else _joined(fact, body_plan.fact(output), is_list=_is_list(output))
+            else _loop_variable_fact(
+                fact, body_plan.fact(output), is_list=_is_list(output)
+            )
             for fact, output, same in zip(facts, body.outputs, is_same, strict=True)
         ]
         if after == facts:
@@ -400,7 +411,8 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
     if may_divide and (
         is_converted or _converts(cond_plan, scope) or _converts(body_plan, scope)
     ):
-        # Replicas of one process would wait for each other inside of a loop.
+        # A collective inside of a loop would deadlock: the replicas of one process
+        # would wait for each other. The loop runs on the whole batch instead.
         scope.whole.add(view.op)
     needs = [
         AS_HELD if same else need_of(fact)
@@ -416,9 +428,11 @@ def _without_value(fact: Fact) -> Fact:
 
 
 def _converts(plan: Plan, scope: Scope) -> bool:
-    """Return whether something of a graph has to be gathered or summed up."""
+    """Return whether a graph gathers a tensor, or sums one over replicas."""
     if scope.effects.get(plan.graph):
-        return False  # As it is: an update inside of a loop says so.
+        # An update in this graph reduces gradients itself, and raises an error of its
+        # own where it cannot run inside of a loop.
+        return False
     decisions = [plan.decisions[op] for op in plan.live if op in plan.decisions]
     return any(True for _ in plan.conversions()) or any(
         decision.has_collective
@@ -428,7 +442,7 @@ def _converts(plan: Plan, scope: Scope) -> bool:
 
 
 def is_conversion(fact: Fact, need: Need) -> bool:
-    """Return whether other replicas have to give what is needed of a tensor."""
+    """Return whether the needed form of a tensor requires other replicas' data."""
     if fact.form is Form.PART:
         return need.kind in (Kind.WHOLE, Kind.ROWS)
     if fact.is_rows:
@@ -441,8 +455,8 @@ def _is_list(tensor: Any) -> bool:
     return tensor.dtype == tf.variant
 
 
-def _joined(before: Fact, after: Fact, *, is_list: bool) -> Fact:
-    """Return the fact of a loop's variable that has had both."""
+def _loop_variable_fact(before: Fact, after: Fact, *, is_list: bool) -> Fact:
+    """Return the fact of a loop variable that holds before and after a pass."""
     if before.form is Form.EMPTY or after.form is Form.EMPTY:
         found = after if before.form is Form.EMPTY else before
         return found if is_list else _without_value(found)
@@ -455,7 +469,7 @@ def _joined(before: Fact, after: Fact, *, is_list: bool) -> Fact:
     first = (before.sizes or (sizes.UNKNOWN,) * (after.axis + 1))[after.axis]
     is_whole_first = before.form is Form.WHOLE and not is_list
     if is_whole_first and after.is_rows and first.kind == "rows":
-        # States that begin alike for all rows, such as zeros.
+        # An initial state such as zeros is whole. A replica takes its own rows of it.
         return Fact(Form.ROWS, after.axis, after.sizes)
     if {before.form, after.form} == {Form.WHOLE, Form.PART}:
         return Fact(Form.PART, sizes=shape)

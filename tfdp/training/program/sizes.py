@@ -1,7 +1,7 @@
 """Sizes of the program's tensors, with the number of rows of a batch as an unknown.
 
-A step is traced without knowing how many rows a batch has. Whether a reshape keeps rows
-apart, or a sum is over rows, follows from sizes as multiples of that number.
+A step is traced for any number of rows. Whether a reshape keeps rows apart, or a sum
+runs over rows, follows from sizes as multiples of that number.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """A size, or another integer that is computed of sizes.
+    """A size, or another integer that is computed from sizes.
 
     Args:
         kind: String: `"number"`, known; `"rows"`, a multiple of the number of rows;
-            `"splits"`, one more than the rows, as a ragged tensor has row splits;
-            `"free"`, unknown but the same for any number of rows; `"unknown"`.
-        number: Int or float: the number, or the multiple. `None`: unknown.
+            `"splits"`, the number of rows plus one, as for the row splits of a ragged
+            tensor; `"free"`, unknown but independent of the number of rows;
+            `"unknown"`.
+        number: Int or float, the known number, or the multiple of the rows. `None` if
+            not known.
     """
 
     kind: str
@@ -42,14 +44,15 @@ class Size:
     def __add__(self, other: Size) -> Size:
         if {self, other} == {ONE, rows(1)}:
             return SPLITS
-        return self._sum(other, lambda a, b: a + b)
+        return self._sum_or_difference(other, lambda a, b: a + b)
 
     def __sub__(self, other: Size) -> Size:
         if (self, other) == (SPLITS, ONE):
             return rows(1)
-        return self._sum(other, lambda a, b: a - b)
+        return self._sum_or_difference(other, lambda a, b: a - b)
 
-    def _sum(self, other: Size, combine: Callable) -> Size:
+    def _sum_or_difference(self, other: Size, combine: Callable) -> Size:
+        """Return the sum, or the difference, by the operator `combine`."""
         if self.kind == other.kind == "number":
             return number(combine(self.number, other.number))
         if other == ZERO:
@@ -72,6 +75,7 @@ class Size:
         return _free_or_unknown(self, other)
 
     def _quotient(self, other: Size) -> Size:
+        """Divide a multiple of the rows by another one, or by a number."""
         of_rows = other.kind == "rows"
         if self.number is None:
             return FREE if of_rows and other.number == 1 else UNKNOWN
@@ -86,7 +90,7 @@ class Size:
         return _free_or_unknown(self, other)
 
     def maximum(self, other: Size) -> Size:
-        """Return the larger one: a batch has one row or more."""
+        """Return the larger size, for a batch of at least one row."""
         if self.kind == other.kind == "number":
             return number(max(self.number, other.number))
         for one, another in ((self, other), (other, self)):
@@ -96,19 +100,19 @@ class Size:
         return _free_or_unknown(self, other)
 
     def minimum(self, other: Size) -> Size:
-        """Return the smaller one."""
+        """Return the smaller size."""
         if self.kind == other.kind == "number":
             return number(min(self.number, other.number))
         return self if self == other else _free_or_unknown(self, other)
 
     @property
     def is_counted(self) -> bool:
-        """Bool, whether it follows from the number of rows."""
+        """Bool, whether the size follows from the number of rows."""
         return self.number is not None and self.kind in ("number", "rows")
 
     @property
     def is_free(self) -> bool:
-        """Whether it is the same for any number of rows."""
+        """Bool, whether the size is the same for any number of rows."""
         return self.kind in ("number", "free")
 
 
@@ -118,7 +122,7 @@ def number(value: Any) -> Size:
 
 
 def rows(multiple: int | None = 1) -> Size:
-    """Return a multiple of the number of rows; `None` for one that is not known."""
+    """Return a size that is a multiple of the number of rows; `None` if not known."""
     return Size("rows", None if multiple is None else int(multiple))
 
 
@@ -130,7 +134,7 @@ ONE = number(1)
 
 
 def _multiplied(size: Size, factor: Any) -> Size:
-    """Return a multiple of the rows, multiplied by a number: by 0.5 it may be none."""
+    """Multiply a multiple of the rows by a number; a fraction may leave no multiple."""
     if factor <= 0:
         return UNKNOWN
     if size.number is None:
@@ -140,6 +144,7 @@ def _multiplied(size: Size, factor: Any) -> Size:
 
 
 def _free_or_unknown(*sizes: Size) -> Size:
+    """Return `FREE` if no size depends on the number of rows, else `UNKNOWN`."""
     return FREE if all(size.is_free for size in sizes) else UNKNOWN
 
 
@@ -152,7 +157,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def array(values: Any) -> np.ndarray:
-    """Return an array of sizes of an array of numbers, or of a sequence of sizes."""
+    """Return an array of sizes from an array of numbers or a sequence of sizes."""
     if isinstance(values, np.ndarray) and values.dtype != object:
         return array([number(n) for n in values.ravel()]).reshape(values.shape)
     result = np.empty(len(values), object)
@@ -161,7 +166,7 @@ def array(values: Any) -> np.ndarray:
 
 
 def numbers(values: np.ndarray | None) -> np.ndarray | None:
-    """Return the numbers of an array of sizes, or `None` if one is not known."""
+    """Return the numbers of an array of sizes, or `None` unless all are known."""
     if values is None or any(size.kind != "number" for size in values.ravel()):
         return None
     flat = [size.number for size in values.ravel()]
@@ -177,6 +182,7 @@ def broadcast(shapes: list[tuple[Size, ...]]) -> tuple[Size, ...]:
 
 
 def _broadcast_axis(sizes: list[Size]) -> Size:
+    """Return the size that the sizes of one axis broadcast to."""
     others = [size for size in sizes if size != ONE]
     for kind in ("rows", "splits", "number", "unknown", "free"):
         found = next((size for size in others if size.kind == kind), None)
@@ -186,13 +192,13 @@ def _broadcast_axis(sizes: list[Size]) -> Size:
 
 
 def axis_of_rows(shape: Iterable[Size]) -> int | None:
-    """Return the only axis that is a multiple of the rows, or `None`."""
+    """Return the only axis whose size is a multiple of the rows, or `None`."""
     axes = [axis for axis, size in enumerate(shape) if size.kind == "rows"]
     return axes[0] if len(axes) == 1 else None
 
 
 def common(shapes: Sequence[Any]) -> Any:
-    """Return the sizes that shapes have in common, or `None` if ranks differ."""
+    """Merge shapes: sizes that differ become unknown; `None` if ranks differ."""
     if any(shape is None or len(shape) != len(shapes[0]) for shape in shapes):
         return None
     return tuple(

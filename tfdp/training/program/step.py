@@ -1,4 +1,4 @@
-"""The step of a replica, as its part of the program of one device.
+"""The step of a replica: its part of the single-device program.
 
 step -> traced once, as on one device -> plan -> built on each replica by the plan
 """
@@ -15,7 +15,7 @@ from tfdp.ground import _compat
 from tfdp.ground.base.loops import Loop
 from tfdp.ground.base.program_trace import ProgramTrace, tracing
 from tfdp.training.data.rows import count_of, first_tensor, take_rows
-from tfdp.training.program.batch import StandIn, stand_ins
+from tfdp.training.program.batch import BatchPlaceholder, batch_placeholders
 from tfdp.training.program.builder import Builder
 from tfdp.training.program.checks import check_step
 from tfdp.training.program.conversions import Replica, Rows
@@ -27,7 +27,7 @@ from tfdp.training.program.gathers import (
     describe_operation,
     operations_of,
 )
-from tfdp.training.program.logs import LogTail, tail_of
+from tfdp.training.program.logs import LogTail, find_log_tail
 from tfdp.training.program.plan import CannotDivideError, Plan, Scope, make_plan
 from tfdp.training.program.rules.state import writes_state
 from tfdp.training.program.view import AS_HELD, WHOLE
@@ -37,8 +37,10 @@ from tfdp.training.replicas.variables import MetricVariable
 
 @dataclasses.dataclass
 class _Traced:
+    """A traced step with its plan, ready to be built on a replica."""
+
     trace: ProgramTrace
-    parts: list[StandIn]
+    parts: list[BatchPlaceholder]
     results: Any
     plan: Plan
     scope: Scope
@@ -48,14 +50,14 @@ class _Traced:
 
 
 class DividedStep:
-    """A step that Keras gives to `strategy.run`, divided among the replicas.
+    """A step that Keras passes to `strategy.run`, divided among the replicas.
 
     Args:
         strategy: A tfdp strategy.
-        loop: `Loop` of Keras, whose step it is.
-        function: Callable, the step, as on one device.
-        others: Collection of ints, the flat places of the arguments that may have
-            another number of rows than the first. Defaults to none.
+        loop: `Loop` of Keras that runs the step.
+        function: Callable, the step, written for one device.
+        others: Collection of ints, flat positions of the arguments whose number of
+            rows may differ from that of the first. Defaults to none.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class DividedStep:
         self._loop = loop
         self._function = function
         self._others = others
-        # Rows, as `predict` does, or logs.
+        # A step of `predict` returns rows; the steps of other loops return logs.
         self._returns_rows = "predict" in loop.name
         self._traced: _Traced | None = None
         self._graph: Any = None
@@ -77,22 +79,23 @@ class DividedStep:
 
     @property
     def tail(self) -> LogTail | None:
-        """How logs are computed of what the replicas return, or `None`."""
+        """`LogTail` that computes logs from the replicas' results, or `None`."""
         return None if self._traced is None else self._traced.tail
 
     def __call__(self, args: tuple, group: TrainingGroup, rows: Rows) -> Any:
-        """Build the step of the replica that runs.
+        """Build the step of the running replica.
 
         Args:
-            args: Tuple of nests of tensors, its own rows.
-            group: `TrainingGroup`, the replicas whose program it is.
-            rows: `Rows`.
+            args: Tuple of nests of tensors, the rows of the replica.
+            group: `TrainingGroup` of the replicas that share the program.
+            rows: `Rows` of the batch and of the replica.
 
         Returns:
-            What the step returns: rows; or a list of tensors of which `tail` computes
-            logs.
+            Nest of rows that the step returns, or list of tensors from which `tail`
+            computes logs.
         """
-        # A step that XLA compiles is traced within the function that it compiles.
+        # A trace captures tensors of the graph in which it was made. A step that XLA
+        # compiles is built inside the compiled function, which has another graph.
         graph = tf.compat.v1.get_default_graph()
         if self._traced is None or self._graph is not graph:
             self._traced, self._graph = self._trace_once(args, group), graph
@@ -120,7 +123,7 @@ class DividedStep:
             )
         }
         for outer, inner in found.trace.graph.captures:
-            tensors.setdefault(id(inner), self._own(outer, replica.local_id))
+            tensors.setdefault(id(inner), self._component_of(outer, replica.local_id))
         builder = Builder(found.trace, found.plan, found.scope, replica, tensors)
         builder.run()
         if found.tail is not None:
@@ -130,6 +133,7 @@ class DividedStep:
         )
 
     def _rows_of(self, builder: Builder, replica: Replica, result: Any) -> Any:
+        """Return the rows that the replica has of a result of the step."""
         if isinstance(result, (tf.RaggedTensor, tf.SparseTensor)):
             return self._rows_of_composite(builder, result)
         if not tf.is_symbolic_tensor(result):
@@ -139,11 +143,13 @@ class DividedStep:
             return builder.get(result, WHOLE)
         if (fact.is_rows and fact.axis == 0) or fact.form is Form.LOCAL:
             return builder.get(result, AS_HELD)
-        # Rows of another part of the batch, perhaps.
-        return replica.share(builder.get(result, WHOLE))
+        # The rows of this result may belong to another part of the batch, whose
+        # number of rows differs from that of the first one.
+        return replica.take_equal_share(builder.get(result, WHOLE))
 
     @staticmethod
     def _rows_of_composite(builder: Builder, result: Any) -> Any:
+        """Return the rows that the replica has of a ragged or sparse result."""
         parts = tf.nest.flatten(result, expand_composites=True)
         found = tf.nest.pack_sequence_as(
             result, [builder.get(part, WHOLE) for part in parts], expand_composites=True
@@ -152,9 +158,9 @@ class DividedStep:
         return take_rows(found, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
 
     def _trace_once(self, args: tuple, group: TrainingGroup) -> _Traced:
-        """Trace for any number of rows, or for that of all batches if a step needs it.
+        """Trace the step for any number of rows or, where that fails, for a fixed one.
 
-        A layer may take the number from the static shape of its input.
+        A layer may need the number of rows in the static shape of its input.
         """
         try:
             return self._trace(args, 0, is_of_all=group.is_all)
@@ -169,16 +175,16 @@ class DividedStep:
         """Trace the step.
 
         Args:
-            args: Tuple of nests of tensors, rows of a replica.
-            num_replicas: Int, the replicas that each have as many rows as this one; or
-                0: static shapes do not tell the number of rows.
-            is_of_all: Bool, whether the program is that of all replicas.
+            args: Tuple of nests of tensors, the rows of a replica.
+            num_replicas: Int, number of replicas with the same number of rows as this
+                one; or 0 to trace without static numbers of rows.
+            is_of_all: Bool, whether all replicas share the program.
         """
         graph = _compat.ProgramGraph()
         trace = ProgramTrace(graph)
         flat = tf.nest.flatten(args)
         with graph.as_default(), tracing(trace):
-            parts = stand_ins(flat, num_replicas, self._others)
+            parts = batch_placeholders(flat, num_replicas, self._others)
             given = [part.value for part in parts]
             results = self._function(*tf.nest.pack_sequence_as(args, given))
         needed = [
@@ -202,7 +208,7 @@ class DividedStep:
             ) from None
         tail = None
         if not self._returns_rows:
-            tail = tail_of(plan, results, scope, is_of_all=is_of_all)
+            tail = find_log_tail(plan, results, scope, is_of_all=is_of_all)
         cuts = [] if tail is None else [cut[:2] for cut in tail.cuts]
         conversions = conversions_of(trace, plan, cuts)
         is_alone = self._strategy.extended.worker_group.num_workers == 1
@@ -214,11 +220,11 @@ class DividedStep:
     # Variables.
 
     def _variable_of(self, handle: Any) -> Any:
-        """Return the variable of all replicas that has a handle, or `None`."""
+        """Return the distributed variable of a resource handle, or `None`."""
         return self._strategy.extended.variable_of(handle)
 
-    def _own(self, outer: Any, replica: int) -> Any:
-        """Return what a replica has in the place of a value that is captured."""
+    def _component_of(self, outer: Any, replica: int) -> Any:
+        """Return a local replica's component of a variable; other values unchanged."""
         variable = self._variable_of(outer)
         return outer if variable is None else variable.values[replica].handle
 
@@ -226,7 +232,7 @@ class DividedStep:
         return isinstance(self._variable_of(self._outermost(handle)), MetricVariable)
 
     def _shared_states(self, graph: Any) -> set[int]:
-        """Return the `id`s of what a program writes and its local replicas share."""
+        """Return the `id`s of written resources that local replicas share."""
         if self._strategy.extended.num_local == 1:
             return set()
         return {
@@ -238,7 +244,7 @@ class DividedStep:
         }
 
     def _outermost(self, tensor: Any) -> Any:
-        """Return the value that a tensor of a function captures, or itself."""
+        """Follow captures of nested functions to the value outside of all of them."""
         while tf.is_symbolic_tensor(tensor):
             if tensor.graph not in self._captures:
                 self._captures[tensor.graph] = {
@@ -259,15 +265,19 @@ def rows_of_replica(
     *,
     are_alike: bool,
 ) -> Rows:
-    """Count the rows of the replica that runs, and those before it in its group.
+    """Count the rows of the running replica, and those of the replicas before it.
 
     Args:
-        group: `TrainingGroup`, the replicas whose program it is.
-        args: Tuple of nests of tensors, its own rows.
+        group: `TrainingGroup` of the replicas that share the program.
+        args: Tuple of nests of tensors, the rows of the running replica.
         total: Scalar tensor, rows of all replicas, where a batch is divided equally;
-            or `None` to ask the others.
-        counts: Dict from the rank of each local replica to its rows: int32 scalar.
-        are_alike: Bool, whether all replicas are known to have as many rows.
+            or `None` to gather the numbers of rows from the replicas.
+        counts: Dict from the rank of each local replica to its number of rows, an
+            int32 scalar.
+        are_alike: Bool, whether all replicas have the same static number of rows.
+
+    Returns:
+        `Rows` of the batch and of the running replica.
     """
     first = first_tensor(args)
     if first is None:

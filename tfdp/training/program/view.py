@@ -1,4 +1,4 @@
-"""An operation of the program as its rule sees it, and what the rule decides."""
+"""View of an operation for its rule, and the decision that the rule returns."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ _Entry = TypeVar("_Entry")
 
 
 def operations(names: str) -> frozenset[str]:
-    """Return the types of operations that a text names."""
+    """Return the types of operations in a text, separated by blanks."""
     return frozenset(names.split())
 
 
 def table(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
-    """Return the entry of each operation, from one for all that a text names."""
+    """Return a dict by type of operation, from one by texts of several types."""
     return {name: entry for names, entry in entries.items() for name in names.split()}
 
 
-# The input that is the shape of the output.
+# Index of the input that holds the shape of the output, by type of operation.
 _SHAPE_INPUT = {"BroadcastTo": 1, "Fill": 0, "Reshape": 1}
 
-# Of these the output has the shape of the first input.
+# Operations whose output has the shape of the first input.
 _LIKE_FIRST = operations("Cumprod Cumsum LogSoftmax ReverseV2 Roll Softmax")
 
-# The shape of what these give is an input: it may have the number of rows in it.
+# Operations with an input that holds the shape of the output. That shape may contain
+# the number of rows.
 _SHAPED_BY_VALUES = operations(
     """
     BroadcastTo Fill OneHot Pad PadV2 Range Reshape ScatterNd Slice StridedSlice
@@ -52,9 +53,9 @@ class CannotDivideError(Exception):
     """An operation of a step cannot be divided among replicas.
 
     Args:
-        op: The operation.
-        reason: String, what it does: a verb phrase.
-        advice: String, a sentence: what to write instead.
+        op: `tf.Operation` that cannot be divided.
+        reason: String, verb phrase that says what the operation does.
+        advice: String, sentence that says what to write instead.
     """
 
     def __init__(self, op: Any, reason: str, advice: str) -> None:
@@ -65,7 +66,7 @@ class CannotDivideError(Exception):
 
 
 class Kind(enum.Enum):
-    """What an operation needs of an input, see `Need`."""
+    """Kind of form in which an operation needs an input, see `Need`."""
 
     AS_HELD = "as held"
     WHOLE = "whole"
@@ -79,10 +80,12 @@ class Need:
     """The form that an operation needs of an input.
 
     Args:
-        kind: `Kind`: as the replica holds it (of sizes, its own); whole (of sizes, the
-            program's); own rows; a part of a sum; nothing, not even that it is made.
-        axis: Int, the axis of rows.
-        may_broadcast: Bool, whether an axis of one entry is left as it is.
+        kind: `Kind`: in the form that the replica holds, sizes for its own rows;
+            whole, sizes for the whole batch; own rows; a partial sum; or nothing, so
+            that the input need not be computed.
+        axis: Int, the axis of rows. Defaults to 0.
+        may_broadcast: Bool, whether an axis of size one is not sliced, since it
+            broadcasts. Defaults to `False`.
     """
 
     kind: Kind
@@ -97,12 +100,12 @@ NOTHING = Need(Kind.NOTHING)
 
 
 def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:
-    """Return the need of own rows along an axis."""
+    """Return the need for own rows along an axis."""
     return Need(Kind.ROWS, axis, may_broadcast)
 
 
 def need_of(fact: Fact) -> Need:
-    """Return the need of an input that is to be held like this."""
+    """Return the need that brings an input into the form of a fact."""
     if fact.is_rows:
         return rows_along(fact.axis)
     return {Form.PART: PART, Form.WHOLE: WHOLE}.get(fact.form, AS_HELD)
@@ -116,11 +119,14 @@ class Decision:
         needs: Sequence of `Need`, one for each input.
         outputs: Sequence of `Fact`, one for each output.
         build: Callable of the `Builder`, the operation and its inputs, which returns
-            its outputs; or `None`: an operation like it. Defaults to `None`.
-        is_whole: Bool, whether it runs on the whole batch since no rule divides it.
-        plans: `Plan`s of the graphs of a branch or a loop. Defaults to none.
-        details: Anything that `build` needs beside. Defaults to `None`.
-        has_collective: Bool, whether `build` sums or gathers something itself.
+            its outputs; or `None` to copy the operation. Defaults to `None`.
+        is_whole: Bool, whether the operation runs on the whole batch since no rule
+            divides it. Defaults to `False`.
+        plans: Sequence of `Plan`, one for each graph of a branch, a loop or a call.
+            Defaults to none.
+        details: Further argument for building a branch or a loop. Defaults to `None`.
+        has_collective: Bool, whether `build` itself sums over replicas or gathers.
+            Defaults to `False`.
     """
 
     needs: Sequence[Need]
@@ -136,8 +142,8 @@ class View:
     """An operation of the program, with the facts of its inputs.
 
     Args:
-        op: `tf.Operation`.
-        facts: Sequence of `Fact`, of its inputs.
+        op: `tf.Operation` of the program.
+        facts: Sequence of `Fact`, one for each input.
         scope: `Scope` of the plan, which knows its variables.
     """
 
@@ -151,14 +157,14 @@ class View:
         return len(self.facts)
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Return an attribute of the operation."""
+        """Return an attribute of the operation, or the default if it has none."""
         try:
             return self.op.get_attr(name)
         except ValueError:
             return default
 
     def numbers(self, index: int) -> np.ndarray | None:
-        """Return the numbers of an input, if all are known."""
+        """Return an input as an array of numbers, or `None` unless all are known."""
         return numbers(self.facts[index].value)
 
     def forms(self) -> list[Form]:
@@ -167,7 +173,7 @@ class View:
 
     @property
     def is_free(self) -> bool:
-        """Whether no size of an input but that of its rows depends on the batch."""
+        """Bool, whether no size of an input but that of rows depends on the batch."""
         return all(fact.has_free_sizes or fact.rank == 0 for fact in self.facts)
 
     def output_sizes(self, index: int = 0) -> Any:
@@ -175,8 +181,8 @@ class View:
         return static_sizes(self.op.outputs[index], is_free=self.is_free)
 
     def whole_outputs(self) -> list[Fact]:
-        """Return the facts of outputs that every replica has."""
-        shape = self._given_shape()
+        """Return the facts of the outputs if they are replicated."""
+        shape = self._shape_from_input()
         if shape is not None:
             return [whole(shape)]
         is_free = not self._is_shaped_by_values() and all(
@@ -190,14 +196,14 @@ class View:
         ]
 
     def _is_shaped_by_values(self) -> bool:
-        """Return whether sizes of outputs are integers that are not known."""
+        """Return whether the shape of the outputs is an input of unknown value."""
         return self.type in _SHAPED_BY_VALUES and any(
             fact.value is None and tensor.dtype.is_integer
             for fact, tensor in zip(self.facts, self.op.inputs, strict=True)
         )
 
-    def _given_shape(self) -> Any:
-        """Return the sizes of an output whose shape is an input, if all are known."""
+    def _shape_from_input(self) -> Any:
+        """Return the shape of the output if it follows from an input, or `None`."""
         if self.type in _LIKE_FIRST:
             return self.facts[0].sizes
         index = _SHAPE_INPUT.get(self.type)
@@ -207,17 +213,17 @@ class View:
         return tuple(value)
 
     def part_outputs(self, sizes: Any = None) -> list[Fact]:
-        """Return the facts of outputs that are parts of sums."""
+        """Return the facts of the outputs if they are partial sums."""
         if sizes is not None:
             return [part(sizes)]
         return [part(fact.sizes) for fact in self.whole_outputs()]
 
     def rows_output(self, axis: int, multiple: int | None, index: int = 0) -> Fact:
-        """Return the fact of an output of own rows, from what TensorFlow knows."""
+        """Return the fact of an output of own rows, with its static shape."""
         sizes = self.output_sizes(index)
         assert sizes is not None
         return own_rows(with_rows(sizes, axis, multiple), axis)
 
     def run_whole(self) -> Decision:
-        """Return the decision that is right for any operation."""
+        """Decide to run the operation on whole inputs, which is always correct."""
         return Decision([WHOLE] * len(self), self.whole_outputs(), is_whole=True)

@@ -1,4 +1,4 @@
-"""Rules: what an operation gives, by what is held of its inputs.
+"""Rules: the form of an operation's outputs, by the forms of its inputs.
 
 Reading order:
     elementwise: operations on elements, and linear ones
@@ -7,8 +7,8 @@ Reading order:
     rowwise: operations on each row by itself, convolutions and poolings
     layouts: reshapes, slices, joins, gathers
     composites: rows made of ragged and sparse tensors
-    values: integers that are computed of sizes
-    state: variables, random numbers, functions of Python
+    values: integers that are computed from sizes
+    state: variables, random numbers, Python functions
     lists: lists of tensors
 """
 
@@ -40,8 +40,9 @@ from tfdp.training.program.rules.values import decide_values
 from tfdp.training.program.sizes import broadcast
 from tfdp.training.program.view import WHOLE, Decision, View, operations
 
-# The first of these that decides is taken, whatever is held of the inputs.
-_OF_ANY = (
+# Rules for inputs in any form, in order of priority: the first one that returns a
+# decision applies.
+_RULES_OF_ANY_FORM = (
     decide_variable,
     decide_list,
     decide_values,
@@ -52,29 +53,32 @@ _OF_ANY = (
     decide_local,
     decide_zeros,
 )
-# The same, where an input is own rows.
-_OF_ROWS = (
+# Rules for operations with an input of own rows, in order of priority.
+_RULES_OF_ROWS = (
     decide_layout,
     decide_contraction,
     decide_elementwise,
     decide_reduction,
     decide_row_by_row,
 )
-# Layouts that are made by sizes, whatever else they are made of.
-_OF_SIZES = operations("BroadcastTo ConcatOffset Fill Range StridedSliceGrad Tile")
-# Of these one number for all rows, a part of a sum, is summed before it is as many.
-_TO_ROWS = operations("BroadcastTo Fill Tile")
+# Layout operations that can create own rows when an input holds sizes.
+_LAYOUTS_FROM_SIZES = operations(
+    "BroadcastTo ConcatOffset Fill Range StridedSliceGrad Tile"
+)
+# Layout operations that repeat a partial sum for all rows. The sum over replicas is
+# computed before it is repeated, while it is small.
+_REPEATING_LAYOUTS = operations("BroadcastTo Fill Tile")
 
 
 def decide(view: View) -> Decision:
     """Decide how a replica builds an operation of the program."""
-    found = _first(_OF_ANY, view)
+    found = _first_decision(_RULES_OF_ANY_FORM, view)
     if found is not None:
         return found
     forms = view.forms()
     if Form.ROWS in forms:
-        return _first(_OF_ROWS, view) or view.run_whole()
-    of_sizes = _TO_ROWS if Form.PART in forms else _OF_SIZES
+        return _first_decision(_RULES_OF_ROWS, view) or view.run_whole()
+    of_sizes = _REPEATING_LAYOUTS if Form.PART in forms else _LAYOUTS_FROM_SIZES
     if Form.SIZES in forms and view.type in of_sizes:
         found = decide_layout(view)
     if found is None and Form.PART in forms:
@@ -82,12 +86,13 @@ def decide(view: View) -> Decision:
     return found or Decision([WHOLE] * len(view), _whole_outputs(view))
 
 
-def _first(rules: Sequence[Callable], view: View) -> Decision | None:
+def _first_decision(rules: Sequence[Callable], view: View) -> Decision | None:
+    """Return the first decision of some rules, or `None`."""
     return next((found for rule in rules if (found := rule(view))), None)
 
 
 def _whole_outputs(view: View) -> list[Fact]:
-    """Return the facts of outputs that need nothing of another replica."""
+    """Return the facts of an operation's outputs on whole inputs."""
     shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
     if shapes and view.type in ELEMENTWISE and len(shapes) == len(view):
         return [whole(broadcast(shapes))]

@@ -1,6 +1,6 @@
-"""Rules of operations that make rows of ragged or sparse tensors, which are whole.
+"""Rules of operations that convert ragged or sparse tensors, which are whole, to rows.
 
-What comes out has a row for each of the batch: a replica takes its own.
+The output has a row for each row of the batch: a replica slices its own rows.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from tfdp.training.program.view import WHOLE, Decision, View
 
 
 def decide_composite(view: View) -> Decision | None:
-    """Decide an operation that makes rows of ragged or sparse tensors, or these."""
-    if view.type in _SHAPES:
-        return _decide_maker(view)
-    if view.type not in _FIRST_SIZES or not set(view.forms()) <= _ALIKE:
+    """Decide an operation on ragged or sparse tensors, or one that creates them."""
+    if view.type in _ROWS_OF_SPARSE:
+        return _decide_sparse_output(view)
+    if view.type not in _ROWS_OF_DENSE or not set(view.forms()) <= _REPLICATED:
         return None
-    size = _FIRST_SIZES[view.type](view)
+    size = _ROWS_OF_DENSE[view.type](view)
     if size is None or size.kind != "rows" or size.number is None:
         return None
     found = static_sizes(view.op.outputs[0], is_free=True)
@@ -29,9 +29,9 @@ def decide_composite(view: View) -> Decision | None:
     return Decision([WHOLE] * len(view), [fact], _build_and_take_rows)
 
 
-def _decide_maker(view: View) -> Decision | None:
-    """Decide an operation that makes a whole sparse tensor, of as many rows."""
-    size = _SHAPES[view.type](view)
+def _decide_sparse_output(view: View) -> Decision | None:
+    """Decide an operation that creates a sparse tensor, which is whole."""
+    size = _ROWS_OF_SPARSE[view.type](view)
     if size is None:
         return None
     outputs = view.whole_outputs()
@@ -40,13 +40,14 @@ def _decide_maker(view: View) -> Decision | None:
 
 
 def _build_and_take_rows(builder: Any, op: Any, inputs: list) -> list:
+    """Build the operation on whole inputs, and slice own rows of its output."""
     found = builder.copy(op, inputs)[0]
     found.set_shape(op.outputs[0].shape)
     return [builder.take_rows(op.outputs[0], found)]
 
 
-def _first_value(index: int) -> Callable[[View], Size | None]:
-    """Return the first number of an input, such as a shape."""
+def _rows_by_value(index: int) -> Callable[[View], Size | None]:
+    """Return a function that returns the first element of an input such as a shape."""
 
     def size(view: View) -> Size | None:
         value = view.facts[index].value
@@ -55,14 +56,14 @@ def _first_value(index: int) -> Callable[[View], Size | None]:
     return size
 
 
-def _first_size(view: View) -> Size | None:
-    """Return the first size of the first input."""
+def _rows_of_first_input(view: View) -> Size | None:
+    """Return the number of rows of the first input."""
     found = view.facts[0].sizes
     return found[0] if found else None
 
 
-def _of_splits(index: int) -> Callable[[View], Size | None]:
-    """Return the number of rows that an input has row splits of."""
+def _rows_by_splits(index: int) -> Callable[[View], Size | None]:
+    """Return a function that returns the number of rows by an input of row splits."""
 
     def size(view: View) -> Size | None:
         return rows(1) if view.facts[index].sizes == (SPLITS,) else None
@@ -70,43 +71,45 @@ def _of_splits(index: int) -> Callable[[View], Size | None]:
     return size
 
 
-def _of_partition(view: View) -> Size | None:
-    """Return the number of rows of a ragged tensor that becomes a dense one."""
-    first = _first_value(0)(view)
+def _rows_by_partition(view: View) -> Size | None:
+    """Return the number of rows of a ragged tensor that is converted to dense."""
+    first = _rows_by_value(0)(view)
     if first != number(-1):
         return first
     kinds = view.attribute("row_partition_types")
     if kinds[0] in (b"FIRST_DIM_SIZE", "FIRST_DIM_SIZE"):
-        return _first_value(3)(view)
-    return _of_splits(3)(view)
+        return _rows_by_value(3)(view)
+    return _rows_by_splits(3)(view)
 
 
-def _of_product(view: View) -> Size | None:
-    return None if view.attribute("adjoint_a") else _first_value(2)(view)
+def _rows_of_product(view: View) -> Size | None:
+    """Return the number of rows of a product of a sparse and a dense matrix."""
+    return None if view.attribute("adjoint_a") else _rows_by_value(2)(view)
 
 
-# The first size of what an operation returns.
-_FIRST_SIZES: dict[str, Callable[[View], Size | None]] = {
-    "RaggedBincount": _of_splits(0),
-    "RaggedTensorToTensor": _of_partition,
-    "ScatterNd": _first_value(2),
-    "SparseBincount": _first_value(2),
-    "SparseTensorDenseMatMul": _of_product,
-    "SparseToDense": _first_value(1),
-    "UnsortedSegmentMax": _first_value(2),
-    "UnsortedSegmentMin": _first_value(2),
-    "UnsortedSegmentProd": _first_value(2),
-    "UnsortedSegmentSum": _first_value(2),
+# The number of rows of the dense output, by type of operation.
+_ROWS_OF_DENSE: dict[str, Callable[[View], Size | None]] = {
+    "RaggedBincount": _rows_by_splits(0),
+    "RaggedTensorToTensor": _rows_by_partition,
+    "ScatterNd": _rows_by_value(2),
+    "SparseBincount": _rows_by_value(2),
+    "SparseTensorDenseMatMul": _rows_of_product,
+    "SparseToDense": _rows_by_value(1),
+    "UnsortedSegmentMax": _rows_by_value(2),
+    "UnsortedSegmentMin": _rows_by_value(2),
+    "UnsortedSegmentProd": _rows_by_value(2),
+    "UnsortedSegmentSum": _rows_by_value(2),
 }
-# The number of rows of the sparse tensor that an operation makes: of three outputs the
-# last is its shape, of two axes.
-_SHAPES: dict[str, Callable[[View], Size | None]] = {
+# The number of rows of the sparse output, by type of operation. Each operation returns
+# indices, values and a dense shape of two axes.
+_ROWS_OF_SPARSE: dict[str, Callable[[View], Size | None]] = {
     "DenseCountSparseOutput": lambda view: (
-        _first_size(view) if view.facts[0].rank == 2 else None
+        _rows_of_first_input(view) if view.facts[0].rank == 2 else None
     ),
-    "RaggedCountSparseOutput": _of_splits(0),
-    "SparseCountSparseOutput": _first_value(2),
-    "StringSplit": _first_size,
-    "StringSplitV2": _first_size,
+    "RaggedCountSparseOutput": _rows_by_splits(0),
+    "SparseCountSparseOutput": _rows_by_value(2),
+    "StringSplit": _rows_of_first_input,
+    "StringSplitV2": _rows_of_first_input,
 }
-_ALIKE = frozenset((Form.WHOLE, Form.SIZES))
+# Forms of inputs whose whole value every replica has, or can compute.
+_REPLICATED = frozenset((Form.WHOLE, Form.SIZES))

@@ -8,8 +8,9 @@ from tfdp.training.program.facts import Fact, own_rows, part
 from tfdp.training.program.sizes import FREE, ONE, Size
 from tfdp.training.program.view import WHOLE, Decision, View, operations, rows_along
 
-# Labels of axes of which one entry stands for all: those of "...", and of matrices.
-_BATCH = "12345678"
+# Labels for batch axes, which broadcast if their size is one: the axes of "..." in an
+# `Einsum`, and those before the last two of a `BatchMatMul`. Letters label the others.
+_BATCH_LABELS = "12345678"
 
 
 _CONTRACTIONS = operations("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsum")
@@ -18,11 +19,11 @@ _CONTRACTIONS = operations("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsu
 def decide_contraction(view: View) -> Decision | None:
     """Decide a product of matrices or an `Einsum` of own rows."""
     labels = _labels(view) if view.type in _CONTRACTIONS else None
-    return None if labels is None else _decide(view, *labels)
+    return None if labels is None else _decide_from_labels(view, *labels)
 
 
 def _labels(view: View) -> tuple[list[str], str] | None:
-    """Return a letter for each axis of the inputs and of the output."""
+    """Return labels of the axes: a string for each input, and one for the output."""
     if view.type == "Einsum":
         return _einsum_labels(view)
     ranks = [fact.rank for fact in view.facts if fact.rank is not None]
@@ -34,12 +35,13 @@ def _labels(view: View) -> tuple[list[str], str] | None:
         return [first, second], "ij"
     first = "yx" if view.attribute("adj_x") else "xy"
     second = "zy" if view.attribute("adj_y") else "yz"
-    outer = _BATCH[: max(ranks) - 2]
+    outer = _BATCH_LABELS[: max(ranks) - 2]
     own = [outer[len(outer) - (rank - 2) :] for rank in ranks]
     return [own[0] + first, own[1] + second], outer + "xz"
 
 
 def _einsum_labels(view: View) -> tuple[list[str], str] | None:
+    """Return labels of the axes from the equation of an `Einsum`."""
     equation = view.attribute("equation")
     equation = equation.decode() if isinstance(equation, bytes) else equation
     inputs, output = equation.split("->")
@@ -49,7 +51,7 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
             return None
         counts.append(fact.rank - (len(text) - 3) if "..." in text else 0)
     *found, output = (
-        text.replace("...", _BATCH[len(_BATCH) - count :])
+        text.replace("...", _BATCH_LABELS[len(_BATCH_LABELS) - count :])
         for text, count in zip(
             [*inputs.split(","), output], [*counts, max(counts)], strict=True
         )
@@ -59,7 +61,10 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
     return found, output
 
 
-def _decide(view: View, inputs: Sequence[str], output: str) -> Decision | None:
+def _decide_from_labels(
+    view: View, inputs: Sequence[str], output: str
+) -> Decision | None:
+    """Decide a contraction from the labels of its inputs and its output."""
     if any(fact.sizes is None for fact in view.facts):
         return None
     row_labels = [
@@ -67,7 +72,8 @@ def _decide(view: View, inputs: Sequence[str], output: str) -> Decision | None:
         for text, fact in zip(inputs, view.facts, strict=True)
     ]
     chosen = [label for label in row_labels if label is not None]
-    # Rows that the output keeps are kept; others are gathered.
+    # Inputs may have rows along axes of different labels. One label can stay divided:
+    # preferably one of the output, whose rows then need no sum. Others are gathered.
     label = next((own for own in chosen if own in output), chosen[0])
     multiples = {
         fact.multiple
@@ -77,20 +83,21 @@ def _decide(view: View, inputs: Sequence[str], output: str) -> Decision | None:
     if len(multiples) > 1:
         return None
     needs = [
-        rows_along(text.index(label), may_broadcast=label in _BATCH)
+        rows_along(text.index(label), may_broadcast=label in _BATCH_LABELS)
         if label in text
         else WHOLE
         for text in inputs
     ]
-    shape = _shape(inputs, output, view.facts)
+    shape = _output_sizes(inputs, output, view.facts)
     if label in output:
         return Decision(needs, [own_rows(shape, output.index(label))])
     return Decision(needs, [part(shape)])
 
 
-def _shape(
+def _output_sizes(
     inputs: Sequence[str], output: str, facts: Sequence[Fact]
 ) -> tuple[Size, ...]:
+    """Return the sizes of the output from those of the inputs."""
     sizes: dict[str, Size] = {}
     for text, fact in zip(inputs, facts, strict=True):
         assert fact.sizes is not None

@@ -1,4 +1,4 @@
-"""Rules of operations that compute each element by itself, and of linear ones."""
+"""Rules of element-wise operations, and of operations that are linear."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ ELEMENTWISE = operations(
     StringToHashBucketFast StringToHashBucketStrong StringToNumber StringUpper Substr
     """
 )
-# Gradients, by the input that is the upstream one.
-_GRADIENTS = table(
+# Index of the input that is the upstream gradient, by type of gradient operation.
+_UPSTREAM_INPUT = table(
     {
         """
         EluGrad LeakyReluGrad Relu6Grad ReluGrad SeluGrad SoftplusGrad SoftsignGrad
@@ -50,8 +50,8 @@ _GRADIENTS = table(
         "InvGrad ReciprocalGrad RsqrtGrad SigmoidGrad SqrtGrad TanhGrad": 1,
     }
 )
-# The input in which they are linear.
-_LINEAR_IN = _GRADIENTS | table(
+# Index of the input in which an operation is linear, by type of operation.
+_LINEAR_IN = _UPSTREAM_INPUT | table(
     {
         """
         BroadcastTo Cast Conj Cumsum DeepCopy EnsureShape ExpandDims GatherNd GatherV2
@@ -63,19 +63,23 @@ _LINEAR_IN = _GRADIENTS | table(
         "StridedSliceGrad": 4,
     }
 )
-# The input that is the value of what they add to the elements.
+# Index of the input whose value is used for padding. Such an operation is linear only
+# if that value is 0.
 _PADDED_WITH = {"MatrixDiagPartV3": 2, "MatrixDiagV3": 4, "PadV2": 2}
+# Operations that are linear in each input by itself.
 _PRODUCTS = operations("BatchMatMul BatchMatMulV2 Einsum MatMul Mul MulNoNan")
+# Operations that are linear in all inputs together.
 _SUMS = operations("Add AddN AddV2 Pack Sub ConcatV2")
-_ONLY_OF_SHAPE = operations("OnesLike Rank Shape ShapeN Size ZerosLike")
-# Their operands have one shape, so that no axis of one entry stands for all rows.
-_OF_ONE_SHAPE = frozenset(("AddN", *_GRADIENTS))
+# Operations whose result depends on the shape of the input only.
+_SHAPE_ONLY = operations("OnesLike Rank Shape ShapeN Size ZerosLike")
+# Operations that do not broadcast: all operands have the same shape.
+_NOT_BROADCASTING = frozenset(("AddN", *_UPSTREAM_INPUT))
 
 
 def decide_zeros(view: View) -> Decision | None:
     """Decide zeros or ones that follow from the number of rows alone.
 
-    So a loop keeps no list of what its gradient only makes zeros of.
+    The input is then not needed, so that a loop does not keep it for its gradient.
     """
     if view.type not in ("OnesLike", "ZerosLike") or view.op.outputs[0].dtype in (
         tf.variant,
@@ -90,6 +94,7 @@ def decide_zeros(view: View) -> Decision | None:
 
 
 def _build_zeros(builder: Any, op: Any, inputs: list) -> list:
+    """Build zeros or ones of this replica's shape."""
     (fact,), (result,) = builder.facts_of(op.outputs), op.outputs
     make = tf.zeros if op.type == "ZerosLike" else tf.ones
     zeros = make(builder.shape_of(fact), result.dtype)
@@ -97,8 +102,8 @@ def _build_zeros(builder: Any, op: Any, inputs: list) -> list:
 
 
 def decide_linear(view: View) -> Decision | None:
-    """Decide an operation of parts of sums: parts, where it is linear in them."""
-    if view.type in _ONLY_OF_SHAPE:
+    """Decide an operation on partial sums: its outputs are, too, if it is linear."""
+    if view.type in _SHAPE_ONLY:
         return Decision([AS_HELD] * len(view), view.whole_outputs())
     parts = [i for i, fact in enumerate(view.facts) if fact.form is Form.PART]
     if not parts:
@@ -112,24 +117,25 @@ def decide_linear(view: View) -> Decision | None:
     if not set(parts) <= set(linear):
         return None
     needs = [PART if index in linear else WHOLE for index in range(len(view))]
-    return Decision(needs, view.part_outputs(_sizes_of_part(view)))
+    return Decision(needs, view.part_outputs(_sizes_of_partial_sum(view)))
 
 
-def _sizes_of_part(view: View) -> Any:
-    """Return the sizes of a part of which some may be multiples of the rows.
+def _sizes_of_partial_sum(view: View) -> Any:
+    """Return the sizes of a partial sum, of which some may be multiples of the rows.
 
-    A batch of one row could else not be told from one entry that stands for all.
+    With static sizes alone, the axis of rows of a batch of one row would look like an
+    axis that broadcasts.
     """
     if view.type in ("BroadcastTo", "Reshape", "Tile"):
-        return _arranged_sizes(view)
+        return _shape_from_second_input(view)
     shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
     if view.type not in ELEMENTWISE or len(shapes) < len(view):
         return None
     return sizes.broadcast(shapes)
 
 
-def _arranged_sizes(view: View) -> Any:
-    """Return the sizes that another input gives, if all are known."""
+def _shape_from_second_input(view: View) -> Any:
+    """Return the shape of the output if it follows from the second input."""
     data, given = view.facts[0].sizes, view.facts[1].value
     if given is None or any(size == number(-1) for size in given):
         return None
@@ -141,10 +147,15 @@ def _arranged_sizes(view: View) -> Any:
 
 
 def _linear_inputs(view: View, parts: list[int]) -> list[int]:
-    """Return the input in which an operation is linear, of those that are parts."""
+    """Return the inputs in which an operation is linear.
+
+    Args:
+        view: `View` of the operation.
+        parts: List of ints, indices of the inputs that are partial sums.
+    """
     kind, dtype = view.type, view.op.outputs[0].dtype if view.op.outputs else tf.bool
     if kind in ("Cast", "Mean") and not dtype.is_floating:
-        return []  # It is rounded.
+        return []  # The result is rounded, which is not linear.
     if kind in _PADDED_WITH:
         added = view.numbers(_PADDED_WITH[kind])
         if added is None or added.any():
@@ -158,7 +169,7 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
 
 
 def decide_elementwise(view: View) -> Decision | None:
-    """Decide an operation on elements, of which some are own rows."""
+    """Decide an element-wise operation on own rows."""
     if view.type not in ELEMENTWISE:
         return None
     if view.type == "Bitcast":
@@ -168,7 +179,7 @@ def decide_elementwise(view: View) -> Decision | None:
     ranks = [fact.rank for fact in view.facts]
     rank = None if None in ranks else max(r for r in ranks if r is not None)
     if rank is None:
-        return _of_one_unknown_rank(view)
+        return _decide_unknown_rank(view)
     axes = [
         rank - fact.rank + fact.axis if fact.is_rows and fact.rank is not None else None
         for fact in view.facts
@@ -189,16 +200,16 @@ def decide_elementwise(view: View) -> Decision | None:
 
 
 def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
-    """Return what is needed of an operand, where one has own rows.
+    """Return the need for an operand of an element-wise operation on own rows.
 
     Args:
         view: `View` of the operation.
         fact: `Fact` of the operand.
-        axis: Int, the axis of rows, counted from the last one: a negative number.
+        axis: Negative int, the axis of rows, counted from the end.
     """
     assert fact.sizes is not None
     place = len(fact.sizes) + axis
-    if view.type in _OF_ONE_SHAPE:
+    if view.type in _NOT_BROADCASTING:
         return rows_along(place)
     if place < 0 or fact.sizes[place] == ONE:
         return WHOLE
@@ -206,13 +217,13 @@ def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
 
 
 def _selects_by_vector(view: View) -> bool:
-    """Return whether a vector selects rows, which does not broadcast."""
+    """Return whether `Select` has a vector as condition, which does not broadcast."""
     ranks = [fact.rank for fact in view.facts]
     return view.type == "Select" and ranks[0] == 1 and ranks[1] != 1
 
 
-def _of_one_unknown_rank(view: View) -> Decision | None:
-    """Decide where no rank is known: of a single operand, or of one with scalars."""
+def _decide_unknown_rank(view: View) -> Decision | None:
+    """Decide an operation of unknown rank on one tensor, with or without scalars."""
     others = [fact for fact in view.facts if not fact.is_rows]
     own = [fact for fact in view.facts if fact.is_rows]
     if len(own) != 1 or any(fact.rank != 0 for fact in others):
@@ -222,7 +233,7 @@ def _of_one_unknown_rank(view: View) -> Decision | None:
 
 
 def _build_ensure_shape(builder: object, op: object, inputs: list) -> list:
-    """Build a check of a shape without the number of rows."""
+    """Build `tf.ensure_shape` without a check of the number of rows."""
     fact: Fact = builder.facts_of(op.inputs)[0]  # type: ignore[attr-defined]
     shape = op.get_attr("shape")  # type: ignore[attr-defined]
     sizes_ = tf.TensorShape(shape).as_list()
@@ -230,21 +241,22 @@ def _build_ensure_shape(builder: object, op: object, inputs: list) -> list:
     return [tf.ensure_shape(inputs[0], sizes_)]
 
 
-def is_true(op: Any) -> bool:
-    """Return whether an operation compares with itself what is no floating number."""
+def compares_with_itself(op: Any) -> bool:
+    """Return whether an operation is `Equal` of a bool scalar and itself."""
     if op.type != "Equal" or op.inputs[0] is not op.inputs[1]:
         return False
     return op.inputs[0].dtype == tf.bool and op.inputs[0].shape.rank == 0
 
 
 def decide_local(view: View) -> Decision | None:
-    """Decide an operation on values that each replica has for itself.
+    """Decide an operation on values of this replica alone.
 
-    They are made and used by a layer that works on each replica's rows by themselves.
+    Such values exist inside of a layer that handles the rows of each replica
+    separately.
     """
     if Form.LOCAL not in view.forms():
         return None
-    if is_true(view.op):
+    if compares_with_itself(view.op):
         return Decision([AS_HELD] * len(view), [whole(())])
     if Form.ROWS in view.forms():
         if view.type not in ELEMENTWISE:
@@ -259,9 +271,9 @@ def decide_local(view: View) -> Decision | None:
 
 
 def _decide_parts_by_local(view: View) -> Decision | None:
-    """Decide an operation that is linear in parts: each replica has its own factor.
+    """Decide a linear operation on partial sums with a factor of this replica alone.
 
-    So is the gradient of what multiplies a value of each replica.
+    An example is the gradient of a product with a value of this replica alone.
     """
     facts = [
         whole(fact.sizes) if fact.form is Form.LOCAL else fact for fact in view.facts
@@ -273,11 +285,14 @@ def _decide_parts_by_local(view: View) -> Decision | None:
         AS_HELD if fact.form is Form.LOCAL and need == WHOLE else need
         for fact, need in zip(view.facts, found.needs, strict=True)
     ]
-    return Decision(needs, found.outputs, _build_of_rows)
+    return Decision(needs, found.outputs, _build_zero_without_rows)
 
 
-def _build_of_rows(builder: Any, op: Any, inputs: list) -> list:
-    """Build parts that are zero where a replica has no rows, nor values of its own."""
+def _build_zero_without_rows(builder: Any, op: Any, inputs: list) -> list:
+    """Build partial sums that are zero on a replica without rows.
+
+    Values of such a replica alone are undefined.
+    """
     outputs = builder.copy(op, inputs)
     if not builder.may_be_empty:
         return outputs

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp.training.program import sizes
 from tfdp.training.program.facts import Fact, Form, integers, own_rows, part, with_rows
-from tfdp.training.program.rules.rowwise import build_with_a_row
+from tfdp.training.program.rules.rowwise import build_or_use_zero_row
 from tfdp.training.program.sizes import ONE, Size, number, product
 from tfdp.training.program.view import (
     AS_HELD,
@@ -25,23 +25,24 @@ from tfdp.training.program.view import (
     table,
 )
 
+# The sizes of a tensor of the program, by axis.
 Shape = tuple[Size, ...]
 
 
 def decide_layout(view: View) -> Decision | None:
     """Decide an operation that arranges elements."""
-    if view.type in _OTHERS:
-        return _OTHERS[view.type](view)
-    if view.type not in _OF_ROWS:
+    if view.type in _RULES_OF_ANY_INPUT:
+        return _RULES_OF_ANY_INPUT[view.type](view)
+    if view.type not in _RULES_OF_FIRST_INPUT:
         return None
     data = view.facts[1 if view.type == "Split" else 0]
     if not data.is_rows or data.sizes is None:
         return None
-    return _OF_ROWS[view.type](view, data, data.sizes)
+    return _RULES_OF_FIRST_INPUT[view.type](view, data, data.sizes)
 
 
 def _reshape(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide a reshape: rows stay apart where as many entries come before them."""
+    """Decide a reshape: own rows stay own rows if the axes before them are kept."""
     target = view.facts[1].value
     found = None if target is None else _reshaped(data, list(target))
     if found is None:
@@ -55,7 +56,7 @@ def _reshape(view: View, data: Fact, before: Shape) -> Decision | None:
 
 
 def _reshaped(data: Fact, target: list[Size]) -> tuple[Shape, int] | None:
-    """Return the sizes and the axis of rows after a reshape, if rows stay apart."""
+    """Return shape and axis of rows after a reshape, or `None` if rows are mixed."""
     assert data.sizes is not None
     before = product(data.sizes[: data.axis])
     after = product(data.sizes[data.axis + 1 :])
@@ -63,24 +64,24 @@ def _reshaped(data: Fact, target: list[Size]) -> tuple[Shape, int] | None:
         return None
     unknown = [i for i, size in enumerate(target) if size == number(-1)]
     for axis, size in enumerate(target):
-        if not _are_same(target[:axis], data.sizes[: data.axis]):
+        if not _are_equal(target[:axis], data.sizes[: data.axis]):
             continue
         rest = [other for i, other in enumerate(target) if i > axis]
-        is_own = size.kind == "rows" or unknown == [axis]
+        has_rows = size.kind == "rows" or unknown == [axis]
         is_static = size.kind == "number" and size.number > 1 and not unknown
-        if not is_own and not is_static:
+        if not has_rows and not is_static:
             continue
         if any(not other.is_free for other in rest if other != number(-1)):
             return None
         inner = product(other for other in rest if other != number(-1))
-        if _parts_rows(data, after, inner, size):
+        if _may_mix_rows(data, after, inner, size):
             return None
         multiple = _multiple(data, after, inner, size)
         if unknown and unknown != [axis]:
             (place,) = unknown
             if place < axis:
                 return None
-            missing = _missing(data, after, inner, size)
+            missing = _open_size(data, after, inner, size)
             target = [*target[:place], missing, *target[place + 1 :]]
         elif is_static and size.kind == "number":
             return None
@@ -88,19 +89,27 @@ def _reshaped(data: Fact, target: list[Size]) -> tuple[Shape, int] | None:
     return None
 
 
-def _are_same(one: Any, other: Any) -> bool:
-    """Return whether shapes are known to be alike, but for axes of length one."""
+def _are_equal(one: Any, other: Any) -> bool:
+    """Return whether shapes are known and equal, apart from axes of size one."""
     sizes_of_one, sizes_of_other = _without_trivial(one), _without_trivial(other)
     are_known = all(size.kind == "number" for size in sizes_of_one)
     return are_known and sizes_of_one == sizes_of_other
 
 
 def _without_trivial(shape: Any) -> list[Size]:
+    """Return a shape without axes of size one."""
     return [size for size in shape if size != ONE]
 
 
 def _multiple(data: Fact, after: Size, inner: Size, size: Size) -> int | None:
-    """Entries for each row along the axis of rows after a reshape."""
+    """Return the number of entries per row after a reshape, or `None` if not known.
+
+    Args:
+        data: `Fact` of the tensor before the reshape.
+        after: `Size`, product of the sizes after the axis of rows, before the reshape.
+        inner: `Size`, product of the known sizes after it in the target shape.
+        size: `Size` of the axis of rows in the target shape.
+    """
     if size.kind == "rows":
         return size.number
     assert data.sizes is not None
@@ -112,10 +121,11 @@ def _multiple(data: Fact, after: Size, inner: Size, size: Size) -> int | None:
     return data.multiple * after.number // inner.number
 
 
-def _parts_rows(data: Fact, after: Size, inner: Size, size: Size) -> bool:
-    """Return whether a reshape puts entries of two rows side by side, as far as known.
+def _may_mix_rows(data: Fact, after: Size, inner: Size, size: Size) -> bool:
+    """Return whether a reshape may put entries of two rows into one.
 
-    So does one of [rows, 3] to [-1, 2], where a batch has an even number of rows.
+    An example is a reshape of [rows, 3] to [-1, 2]. The arguments are those of
+    `_multiple`.
     """
     assert data.sizes is not None
     if size.kind == "rows" and size.number is not None:
@@ -123,16 +133,20 @@ def _parts_rows(data: Fact, after: Size, inner: Size, size: Size) -> bool:
             return False
         return bool(data.multiple * after.number % size.number)
     if inner.kind != "number":
-        return True  # It may be the width of something else.
+        return True  # The unknown size may cut a row at any place.
     if not inner.number:
         return False
-    # Entries of a row that are known: others multiply them.
+    # Unknown sizes of a row can only multiply the product of the known ones. If that
+    # product is divisible, the number of entries of a row is.
     known = [n.number for n in data.sizes[data.axis + 1 :] if n.kind == "number"]
     return bool((data.multiple or 1) * math.prod(known) % inner.number)
 
 
-def _missing(data: Fact, after: Size, inner: Size, size: Size) -> Size:
-    """The size for which a reshape has -1, where that is not its rows'."""
+def _open_size(data: Fact, after: Size, inner: Size, size: Size) -> Size:
+    """Return the size that replaces a -1 on another axis than that of rows.
+
+    The arguments are those of `_multiple`.
+    """
     known = None not in (data.multiple, size.number)
     if known and after.kind == inner.kind == "number" and inner.number:
         assert data.multiple is not None
@@ -141,14 +155,14 @@ def _missing(data: Fact, after: Size, inner: Size, size: Size) -> Size:
 
 
 def _build_reshape(builder: Any, op: Any, inputs: list) -> list:
-    """Build a reshape, unless static shapes show that it changes nothing."""
+    """Build a reshape, or return its input if the static shape is the same."""
     shape = builder.own_static_shape(op.outputs[0], builder.fact(op.outputs[0]))
     is_same = shape.is_fully_defined() and shape == inputs[0].shape
     return inputs[:1] if is_same else builder.copy(op, inputs)
 
 
 def _build_open_reshape(builder: Any, op: Any, inputs: list) -> list:
-    """Build a reshape with an open size: of no rows TensorFlow cannot find it out."""
+    """Build a reshape with a -1, computed here since TensorFlow cannot without rows."""
     (fact,) = builder.facts_of(op.outputs)
     data, target = builder.facts_of(op.inputs)
     source, given = inputs
@@ -181,8 +195,8 @@ def _transpose(view: View, data: Fact, before: Shape) -> Decision | None:
     return Decision([AS_HELD, WHOLE], [own_rows(shape, order.index(data.axis))])
 
 
-def _expand(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide an axis of length one that is put in."""
+def _expand_dims(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide the insertion of an axis of size one."""
     place = view.numbers(1)
     if place is None:
         return None
@@ -190,14 +204,14 @@ def _expand(view: View, data: Fact, before: Shape) -> Decision | None:
 
 
 def _with_axis(data: Fact, before: Shape, place: int, size: Size) -> Fact:
-    """Return the fact of own rows with another axis."""
+    """Return the fact of own rows after the insertion of an axis."""
     axis = place % (len(before) + 1)
     shape = (*before[:axis], size, *before[axis:])
     return own_rows(shape, data.axis + (axis <= data.axis))
 
 
 def _squeeze(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide axes of length one that are taken out."""
+    """Decide the removal of axes of size one."""
     taken = {axis % len(before) for axis in view.attribute("squeeze_dims") or ()}
     if not taken:
         taken = {axis for axis, size in enumerate(before) if size == ONE}
@@ -215,7 +229,7 @@ def _squeeze(view: View, data: Fact, before: Shape) -> Decision | None:
 
 
 def _broadcast(view: View) -> Decision | None:
-    """Decide a broadcast to a shape that is known, or to one with the rows."""
+    """Decide a broadcast of own rows, or to a shape with the number of rows."""
     data, target = view.facts[0], view.facts[1].value
     if target is None or data.sizes is None:
         return None
@@ -239,7 +253,7 @@ def _broadcast(view: View) -> Decision | None:
 
 
 def _fill(view: View) -> Decision | None:
-    """Decide a tensor of one value, of as many rows as the batch."""
+    """Decide a tensor of one value whose shape has the number of rows."""
     shape = view.facts[0].value
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None:
@@ -248,7 +262,7 @@ def _fill(view: View) -> Decision | None:
 
 
 def _range(view: View) -> Decision | None:
-    """Decide the numbers of the rows: each replica has those of its own."""
+    """Decide the range of all row numbers: each replica has those of its own rows."""
     limit = view.facts[1].value
     if limit is None or (view.numbers(0), view.numbers(2)) != (0, 1):
         return None
@@ -265,7 +279,7 @@ def _range(view: View) -> Decision | None:
 
 
 def _tile(view: View) -> Decision | None:
-    """Decide a tile along other axes than that of rows."""
+    """Decide a tile along other axes than that of rows, or once for each row."""
     data, times = view.facts[0], view.facts[1].value
     if data.sizes is None or times is None:
         return None
@@ -315,9 +329,9 @@ def _join(view: View) -> Decision | None:
 
 
 def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
-    """Decide rows after rows, such as real and generated images.
+    """Decide a concatenation of rows, such as real and generated images.
 
-    They are gathered, and a replica goes on with its block of them all.
+    The inputs are gathered, and each replica has its block of the concatenated rows.
     """
     counts = [fact.sizes[axis] for fact in facts if fact.sizes is not None]
     total = functools.reduce(operator.add, counts)
@@ -328,8 +342,9 @@ def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
 
 
 def _build_joined_rows(builder: Any, op: Any, inputs: list) -> list:
+    """Build a concatenation of whole inputs, and slice own rows."""
     (joined,), (result,) = builder.copy(op, inputs), op.outputs
-    builder.keep_whole(result, joined)
+    builder.cache_whole(result, joined)
     return [builder.take_rows(result, joined)]
 
 
@@ -376,12 +391,12 @@ def _strided_slice(view: View, data: Fact, before: Shape) -> Decision | None:
 
 
 def _needs_of_bounds(facts: Sequence[Fact]) -> list[Need]:
-    """Return the needs of bounds: of the number of rows a replica takes its own."""
+    """Return the needs for bounds of a slice: those from sizes for own rows."""
     return [AS_HELD if fact.form is Form.SIZES else WHOLE for fact in facts]
 
 
 def _axis_after_slice(view: View, data: Fact) -> int | None:
-    """Return the axis of rows after a slice, or `None` if it takes only some rows."""
+    """Return the axis of rows after a slice, or `None` unless it keeps all rows."""
     rank, source = len(data.sizes or ()), view.facts[3].sizes
     if source is None or len(source) != 1 or source[0].kind != "number":
         return None
@@ -408,24 +423,34 @@ def _axis_after_slice(view: View, data: Fact) -> int | None:
 
 
 def _can_slice(view: View, item: int, data: Fact, *, is_rows: bool) -> bool:
-    """Return whether a replica slices an axis like one device: that of rows, or not."""
+    """Return whether an axis can be sliced on each replica as on one device.
+
+    Args:
+        view: `View` of the slice.
+        item: Int, position of the axis in the bounds.
+        data: `Fact` of the sliced tensor.
+        is_rows: Bool, whether the axis is that of rows.
+    """
     begin, end, strides = view.facts[1].value, view.facts[2].value, view.numbers(3)
     if not is_rows:
-        # A bound that is the number of rows is a replica's own, which is another.
+        # A bound that holds the number of rows would be that of own rows, and would
+        # cut another axis at another place than on one device.
         return not _counts_rows(begin, item) and not _counts_rows(end, item)
     bit, own = 1 << item, (data.sizes or ())[data.axis]
-    takes_first = view.attribute("begin_mask") & bit or _is(begin, item, sizes.ZERO)
-    takes_last = view.attribute("end_mask") & bit or _is(end, item, own)
+    takes_first = view.attribute("begin_mask") & bit or _equals(begin, item, sizes.ZERO)
+    takes_last = view.attribute("end_mask") & bit or _equals(end, item, own)
     has_step = strides is None or strides[item] != 1
     is_one = view.attribute("shrink_axis_mask") & bit
     return bool(takes_first and takes_last and not has_step and not is_one)
 
 
 def _counts_rows(values: np.ndarray | None, index: int) -> bool:
+    """Return whether an element is a multiple of the number of rows."""
     return values is not None and values[index].kind == "rows"
 
 
-def _is(values: np.ndarray | None, index: int, size: Size) -> bool:
+def _equals(values: np.ndarray | None, index: int, size: Size) -> bool:
+    """Return whether an element is known and equal to a size."""
     return values is not None and values[index] == size
 
 
@@ -443,7 +468,7 @@ def _strided_slice_grad(view: View) -> Decision | None:
 
 
 def _slice(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide a slice by begins and sizes that keeps all rows."""
+    """Decide `tf.slice` if it keeps all rows."""
     begin, size = view.facts[1].value, view.facts[2].value
     if begin is None or size is None or begin[data.axis] != sizes.ZERO:
         return None
@@ -464,12 +489,12 @@ def _pad(view: View, data: Fact, before: Shape) -> Decision | None:
     outputs = _same_rows(view, data)
     if not view.type.startswith("MirrorPad"):
         return Decision(needs, outputs)
-    # TensorFlow refuses to mirror a tensor without rows, along any axis.
-    return None if data.axis else Decision(needs, outputs, build_with_a_row)
+    # TensorFlow raises an error where it mirrors a tensor without rows, along any axis.
+    return None if data.axis else Decision(needs, outputs, build_or_use_zero_row)
 
 
 def _concat_offset(view: View) -> Decision | None:
-    """Decide where the parts of a concatenation lie: it is computed of sizes."""
+    """Decide the offsets of a concatenation's inputs, which follow from sizes."""
     axis = view.numbers(0)
     shapes = [fact.value for fact in view.facts[1:]]
     if axis is None or any(shape is None for shape in shapes):
@@ -488,7 +513,7 @@ def _concat_offset(view: View) -> Decision | None:
 
 
 def _gather(view: View) -> Decision | None:
-    """Decide rows of a table, or entries of each row."""
+    """Decide a gather of rows from a table, or of entries within each row."""
     data, indices = view.facts[0], view.facts[1]
     axis = view.numbers(2)
     if axis is None or data.sizes is None or indices.sizes is None:
@@ -537,7 +562,7 @@ def _segment_sum(view: View) -> Decision | None:
 
 
 def _scatter(view: View) -> Decision | None:
-    """Decide the sum of rows at indices: each replica adds up its own."""
+    """Decide the sum of rows at indices: each replica adds up its own rows."""
     indices, updates = view.facts[0], view.facts[1]
     own = indices if indices.is_rows else updates
     if own.axis != 0 or indices.sizes is None or len(indices.sizes) < 2:
@@ -559,18 +584,19 @@ def _one_hot(view: View, data: Fact, before: Shape) -> Decision | None:
     )
 
 
-def _along_axes(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide what runs along some axes, such as a running sum or a reversal."""
+def _operate_along_axes(view: View, data: Fact, before: Shape) -> Decision | None:
+    """Decide an operation along axes other than rows, such as a running sum."""
     axes = view.numbers(2 if view.type == "Roll" else 1)
     if axes is None or data.axis in {int(a) % len(before) for a in np.ravel(axes)}:
         return None
     return Decision([AS_HELD] + [WHOLE] * (len(view) - 1), [data])
 
 
-_OF_ROWS = table(
+# Rules that need own rows as first input, and receive its fact and sizes.
+_RULES_OF_FIRST_INPUT = table(
     {
-        "CumulativeLogsumexp Cumprod Cumsum ReverseV2 Roll": _along_axes,
-        "ExpandDims": _expand,
+        "CumulativeLogsumexp Cumprod Cumsum ReverseV2 Roll": _operate_along_axes,
+        "ExpandDims": _expand_dims,
         "MirrorPad MirrorPadGrad Pad PadV2": _pad,
         "OneHot": _one_hot,
         "Reshape": _reshape,
@@ -582,7 +608,8 @@ _OF_ROWS = table(
         "Unpack": _unstack,
     }
 )
-_OTHERS = table(
+# Rules that find the input of own rows themselves.
+_RULES_OF_ANY_INPUT = table(
     {
         "BroadcastTo": _broadcast,
         "ConcatOffset": _concat_offset,

@@ -1,4 +1,4 @@
-"""Rules of lists of tensors, such as the states of a loop's steps, and of optionals."""
+"""Rules of lists of tensors, such as the states of a loop, and of optional values."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from tfdp.training.program.view import AS_HELD, WHOLE, Decision, Need, View, nee
 
 
 def decide_list(view: View) -> Decision | None:
-    """Decide a list of tensors, such as the states of a loop's steps."""
+    """Decide an operation on a list of tensors, such as the states of a loop."""
     return _LISTS[view.type](view) if view.type in _LISTS else None
 
 
 def _empty(view: View) -> Decision:
-    """Decide a new list: it is as long as the program's on every replica."""
+    """Decide a new list, which has the program's length on every replica."""
     return Decision([AS_HELD, WHOLE], [Fact(Form.EMPTY)], _build_empty)
 
 
 def _build_empty(builder: Any, op: Any, inputs: list) -> list:
-    """Build a list whose elements may have another number of rows on each replica."""
+    """Build a new list, whose items may have any number of rows on each replica."""
     shape = tf.constant(_element_shape(op.inputs[0]), op.inputs[0].dtype)
     return builder.copy(op, [shape, inputs[1]])
 
 
 def _element_shape(given: Any) -> Any:
-    """Return what is known of the elements' shape: at least the number of axes."""
+    """Return the static shape of the items as ints, -1 where not known."""
     found = tf.get_static_value(given, partial=True)
     if given.shape.rank != 1 or given.shape[0] is None:
         return -1
@@ -46,8 +46,13 @@ def _element_shape(given: Any) -> Any:
     return [-1 if size is None else size for size in found]
 
 
-def _item_need(listed: Fact, item: Fact) -> tuple[Need, Fact]:
-    """Return the form in which an item is put into a list, and the list's then."""
+def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
+    """Return the need for an item to add to a list, and the new fact of the list.
+
+    Args:
+        listed: `Fact` of the list.
+        item: `Fact` of the item.
+    """
     if listed.form is Form.EMPTY:
         if item.form is Form.SIZES:
             return WHOLE, whole(item.sizes, item.value if is_known(item) else None)
@@ -62,7 +67,7 @@ def _item_need(listed: Fact, item: Fact) -> tuple[Need, Fact]:
 
 
 def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
-    """Return the fact of a list with an item that may have another shape."""
+    """Return the fact of a list after adding an item that may have another shape."""
     if listed.sizes == item.sizes or None in (listed.sizes, item.sizes):
         return listed
     shape = sizes.common([listed.sizes, item.sizes])
@@ -71,32 +76,38 @@ def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
     return dataclasses.replace(listed, sizes=shape)
 
 
-def _put(view: View) -> Decision:
-    need, fact = _item_need(view.facts[0], view.facts[-1])
+def _add_item(view: View) -> Decision:
+    """Decide the addition of an item to a list."""
+    need, fact = _need_of_item(view.facts[0], view.facts[-1])
     return Decision([AS_HELD, *[WHOLE] * (len(view) - 2), need], [fact])
 
 
 def _get_item(view: View) -> Decision | None:
+    """Decide a read of an item."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
     needs = [AS_HELD, WHOLE, _shape_need(listed)]
-    return Decision(needs, [_item(view, listed, 0)], _build_of_own_shape)
+    return Decision(needs, [_fact_of_item(view, listed, 0)], _build_with_item_shape)
 
 
 def _shape_need(listed: Fact) -> Need:
-    """Return the need of the shape of items, which is the replica's own of own rows."""
+    """Return the need for the shape of items, the replica's own for own rows."""
     return AS_HELD if listed.is_rows else WHOLE
 
 
 def _pop(view: View) -> Decision | None:
+    """Decide the removal of the last item."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
-    return Decision([AS_HELD, AS_HELD], [listed, _item(view, listed, 1)], _build_pop)
+    return Decision(
+        [AS_HELD, AS_HELD], [listed, _fact_of_item(view, listed, 1)], _build_pop
+    )
 
 
-def _item(view: View, listed: Fact, index: int) -> Fact:
+def _fact_of_item(view: View, listed: Fact, index: int) -> Fact:
+    """Return the fact of an item, which is the output with an index."""
     shape, known = listed.sizes, view.output_sizes(index)
     if listed.value is not None:
         return Fact(Form.SIZES, sizes=shape, value=listed.value)
@@ -105,7 +116,8 @@ def _item(view: View, listed: Fact, index: int) -> Fact:
         if listed.is_rows and shape is not None:
             shape = with_rows(shape, listed.axis, None)
     elif known is not None and len(known) == len(shape):
-        # Items of a list may have other shapes.
+        # The items of one list may differ in shape. A static size of this output is
+        # more exact than what all items have in common.
         own = listed.axis if listed.is_rows else None
         shape = tuple(
             static if static.kind == "number" and axis != own else size
@@ -114,27 +126,30 @@ def _item(view: View, listed: Fact, index: int) -> Fact:
     return Fact(listed.form, listed.axis, shape)
 
 
-def _build_of_own_shape(builder: Any, op: Any, inputs: list) -> list:
-    """Build an item, or a stack of all, whose last input is the shape of an item."""
+def _build_with_item_shape(builder: Any, op: Any, inputs: list) -> list:
+    """Build a read of one item or all items, with this replica's shape."""
     (fact,) = builder.facts_of(op.outputs)
     item = fact
     if op.type == "TensorListStack":
         item = Fact(fact.form, fact.axis - 1, (fact.sizes or ())[1:])
     *given, shape = inputs
-    (found,) = builder.copy(op, [*given, builder.own_shape(item, shape)])
+    (found,) = builder.copy(op, [*given, builder.item_shape(item, shape)])
     return [builder.with_shape(found, op.outputs[0], fact)]
 
 
 def _build_pop(builder: Any, op: Any, inputs: list) -> list:
+    """Build the removal of the last item, with its shape on this replica."""
     fact = builder.facts_of(op.outputs)[1]
     known = builder.own_static_shape(op.outputs[1], fact)
-    # Grappler knows of it, too, and leaves out what need not be computed.
+    # The shape is passed as a constant, from which Grappler removes operations that
+    # need no more of the item than its shape.
     shape = -1 if known.rank is None else [-1 if n is None else n for n in known]
     rest, item = builder.copy(op, [inputs[0], tf.constant(shape, tf.int32)])
     return [rest, builder.with_shape(item, op.outputs[1], fact)]
 
 
 def _stack(view: View) -> Decision | None:
+    """Decide a stack of all items."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY or listed.sizes is None:
         return None
@@ -142,10 +157,11 @@ def _stack(view: View) -> Decision | None:
     if view.attribute("num_elements", -1) >= 0:
         count = sizes.number(view.attribute("num_elements"))
     fact = Fact(listed.form, listed.axis + 1, (count, *listed.sizes))
-    return Decision([AS_HELD, _shape_need(listed)], [fact], _build_of_own_shape)
+    return Decision([AS_HELD, _shape_need(listed)], [fact], _build_with_item_shape)
 
 
 def _from_tensor(view: View) -> Decision | None:
+    """Decide a list of the slices of a tensor along its first axis."""
     data = view.facts[0]
     if data.sizes is None or (data.is_rows and data.axis == 0):
         return None
@@ -156,26 +172,33 @@ def _from_tensor(view: View) -> Decision | None:
 
 
 def _build_from_tensor(builder: Any, op: Any, inputs: list) -> list:
-    # Its rank is known, since the gradient of a loop keeps the shape of elements.
+    """Build a list from a tensor, whose items may have any number of rows."""
+    # The gradient of a loop needs the rank of items, so the shape is given as -1 for
+    # each axis where the rank is known.
     rank = inputs[0].shape.rank
     shape = -1 if rank is None else np.full([rank - 1], -1)
     return builder.copy(op, [inputs[0], tf.constant(shape, op.inputs[1].dtype)])
 
 
-def _optional(view: View) -> Decision | None:
+def _optional_from_value(view: View) -> Decision | None:
+    """Decide the creation of an optional value."""
     if len(view) != 1:
         return None
-    need, fact = _item_need(Fact(Form.EMPTY), view.facts[0])
+    need, fact = _need_of_item(Fact(Form.EMPTY), view.facts[0])
     return Decision([need], [fact])
 
 
 def _optional_value(view: View) -> Decision | None:
+    """Decide a read of an optional value."""
     if len(view.op.outputs) != 1 or view.facts[0].form is Form.EMPTY:
         return None
-    return Decision([AS_HELD], [_item(view, view.facts[0], 0)], _build_optional_value)
+    return Decision(
+        [AS_HELD], [_fact_of_item(view, view.facts[0], 0)], _build_optional_value
+    )
 
 
 def _build_optional_value(builder: Any, op: Any, inputs: list) -> list:
+    """Build a read of an optional value, with its shape on this replica."""
     (fact,) = builder.facts_of(op.outputs)
     shape = builder.own_static_shape(op.outputs[0], fact)
     (value,) = tf.raw_ops.OptionalGetValue(
@@ -188,15 +211,15 @@ def _build_optional_value(builder: Any, op: Any, inputs: list) -> list:
 
 _LISTS = {
     "EmptyTensorList": _empty,
-    "OptionalFromValue": _optional,
+    "OptionalFromValue": _optional_from_value,
     "OptionalGetValue": _optional_value,
     "OptionalNone": lambda view: Decision([], [Fact(Form.EMPTY)]),
     "TensorListFromTensor": _from_tensor,
     "TensorListGetItem": _get_item,
     "TensorListLength": lambda view: Decision([AS_HELD], view.whole_outputs()),
     "TensorListPopBack": _pop,
-    "TensorListPushBack": _put,
+    "TensorListPushBack": _add_item,
     "TensorListReserve": _empty,
-    "TensorListSetItem": _put,
+    "TensorListSetItem": _add_item,
     "TensorListStack": _stack,
 }

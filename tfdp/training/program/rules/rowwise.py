@@ -1,4 +1,4 @@
-"""Rules of operations that compute each row by itself, or sum over rows by windows."""
+"""Rules of operations that compute each row separately, and of their gradients."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tfdp.training.program.view import (
     table,
 )
 
-# The inputs that have rows; others are the same for all.
-_ROWS: dict[str, tuple[int, ...]] = table(
+# Indices of the inputs that have rows, by type of operation. Other inputs are whole.
+_INPUTS_WITH_ROWS: dict[str, tuple[int, ...]] = table(
     {
         """
         AdjustContrastv2 AdjustHue AdjustSaturation AvgPool AvgPool3D
@@ -51,8 +51,9 @@ _ROWS: dict[str, tuple[int, ...]] = table(
         """: (2,),
     }
 )
-# Axes at the end that belong to one row: a number, a matrix, an image. Others have 1.
-_INNER = table(
+# Number of axes at the end that belong to one row, by type of operation: 0 for a
+# number, 2 for a matrix, 3 for an image. The default is 1, for a vector.
+_NUM_INNER_AXES = table(
     {
         "InTopKV2 LookupTableFindV2 SparseSoftmaxCrossEntropyWithLogits": 0,
         """
@@ -66,30 +67,32 @@ _INNER = table(
         """: 3,
     }
 )
-# Convolutions and poolings, of which a replica may have no rows.
+# Types of convolutions and poolings, which fail on inputs without rows.
 _WINDOWS = re.compile("Conv|Dilation|Pool")
-# They sum over the rows.
-_SUMS = operations(
+# Gradients of weights, which are sums over rows.
+_SUMS_OVER_ROWS = operations(
     """
     BiasAddGrad Conv2DBackpropFilter Conv3DBackpropFilterV2
     DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter
     """
 )
 # Gradients whose first input is the shape of their output.
-_SHAPED = operations(
+_SHAPE_IS_INPUT = operations(
     """
     AvgPool3DGrad AvgPoolGrad Conv2DBackpropInput Conv3DBackpropInputV2
     DepthwiseConv2dNativeBackpropInput
     """
 )
-_OF_CLASSES = frozenset(("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits"))
-# Of these an input may have one row for all.
+# Operations on rows of logits and a vector of labels.
+_WITH_LABELS = frozenset(("InTopKV2", "SparseSoftmaxCrossEntropyWithLogits"))
+# Operations in which an input of one row broadcasts to all rows.
 _BROADCASTING = operations(
     """
     ImageProjectiveTransformV3 MatrixTriangularSolve SoftmaxCrossEntropyWithLogits
     """
 )
-# The output that has the shape of the first input, where TensorFlow may not know it.
+# Index of the output that has the shape of the first input, by type of operation.
+# TensorFlow may not know that shape.
 _SHAPED_LIKE_FIRST = table(
     {
         "LogSoftmax Softmax": 0,
@@ -99,22 +102,22 @@ _SHAPED_LIKE_FIRST = table(
 
 
 def decide_row_by_row(view: View) -> Decision | None:
-    """Decide an operation that computes each row by itself."""
-    if view.type not in _ROWS:
+    """Decide an operation that computes each row separately."""
+    if view.type not in _INPUTS_WITH_ROWS:
         return None
-    indices = _ROWS[view.type]
+    indices = _INPUTS_WITH_ROWS[view.type]
     axis = _axis_of_rows(view, indices)
     if axis is None:
         return None
     rows = rows_along(axis, may_broadcast=view.type in _BROADCASTING)
     needs = [rows if index in indices else WHOLE for index in range(len(view))]
-    if view.type in _SHAPED and view.facts[0].form is Form.SIZES:
+    if view.type in _SHAPE_IS_INPUT and view.facts[0].form is Form.SIZES:
         shape = view.facts[0].value
         if shape is None or not all(size.is_free for size in shape[1:]):
             return None
         needs[0] = AS_HELD
-    build = build_with_a_row if _WINDOWS.search(view.type) else None
-    if view.type in _SUMS:
+    build = build_or_use_zero_row if _WINDOWS.search(view.type) else None
+    if view.type in _SUMS_OVER_ROWS:
         return Decision(needs, [part(view.output_sizes())], build)
     multiple = next(f.multiple for f in view.facts if f.is_rows)
     outputs = [
@@ -127,81 +130,86 @@ def decide_row_by_row(view: View) -> Decision | None:
 
 
 def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
-    """Return the axis of rows, if each row is computed by itself."""
+    """Return the axis of rows, or `None` if rows are not computed separately."""
     own = [view.facts[index] for index in indices if view.facts[index].is_rows]
     others = [f for i, f in enumerate(view.facts) if f.is_rows and i not in indices]
     ranks = [tensor.shape.rank for tensor in view.op.outputs]
-    is_known = None not in ranks or view.type in _SUMS
+    is_known = None not in ranks or view.type in _SUMS_OVER_ROWS
     if not own or own[0].sizes is None or others or not is_known:
         return None
     axis = own[0].axis
-    if _has_rows_within(view, axis):
+    if _mixes_axis(view, axis):
         return None
     if any(fact.held() != own[0].held() for fact in own):
         return None
     if len({fact.multiple for fact in own}) > 1:
         return None
-    return None if axis >= len(own[0].sizes) - _INNER.get(view.type, 1) else axis
+    return (
+        None if axis >= len(own[0].sizes) - _NUM_INNER_AXES.get(view.type, 1) else axis
+    )
 
 
-def _has_rows_within(view: View, axis: int) -> bool:
-    """Return whether rows lie along an axis of what is computed at once."""
+def _mixes_axis(view: View, axis: int) -> bool:
+    """Return whether the axis of rows is one that the operation mixes."""
     if _WINDOWS.search(view.type) or view.type.startswith(("BiasAdd", "ImageProj")):
         return axis > 0
     first = view.facts[0]
-    if view.type in _OF_CLASSES and first.is_rows:
+    if view.type in _WITH_LABELS and first.is_rows:
         return axis == len(first.sizes or ()) - 1
     is_solved = view.type == "MatrixTriangularSolve"
     return is_solved and first.rank != view.facts[1].rank
 
 
-def build_with_a_row(builder: Any, op: Any, inputs: list) -> list:
-    """Build a convolution or a pooling, of which a replica may have no rows.
+def build_or_use_zero_row(builder: Any, op: Any, inputs: list) -> list:
+    """Build a convolution or a pooling, of a row of zeros on a replica without rows.
 
-    By oneDNN, in float32 on CPUs, a convolution returns the shape of its input where
-    that has no rows, and the gradient of a pooling ends the process. Such a replica
-    computes with a row of zeros. Seen with TensorFlow 2.19 to 2.21;
+    With oneDNN, in float32 on CPUs, a convolution of no rows returns the shape of its
+    input, and the gradient of a pooling ends the process. Seen with TensorFlow 2.19 to 2.21;
     tests/keras_hooks/cases_normalization.py guards it.
     """
-    inputs = _with_own_shape(builder, op, inputs)
+    inputs = _with_own_rows_in_shape(builder, op, inputs)
     if not builder.may_be_empty:
         return builder.copy(op, inputs)
     facts = builder.facts_of(op.inputs)
     (fact,) = builder.facts_of(op.outputs)
 
-    def empty() -> tf.Tensor:
-        fed = [
+    def without_rows() -> tf.Tensor:
+        """Return the output for no rows, computed with one row of zeros."""
+        with_one_row = [
             _one_row_of_zeros(tensor)
             if builder.need(op, index).kind is Kind.ROWS
-            else _one_row_in(tensor)
-            if own.form is Form.SIZES or (index == 0 and op.type in _SHAPED)
+            else _shape_of_one_row(tensor)
+            if own.form is Form.SIZES or (index == 0 and op.type in _SHAPE_IS_INPUT)
             else tensor
             for index, (tensor, own) in enumerate(zip(inputs, facts, strict=True))
         ]
-        result = builder.copy(op, fed)[0]
+        result = builder.copy(op, with_one_row)[0]
         return result[:0] if fact.is_rows else tf.zeros_like(result)
 
     result = tf.cond(
-        tf.equal(builder.own_rows, 0), empty, lambda: builder.copy(op, inputs)[0]
+        tf.equal(builder.own_rows, 0), without_rows, lambda: builder.copy(op, inputs)[0]
     )
     return [builder.with_shape(result, op.outputs[0], fact)]
 
 
-def _with_own_shape(builder: Any, op: Any, inputs: list) -> list:
-    """Return the inputs, with the replica's own rows in the shape of the output.
+def _with_own_rows_in_shape(builder: Any, op: Any, inputs: list) -> list:
+    """Return the inputs, with own rows in the input that is the shape of the output.
 
-    It is a constant where a step knows the number of rows, as of noise that it makes.
+    That shape is a constant of all rows in a step that has a fixed number of rows, such
+    as one that creates noise.
     """
     form = builder.fact(op.inputs[0]).form
-    if op.type not in _SHAPED or form is Form.SIZES:
+    if op.type not in _SHAPE_IS_INPUT or form is Form.SIZES:
         return inputs
     own_rows = tf.shape(inputs[-1], out_type=inputs[0].dtype)[:1]
     return [tf.concat([own_rows, inputs[0][1:]], 0), *inputs[1:]]
 
 
 def _one_row_of_zeros(tensor: tf.Tensor) -> tf.Tensor:
+    """Return zeros in the shape of a tensor, but with one row."""
     return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], 0), tensor.dtype)
 
 
-def _one_row_in(shape: tf.Tensor) -> tf.Tensor:
+def _shape_of_one_row(shape: tf.Tensor) -> tf.Tensor:
+    """Return a shape in which the number of rows is one."""
     return tf.concat([tf.ones_like(shape[:1]), shape[1:]], 0)

@@ -1,4 +1,4 @@
-"""Rules of variables, random numbers and functions of Python."""
+"""Rules of variables, random numbers and Python functions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ READS = frozenset(("ReadVariableOp",))
 def decide_variable(view: View) -> Decision | None:
     """Decide a read or a write of a variable.
 
-    States of metrics stay parts of a sum; any other variable has the program's value
-    on every replica.
+    States of metrics stay partial sums; any other variable has the same value on every
+    replica.
     """
     if view.type in (*READS, "RngReadAndSkip") and view.scope.is_shared(view.op):
-        return _decide_shared(view)
+        return _decide_shared_read(view)
     if view.type in READS:
         shape = view.output_sizes()
         is_part = view.scope.is_metric(view.op.inputs[0])
@@ -52,7 +52,12 @@ def decide_variable(view: View) -> Decision | None:
     return None
 
 
-def _decide_shared(view: View) -> Decision:
+def _decide_shared_read(view: View) -> Decision:
+    """Decide a read of a state that the replicas of a worker share.
+
+    Raises:
+        CannotDivideError: If the value cannot be summed over replicas.
+    """
     (result,) = view.op.outputs
     if result.dtype == tf.string or not result.shape.is_fully_defined():
         raise CannotDivideError(
@@ -62,10 +67,10 @@ def _decide_shared(view: View) -> Decision:
             "Make it in the scope.",
         )
     needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
-    return Decision(needs, view.part_outputs(), _build_of_shared)
+    return Decision(needs, view.part_outputs(), _build_shared_read)
 
 
-_STATELESS = operations(
+_STATELESS_RANDOM = operations(
     """
     StatelessRandomUniformV2 StatelessRandomNormalV2 StatelessTruncatedNormalV2
     StatelessRandomUniformIntV2 StatelessRandomUniformFullIntV2 StatelessRandomUniform
@@ -73,13 +78,14 @@ _STATELESS = operations(
     StatelessRandomGammaV3 StatelessRandomBinomial StatelessRandomPoisson
     """
 )
-# Of these a replica makes the block of its own rows only.
-_SKIPS_AHEAD = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2"))
+# Generators that can start at any position, so that a replica draws the block of its
+# own rows only.
+_SEEKABLE = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2"))
 
 
 def decide_random(view: View) -> Decision | None:
-    """Decide random numbers: those of one device, of which a replica has its rows."""
-    if view.type not in _STATELESS:
+    """Decide stateless random numbers: a replica has its own rows of one device's."""
+    if view.type not in _STATELESS_RANDOM:
         return None
     shape = view.facts[0].value
     if shape is None:
@@ -88,9 +94,9 @@ def decide_random(view: View) -> Decision | None:
     if axis is None or any(fact.is_rows for fact in view.facts):
         return None
     if any(size.kind == "unknown" for size in shape):
-        return None  # The shape of a sparse tensor: it is whole.
+        return None  # Only sparse tensors, which are whole, have such shapes.
     fact = own_rows(tuple(shape), axis)
-    skips = view.type in _SKIPS_AHEAD and axis == 0
+    skips = view.type in _SEEKABLE and axis == 0
     dtype = view.op.outputs[0].dtype
     if skips and dtype in (tf.float32, tf.float16, tf.bfloat16):
         needs: list[Need] = [AS_HELD] + [WHOLE] * (len(view) - 1)
@@ -99,19 +105,21 @@ def decide_random(view: View) -> Decision | None:
 
 
 def _build_and_slice(builder: Any, op: Any, inputs: list) -> list:
+    """Build the random numbers of all rows, and slice own rows."""
     return [builder.take_rows(op.outputs[0], builder.copy(op, inputs)[0])]
 
 
 def _build_own_block(builder: Any, op: Any, inputs: list) -> list:
-    """Build the numbers of own rows: the generator skips those before them.
+    """Build the numbers of own rows: the generator skips those of other replicas.
 
-    Philox makes four numbers for each value of its counter: Salmon et al. 2011,
+    Philox generates four numbers for each value of its counter: Salmon et al. 2011,
     https://doi.org/10.1145/2063384.2063405.
     """
     (fact,) = builder.facts_of(op.outputs)
     shape, key, counter, algorithm = inputs
     if xla.is_tracing():
-        # XLA orders its numbers in another way, and has to know how many there are.
+        # XLA orders the numbers in another way and needs a static count, so a block
+        # cannot be cut out. Each replica has a stream of its own instead.
         stream = tf.cast(builder.replica.rank, tf.uint64) * tf.constant(
             2**32, tf.uint64
         )
@@ -136,10 +144,11 @@ def _build_own_block(builder: Any, op: Any, inputs: list) -> list:
 def writes_state(op: Any) -> bool:
     """Return whether an operation writes a variable, a table or the like."""
     is_stateful = _compat.has_effect(op) and not _compat.has_function(op)
-    return is_stateful and op.type not in _ONLY_READ
+    return is_stateful and op.type not in _READ_ONLY
 
 
-_ONLY_READ = operations(
+# Operations that TensorFlow marks as stateful, but that only read a state.
+_READ_ONLY = operations(
     """
     ReadVariableOp LookupTableExportV2 LookupTableFindV2 LookupTableSizeV2
     ResourceGather ResourceGatherNd VarHandleOp VarIsInitializedOp VariableShape
@@ -148,11 +157,12 @@ _ONLY_READ = operations(
 
 
 def is_output(op: Any) -> bool:
-    """Return whether an operation writes what a user reads: text, or a summary."""
+    """Return whether an operation prints text or writes a summary."""
     is_summary = op.type.startswith("Write") and "Summary" in op.type
     return is_summary or op.type == "PrintV2"
 
 
+# Random operations whose generator belongs to the operation, and cannot skip numbers.
 STATEFUL_RANDOM = operations(
     """
     RandomUniform RandomStandardNormal TruncatedNormal RandomUniformInt RandomGamma
@@ -162,7 +172,7 @@ STATEFUL_RANDOM = operations(
 
 
 def decide_stateful_random(view: View) -> Decision | None:
-    """Decide numbers of a generator that each operation has: the first replica's."""
+    """Decide stateful random numbers: all replicas use those of the first one."""
     if view.type not in STATEFUL_RANDOM:
         return None
     shape = view.facts[0].value
@@ -179,19 +189,24 @@ def decide_stateful_random(view: View) -> Decision | None:
 
 
 def _build_on_first(builder: Any, op: Any, inputs: list) -> list:
-    return [builder.replica.once(tensor) for tensor in builder.copy(op, inputs)]
+    """Build an operation whose values count on the first replica; others add zeros."""
+    return [
+        builder.replica.only_on_first(tensor) for tensor in builder.copy(op, inputs)
+    ]
 
 
 def _build_rows_of_first(builder: Any, op: Any, inputs: list) -> list:
-    """Build own rows of the first replica's numbers, so that what follows has rows."""
+    """Build own rows of the first replica's numbers: later operations stay divided."""
     (total,) = builder.replica.sum(_build_on_first(builder, op, inputs))
-    builder.keep_whole(op.outputs[0], total)
+    builder.cache_whole(op.outputs[0], total)
     return [builder.take_rows(op.outputs[0], total)]
 
 
 def decide_python(view: View) -> Decision | None:
-    """Decide a function of Python: the first replica calls it, once for a step."""
-    if view.type not in _compat.PYTHON_FUNCTIONS:  # they may draw, count or write
+    """Decide a Python function: only the first replica calls it, once per step."""
+    # A Python function may draw random numbers, count its calls or write files, so it
+    # runs as often as on one device.
+    if view.type not in _compat.PYTHON_FUNCTIONS:
         return None
     return Decision(
         [WHOLE] * len(view), view.whole_outputs(), _build_python, has_collective=True
@@ -199,29 +214,31 @@ def decide_python(view: View) -> Decision | None:
 
 
 def _build_python(builder: Any, op: Any, inputs: list) -> list:
-    """Call the function on the first replica, and give its results to all.
+    """Call the function on the first replica, and broadcast its results.
 
-    The shapes of the results are not known where it is not called. TensorFlow keeps
-    one tape for all calls of a function, which the gradient of the first call takes.
+    Replicas that do not call the function do not know the shapes of its results.
+    TensorFlow keeps one tape for all calls of a function, which the gradient of the
+    first call consumes: a second call would have no gradient.
     """
     if builder.is_in_loop:
         return builder.copy(op, inputs)
     replica = builder.replica
     is_first = not replica.rank
     outputs = builder.copy(op, inputs) if is_first else [None] * len(op.outputs)
-    # What the function reads was gathered with the help of the other replicas.
+    # Other replicas have to take part in the gathers of the inputs, though they do not
+    # call the function. The control dependency keeps these gathers in their graphs.
     with tf.control_dependencies([] if is_first else inputs):
         return [
-            replica.share_of_first(own, tensor.dtype, tensor.shape)
+            replica.broadcast_from_first(own, tensor.dtype, tensor.shape)
             for own, tensor in zip(outputs, op.outputs, strict=True)
         ]
 
 
-def _build_of_shared(builder: Any, op: Any, inputs: list) -> list:
-    """Read a state that the replicas of a worker share, and that the step writes.
+def _build_shared_read(builder: Any, op: Any, inputs: list) -> list:
+    """Build a read of a state that the replicas of a worker share and the step writes.
 
-    TensorFlow orders all that a step does with it, so that other replicas would read
-    what the first one wrote.
+    Only one replica reads it. TensorFlow orders all operations on one state, so that
+    other replicas would read the value after the first one's write.
     """
     if not builder.replica.is_writer:
         return [tf.zeros(tensor.shape, tensor.dtype) for tensor in op.outputs]

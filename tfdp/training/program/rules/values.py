@@ -1,4 +1,4 @@
-"""Rules of integers that are computed of sizes: shapes, axes, counts."""
+"""Rules of integers that are computed from sizes: shapes, axes, counts."""
 
 from __future__ import annotations
 
@@ -15,30 +15,36 @@ from tfdp.training.program.facts import Fact, Form, integers
 from tfdp.training.program.sizes import FREE, ONE, UNKNOWN, Size, array, product
 from tfdp.training.program.view import AS_HELD, WHOLE, Decision, View, table
 
-# Arrays of sizes longer than this are not followed.
-_MOST_VALUES = 64
+# Largest number of elements of an array whose values are followed. Shapes and lists of
+# axes are far smaller.
+_MAX_ELEMENTS = 64
 
 
 def _shape(view: View, index: int = 0) -> np.ndarray | None:
+    """Return the shape of an input as an array of sizes."""
     found = view.facts[index].sizes
     return None if found is None else array(found)
 
 
 def _scalar(size: Size) -> np.ndarray:
+    """Return an array of rank 0 that holds a size."""
     return array([size]).reshape(())
 
 
 def _size(view: View) -> np.ndarray | None:
+    """Return the value of `tf.size`."""
     found = view.facts[0].sizes
     return None if found is None else _scalar(product(found))
 
 
 def _rank(view: View) -> np.ndarray | None:
+    """Return the value of `tf.rank`."""
     found = view.facts[0].rank
     return None if found is None else _scalar(sizes.number(found))
 
 
 def _strided_slice(view: View) -> np.ndarray | None:
+    """Return the value of a slice such as `x[1:, 0]`."""
     data = view.facts[0].value
     begin, end, strides = (view.numbers(i) for i in (1, 2, 3))
     if data is None or begin is None or end is None or strides is None:
@@ -62,6 +68,7 @@ def _strided_slice(view: View) -> np.ndarray | None:
 
 
 def _pack(view: View) -> np.ndarray | None:
+    """Return the value of `tf.stack`."""
     if view.attribute("axis") != 0:
         return None
     values = [fact.value for fact in view.facts]
@@ -69,6 +76,7 @@ def _pack(view: View) -> np.ndarray | None:
 
 
 def _concat(view: View) -> np.ndarray | None:
+    """Return the value of `tf.concat` of vectors."""
     axis = view.numbers(len(view) - 1)
     values = [fact.value for fact in view.facts[:-1]]
     if axis is None or any(value.ndim != 1 for value in values):
@@ -77,20 +85,24 @@ def _concat(view: View) -> np.ndarray | None:
 
 
 def _gather(view: View) -> np.ndarray | None:
+    """Return the value of `tf.gather` from a vector."""
     indices, axis = view.numbers(1), view.numbers(2)
     data = view.facts[0].value
     if indices is None or axis is None or axis != 0 or data.ndim != 1:
         return None
     if indices.size and not 0 <= indices.min() <= indices.max() < data.size:
-        return None  # It fails when it runs, in a branch that may not.
+        # The operation would fail, but may lie in a branch that never runs.
+        return None
     return _as_array(data[indices])
 
 
 def _as_array(found: Any) -> np.ndarray:
+    """Wrap a single size that NumPy's indexing returned into an array."""
     return found if isinstance(found, np.ndarray) else _scalar(found)
 
 
 def _slice(view: View) -> np.ndarray | None:
+    """Return the value of `tf.slice`."""
     begin, size = view.numbers(1), view.numbers(2)
     if begin is None or size is None:
         return None
@@ -103,11 +115,14 @@ def _slice(view: View) -> np.ndarray | None:
 
 
 def _reshape(view: View) -> np.ndarray | None:
+    """Return the value of `tf.reshape`."""
     shape = view.numbers(1)
     return None if shape is None else view.facts[0].value.reshape(shape.astype(int))
 
 
-def _reduced(combine: Callable[[Iterable[Size]], Size]) -> Callable:
+def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
+    """Return the rule of a reduction of a vector, such as `tf.reduce_prod`."""
+
     def value(view: View) -> np.ndarray | None:
         axes, data = view.numbers(1), view.facts[0].value
         if axes is None or data.ndim == 0:
@@ -121,14 +136,17 @@ def _reduced(combine: Callable[[Iterable[Size]], Size]) -> Callable:
 
 
 def _range(view: View) -> np.ndarray | None:
+    """Return the value of `tf.range`."""
     start, limit, delta = (view.numbers(i) for i in (0, 1, 2))
     if start is None or limit is None or delta is None or not delta:
         return None
     found = np.arange(start.item(), limit.item(), delta.item())
-    return array(found) if found.size <= _MOST_VALUES else None
+    return array(found) if found.size <= _MAX_ELEMENTS else None
 
 
-def _binary(combine: Callable[[Size, Size], Size]) -> Callable:
+def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
+    """Return the rule of an element-wise operation on two inputs."""
+
     def value(view: View) -> np.ndarray | None:
         first, second = np.broadcast_arrays(*(fact.value for fact in view.facts))
         result = np.empty(first.shape, object)
@@ -139,16 +157,19 @@ def _binary(combine: Callable[[Size, Size], Size]) -> Callable:
     return value
 
 
-def _compare(compare: Callable[[Any, Any], Any]) -> Callable:
+def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
+    """Return the rule of an element-wise comparison."""
+
     def combine(one: Size, other: Size) -> Size:
         if one.kind == other.kind == "number":
             return sizes.number(bool(compare(one.number, other.number)))
         return FREE if one.is_free and other.is_free else UNKNOWN
 
-    return _binary(combine)
+    return _elementwise(combine)
 
 
 def _select(view: View) -> np.ndarray | None:
+    """Return the value of `tf.where` by a scalar condition."""
     condition = view.numbers(0)
     if condition is None or condition.ndim:
         return None
@@ -157,18 +178,21 @@ def _select(view: View) -> np.ndarray | None:
 
 
 def _invert_permutation(view: View) -> np.ndarray | None:
+    """Return the value of `tf.math.invert_permutation`."""
     found = view.numbers(0)
     return None if found is None else array(np.argsort(found))
 
 
 def _broadcast_args(view: View) -> np.ndarray | None:
+    """Return the value of `tf.broadcast_dynamic_shape`."""
     shapes = [tuple(fact.value) for fact in view.facts]
     return array(sizes.broadcast(shapes))
 
 
 def _fill(view: View) -> np.ndarray | None:
+    """Return the value of `tf.fill`."""
     dims = view.numbers(0)
-    if dims is None or np.prod(dims) > _MOST_VALUES:
+    if dims is None or np.prod(dims) > _MAX_ELEMENTS:
         return None
     result = np.empty(dims.astype(int), object)
     result[...] = view.facts[1].value[()]
@@ -176,6 +200,7 @@ def _fill(view: View) -> np.ndarray | None:
 
 
 def _stitch(view: View) -> np.ndarray | None:
+    """Return the value of `tf.dynamic_stitch`."""
     count = len(view) // 2
     places = [view.numbers(index) for index in range(count)]
     if any(place is None for place in places):
@@ -191,6 +216,7 @@ def _stitch(view: View) -> np.ndarray | None:
 
 
 def _cast(view: View) -> np.ndarray | None:
+    """Return the value of `tf.cast` to a number."""
     dtype, known = view.op.outputs[0].dtype, view.numbers(0)
     if not (dtype.is_integer or dtype.is_floating):
         return None
@@ -199,36 +225,38 @@ def _cast(view: View) -> np.ndarray | None:
     return array(known.astype(dtype.as_numpy_dtype))
 
 
-_OF_SHAPES: dict[str, Callable[[View], np.ndarray | None]] = table(
+# Functions that return the output as an array of `Size`, or `None` if it is not known:
+# from the shape of the input, and from the values of all inputs.
+_VALUES_FROM_SHAPES: dict[str, Callable[[View], np.ndarray | None]] = table(
     {"Shape TensorListElementShape": _shape, "Size": _size, "Rank": _rank}
 )
-_OF_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
+_VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
     {
-        "Add AddV2": _binary(operator.add),
+        "Add AddV2": _elementwise(operator.add),
         "BroadcastArgs": _broadcast_args,
         "Cast": _cast,
         "ConcatV2": _concat,
         "DynamicStitch": _stitch,
-        "Equal": _compare(operator.eq),
+        "Equal": _comparison(operator.eq),
         "ExpandDims": lambda view: (
             view.facts[0].value[np.newaxis] if view.facts[0].value.ndim == 0 else None
         ),
         "Fill": _fill,
-        "FloorDiv": _binary(operator.floordiv),
-        "FloorMod": _binary(operator.mod),
+        "FloorDiv": _elementwise(operator.floordiv),
+        "FloorMod": _elementwise(operator.mod),
         "GatherV2": _gather,
-        "Greater": _compare(operator.gt),
-        "GreaterEqual": _compare(operator.ge),
+        "Greater": _comparison(operator.gt),
+        "GreaterEqual": _comparison(operator.ge),
         "Identity StopGradient": lambda view: view.facts[0].value,
         "InvertPermutation": _invert_permutation,
-        "Less": _compare(operator.lt),
-        "LessEqual": _compare(operator.le),
-        "Maximum": _binary(Size.maximum),
-        "Minimum": _binary(Size.minimum),
-        "Mul": _binary(operator.mul),
-        "NotEqual": _compare(operator.ne),
+        "Less": _comparison(operator.lt),
+        "LessEqual": _comparison(operator.le),
+        "Maximum": _elementwise(Size.maximum),
+        "Minimum": _elementwise(Size.minimum),
+        "Mul": _elementwise(operator.mul),
+        "NotEqual": _comparison(operator.ne),
         "Pack": _pack,
-        "Prod": _reduced(product),
+        "Prod": _reduction(product),
         "Range": _range,
         "Reshape": _reshape,
         "Select SelectV2": _select,
@@ -239,40 +267,45 @@ _OF_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
             else None
         ),
         "StridedSlice": _strided_slice,
-        "Sub": _binary(operator.sub),
-        "Sum": _reduced(lambda data: sum(data, sizes.ZERO)),
+        "Sub": _elementwise(operator.sub),
+        "Sum": _reduction(lambda data: sum(data, sizes.ZERO)),
     }
 )
 
 
 def decide_values(view: View) -> Decision | None:
-    """Decide an operation whose results are computed of sizes alone."""
+    """Decide an operation whose results are computed from sizes alone."""
     if view.type == "BroadcastGradientArgs":
-        return _broadcast_axes(view)
+        return _decide_broadcast_axes(view)
     if view.type == "ShapeN":
-        return _shapes(view)
+        return _decide_shapes(view)
     value = None
-    if view.type in _OF_SHAPES:
-        value = _OF_SHAPES[view.type](view)
-    elif view.type in _OF_VALUES and all(f.value is not None for f in view.facts):
-        value = _OF_VALUES[view.type](view)
-    if value is None or not _is_followed(value):
+    if view.type in _VALUES_FROM_SHAPES:
+        value = _VALUES_FROM_SHAPES[view.type](view)
+    elif view.type in _VALUES_FROM_VALUES and all(
+        f.value is not None for f in view.facts
+    ):
+        value = _VALUES_FROM_VALUES[view.type](view)
+    if value is None or not _can_follow(value):
         return None
     fact = integers(value)
-    # Where it is no multiple of the rows it is computed of the number of all rows.
+    # A result that is no multiple of the rows, such as a ratio of two sizes, is the
+    # same on all replicas: each computes it from the sizes of the whole batch.
     is_of_all = fact.form is Form.WHOLE and Form.SIZES in view.forms()
     return Decision([WHOLE if is_of_all else AS_HELD] * len(view), [fact])
 
 
-def _is_followed(value: np.ndarray) -> bool:
+def _can_follow(value: np.ndarray) -> bool:
+    """Return whether a value is small enough, and known well enough, to follow it."""
     kinds = {size.kind for size in value.ravel()}
     is_mixed = {"rows", "splits"} <= kinds
-    return value.size <= _MOST_VALUES and "unknown" not in kinds and not is_mixed
+    return value.size <= _MAX_ELEMENTS and "unknown" not in kinds and not is_mixed
 
 
-def _shapes(view: View) -> Decision | None:
+def _decide_shapes(view: View) -> Decision | None:
+    """Decide `tf.shape_n`, the shapes of several tensors."""
     values = [_shape(view, index) for index in range(len(view))]
-    known = [value for value in values if value is not None and _is_followed(value)]
+    known = [value for value in values if value is not None and _can_follow(value)]
     if len(known) < len(values):
         return None
     outputs = [integers(value) for value in known]
@@ -280,12 +313,12 @@ def _shapes(view: View) -> Decision | None:
 
 
 def _build_shapes(builder: Any, op: Any, inputs: list) -> list:
-    """Build shapes of which some have rows in them, and some have not."""
+    """Build several shapes, with this replica's number of rows."""
     return [builder.shape(op, index, of_all=False) for index in range(len(op.outputs))]
 
 
-def _broadcast_axes(view: View) -> Decision | None:
-    """Axes over which the gradients of an operation that broadcasts are summed."""
+def _decide_broadcast_axes(view: View) -> Decision | None:
+    """Decide the axes over which gradients of a broadcast are summed."""
     shapes = [fact.value for fact in view.facts]
     if any(shape is None for shape in shapes):
         return None
@@ -317,10 +350,9 @@ def _broadcast_axes(view: View) -> Decision | None:
 
 
 def _build_axes(builder: Any, op: Any, inputs: list) -> list:
-    """Build the axes: constants where they are known, or else those of the program.
+    """Build the axes as constants if known, or else from sizes of the whole batch.
 
-    Where a replica has one row, or none, TensorFlow would find other axes in its
-    own sizes than in those of the batch.
+    A replica with one row or none would compute other axes from its own sizes.
     """
     facts = builder.facts_of(op.outputs)
     if all(fact.value is not None for fact in facts):
@@ -331,11 +363,12 @@ def _build_axes(builder: Any, op: Any, inputs: list) -> list:
     found = builder.copy(op, inputs)
     if isinstance(builder.replica.rows.total, int) or xla.is_tracing():
         return found
-    # Of a batch of one row TensorFlow finds the axis of rows, too.
-    return [_only(axes, fact) for axes, fact in zip(found, facts, strict=True)]
+    # TensorFlow treats the axis of rows of a batch of one row as broadcast, and adds it
+    # to the axes. The plan has not, so it is removed.
+    return [_allowed_axes(axes, fact) for axes, fact in zip(found, facts, strict=True)]
 
 
-def _only(axes: tf.Tensor, fact: Fact) -> tf.Tensor:
-    """Return the axes that a list may have by its fact."""
+def _allowed_axes(axes: tf.Tensor, fact: Fact) -> tf.Tensor:
+    """Keep only the axes that the fact allows."""
     may = tf.constant(sorted((fact.axes or frozenset()) | fact.maybe_axes), axes.dtype)
     return tf.boolean_mask(axes, tf.reduce_any(axes[:, tf.newaxis] == may, 1))
