@@ -135,7 +135,7 @@ class BucketTuning(keras.callbacks.Callback):
     def propose(self, step_seconds: float) -> list[Proposal]:
         """Propose plans by those of the default's buckets, see `proposals.propose`."""
         reducer = self._extended.reducer
-        trained = reducer.plans.plans_within(self.model.trainable_variables)
+        trained = reducer.plans.plans_of_subsets(self.model.trainable_variables)
         plans = [plan for _, plan, _ in trained if plan.buckets]
         if not plans:
             return []

@@ -1,16 +1,16 @@
 """Reduction of gradients over replicas: one fused all-reduce for each bucket.
 
-- `reducer`: dense tensors and rows of this worker's replicas, reduced.
-- `gradient_reducer`: the same as the running replica, or a single device, sees it.
-- `training_group`: the replicas whose steps are one program.
-- `fusion`: buckets of gradients, packed, all-reduced and unpacked.
-- `sparse`: gradients that are rows of a table.
-- `algorithm_choice`: a bucket's algorithm, and what travels by it.
-- `compressor_choice`: the choice among those that carry a compressor.
-- `algorithm_selector`: the choice for each bucket of a plan.
-- `trained_plans`: the plans of the steps that were traced, and options in place of a
-  strategy's, for the variables of one model.
-- `link_measure`, `link_fit`: the links that this choice depends on.
-- `cache_file`: files of the user's cache, that of measured links among them.
-- `communication_plan`: all of it as a table for the user.
+- `reducer`: all-reduce of dense and sparse tensors of the local replicas.
+- `gradient_reducer`: the reducer of the running replica, or of a single device.
+- `training_group`: the replicas that share one program.
+- `fusion`: packing of gradients into buckets, their all-reduce and unpacking.
+- `sparse`: reduction of gradients that are rows of a table.
+- `algorithm_choice`: algorithm and wire formats of one bucket.
+- `compressor_choice`: choice of an algorithm that can carry a compressor.
+- `algorithm_selector`: choice of an algorithm for each bucket of a plan.
+- `trained_plans`: plans of traced steps, and tuned options that replace those of the
+  strategy, by the variables of a model.
+- `link_measure`, `link_fit`: latency and bandwidth of links, for these choices.
+- `cache_file`: files of the user's cache, such as that of measured links.
+- `communication_plan`: the plan of a step as a table for the user.
 """

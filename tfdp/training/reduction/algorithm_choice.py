@@ -1,4 +1,4 @@
-"""Algorithm of a bucket, and what travels by it."""
+"""Algorithm and wire formats of one bucket."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from tfdp.ground.plans.traffic import Algorithm
 from tfdp.training.compression.compressed_reduce import CompressedRoute, Wire
 
 RING = Algorithm("ring")
+# Elements travel in their own dtype, without a compressor.
 _PLAIN = Wire()
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmChoice:
-    """Algorithm and communication dtypes that one bucket is reduced with.
+    """Algorithm and wire formats by which one bucket is reduced.
 
     Args:
         algorithm: `Algorithm`. Defaults to the ring.
-        inner: `Wire`, what travels inside nodes, and everywhere with a flat algorithm.
-            Defaults to elements as they are.
-        outer: `Wire`, what travels across nodes. Defaults to elements as they are.
-        seconds: Float, how long it is predicted to take. Defaults to `0.0`.
+        inner: `Wire`, format of messages inside nodes, and of all messages of a flat
+            algorithm. Defaults to uncompressed elements.
+        outer: `Wire`, format of messages across nodes. Defaults to uncompressed
+            elements.
+        seconds: Float, predicted time of the reduction. Defaults to `0.0`.
 
     Example:
 
@@ -57,14 +59,15 @@ class AlgorithmChoice:
 
     @property
     def wires(self) -> tuple[str | None, str | None]:
-        """Names of what travels inside nodes and across them, `None` for floats."""
+        """Names of the wire formats inside and across nodes, `None` if plain."""
         return self.inner.name, self.outer.name
 
     @property
     def is_forced(self) -> bool:
-        """Bool, whether compressors are taken however long it takes.
+        """Bool, whether compressors are used whatever the predicted time.
 
-        As where it is not known how many bytes they send, or they do more than that.
+        So it is if the number of bytes is not known, or the compressor replaces the
+        optimizer's momentum.
         """
         return any(
             math.isnan(wire.ratio)
@@ -74,15 +77,15 @@ class AlgorithmChoice:
 
     @property
     def levels(self) -> CompressedRoute:
-        """`CompressedRoute`, what travels on each level."""
+        """`CompressedRoute` with the wire formats of both levels."""
         has_levels = self.algorithm.has_levels
         return CompressedRoute(self.inner, self.outer, has_levels, self.all_reduce)
 
     @property
     def all_reduce(self) -> Callable[..., tf.Tensor]:
-        """Callable of the algorithm alone, see `tfdp.communication.collectives.ring`.
+        """All-reduce without compressors, see `tfdp.communication.collectives.ring`.
 
-        That of Adasum asks for the `sizes` of the gradients in a bucket, too.
+        For Adasum it also needs `sizes`, the sizes of the gradients in the bucket.
         """
         inner, outer = self.inner.dtype, self.outer.dtype
         if self.algorithm.name == ADASUM:

@@ -1,4 +1,4 @@
-"""Selection of each bucket's all-reduce algorithm and of what travels by it."""
+"""Selection of an all-reduce algorithm and wire formats for each bucket."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from tfdp.training.compression.compressed_reduce import Wire
 from tfdp.training.reduction.algorithm_choice import RING, AlgorithmChoice
 from tfdp.training.reduction.compressor_choice import LevelCompressors, best_choice
 
-# What compression has to save: it costs two casts, which no model knows.
-_LEAST_GAIN = 0.1
-# What may travel in fewer bytes.
-_COMPRESSIBLE = ("float32", "float64")
+# Least fraction of the predicted time that compression has to save. It makes up for
+# two casts, which the cost model does not include.
+_MIN_SAVED_FRACTION = 0.1
+# Dtypes of buckets that may be compressed.
+_COMPRESSIBLE_DTYPES = ("float32", "float64")
 
 
 class AlgorithmSelector:
-    """Selector of each bucket's algorithm, alike on every worker.
+    """Selector of an algorithm for each bucket, the same on every worker.
 
     Args:
-        options: `CommunicationOptions`.
+        options: `CommunicationOptions`, with algorithm, compression and links.
         topology: `Topology` of all replicas.
         backend: String, `"nccl"`, `"ring"`, `"direct"` or `"mpi"`.
         warn: Bool, whether to warn of options that have no effect here.
@@ -64,32 +65,32 @@ class AlgorithmSelector:
 
     @property
     def depends_on_links(self) -> bool:
-        """True if the links decide which algorithm is taken."""
+        """Bool, whether the choice of algorithms depends on the links."""
         return self._fixed is None and self.topology.num_replicas > 2
 
     @property
     def needs_whole_buckets(self) -> bool:
-        """True if Adasum, or a compressor, takes no parts of buckets."""
+        """Bool, whether Adasum or a compressor cannot reduce parts of buckets."""
         if self._compressors is None:
             return self.combines_means
         return not self._compressors.cuts_buckets
 
     @property
     def is_hierarchical(self) -> bool:
-        """True if reductions go inside nodes first and then across."""
+        """Bool, whether buckets are reduced inside nodes first and then across."""
         is_flat = self._fixed is not None and not self._fixed.has_levels
         return self.topology.has_levels and not is_flat
 
     def set_links(self, links: Links) -> None:
-        """Set measured links; they have to be the same on all workers."""
+        """Set measured links, which have to be the same on all workers."""
         self.links = links
         self.are_links_known = True
 
     def with_options(self, options: CommunicationOptions) -> AlgorithmSelector:
-        """Return a selector of the same replicas and links that has other options.
+        """Create a selector for the same replicas and links with other options.
 
         Args:
-            options: `CommunicationOptions`.
+            options: `CommunicationOptions` of the new selector.
         """
         selector = AlgorithmSelector(options, self.topology, self._backend, warn=False)
         if self.are_links_known:
@@ -103,11 +104,11 @@ class AlgorithmSelector:
 
         Args:
             plan: `BucketPlan`.
-            may_compress: Bool, whether they are gradients, which may be rounded, and
-                combined by Adasum; other things are summed.
+            may_compress: Bool, whether the buckets have gradients, which may be
+                compressed and combined by Adasum; other tensors are summed exactly.
 
         Returns:
-            Tuple of `AlgorithmChoice`.
+            Tuple of `AlgorithmChoice`, one for each bucket.
 
         Raises:
             ValueError: If integers were to be compressed, or combined by Adasum.
@@ -137,14 +138,14 @@ class AlgorithmSelector:
         """Select the algorithm of a bucket.
 
         Args:
-            num_bytes: Int, its size.
-            dtype: String, its dtype.
+            num_bytes: Int, size of the bucket in bytes.
+            dtype: String, dtype of the bucket.
             may_compress: Bool, see `select_for`. Defaults to `True`.
-            bucket: `Bucket` with what is in it, or `None` for a part of one.
+            bucket: `Bucket` with its entries, or `None` for a part of a bucket.
                 Defaults to `None`.
 
         Returns:
-            A `AlgorithmChoice`.
+            `AlgorithmChoice` with the predicted time.
         """
         if self.topology.num_replicas == 1:
             return AlgorithmChoice()
@@ -153,7 +154,7 @@ class AlgorithmSelector:
             seconds = predict_seconds(algorithm, num_bytes, self.topology, self.links)
             return AlgorithmChoice(algorithm, seconds=seconds)
         plain = self._fastest(num_bytes, None, None)
-        if not may_compress or dtype not in _COMPRESSIBLE:
+        if not may_compress or dtype not in _COMPRESSIBLE_DTYPES:
             return plain
         compressed: AlgorithmChoice | None = None
         if self._compressors is not None:
@@ -169,7 +170,7 @@ class AlgorithmSelector:
             compressed = self._fastest(num_bytes, self._inner, self._outer, fraction)
         if compressed is None:
             return plain
-        is_worth_it = compressed.seconds < plain.seconds * (1 - _LEAST_GAIN)
+        is_worth_it = compressed.seconds < plain.seconds * (1 - _MIN_SAVED_FRACTION)
         is_taken = is_worth_it or compressed.is_forced
         return compressed if is_taken else plain
 
@@ -180,6 +181,15 @@ class AlgorithmSelector:
         outer: str | None,
         fraction: float = 1.0,
     ) -> AlgorithmChoice:
+        """Choose the fastest algorithm, given the dtypes on both levels.
+
+        Args:
+            num_bytes: Int, size of the bucket in bytes.
+            inner: String, dtype inside nodes, or `None` for that of the bucket.
+            outer: String, dtype across nodes, or `None` for that of the bucket.
+            fraction: Float, size of an element in these dtypes relative to that in the
+                bucket. Defaults to 1.
+        """
         algorithm, seconds = choose(
             num_bytes,
             self.topology,
@@ -189,23 +199,27 @@ class AlgorithmSelector:
             outer_ratio=fraction if outer else 1.0,
         )
         if not algorithm.has_levels and inner != outer:
-            # What is compressed on one level only travels by no flat algorithm.
+            # A flat algorithm has one dtype for all messages, so it cannot compress
+            # those of one level only.
             inner = outer = inner if self.topology.num_nodes == 1 else None
         wires = Wire(dtype_name=inner), Wire(dtype_name=outer)
         return AlgorithmChoice(algorithm, *wires, seconds)
 
     def _candidates(self) -> tuple[Algorithm, ...]:
+        """Return the algorithms to choose from, in the order of preference."""
         if self._fixed is not None:
             return (self._fixed,)
         candidates = candidates_for(self.topology)
         if self.are_links_known:
             return candidates
-        # Assumed figures tell only what holds on any network: bytes between nodes.
+        # The default links are assumptions. They are good enough for a choice by the
+        # bytes between nodes, but not for one by the latency of messages.
         safe = (RING, Algorithm("hierarchical"))
         return tuple(algorithm for algorithm in candidates if algorithm in safe)
 
 
 def _check_floating(plan: BucketPlan, option: str) -> None:
+    """Raise a `ValueError` if a bucket has integers, which an option excludes."""
     for bucket in plan:
         if not tf.as_dtype(bucket.dtype).is_floating:
             raise ValueError(
@@ -217,7 +231,10 @@ def _check_floating(plan: BucketPlan, option: str) -> None:
 def _fixed_algorithm(
     options: CommunicationOptions, topology: Topology
 ) -> tuple[Algorithm | None, str]:
-    """Algorithm that was asked for, as far as it can run, and why not."""
+    """Return the algorithm of the options that can run, and a warning or `""`.
+
+    The algorithm is `None` if it is to be chosen for each bucket.
+    """
     given = options.algorithm
     if given == "auto":
         return None, ""
@@ -245,6 +262,7 @@ def _fixed_algorithm(
 def _adasum_of_nodes(
     wanted: Algorithm, topology: Topology
 ) -> tuple[Algorithm | None, str]:
+    """Return Adasum across nodes or a replacement that can run, and a warning."""
     if topology.num_nodes == 1:
         return RING, (
             '`algorithm={"outer": "adasum"}` is a mean: all replicas are on one node'

@@ -1,6 +1,6 @@
-"""Files of the user's cache: JSON objects, replaced whole.
+"""Files of the user's cache: JSON objects that are replaced atomically.
 
-One holds measured links, so that the next run need not measure them.
+One file holds measured links, so that the next run need not measure them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import platformdirs
 from tfdp.ground.base.files import read_text, replaced
 from tfdp.ground.links import Links
 
-_FILE_BYTES = 2**20
+# Largest size of a cache file that is read, in bytes.
+_MAX_FILE_BYTES = 2**20
 
 
 def cache_path(name: str) -> pathlib.Path:
-    """Path of a file of the user's cache.
+    """Return the path of a file of the user's cache.
 
     Args:
-        name: String, the file's.
+        name: String, name of the file.
 
     Returns:
-        A path: in `tfdp` in `XDG_CACHE_HOME`, or in `~/.cache` where that is not an
-        absolute path.
+        `Path` in the folder `tfdp` of `XDG_CACHE_HOME`, or of `~/.cache` if
+        `XDG_CACHE_HOME` is not an absolute path.
 
     Source: the XDG base directory specification.
     """
@@ -36,35 +37,35 @@ def cache_path(name: str) -> pathlib.Path:
 
 
 def read_entries(path: pathlib.Path) -> dict[str, Any]:
-    """Read the entries of a file.
+    """Read the entries of a cache file.
 
     Args:
-        path: Path of the file.
+        path: `Path` of the file.
 
     Returns:
-        Dict from keys to what anybody may have written; empty where the file is
-        missing, too large or no JSON object.
+        Dict from keys to unchecked JSON values; empty if the file is missing, too large
+        or not a JSON object.
     """
     try:
-        entries = json.loads(read_text(path, _FILE_BYTES))
+        entries = json.loads(read_text(path, _MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return entries if isinstance(entries, dict) else {}
 
 
 def write_entries(path: pathlib.Path, entries: Mapping[str, Any]) -> bool:
-    """Replace the entries of a file.
+    """Replace all entries of a cache file.
 
-    The file is replaced at once, so that nobody reads half of it. Of two
-    processes that store at the same time, one may lose its entry.
+    The file is replaced atomically, so that no process reads half of it. If two
+    processes write at the same time, the entries of one may be lost.
 
     Args:
-        path: Path of the file; folders above it are made.
-        entries: Mapping, all that it is to hold.
+        path: `Path` of the file; missing folders are created.
+        entries: Mapping, the new content.
 
     Returns:
-        Bool, whether they could be written; a disk that is full or read-only is
-        no reason to stop a training.
+        Bool, whether the file was written. A full or read-only disk does not stop a
+        training.
 
     Example:
 
@@ -86,7 +87,7 @@ def write_entries(path: pathlib.Path, entries: Mapping[str, Any]) -> bool:
 
 
 def links_path() -> pathlib.Path:
-    """Path of the user's file of measured links, `links.json`, see `cache_path`."""
+    """Return the path of the user's file of measured links, `links.json`."""
     return cache_path("links.json")
 
 
@@ -94,8 +95,8 @@ def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
     """Load links that were measured before.
 
     Args:
-        key: String, what they were measured on: topology, backend, versions.
-        path: Path of the file, or `None` for the user's. Defaults to `None`.
+        key: String, topology, backend and versions that the links were measured with.
+        path: `Path` of the file, or `None` for the user's. Defaults to `None`.
 
     Returns:
         `Links`, or `None` if the file has none for this key or cannot be read.
@@ -112,31 +113,31 @@ def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
     >>> load_links("another", path) is None
     True
     """
-    return _read(path or links_path()).get(key)
+    return _read_links(path or links_path()).get(key)
 
 
 def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> bool:
-    """Store links for another run; other entries of the file stay.
+    """Store measured links for later runs; other entries of the file stay.
 
-    Of two processes that store at the same time, one may lose its entry: it will be
-    measured again.
+    If two processes store at the same time, the entry of one may be lost. Its links are
+    then measured again.
 
     Args:
-        key: String, what they were measured on: topology, backend, versions.
-        links: `Links`.
-        path: Path of the file, or `None` for the user's. Defaults to `None`.
+        key: String, topology, backend and versions that the links were measured with.
+        links: `Links` to store.
+        path: `Path` of the file, or `None` for the user's. Defaults to `None`.
 
     Returns:
-        Bool, whether they could be written.
+        Bool, whether the file was written.
     """
     path = path or links_path()
-    entries = {**_read(path), key: links}
+    entries = {**_read_links(path), key: links}
     rows = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
     return write_entries(path, rows)
 
 
-def _read(path: pathlib.Path) -> dict[str, Links]:
-    """Links by their keys, without entries that are none."""
+def _read_links(path: pathlib.Path) -> dict[str, Links]:
+    """Return the links of a file by their keys, without invalid entries."""
     found = {}
     for key, entry in read_entries(path).items():
         with contextlib.suppress(TypeError, KeyError, ValueError):

@@ -21,6 +21,7 @@ from tfdp.ground.text import pluralize
 from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
 from tfdp.training.reduction.fusion import make_plan
 
+# Columns of the table, with their alignment.
 _COLUMNS: dict[str, Literal["left", "right"]] = {
     "order": "left",
     "dtype": "left",
@@ -33,34 +34,35 @@ _COLUMNS: dict[str, Literal["left", "right"]] = {
 
 @dataclasses.dataclass(frozen=True)
 class CommunicationPlan:
-    """Buckets of a training step, in the order in which they are reduced.
+    """Communication plan of a training step: its buckets, in order of reduction.
 
     Args:
         buckets: Tuple of `tfdp.ground.plans.buckets.Bucket`: entries (name, shape,
             dtype), dtype and bytes.
-        sparse: Tuple of strings, variables whose gradients travel as rows.
-        num_replicas: Int, replicas on all workers.
+        sparse: Tuple of strings, variables whose gradients are sent as rows.
+        num_replicas: Int, number of replicas on all workers.
         backend: String, `"nccl"`, `"ring"`, `"direct"` or `"mpi"`.
-        routes: Tuple of `AlgorithmChoice`, one for each bucket: algorithm, dtypes that
-            travel, predicted seconds.
-        node_size: Int, replicas of a node.
-        traced: Bool, whether this is the plan of a step that has been traced, or what
-            one of the model's backward pass would be.
-        sharding: String: `"none"`, each bucket is all-reduced; or how its optimizer's
-            state is sharded: each is reduce-scattered, and the updated parameters are
-            all-gathered; or `"parameters"`: a step all-gathers them by units, for the
-            forward and again for the backward pass.
-        memory: `MemoryReport` of the training state, or `None` where it is not known.
+        routes: Tuple of `AlgorithmChoice`, one for each bucket: algorithm, wire formats
+            and predicted seconds.
+        node_size: Int, number of replicas of a node.
+        traced: Bool, whether this is the plan of a traced step, or a prediction from
+            the backward pass of the model.
+        sharding: String. `"none"`: each bucket is all-reduced. `"optimizer"` or
+            `"gradients"`: each is reduce-scattered, and the updated parameters are
+            all-gathered. `"parameters"`: each is reduce-scattered, and a step
+            all-gathers parameters by units, for the forward and again for the backward
+            pass. Defaults to `"none"`.
+        memory: `MemoryReport` of the training state, or `None` if not known. Defaults
+            to `None`.
         is_compiled: Bool, whether XLA compiles the forward and backward pass of each
             replica in one cluster, after which buckets are reduced. Defaults to
             `False`.
-        gather_ratio: Float, bytes that a gather of parameters sends over those of the
-            parameters. Defaults to 1.
-        gain: String, what tuned buckets have gained over the default, or `""`. Defaults
-            to `""`.
-        gathers: Dict from the name of a loop, such as `"fit"`, to `StepGathers`: what
-            its step gathers for operations that need the whole batch. Defaults to none:
-            no step has been traced.
+        gather_ratio: Float, ratio of the bytes that a gather of parameters sends to
+            those of the parameters. Defaults to 1.
+        gain: String, gain of tuned buckets over the default, or `""`. Defaults to `""`.
+        gathers: Dict from the name of a loop, such as `"fit"`, to `StepGathers`, the
+            gathers of its step for operations that need the whole batch. It has no
+            entry for a loop whose step was not traced. Defaults to empty.
     """
 
     buckets: tuple[Bucket, ...]
@@ -79,15 +81,15 @@ class CommunicationPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of dense gradients that a step reduces."""
+        """Number of bytes of the dense gradients that a step reduces."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a replica sends in a step, the mean of all replicas.
+        """Number of bytes that a replica sends in a step, the mean of all replicas.
 
-        Whatever the algorithm, 2 (N - 1) / N times the data, less where it travels
-        in fewer bytes. Source: Patarasuk and Yuan 2009.
+        Every algorithm sends 2 (N - 1) / N times the data, or less by compression.
+        Source: Patarasuk and Yuan 2009.
         """
         pairs = zip(self.buckets, self.routes, strict=True)
         return round(
@@ -99,20 +101,21 @@ class CommunicationPlan:
 
     @property
     def predicted_seconds(self) -> float:
-        """Seconds of all buckets, one after the other."""
+        """Sum of the predicted times of all buckets, in seconds."""
         return sum(route.seconds for route in self.routes)
 
     def _gathers_of(self, order: int) -> int:
-        """Times that the parameters of a bucket travel in a step.
+        """Return how often a step gathers the parameters of a bucket.
 
-        Sharded ones do for the forward and for the backward pass, but for the last
-        unit, whose gradients are there first.
+        Sharded parameters are gathered for the forward and for the backward pass. Those
+        of the last unit are kept between both, since its backward pass comes first.
         """
         return 2 if self.sharding == "parameters" and order else 1
 
     def _wire_bytes(
         self, bucket: Bucket, route: AlgorithmChoice, num_gathers: int
     ) -> float:
+        """Return the number of bytes that a replica sends for a bucket."""
         itemsize = tf.as_dtype(bucket.dtype).size
         num_replicas, node_size = self.num_replicas, self.node_size
         if not route.algorithm.has_levels:
@@ -123,13 +126,15 @@ class CommunicationPlan:
         factor += outer * route.outer.byte_ratio(itemsize)
         if self.sharding == "none":
             return 2 * factor * bucket.num_bytes
-        # Of sharded state weights come back, not rounded.
+        # With sharded state, gradients are sent in wire formats once, and the updated
+        # parameters are gathered without rounding.
         scatter = factor * (2 if route.algorithm.is_adasum else 1)
         gathers = num_gathers * self.gather_ratio * (inner + outer)
         return (scatter + gathers) * bucket.num_bytes
 
     @property
     def _title(self) -> str:
+        """Title of the table: collectives, bytes and replicas."""
         count = len(self.buckets)
         what = pluralize(count, "all-reduce")
         if self.sharding != "none":
@@ -149,7 +154,7 @@ class CommunicationPlan:
         )
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        """The cells of the table, by column."""
+        """Yield the rows of the table, each a tuple of cells."""
         for order, bucket in enumerate(self.buckets):
             route = self.routes[order]
             yield (
@@ -171,11 +176,12 @@ class CommunicationPlan:
             table.add_row(*map(escape, row))
         text = io.StringIO()
         Console(file=text, width=100, force_jupyter=False).print(table)
-        for part in self._after_the_table():
+        for part in self._appendices():
             text.write(f"{part}\n")
         return text.getvalue()
 
-    def _after_the_table(self) -> Iterator[str]:
+    def _appendices(self) -> Iterator[str]:
+        """Yield the texts about gathers and memory that follow the table."""
         for loop, step in self.gathers.items():
             if step.gathers:
                 yield f"Gathered in a step of `{loop}`\n{step}\n"
@@ -183,9 +189,9 @@ class CommunicationPlan:
             yield str(self.memory)
 
     def _repr_html_(self) -> str:
-        """The table, as the last line of a notebook's cell shows it.
+        """Return the table as HTML for a notebook.
 
-        It has the notebook's own colors, light or dark, and scrolls where it is long.
+        It has the colors of the notebook, light or dark, and scrolls if it is long.
         """
         head = "".join(_cell("th", name, side) for name, side in _COLUMNS.items())
         body = "".join(
@@ -199,18 +205,19 @@ class CommunicationPlan:
             f"{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
         parts = "".join(
-            f"<pre>{html.escape(part)}</pre>" for part in self._after_the_table()
+            f"<pre>{html.escape(part)}</pre>" for part in self._appendices()
         )
         return table + parts
 
 
 def _cell(tag: str, text: str, side: str) -> str:
+    """Return a cell of an HTML table, aligned to a side."""
     style = f"text-align: {side}; vertical-align: top"
     return f'<{tag} style="{style}">{html.escape(text)}</{tag}>'
 
 
 def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
-    """Make the plan of a model's step, see `strategy.communication_plan`."""
+    """Create the plan of a model's step, see `strategy.communication_plan`."""
     if not model.built:
         raise ValueError(
             "The model has no variables yet. Call `model.build(input_shape)` or "
@@ -222,7 +229,8 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
     others: dict[str, Any] = {}
     sparse: list[str] = []
     if getattr(optimizer, "is_sharded", False):
-        # Of a sharded optimizer's buckets a step may leave some out.
+        # A step of a sharded optimizer may skip buckets of variables without gradients.
+        # The plan shows all buckets.
         plan, traced = BucketPlan(optimizer.shards.buckets), optimizer.was_traced
         routes = reducer.routes_of(plan)
         others["sharding"] = optimizer.sharding
@@ -250,9 +258,9 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
 def _plan_of(
     reducer: Any, model: Any
 ) -> tuple[BucketPlan, tuple[AlgorithmChoice, ...], list[str], bool]:
-    """The buckets and their routes, the sparse variables, and whether it was traced."""
+    """Return bucket plan, routes, sparse variables, and whether a step was traced."""
     variables = model.trainable_variables
-    for trained, plan, routes in reducer.plans.plans_within(variables):
+    for trained, plan, routes in reducer.plans.plans_of_subsets(variables):
         if plan.buckets:
             dense = {e.name for bucket in plan for e in bucket.entries}
             return plan, routes, [v.path for v in trained if v.path not in dense], True
@@ -265,17 +273,17 @@ def _plan_of(
 def plan_of_backward_pass(
     model: Any, options: Any, *, makes_dense: bool = False
 ) -> tuple[BucketPlan, list[str]]:
-    """Plan buckets from the backward pass of the sum of the outputs, running nothing.
+    """Plan buckets from a traced backward pass of the model, without running it.
 
     Args:
         model: Keras model with symbolic inputs.
-        options: `CommunicationOptions`.
-        makes_dense: Bool, whether sparse gradients travel as tensors, as for Adasum.
-            Defaults to `False`.
+        options: `CommunicationOptions`, with the sizes of buckets.
+        makes_dense: Bool, whether sparse gradients are converted to dense ones, as for
+            Adasum. Defaults to `False`.
 
     Returns:
-        Tuple of a `BucketPlan` and a list of strings, variables whose gradients
-        travel as rows.
+        Tuple of a `BucketPlan` and a list of strings, variables whose gradients are
+        sent as rows.
 
     Raises:
         ValueError: If the model has no symbolic inputs.
@@ -293,6 +301,7 @@ def plan_of_backward_pass(
     sparse: list[str] = []
 
     def backward(*batch: tf.Tensor) -> None:
+        """Plan the gradients of the sum of the outputs while this is traced."""
         structure = tf.nest.pack_sequence_as(like, list(batch))
         with tf.GradientTape() as tape:
             outputs = tf.nest.flatten(model(structure, training=True))

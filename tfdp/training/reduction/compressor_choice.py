@@ -1,4 +1,4 @@
-"""Choice of the algorithm by which a bucket is reduced with compressors."""
+"""Choice of an algorithm that reduces a bucket with compressors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from tfdp.training.compression.compressed_reduce import Wire
 from tfdp.training.compression.compressor import Compressor, GradientBucket
 from tfdp.training.reduction.algorithm_choice import RING, AlgorithmChoice
 
-_LEVELS = Algorithm("hierarchical")
+# The algorithm in which each level has a compressor of its own.
+_HIERARCHICAL = Algorithm("hierarchical")
 
 
 @dataclasses.dataclass(frozen=True)
 class LevelCompressors:
-    """What travels inside nodes and across them, where a level has a compressor.
+    """Wire formats inside and across nodes, of which at least one is a compressor.
 
     Args:
-        inner: `Compressor` inside nodes, name of a dtype, or `None`.
-        outer: The same across nodes.
+        inner: `Compressor`, name of a dtype, or `None`: format inside nodes.
+        outer: `Compressor`, name of a dtype, or `None`: format across nodes.
     """
 
     inner: Any
@@ -43,9 +44,12 @@ class LevelCompressors:
     def of(
         cls, options: CommunicationOptions, topology: Topology
     ) -> LevelCompressors | None:
-        """Return those of some options on a cluster, or `None` for no compressor."""
-        inner, outer = (_named(given) for given in options.compression_levels)
-        # Where there is one level only, the other's does not matter.
+        """Create formats from options, or return `None` if there is no compressor."""
+        inner, outer = (
+            _format_of_option(given) for given in options.compression_levels
+        )
+        # On a cluster of one level the format of the other level has no effect. Both
+        # are set to the same, so that flat algorithms can be used.
         if topology.num_nodes == 1:
             outer = inner
         elif topology.replicas_per_node == 1:
@@ -55,17 +59,17 @@ class LevelCompressors:
 
     @property
     def is_uniform(self) -> bool:
-        """Bool, whether both levels have the same."""
+        """Bool, whether both levels have the same format."""
         return self.inner == self.outer
 
     @property
     def are_both_compressed(self) -> bool:
-        """Bool, whether a hierarchical reduction sends as little as each level says."""
+        """Bool, whether a hierarchical reduction can compress both levels as wanted."""
         return not self.is_uniform or self.inner.compresses_gathers
 
     @property
     def cuts_buckets(self) -> bool:
-        """Bool, whether every compressor takes parts of buckets."""
+        """Bool, whether every compressor can compress parts of buckets."""
         given = [c for c in (self.inner, self.outer) if is_compressor(c)]
         return all(compressor.cuts_buckets for compressor in given)
 
@@ -77,20 +81,20 @@ def best_choice(
     topology: Topology,
     links: Links,
 ) -> AlgorithmChoice | None:
-    """Choose the fastest way to reduce a bucket with compressors.
+    """Choose the fastest algorithm that can reduce a bucket with compressors.
 
     Args:
-        levels: `LevelCompressors`.
+        levels: `LevelCompressors`, wire formats inside and across nodes.
         candidates: Sequence of `Algorithm`, in the order of preference.
         contents: Tuple of the bucket's size in bytes, its dtype and its entries.
-        topology: `Topology`.
-        links: `Links`.
+        topology: `Topology` of the replicas.
+        links: `Links`, from which times are predicted.
 
     Returns:
-        `AlgorithmChoice`, or `None` where no algorithm can carry it.
+        `AlgorithmChoice`, or `None` if no candidate can carry the compressors.
     """
     choices = [
-        _choice(levels, algorithm, contents, topology, links)
+        _choice_of(levels, algorithm, contents, topology, links)
         for algorithm in _carriers(levels, candidates, topology)
     ]
     return min(choices, key=lambda choice: choice.seconds, default=None)
@@ -99,26 +103,29 @@ def best_choice(
 def _carriers(
     levels: LevelCompressors, candidates: Sequence[Algorithm], topology: Topology
 ) -> Iterator[Algorithm]:
-    """The algorithms by which compressors can reduce."""
+    """Yield the algorithms that can carry the compressors, for some candidates."""
     found: dict[Algorithm, None] = {}
     for algorithm in candidates:
         is_hierarchical = algorithm.has_levels and topology.has_levels
         if levels.is_uniform and not levels.cuts_buckets:
-            found[algorithm] = None  # what is summed are factors and the like
+            # Such a compressor sums small tensors, such as the factors of a low-rank
+            # approximation, by any algorithm.
+            found[algorithm] = None
         elif is_hierarchical and levels.are_both_compressed:
-            found[_LEVELS] = None
+            found[_HIERARCHICAL] = None
         elif levels.is_uniform:
             found[RING] = None
     yield from found
 
 
-def _choice(
+def _choice_of(
     levels: LevelCompressors,
     algorithm: Algorithm,
     contents: tuple[int, str, tuple[Entry, ...]],
     topology: Topology,
     links: Links,
 ) -> AlgorithmChoice:
+    """Return the choice of an algorithm, with its wire formats and predicted time."""
     num_bytes, dtype, entries = contents
     itemsize = tf.as_dtype(dtype).size
     whole = GradientBucket(num_bytes // itemsize, dtype, topology.num_replicas, entries)
@@ -148,15 +155,15 @@ def _choice(
 
 
 def _wire(given: Any, bucket: GradientBucket) -> Wire:
-    """What travels of a bucket by a compressor, a dtype, or as it is."""
+    """Return the wire format of a bucket for a compressor, a dtype or `None`."""
     if not is_compressor(given):
         return Wire(dtype_name=given)
     ratio = given.wire_ratio(bucket)
     return Wire(given, ratio=math.nan if ratio is None else ratio)
 
 
-def _named(given: Any) -> Compressor | str | None:
-    """A compressor, or the name of the dtype, that an option stands for."""
+def _format_of_option(given: Any) -> Compressor | str | None:
+    """Return the compressor, or the name of the dtype, that an option stands for."""
     if given == "int8":
         return BlockQuantized()
     return COMMUNICATION_DTYPES[given] if isinstance(given, str) else given

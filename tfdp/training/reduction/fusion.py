@@ -1,4 +1,4 @@
-"""Tensor fusion: pack gradients into buckets and all-reduce these."""
+"""Tensor fusion: gradients are packed into buckets that are all-reduced."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def make_plan(
 ) -> BucketPlan:
     """Plan the buckets for the gradients of one replica.
 
-    In a traced function the order of the graph is the order in which the
-    backward pass makes the gradients. Eager loops have none; there the last
-    variable's gradient is taken to come first.
+    In a traced function the backward pass computes gradients in the order of the graph.
+    An eager loop has no graph; the gradient of the last variable is assumed to be ready
+    first.
 
     Args:
         tensors: Sequence of dense tensors of known shape.
-        names: Sequence of strings, one for each.
-        options: `CommunicationOptions`.
+        names: Sequence of strings, one for each tensor.
+        options: `CommunicationOptions`, with the sizes of buckets.
 
     Returns:
         A `BucketPlan`, the same on every replica and worker.
@@ -51,11 +51,11 @@ def make_plan(
 
 
 def bucket_bytes_of(entries: Sequence[Entry], options: CommunicationOptions) -> int:
-    """The largest size of a bucket for some gradients, as chosen or by their size.
+    """Return the limit on the size of a bucket in bytes.
 
     Args:
-        entries: Sequence of `Entry`.
-        options: `CommunicationOptions`.
+        entries: Sequence of `Entry`, one for each gradient.
+        options: `CommunicationOptions`, with a limit or the wish to adapt it.
     """
     if not options.adapts_buckets:
         return options.bucket_bytes
@@ -64,7 +64,7 @@ def bucket_bytes_of(entries: Sequence[Entry], options: CommunicationOptions) -> 
 
 
 def ready_order(tensors: Sequence[tf.Tensor]) -> list[int]:
-    """Positions of the tensors in the order in which they become ready."""
+    """Return positions of tensors in the order in which they become ready."""
     positions = range(len(tensors))
     if tf.executing_eagerly():
         return list(reversed(positions))
@@ -82,17 +82,17 @@ def all_reduce_buckets(
     """Sum tensors over the group by one all-reduce for each bucket.
 
     Args:
-        tensors: Sequence of dense tensors, as given to the plan.
-        plan: `BucketPlan`.
-        group: `ProcessGroup`.
+        tensors: Sequence of the dense tensors that were planned.
+        plan: `BucketPlan` of the tensors.
+        group: `ProcessGroup` of the replicas.
         replica: Int, index of the calling replica among the local ones.
-        weight: Scalar tensor by which this replica's tensors count, see `weighted`, or
-            `None` for one.
+        weight: Scalar tensor, factor of this replica's tensors, see `weighted`; or
+            `None` for 1.
         algorithms: Sequence of callables such as `tfdp.communication.collectives.ring`,
             one for each bucket.
 
     Returns:
-        List of flat tensors, one for each bucket, its members end to end.
+        List of flat tensors, one for each bucket, with its members concatenated.
     """
     flats = []
     with tf.device(group.devices[replica]):
@@ -111,10 +111,10 @@ def all_reduce_buckets(
 
 
 def weighted(gradient: Any, weight: tf.Tensor) -> Any:
-    """Multiply a gradient by the weight of its replica, before it is summed.
+    """Multiply a gradient by the weight of its replica, before the reduction.
 
-    The gradients of a replica without rows are 0 / 0: a weight of zero makes them
-    zeros.
+    The gradients of a replica without rows are NaN, from 0 / 0. A weight of zero
+    replaces them by zeros.
 
     Args:
         gradient: Tensor or `tf.IndexedSlices`.
@@ -127,14 +127,15 @@ def weighted(gradient: Any, weight: tf.Tensor) -> Any:
         return with_values(gradient, weighted(gradient.values, weight))
     gradient = tf.convert_to_tensor(gradient)
     if gradient.dtype.size < tf.float32.size:
-        # A third, say, in half precision would scale everything by 1.002.
+        # The weight would be rounded to the dtype of the gradient. In half precision a
+        # weight of 1/3 could scale all gradients by 1.002.
         wide = weighted(tf.cast(gradient, tf.float32), weight)
         return tf.cast(wide, gradient.dtype)
     return tf.math.multiply_no_nan(gradient, tf.cast(weight, gradient.dtype))
 
 
 def with_values(rows: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
-    """Return `tf.IndexedSlices` of the same rows that have other values."""
+    """Return `tf.IndexedSlices` with the same indices and other values."""
     return tf.IndexedSlices(values, rows.indices, rows.dense_shape)
 
 
@@ -145,11 +146,11 @@ def all_reduce_any_shape(
 
     Args:
         tensor: Tensor, of the same shape on every replica.
-        group: `ProcessGroup`.
+        group: `ProcessGroup` of the replicas.
         replica: Int, index of the calling replica among the local ones.
 
     Returns:
-        A tensor like `tensor`.
+        Tensor of the same shape and dtype, the sum.
     """
     if tensor.shape.is_fully_defined():
         return Member(group, replica).all_reduce(tensor)
@@ -164,13 +165,13 @@ def all_reduce_any_shape(
 
 
 def pack(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Lay tensors end to end; a single one is only reshaped, not copied."""
+    """Concatenate flattened tensors; a single tensor is reshaped without a copy."""
     flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
     return flat[0] if len(flat) == 1 else tf.concat(flat, axis=0)  # [bucket_size]
 
 
 def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The inverse of `pack`."""
+    """Split a flat tensor into the shapes of `like`: the inverse of `pack`."""
     if len(like) == 1:
         return [tf.reshape(flat, _shape(like[0]))]
     sizes = [_size(tensor) for tensor in like]
@@ -182,24 +183,26 @@ def unpack(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _shape(tensor: tf.Tensor) -> object:
+    """Return the static shape of a tensor, or a tensor of its shape."""
     known = tensor.shape.is_fully_defined()
     return tensor.shape if known else tf.shape(tensor)
 
 
 def _size(tensor: tf.Tensor) -> object:
+    """Return the number of elements of a tensor as an int or a tensor."""
     count = tensor.shape.num_elements()
     return tf.size(tensor) if count is None else count
 
 
 @dataclasses.dataclass(frozen=True)
 class ReducedGradients:
-    """Sums over all replicas: what the reducer hands to the rest of a step.
+    """Gradients summed over all replicas, dense ones still in buckets.
 
     Args:
         flats: List of flat tensors, one for each bucket.
-        buckets: List of tuples of ints, the positions of each bucket's
-            gradients, in the order in which they lie end to end.
-        like: List of the gradients as they were before, for their shapes.
+        buckets: List of tuples of ints, positions of the gradients of each bucket, in
+            the order in which they are concatenated.
+        like: List of the gradients before the reduction, for their shapes.
         sparse: Dict from position to `tf.IndexedSlices`.
     """
 
@@ -209,7 +212,7 @@ class ReducedGradients:
     sparse: dict[int, tf.IndexedSlices]
 
     def divided_by(self, divisor: tf.Tensor) -> ReducedGradients:
-        """The same, each element divided by a scalar, see `divided`."""
+        """Return the gradients divided by a scalar, see `divided`."""
         sparse = {
             index: with_values(item, divided(item.values, divisor))
             for index, item in self.sparse.items()
@@ -218,13 +221,13 @@ class ReducedGradients:
         return dataclasses.replace(self, flats=flats, sparse=sparse)
 
     def all_finite(self) -> tf.Tensor:
-        """Scalar bool tensor, whether no element is infinite or NaN."""
+        """Return a scalar bool tensor, whether no element is infinite or NaN."""
         values = [*self.flats, *(item.values for item in self.sparse.values())]
         flags = [tf.reduce_all(tf.math.is_finite(value)) for value in values]
         return tf.reduce_all(flags)
 
     def gradients(self) -> list:
-        """One gradient for each variable."""
+        """Return a list of gradients, one for each variable."""
         results: list = [None] * len(self.like)
         for flat, members in zip(self.flats, self.buckets, strict=True):
             parts = unpack(flat, [self.like[index] for index in members])
@@ -236,9 +239,10 @@ class ReducedGradients:
 
 
 def divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    """A tensor divided by a scalar.
+    """Divide a tensor by a scalar.
 
-    Halves become float32: neither the divisor nor the result may fit them.
+    The result of half precision is float32, since half precision may overflow at the
+    divisor or underflow at the result.
     """
     if values.dtype.size < tf.float32.size:
         values = tf.cast(values, tf.float32)
@@ -246,13 +250,13 @@ def divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
 
 
 def wide_dtype(dtype: Any) -> str:
-    """Name of the dtype to add up in: float32, or the own one where that is wider."""
+    """Return the name of the dtype for sums: float32, or the given one if wider."""
     kind = tf.as_dtype(dtype)
     return "float32" if kind.size < tf.float32.size else kind.name
 
 
 def unbucketed(gradients: list) -> ReducedGradients:
-    """Gradients that need no bucket, because there is nobody to share with."""
+    """Wrap gradients that need no reduction, such as those of a single replica."""
     dense: dict[int, tf.Tensor] = {}
     sparse: dict[int, tf.IndexedSlices] = {}
     for index, gradient in enumerate(gradients):

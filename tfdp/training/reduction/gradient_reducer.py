@@ -1,4 +1,4 @@
-"""The reducer of a step's gradients, as the running replica or one device sees it."""
+"""Reducers of a step's gradients, for the running replica or a single device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tfdp.training.reduction.sparse import reduce_indexed_slices
 
 
 class GradientReducer:
-    """Reducer of the gradients of a step: by itself that of one device.
+    """Reducer of the gradients of a step on one device, which changes nothing.
 
-    It is also that of a replica that steps alone.
+    It is also the base class, and the reducer of a replica that takes local steps.
     """
 
-    # Over how many it sums.
+    # Number of replicas whose gradients are summed.
     num_replicas = 1
 
     def reduce_gradients(
@@ -34,20 +34,19 @@ class GradientReducer:
     ) -> ReducedGradients:
         """Sum the gradients of variables over all replicas, bucket by bucket.
 
-        Adasum combines them instead, each times the number of those that it combines:
-        a replica's gradient, as it adds to a mean, is a part of its own mean.
+        Adasum combines means of gradients instead. A replica's gradient is its share of
+        the global mean, so it is multiplied by the number of combined gradients first.
 
         Args:
             gradients: List of tensors and `tf.IndexedSlices`, one for each
                 variable.
             variables: List of Keras variables.
-            may_sum: Bool, whether rows of one index may be added up, see
+            may_sum: Bool, whether rows with the same index may be added up, see
                 `tfdp.training.reduction.sparse`.
-            weight: Scalar tensor by which this replica's gradients count, or
-                `None` for one.
+            weight: Scalar tensor, factor of this replica's gradients, or `None` for 1.
 
         Returns:
-            `ReducedGradients`, alike on all replicas.
+            `ReducedGradients`, the same on all replicas.
         """
         del variables, may_sum
         if weight is not None:
@@ -55,40 +54,41 @@ class GradientReducer:
         return unbucketed(gradients)
 
     def gradient_weight(self) -> tf.Tensor | None:
-        """Factor of this replica's gradients before they are reduced, or `None`."""
+        """Return the factor of this replica's gradients before the reduction."""
         return None
 
     def prepare(self, gradients: list) -> list:
-        """Bring gradients into the form in which they are reduced."""
+        """Convert gradients to the form in which they are reduced."""
         return gradients
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        """Sum tensors that are no gradients over all replicas."""
+        """Sum tensors that are not gradients over all replicas."""
         return tensors
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
     ) -> list:
-        """Put the rows of sparse gradients of all replicas together.
+        """Gather the rows of sparse gradients from all replicas.
 
         Args:
             gradients: List of `tf.IndexedSlices`.
-            variables: List of Keras variables, one for each.
-            may_sum: Bool, whether rows of one index may be added up.
+            variables: List of Keras variables, one for each gradient.
+            may_sum: Bool, whether rows with the same index may be added up.
 
         Returns:
-            List of `tf.IndexedSlices`, alike on all replicas.
+            List of `tf.IndexedSlices`, the same on all replicas.
         """
         del variables, may_sum
         return gradients
 
 
 class ReplicaReducer(GradientReducer):
-    """The reducer as one replica sees it.
+    """Reducer of the gradients of one replica, over the replicas of a group.
 
     Args:
-        reducer: `Reducer` of the strategy, or of a group that the replica is in.
-        context: The replica context, or `None` in a graph outside of `strategy.run`.
+        reducer: `Reducer` of the strategy, or of a group that has the replica.
+        context: `tf.distribute.ReplicaContext`, or `None` in a graph outside of
+            `strategy.run`.
         replica: Int, index of the replica among the local ones, or `None` for that of
             the context. Defaults to `None`.
     """
@@ -103,7 +103,7 @@ class ReplicaReducer(GradientReducer):
 
     @property
     def group(self) -> ProcessGroup:
-        """`ProcessGroup` of the replicas that it sums over."""
+        """`ProcessGroup` of the replicas whose gradients are summed."""
         return self._reducer.group
 
     def reduce_gradients(
@@ -115,59 +115,62 @@ class ReplicaReducer(GradientReducer):
         weight: tf.Tensor | None,
     ) -> ReducedGradients:
         """See `GradientReducer`."""
-        self._check_graph()
+        self._check_adasum()
         reducer = self._reducer
-        if self._meets_first():
+        if self._must_reduce_across_replicas():
             reducer.warn_of_momentum(
                 "eager steps of several replicas in one process are not compressed"
             )
             if weight is not None:
                 gradients = [weighted(gradient, weight) for gradient in gradients]
             return unbucketed(self.sum(gradients))
-        reducer.check(variables, self._replica)
+        reducer.check(variables, self._local_index)
         if self.num_replicas == 1:
             reducer.warn_of_momentum("with one replica nothing is compressed")
         elif any(isinstance(item, tf.IndexedSlices) for item in gradients):
             reducer.warn_of_momentum("rows of sparse gradients are not compressed")
         if reducer.combines_means:
-            # Gradients are parts of a mean, and what is combined are means.
+            # Gradients are shares of the global mean, but Adasum combines the means
+            # themselves, which are larger by the number of them.
             members = tf.constant(reducer.num_means, tf.float64)
             weight = members if weight is None else weight * members
-        return reducer.all_reduce(gradients, variables, self._replica, may_sum, weight)
+        return reducer.all_reduce(
+            gradients, variables, self._local_index, may_sum, weight
+        )
 
     def gradient_weight(self) -> tf.Tensor | None:
-        """Factor that makes gradients add up to those of the global batch.
+        """Return the factor of this replica's gradients before the reduction.
 
-        For Adasum they add up to the mean of what is combined: of the means of nodes,
-        or of replicas, over their own rows, however many these are.
+        Only Adasum needs one. It gives each combined mean, of a node or a replica, the
+        same weight, whatever its number of rows.
 
         Returns:
-            Scalar float64 tensor, or `None` for one.
+            Scalar float64 tensor, or `None` for 1.
         """
-        self._check_graph()
+        self._check_adasum()
         share = batch_weight.current()
         if not self._reducer.combines_means or share is None:
             return None
         num_means = self._reducer.num_means
         if num_means < self.num_replicas:
-            whole = Member(self.group, self._replica)
+            whole = Member(self.group, self._local_index)
             member = whole.inside(self.group.split(self.group.nodes))
-            device = self.group.devices[self._replica]
+            device = self.group.devices[self._local_index]
             with timing.labelled("weights"), tf.device(device):
                 share = member.all_reduce(share[tf.newaxis])[0]
         return tf.math.divide_no_nan(tf.ones([], tf.float64), share * num_means)
 
     def prepare(self, gradients: list) -> list:
-        """Make tensors of sparse gradients for Adasum; leave others as they are."""
+        """Convert sparse gradients to dense tensors for Adasum."""
         if not self._reducer.combines_means:
             return gradients
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
 
     def sum(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         """See `GradientReducer`."""
-        if self._meets_first():
+        if self._must_reduce_across_replicas():
             return list(self._context.strategy.extended.sum_over_replicas(tensors))
-        return list(self._reducer.reduce("SUM", tensors, self._replica))
+        return list(self._reducer.reduce("SUM", tensors, self._local_index))
 
     def gather_rows(
         self, gradients: list, variables: list[Any], *, may_sum: bool
@@ -175,40 +178,45 @@ class ReplicaReducer(GradientReducer):
         """See `GradientReducer`."""
         if not gradients:
             return []
-        if self._meets_first():
+        if self._must_reduce_across_replicas():
             return self.sum(gradients)
-        self._reducer.check(variables, self._replica)
+        self._reducer.check(variables, self._local_index)
         with timing.labelled(timing.ROWS):
             return [
-                reduce_indexed_slices(item, self.group, self._replica, may_sum=may_sum)
+                reduce_indexed_slices(
+                    item, self.group, self._local_index, may_sum=may_sum
+                )
                 for item in gradients
             ]
 
     @property
-    def _replica(self) -> int:
+    def _local_index(self) -> int:
         """Index of the replica among the local ones."""
         if self._local_id is not None:
             return self._local_id
         return _compat.local_replica_id(self._context)
 
-    def _check_graph(self) -> None:
-        """Raise where Adasum has not the gradient of each replica by itself."""
+    def _check_adasum(self) -> None:
+        """Raise a `ValueError` if Adasum cannot have each replica's own gradient."""
         is_whole = tf.executing_eagerly() and batch_weight.is_part_of_sum()
-        if self._reducer.combines_means and (is_whole or self._meets_first()):
+        if self._reducer.combines_means and (
+            is_whole or self._must_reduce_across_replicas()
+        ):
             raise ValueError(
                 "Adasum needs all replicas at once, and eager steps run one after the "
                 "other, or on the whole batch. Leave out `run_eagerly=True`, and "
                 "call `strategy.run` in a `tf.function`."
             )
 
-    def _meets_first(self) -> bool:
+    def _must_reduce_across_replicas(self) -> bool:
+        """Return whether tensors have to be reduced in the cross-replica context."""
         # Eager replicas of a process run one after the other: a collective would wait
-        # for one that has not started.
+        # for a replica that has not started.
         return tf.executing_eagerly() and len(self._reducer.group.devices) > 1
 
 
 def replica_reducer() -> GradientReducer:
-    """The reducer of the replica that is running, or of a single device."""
+    """Return the reducer of the running replica, or that of a single device."""
     context = replica_context()
     if context is None:
         return GradientReducer()

@@ -14,17 +14,21 @@ from tfdp.ground.plans.cost_model import num_serial_messages, predict_seconds
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import Algorithm, transfers_of
 
+# Limit on the alternations between the choice of the slower link and the fit.
 _MAX_ROUNDS = 20
-# Fits whose losses differ by less are equally good.
-_TIE, _ROUNDING = 0.01, 1e-12
-# Errors above this (of the logarithm) count by their size and no more by their
-# square. A link lets through a burst, a worker was late: times that no constants
-# explain, and that would pull all of them.
+# Relative and absolute difference below which the losses of two fits count as equal.
+_RELATIVE_TIE, _ABSOLUTE_TIE = 0.01, 1e-12
+# Largest error of a logarithm whose square enters the loss; larger errors enter
+# linearly. A burst on a link, or a worker that was late, causes times that no constants
+# can explain, and whose squares would dominate the fit.
 _OUTLIER = 0.1
+# A link that takes no time: its level is not visible in the samples.
 _ZERO_LINK = Link(0.0, 0.0)
-# Predicted over measured: a fit can come out at no time at all.
+# Least ratio of predicted to measured time. A fit may predict no time at all, which has
+# no logarithm.
 _LEAST_RATIO = 1e-6
-# Alpha and beta inside, alpha and beta across, and an operation.
+# The constants are alpha and beta inside nodes, alpha and beta across nodes, and the
+# cost of an operation.
 _NUM_CONSTANTS = 5
 
 
@@ -33,10 +37,10 @@ class Sample:
     """Measured time of one all-reduce.
 
     Args:
-        algorithm: `Algorithm` that ran.
+        algorithm: `Algorithm` that was measured.
         num_bytes: Int, size of the tensor, at least 1.
         topology: `Topology` of the replicas that took part.
-        seconds: Float above 0, how long it took.
+        seconds: Float above 0, measured time.
 
     Raises:
         ValueError: If a number is out of range.
@@ -58,27 +62,28 @@ class Sample:
 def fit_links(samples: Sequence[Sample], default: Links | None = None) -> Links:
     """Fit alpha and beta inside and across nodes.
 
-    The constants are not negative. What is least is the sum of Huber's function
-    of the logarithms of predicted over measured: samples differ in size by
-    orders of magnitude, half is as wrong as double, and a few that are far off
-    must not pull the others. Where an exchange uses links
-    of both kinds, only the slower one shows in the time; which one that is
-    follows from the constants, so they are fitted in turn until they agree.
-    What an operation costs is told from alpha by samples of several algorithms;
-    with those of one, it is part of alpha. They also tell whether the links
-    inside a node are shared.
+    The constants are not negative. They minimize the sum of Huber's function of the
+    logarithms of predicted over measured times: samples differ in size by orders of
+    magnitude, half is as wrong as double, and a few outliers must not dominate.
+
+    If an exchange uses links of both kinds, only the slower one determines the time.
+    Which one that is follows from the constants, so the choice and the constants are
+    fitted alternately until they agree.
+
+    Samples of several algorithms separate the cost of an operation from alpha; with one
+    algorithm it is part of alpha. They also show whether the links inside a node are
+    shared.
 
     Args:
         samples: Sequence of `Sample`, of at least two sizes.
-        default: `Links`, whose constants are taken for a level that no sample
-            tells about, or `None` for those of `"ring"` in `DEFAULT_LINKS`.
-            Defaults to `None`.
+        default: `Links` with the constants of a level that no sample depends on, or
+            `None` for those of `"ring"` in `DEFAULT_LINKS`. Defaults to `None`.
 
     Returns:
-        `Links`.
+        `Links` with the fitted constants.
 
     Raises:
-        ValueError: If the samples cannot tell alpha from beta.
+        ValueError: If the samples do not determine alpha and beta.
 
     Example:
 
@@ -104,15 +109,15 @@ def fit_links(samples: Sequence[Sample], default: Links | None = None) -> Links:
             f"{sorted({sample.num_bytes for sample in samples})} bytes"
         )
     losses = [_loss(_ratios(samples, links)) for links in fitted]
-    limit = min(losses) * (1 + _TIE) + _ROUNDING
+    limit = min(losses) * (1 + _RELATIVE_TIE) + _ABSOLUTE_TIE
     good = [links for links, s in zip(fitted, losses, strict=True) if s <= limit]
     return max(good, key=lambda links: _plausibility(links, default))
 
 
 def _initial_guesses(default: Links) -> list[Links]:
-    """Guess which link is the slower, and whether replicas share one.
+    """Return starting points: which link is slower, and whether it is shared.
 
-    The constants may agree on a wrong answer, so each is tried.
+    From one starting point the fit may converge to a wrong answer, so each is tried.
     """
     levels = [
         (default.inside, default.across),
@@ -127,6 +132,7 @@ def _initial_guesses(default: Links) -> list[Links]:
 
 
 def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
+    """Alternate between the slower link and the constants; return each fit."""
     found: list[Links] = []
     weights = np.ones(len(samples))  # [num_samples]
     for _ in range(_MAX_ROUNDS):
@@ -148,13 +154,17 @@ def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
 
 
 def _design_row(sample: Sample, links: Links) -> list[float]:
-    """Messages, bytes and operations over the time: times the constants, 1."""
+    """Return messages, bytes and operations of a sample, divided by its time.
+
+    The product with the constants is 1 if they predict the time exactly.
+    """
     counts = [0.0] * _NUM_CONSTANTS
     for transfer in transfers_of(sample.algorithm, sample.topology):
         num_inside = num_serial_messages(transfer, links)
         num_bytes = sample.num_bytes * transfer.fraction
         outer_bytes = num_bytes * transfer.num_streams
-        counts_both = links.is_inside_shared  # one after the other
+        # Replicas that share a link use both levels one after the other.
+        counts_both = links.is_inside_shared
         is_inside_slower = links.inside.seconds(num_bytes) > links.across.seconds(
             outer_bytes
         )
@@ -171,7 +181,7 @@ def _design_row(sample: Sample, links: Links) -> list[float]:
 
 
 def _fit_constants(rows: np.ndarray, weights: np.ndarray) -> list[float] | None:
-    """Fit all constants, or all but that of an operation if it does not show."""
+    """Fit all constants, or all but the cost of an operation if not determined."""
     constants = _non_negative_least_squares(rows, weights)
     if constants is None:
         rows[:, 4] = 0
@@ -182,16 +192,17 @@ def _fit_constants(rows: np.ndarray, weights: np.ndarray) -> list[float] | None:
 def _non_negative_least_squares(
     rows: np.ndarray, weights: np.ndarray
 ) -> list[float] | None:
-    """Solve `rows @ x = 1`, x >= 0; 0 where a column is; `None` if not unique.
+    """Solve `rows @ x = 1` for x >= 0 by weighted least squares.
 
-    With so few unknowns, every choice of those that are not 0 can be tried.
+    There are few unknowns, so every subset of those that are not 0 is tried.
 
     Args:
         rows: Array of shape `[num_samples, num_constants]`.
-        weights: Array of shape `[num_samples]`, of each error.
+        weights: Array of shape `[num_samples]`, the weight of each error.
 
     Returns:
-        List of floats, or `None`.
+        List of floats, with 0 for a column of zeros; or `None` if the solution is not
+        unique.
     """
     weighted = rows * weights[:, np.newaxis]
     scale = np.linalg.norm(weighted, axis=0)  # [num_constants]
@@ -212,7 +223,7 @@ def _non_negative_least_squares(
 
 
 def _with_default(links: Links, default: Links) -> Links:
-    """Fill in a level that did not show; inside is then no slower than across."""
+    """Replace a level of zero cost by the default, inside no slower than across."""
     inside, across = links.inside, links.across
     if across == _ZERO_LINK:
         across = default.across
@@ -225,7 +236,7 @@ def _with_default(links: Links, default: Links) -> Links:
 
 
 def _ratios(samples: Sequence[Sample], links: Links) -> np.ndarray:
-    """Predicted over measured times, above 0 where nothing is predicted."""
+    """Return the ratios of predicted to measured times, at least `_LEAST_RATIO`."""
     ratios = [
         predict_seconds(s.algorithm, s.num_bytes, s.topology, links) / s.seconds
         for s in samples
@@ -234,15 +245,17 @@ def _ratios(samples: Sequence[Sample], links: Links) -> np.ndarray:
 
 
 def _loss(ratios: np.ndarray) -> float:
+    """Return the sum of Huber's function of the logarithms of ratios."""
     errors = np.abs(np.log(ratios))
     outliers = 2 * _OUTLIER * errors - _OUTLIER**2
     return float(np.where(errors <= _OUTLIER, errors**2, outliers).sum())
 
 
 def _weights(ratios: np.ndarray) -> np.ndarray:
-    """Weights with which the squares of `ratios - 1` are least where the loss is."""
+    """Return weights by which least squares of `ratios - 1` minimize the loss."""
     differences, errors = ratios - 1, np.log(ratios)
-    # The logarithm of a ratio near 1 is the ratio less 1.
+    # The logarithm of a ratio near 1 is approximately the ratio minus 1, so that the
+    # quotient of both is 1, which would be 0 / 0.
     is_near = np.abs(differences) < 1e-6
     slopes = errors / (ratios * np.where(is_near, 1.0, differences))
     outliers = _OUTLIER / np.maximum(np.abs(errors), _OUTLIER)
@@ -250,9 +263,10 @@ def _weights(ratios: np.ndarray) -> np.ndarray:
 
 
 def _plausibility(links: Links, default: Links) -> tuple[bool, bool]:
-    """Rank among equally good fits: links across are slower, sharing as by default.
+    """Return a sort key for equally good fits.
 
-    Two nodes of two replicas look the same the other way round.
+    Slower links across nodes and sharing as by default are preferred: the times of two
+    nodes of two replicas also fit with inside and across exchanged.
     """
     return (
         links.inside.seconds_per_byte <= links.across.seconds_per_byte,

@@ -24,11 +24,14 @@ from tfdp.training.reduction.algorithm_selector import (
 from tfdp.training.reduction.cache_file import load_links, store_links
 from tfdp.training.reduction.link_fit import Sample, fit_links
 
-# Steps from which on a measurement of a second or two is repaid.
+# Least number of steps of a run that measures links. A measurement takes a second or
+# two, which shorter runs would not regain.
 LONG_RUN_STEPS = 500
+# Sizes of the tensors that are measured, in bytes.
 _SIZES_BYTES = (2**12, 2**18, 2**22)
+# Number of all-reduces that are timed together, and of timings, whose median counts.
 _CALLS_PER_REPEAT, _REPEATS = 2, 3
-# The version of the cost model that constants are fitted to.
+# Version of the cost model. Links that were fitted to another version are not used.
 _MODEL_VERSION = 2
 
 
@@ -43,17 +46,17 @@ def load_or_measure_links(
 ) -> None:
     """Set the links of an algorithm selector, the same on all workers.
 
-    Those that were measured before and kept; or measured now if the run is long.
-    Every worker has to call it.
+    They are loaded from the chief's cache, or measured now if the run is long. Every
+    worker has to call this function.
 
     Args:
-        algorithm_selector: `AlgorithmSelector`.
+        algorithm_selector: `AlgorithmSelector` that receives the links.
         group: `ProcessGroup` of all replicas.
-        worker_group: `WorkerGroup`.
-        hosts: String, what names the machines.
-        num_steps: Int, steps that will be trained, or `None` if unknown.
-        for_plans: Bool, whether plans are proposed by them, so that they are needed
-            also where no algorithm depends on them. Defaults to `False`.
+        worker_group: `WorkerGroup` of all workers.
+        hosts: String, names of the machines.
+        num_steps: Int, number of steps that will be trained, or `None` if unknown.
+        for_plans: Bool, whether plans are proposed from the links, so that they are
+            needed even if no algorithm depends on them. Defaults to `False`.
     """
     is_needed = for_plans or algorithm_selector.depends_on_links
     if algorithm_selector.are_links_known or not is_needed:
@@ -67,8 +70,9 @@ def load_or_measure_links(
         algorithm_selector.set_links(Links.from_dict(kept))
     elif is_long:
         samples = _measure_samples(algorithm_selector, group)
-        # The workers' clocks differ, and their figures must not.
-        own_fit = _fit(samples, group.backend) if worker_group.is_chief else None
+        # Each worker has measured other times, but all must choose the same algorithms.
+        # The links of the chief apply.
+        own_fit = _try_fit(samples, group.backend) if worker_group.is_chief else None
         fitted = worker_group.all_gather("measured links", own_fit)[0]
         if fitted:
             algorithm_selector.set_links(Links.from_dict(fitted))
@@ -79,15 +83,15 @@ def load_or_measure_links(
 def cluster_key(
     algorithm_selector: AlgorithmSelector, group: ProcessGroup, hosts: str
 ) -> str:
-    """Key of what was measured on a cluster, for a file that outlives the run.
+    """Return the key of a cluster's links in a cache file.
 
     Args:
-        algorithm_selector: `AlgorithmSelector`.
+        algorithm_selector: `AlgorithmSelector`, with the topology.
         group: `ProcessGroup` of all replicas.
-        hosts: String, what names the machines.
+        hosts: String, names of the machines.
 
     Returns:
-        String.
+        String, JSON.
     """
     parts = (
         _MODEL_VERSION,
@@ -100,13 +104,13 @@ def cluster_key(
 
 
 def num_fit_steps(arguments: dict[str, Any]) -> int | None:
-    """Number of steps that a call of `fit` will train.
+    """Return the number of steps that a call of `fit` will train.
 
     Args:
         arguments: Dict, the arguments of `fit` by name.
 
     Returns:
-        Int, or `None` if its data does not tell.
+        Int, or `None` if the size of the data is not known.
     """
     skipped = int(arguments.get("initial_epoch") or 0)
     epochs = int(arguments.get("epochs") or 1) - skipped
@@ -125,8 +129,8 @@ def num_fit_steps(arguments: dict[str, Any]) -> int | None:
     return None if steps is None else epochs * int(steps)
 
 
-def _fit(samples: list[Sample], backend: str) -> dict[str, Any] | None:
-    """Fit links, or return `None` where the times make no sense."""
+def _try_fit(samples: list[Sample], backend: str) -> dict[str, Any] | None:
+    """Fit links as a dict, or return `None` if the times do not determine them."""
     try:
         links = fit_links(samples, DEFAULT_LINKS[backend])
     except ValueError:
@@ -137,10 +141,10 @@ def _fit(samples: list[Sample], backend: str) -> dict[str, Any] | None:
 def _measure_samples(
     algorithm_selector: AlgorithmSelector, group: ProcessGroup
 ) -> list[Sample]:
-    """Measure small and large tensors by each algorithm.
+    """Measure all-reduces of small and large tensors by each algorithm.
 
-    Only algorithms with other numbers of messages and operations tell what these
-    cost, and whether replicas share a link.
+    Algorithms differ in the number of messages and operations. These differences
+    determine the cost of an operation, and whether replicas share a link.
     """
     algorithms = [Algorithm(name) for name in FLAT]
     topology = algorithm_selector.topology
@@ -156,8 +160,10 @@ def _measure_samples(
 def _measure_seconds(
     algorithm: Algorithm, num_bytes: int, group: ProcessGroup
 ) -> float:
+    """Return the median time of one all-reduce in seconds."""
     run = _trace(AlgorithmChoice(algorithm).all_reduce, num_bytes // 4, group)
-    run()  # makes connections and groups
+    # The first call opens connections and creates groups, so it is not timed.
+    run()
     times = []
     for _ in range(_REPEATS):
         begin = time.perf_counter()
@@ -169,7 +175,7 @@ def _measure_seconds(
 def _trace(
     all_reduce: Callable, length: int, group: ProcessGroup
 ) -> Callable[[], None]:
-    """Trace several all-reduces of float32 in a row, on every local replica."""
+    """Trace several consecutive all-reduces of float32 on every local replica."""
 
     @tf.function(autograph=False)
     def function() -> list[tf.Tensor]:

@@ -1,4 +1,4 @@
-"""All-reduce over the replicas: dense tensors in buckets, sparse ones as rows."""
+"""All-reduce over replicas: dense tensors in buckets, sparse ones as rows."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class Reducer:
     """All-reduce of values of the local replicas over a process group.
 
     Args:
-        group: `ProcessGroup`.
+        group: `ProcessGroup` of the replicas.
         first_rank: Int, rank of the first local replica.
-        options: `CommunicationOptions`.
-        worker_group: `WorkerGroup` between the workers.
-        algorithm_selector: `AlgorithmSelector`, chooses the algorithm of each bucket,
-            or `None` for the ring. Defaults to `None`.
-        residuals: `ResidualStore` for what compressors keep, or `None` for one of its
-            own. Defaults to `None`.
-        kind: String, what it reduces: its residuals are kept under it. Defaults to
+        options: `CommunicationOptions` of the strategy.
+        worker_group: `WorkerGroup` of all workers.
+        algorithm_selector: `AlgorithmSelector` that chooses the algorithm of each
+            bucket, or `None` for the ring. Defaults to `None`.
+        residuals: `ResidualStore` of compressors' residuals, or `None` to create one.
+            Defaults to `None`.
+        kind: String, name of the collective in the keys of its residuals. Defaults to
             `"all-reduce"`.
-        compares: Bool, whether variables and plans are compared with those of all
-            workers when they are new. Defaults to `True`.
+        compares: Bool, whether new variables and plans are compared between all
+            workers. Defaults to `True`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Reducer:
         self.options = options
         self._worker_group = worker_group
         self.plans = TrainedPlans()
-        # By the `id`s of the variables of a model: each has a plan of its own.
+        # Tuned options of each model, by the `id`s of its variables.
         self._tuned: dict[frozenset[int], Tuned] = {}
         self.residuals = residuals or ResidualStore(group.devices)
         self._kind = kind
@@ -79,13 +79,13 @@ class Reducer:
 
     @property
     def combines_means(self) -> bool:
-        """Bool, whether gradients are combined by Adasum, and not summed."""
+        """Bool, whether Adasum combines gradients; else they are summed."""
         selector = self.algorithm_selector
         return selector is not None and selector.combines_means
 
     @property
     def num_means(self) -> int:
-        """Int, how many gradients Adasum combines: those of replicas, or of nodes."""
+        """Int, number of gradients that Adasum combines, of replicas or of nodes."""
         selector = self.algorithm_selector
         of_nodes = selector is not None and selector.is_hierarchical
         return len(self.group.nodes) if of_nodes else self.group.size
@@ -95,11 +95,12 @@ class Reducer:
 
         Args:
             reduce_op: `tf.distribute.ReduceOp`, or its name.
-            value: Nest of tensors; of equal shapes on all replicas if dense.
+            value: Nest of tensors and `IndexedSlices`. A dense tensor has the same
+                shape on all replicas.
             replica: Int, index of the calling replica among the local ones.
 
         Returns:
-            The same nest, reduced.
+            Nest of the same structure, with reduced values.
         """
         flat = tf.nest.flatten(value, expand_composites=False)
         reduced = self.all_reduce(flat, None, replica)
@@ -120,15 +121,16 @@ class Reducer:
 
         Args:
             flat: List of tensors and `IndexedSlices`.
-            variables: List of the Keras variables whose gradients they are, or `None`.
+            variables: List of Keras variables, one for each gradient; or `None` if the
+                tensors are not gradients.
             replica: Int, index of the calling replica among the local ones.
-            may_sum: Bool, whether rows of one index may be added up, see
+            may_sum: Bool, whether rows with the same index may be added up, see
                 `tfdp.training.reduction.sparse`. Defaults to `False`.
-            weight: Scalar tensor by which this replica's gradients count, or `None`
-                for one. Defaults to `None`.
+            weight: Scalar tensor, factor of this replica's gradients, or `None` for 1.
+                Defaults to `None`.
 
         Returns:
-            `ReducedGradients`, alike on all replicas.
+            `ReducedGradients`, the same on all replicas.
         """
         flat = [
             item if _is_sparse(item) else tf.convert_to_tensor(item) for item in flat
@@ -159,13 +161,21 @@ class Reducer:
         replica: int,
         weight: tf.Tensor | None,
     ) -> tuple[list[tf.Tensor], list[tuple[int, ...]]]:
+        """Reduce the dense tensors at some positions of a list.
+
+        Returns:
+            Tuple of flat tensors, one for each bucket, and of tuples of the positions
+            in each bucket.
+        """
         tensors = [flat[index] for index in dense]
         if variables is not None:
-            # Where the size of the batch is unknown, so is that of some gradients.
+            # Gradients may have unknown sizes if the size of the batch is unknown, but
+            # their variables have static shapes.
             for tensor, index in zip(tensors, dense, strict=True):
                 tensor.set_shape(variables[index].shape)
         if not all(tensor.shape.is_fully_defined() for tensor in tensors):
-            # A plan needs sizes. These are no gradients of variables.
+            # A bucket plan needs static shapes. Tensors without them are not gradients
+            # of variables, and are reduced one by one.
             sums = [all_reduce_any_shape(t, self.group, replica) for t in tensors]
             return sums, [(index,) for index in dense]
         if variables is None:
@@ -183,13 +193,14 @@ class Reducer:
             self.warn_of_momentum("some of them are sent whole")
         if variables is not None and replica == 0:
             self._warn_of_own_loop()
-            # Only once: not all workers trace again when a batch has another size.
+            # Only a new plan is compared. A batch of another size may make only some of
+            # the workers trace again, and a comparison needs all of them.
             is_new = plan and not self.plans.plan_of(variables, options)
             if is_new and self._compares:
                 check_same_plan(self._worker_group, plan)
             self.plans.remember(variables, plan, routes, options)
         algorithms = [
-            self._algorithm(route, order, bucket, variables, dense, replica)
+            self._bucket_all_reduce(route, order, bucket, variables, dense, replica)
             for order, (route, bucket) in enumerate(zip(routes, plan, strict=True))
         ]
         flats = all_reduce_buckets(
@@ -197,7 +208,7 @@ class Reducer:
         )
         return flats, [tuple(dense[i] for i in bucket.indices) for bucket in plan]
 
-    def _algorithm(
+    def _bucket_all_reduce(
         self,
         route: AlgorithmChoice,
         order: int,
@@ -206,7 +217,7 @@ class Reducer:
         dense: Sequence[int],
         replica: int,
     ) -> Callable[..., tf.Tensor]:
-        """The all-reduce of a bucket, with what its compressors keep of the steps."""
+        """Return the all-reduce of a bucket, with the residuals of its compressors."""
         if route.algorithm.is_adasum:
             sizes = [entry.num_elements for entry in bucket.entries]
             return functools.partial(route.all_reduce, sizes=sizes)
@@ -231,13 +242,13 @@ class Reducer:
 
         Args:
             plan: `BucketPlan`.
-            are_gradients: Bool, whether they may be compressed. Defaults to
-                `True`.
-            variables: Sequence of Keras variables whose gradients they are, or
-                `None`. Defaults to `None`.
+            are_gradients: Bool, whether the buckets have gradients, which may be
+                compressed. Defaults to `True`.
+            variables: Sequence of Keras variables whose tuned options apply, or `None`
+                for the strategy's options. Defaults to `None`.
 
         Returns:
-            Tuple of `AlgorithmChoice`.
+            Tuple of `AlgorithmChoice`, one for each bucket.
         """
         tuned = self.tuned_of(variables)
         selector = tuned.algorithm_selector if tuned else self.algorithm_selector
@@ -251,24 +262,25 @@ class Reducer:
         options: CommunicationOptions | None,
         gain: str = "",
     ) -> None:
-        """Reduce the gradients of variables by other options, in steps yet to trace.
+        """Set the options for a model's gradients, in steps that are traced later.
 
         Every worker has to call it, before the same step.
 
         Args:
             variables: Sequence of Keras variables, those of a model.
             options: `CommunicationOptions`, or `None` for the strategy's.
-            gain: String, what they have gained, for people. Defaults to `""`.
+            gain: String, gain of the options, to be shown to the user. Defaults to
+                `""`.
         """
         key, selector = frozenset(map(id, variables)), self.algorithm_selector
         self._tuned.pop(key, None)
         if options is not None and selector is not None:
             selector, refs = selector.with_options(options), list(map(ref, variables))
             self._tuned[key] = Tuned(options, selector, gain, refs)
-        self.plans.put_last(variables, self.options_of(variables))
+        self.plans.make_latest(variables, self.options_of(variables))
 
     def tuned_of(self, variables: Sequence[Any] | None) -> Tuned | None:
-        """`Tuned` options of variables, or `None` where the strategy's hold."""
+        """Return the tuned options of variables, or `None` for the strategy's."""
         if variables is None:
             return None
         wanted = set(map(id, variables))
@@ -276,16 +288,16 @@ class Reducer:
         return found[-1] if found else None
 
     def options_of(self, variables: Sequence[Any] | None) -> CommunicationOptions:
-        """The options that the gradients of variables are reduced by."""
+        """Return the options by which the gradients of variables are reduced."""
         tuned = self.tuned_of(variables)
         return self.options if tuned is None else tuned.options
 
     def _warn_of_own_loop(self) -> None:
-        """Warn, once, that nothing is tuned outside of `fit`."""
+        """Warn, once, that buckets are not tuned outside of `fit`."""
         loop = loops.current()
         in_fit = loop is not None and loop.name == "fit"
-        tells = self.options.tunes_buckets and self._worker_group.is_chief
-        if in_fit or not tells:
+        is_affected = self.options.tunes_buckets and self._worker_group.is_chief
+        if in_fit or not is_affected:
             return
         user_code.warn(
             '`bucket_mb="auto"` tunes the buckets of `fit`. Other loops have those of '
@@ -294,10 +306,10 @@ class Reducer:
         )
 
     def warn_of_momentum(self, reason: str) -> None:
-        """Warn, once, of gradients that a compressor with momentum does not see.
+        """Warn, once, of gradients that bypass a compressor with momentum.
 
         Args:
-            reason: String, why it does not.
+            reason: String, clause that says why they are not compressed.
         """
         given = self.options.compression
         compressors = given.values() if isinstance(given, Mapping) else [given]
@@ -329,6 +341,7 @@ def _is_sparse(value: Any) -> bool:
 
 
 def _divide(value: Any, count: int) -> Any:
+    """Divide a tensor or `IndexedSlices` by a number."""
     if _is_sparse(value):
         return with_values(value, value.values / count)
     return value / count

@@ -1,10 +1,9 @@
-"""Reduction of sparse gradients: by rows, or by the whole table where that is less.
+"""Reduction of sparse gradients: by rows, or as a dense table if that is smaller.
 
-Keras applies `IndexedSlices` element by element. A row that occurs twice, as
-the rows of an Embedding do, is then not the same as one row with the sum: Adam
-squares each. On one device the rows of the global batch arrive one by one, so
-they have to arrive one by one here too, unless the optimizer is linear in the
-gradient, as SGD is.
+Keras applies `IndexedSlices` row by row. Two rows with the same index, as an
+Embedding has them, do not have the effect of one row with their sum: Adam squares
+each. On one device the rows of the global batch are not summed, so they must not be
+summed here either, unless the optimizer is linear in the gradient, as SGD is.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ def reduce_indexed_slices(
     *,
     may_sum: bool = False,
 ) -> tf.IndexedSlices:
-    """Gather the rows of all replicas, or sum them.
+    """Gather the rows of a sparse gradient from all replicas, or sum them.
 
     Args:
         slices: `tf.IndexedSlices` with values `[rows, ...]`.
-        group: `ProcessGroup`.
+        group: `ProcessGroup` of the replicas.
         replica: Int, index of the calling replica among the local ones.
-        may_sum: Bool, whether rows of one index may be summed. Then each
-            travels once, or the whole table is all-reduced if that moves fewer
-            bytes. Defaults to `False`.
+        may_sum: Bool, whether rows with the same index may be summed. Then each
+            index is sent once, or the whole table is all-reduced if that sends
+            fewer bytes. Defaults to `False`.
 
     Returns:
-        `tf.IndexedSlices` over the rows that any replica touched.
+        `tf.IndexedSlices` with the rows that any replica has.
     """
     if group.size == 1:
         return slices
@@ -63,22 +62,22 @@ def reduce_indexed_slices(
             indices, values = gathered()
             return tf.IndexedSlices(values, indices, slices.dense_shape)
         table_rows = tf.cast(slices.dense_shape[0], tf.int32)
-        # An all-gather receives (size - 1) x longest rows, an all-reduce sends
-        # and receives 2 (size - 1) / size x table rows. The counts are those
-        # of all replicas, so that all take the same branch.
+        # An all-gather receives (size - 1) x the largest count of rows, an all-reduce
+        # sends and receives 2 (size - 1) / size x the rows of the table. All replicas
+        # have gathered the same counts, so they take the same branch.
         rows_are_fewer = group.size * tf.reduce_max(counts) <= 2 * table_rows
         indices, values = tf.cond(rows_are_fewer, gathered, dense)
         return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def are_unique(indices: tf.Tensor) -> bool:
-    """True if no index can occur twice in any batch, by how they are made.
+    """Return whether no index can occur twice in any batch.
 
-    Indices that Python knows are those of positions in a sample, or of the samples
-    of a batch of known size, which come again in each sample.
+    It is known for the results of some operations, and for constants, such as the
+    positions within a sample.
 
     Args:
-        indices: Integer tensor, symbolic; of an eager one nothing is known.
+        indices: Integer tensor. The result is `False` for an eager one.
     """
     source = _source(indices)
     if tf.is_symbolic_tensor(source) and _compat.marker_of(source.op) == _UNIQUE:
@@ -93,14 +92,16 @@ def are_unique(indices: tf.Tensor) -> bool:
 
 
 def marked_unique(indices: tf.Tensor) -> tf.Tensor:
-    """Return indices of which it is known that none occurs twice."""
+    """Mark indices as unique, so that `are_unique` returns `True` for them."""
     return _compat.marked(indices, _UNIQUE)
 
 
+# Marker of indices that are known to be unique.
 _UNIQUE = "unique"
-# The first result of these holds nothing twice.
+# Operations whose first result has no duplicates.
 _UNIQUE_OPS = ("Range", "Unique", "UniqueV2")
-# Their result holds elements of their first input, none of them more often.
+# Operations whose result has elements of the first input, each at most as often as
+# there.
 _SELECTING_OPS = (
     *("Reshape", "Identity", "Cast", "ExpandDims", "Squeeze"),
     *("StridedSlice", "Slice"),
@@ -108,7 +109,7 @@ _SELECTING_OPS = (
 
 
 def _source(tensor: Any) -> Any:
-    """Trace a tensor back to the one whose elements it holds, all or some."""
+    """Trace a tensor back to the one from which its elements were selected."""
     while tf.is_symbolic_tensor(tensor):
         op = tensor.op
         if _compat.marker_of(op) == _UNIQUE:
@@ -128,7 +129,10 @@ def _source(tensor: Any) -> Any:
 
 
 def _wraps_negative(op: Any) -> bool:
-    """True for the last operation of Keras's `where(i < 0, i + size, i)`."""
+    """Return whether an operation is the `where` of `where(i < 0, i + size, i)`.
+
+    Keras wraps negative indices so.
+    """
     if op.type != "SelectV2":
         return False
     wrapped = op.inputs[1].op
@@ -143,6 +147,7 @@ def _has_no_duplicates(values: Any) -> bool:
 def _sum_duplicates(
     indices: tf.Tensor, values: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
+    """Return unique indices, and the sum of the rows of each."""
     unique, position = tf.unique(indices)
     summed = tf.math.unsorted_segment_sum(values, position, tf.size(unique))
     return unique, summed
@@ -155,7 +160,7 @@ def _gather_rows(
     group: ProcessGroup,
     replica: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Gather every replica's rows, padded to one length for the collective."""
+    """All-gather every replica's rows, padded to one length for the collective."""
     length, size = padded_length(tf.reduce_max(counts))
     missing = length - tf.size(indices, out_type=tf.int32)
     padding = [[0, missing]] + [[0, 0]] * (values.shape.rank - 1)
@@ -173,7 +178,10 @@ def _reduce_table(
     group: ProcessGroup,
     replica: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Reduce the whole table and, beside each row, how many replicas touched it."""
+    """All-reduce the dense table, and return the rows that any replica has.
+
+    A further column counts the rows that were added to each row of the table.
+    """
     row_size = tf.reduce_prod(tf.shape(values)[1:])
     flat = tf.reshape(values, [-1, row_size])  # [rows, row_size]
     touched = tf.concat([flat, tf.ones_like(flat[:, :1])], axis=1)

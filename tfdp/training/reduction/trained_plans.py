@@ -1,4 +1,4 @@
-"""Bucket plans, and options once tuned, by the variables that they are for."""
+"""Bucket plans and tuned options, by the variables that they apply to."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 
 
 @dataclasses.dataclass(frozen=True)
-class _Trained:
-    """Variables that were trained together.
+class _TrainedSet:
+    """The plan and algorithms by which a set of variables was trained.
 
-    Paths do not tell them: two models of one process may have the same.
+    Variables are kept as weak references, not as paths, since two models of one process
+    may have variables of the same path.
     """
 
     refs: list
@@ -26,17 +27,18 @@ class _Trained:
 
     @property
     def is_alive(self) -> bool:
+        """Bool, whether all of the variables still exist."""
         return all(ref() is not None for ref in self.refs)
 
 
 class TrainedPlans:
-    """Plan and algorithms of each set of variables that was trained together.
+    """Plans and algorithms of the sets of variables that were trained together.
 
-    Of variables that were trained by several options, one plan for each.
+    Variables that were trained by several options have one plan for each of them.
     """
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[tuple[int, ...], str], _Trained] = {}
+        self._plans: dict[tuple[tuple[int, ...], str], _TrainedSet] = {}
 
     def remember(
         self,
@@ -45,29 +47,30 @@ class TrainedPlans:
         routes: tuple[AlgorithmChoice, ...] = (),
         options: CommunicationOptions | None = None,
     ) -> None:
-        """Remember the plan that variables are trained by.
+        """Store the plan by which variables are trained.
 
         Args:
             variables: List of Keras variables.
-            plan: `BucketPlan`.
+            plan: `BucketPlan` of their gradients.
             routes: Tuple of `AlgorithmChoice`, one for each bucket. Defaults to none.
-            options: `CommunicationOptions` that it follows from, or `None`: any.
-                Defaults to `None`.
+            options: `CommunicationOptions` from which the plan follows, or `None` if it
+                follows from none. Defaults to `None`.
         """
         key = tuple(map(id, variables)), repr(options)
-        self._plans.pop(key, None)  # the latest comes last
+        # A dict keeps the position of a key. Removal puts the latest plan last.
+        self._plans.pop(key, None)
         refs = [weakref.ref(variable) for variable in variables]
-        self._plans[key] = _Trained(refs, plan, routes)
+        self._plans[key] = _TrainedSet(refs, plan, routes)
 
     def plan_of(
         self, variables: list[Any], options: CommunicationOptions | None = None
     ) -> BucketPlan | None:
-        """The plan by which exactly these variables were trained, or `None`.
+        """Return the plan by which exactly these variables were trained, or `None`.
 
         Args:
             variables: List of Keras variables.
-            options: `CommunicationOptions`, or `None` for the latest plan, whatever
-                options it follows from. Defaults to `None`.
+            options: `CommunicationOptions` from which the plan follows, or `None` for
+                the latest plan. Defaults to `None`.
         """
         ids = tuple(map(id, variables))
         for key, trained in reversed(self._plans.items()):
@@ -76,22 +79,32 @@ class TrainedPlans:
                 return trained.plan
         return None
 
-    def put_last(self, variables: Sequence[Any], options: CommunicationOptions) -> None:
-        """Make the plans that follow from some options the latest of variables.
+    def make_latest(
+        self, variables: Sequence[Any], options: CommunicationOptions
+    ) -> None:
+        """Make the plans from some options the latest plans of a model's variables.
 
         Args:
-            variables: Sequence of Keras variables, those of a model.
-            options: `CommunicationOptions`.
+            variables: Sequence of Keras variables, those of the model.
+            options: `CommunicationOptions` from which the plans follow.
         """
         wanted = set(map(id, variables))
         for key in list(self._plans):
             if wanted.issuperset(key[0]) and key[1] == repr(options):
                 self._plans[key] = self._plans.pop(key)
 
-    def plans_within(
+    def plans_of_subsets(
         self, variables: list[Any]
     ) -> list[tuple[list[Any], BucketPlan, tuple[AlgorithmChoice, ...]]]:
-        """Plans that some of these variables were trained by, the latest first."""
+        """Return plans of subsets of these variables, the latest first.
+
+        Args:
+            variables: List of Keras variables, those of a model.
+
+        Returns:
+            List of tuples: list of variables, their `BucketPlan`, and a tuple of
+            `AlgorithmChoice`.
+        """
         wanted = set(map(id, variables))
         found = []
         for (ids, _), trained in reversed(self._plans.items()):
@@ -103,13 +116,13 @@ class TrainedPlans:
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """Options in place of the strategy's, and the selector that goes with them.
+    """Tuned options that replace the strategy's, and their selector.
 
     Args:
-        options: `CommunicationOptions`.
-        algorithm_selector: `AlgorithmSelector` of these.
-        gain: String, what they have gained, or `""` where that is not known (yet).
-        refs: List of weak references to the variables that they are for.
+        options: `CommunicationOptions` that were tuned.
+        algorithm_selector: `AlgorithmSelector` with these options.
+        gain: String, gain over the strategy's options, or `""` if not known (yet).
+        refs: List of weak references to the variables that the options apply to.
     """
 
     options: CommunicationOptions
@@ -119,5 +132,5 @@ class Tuned:
 
     @property
     def is_alive(self) -> bool:
-        """Bool, whether all of the variables are still there."""
+        """Bool, whether all of the variables still exist."""
         return all(ref() is not None for ref in self.refs)

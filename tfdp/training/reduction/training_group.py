@@ -1,4 +1,4 @@
-"""Replicas whose steps are one program: all, those of a node, or one alone."""
+"""Groups of replicas that share one program: all, those of a node, or one alone."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tfdp.training.reduction.gradient_reducer import (
 
 @dataclasses.dataclass(frozen=True)
 class TrainingGroup:
-    """The replicas that train together with the one that runs.
+    """Group of replicas that train together, as seen by the running replica.
 
     Args:
-        ranks: Tuple of ints, the ranks of its replicas among all, ascending.
-        own_rank: Int, the rank of the running replica among all.
-        replica: Int, the index of the running replica among the local ones.
+        ranks: Tuple of ints, global ranks of the group's replicas, ascending.
+        own_rank: Int, global rank of the running replica.
+        replica: Int, index of the running replica among the local ones.
         reducer: `GradientReducer` that sums over the group.
-        is_all: Bool, whether it has all replicas.
+        is_all: Bool, whether the group has all replicas.
     """
 
     ranks: tuple[int, ...]
@@ -48,7 +48,7 @@ class TrainingGroup:
         return self.ranks.index(self.own_rank)
 
     def gather(self, rows: tf.Tensor) -> tf.Tensor:
-        """Gather the rows of its replicas along the first axis, in order of ranks."""
+        """All-gather rows of the group's replicas along the first axis, by rank."""
         if not isinstance(self.reducer, ReplicaReducer):
             return rows
         group = self.reducer.group
@@ -56,10 +56,10 @@ class TrainingGroup:
 
 
 def training_group(strategy: Any) -> TrainingGroup:
-    """Return the replicas that train together with the one that runs.
+    """Return the group of replicas that trains together with the running replica.
 
     Args:
-        strategy: A tfdp strategy, in whose replica context this is called.
+        strategy: A tfdp strategy. The caller runs in one of its replica contexts.
     """
     replica = _compat.local_replica_id(tf.distribute.get_replica_context())
     own_rank = strategy.extended.first_rank + replica
@@ -67,21 +67,22 @@ def training_group(strategy: Any) -> TrainingGroup:
         if own_rank in ranks:
             break
     is_all = len(ranks) == strategy.num_replicas_in_sync
-    reducer = replica_reducer() if is_all else _alone().reducer()
+    reducer = replica_reducer() if is_all else _local_steps().reducer()
     return TrainingGroup(tuple(ranks), own_rank, replica, reducer, is_all)
 
 
 def groups_of_ranks(strategy: Any) -> Sequence[Sequence[int]]:
-    """Return the ranks of the replicas of each group that trains together."""
+    """Return the ranks of each group of replicas that trains together."""
     if not loops.in_steps_alone():
         return [range(strategy.num_replicas_in_sync)]
-    return _alone().groups_of_ranks(strategy)
+    return _local_steps().groups_of_ranks(strategy)
 
 
 def merging_group(strategy: Any) -> ProcessGroup:
-    """Return the workers, one member each, over which the logs of a step are merged.
+    """Return the group of workers over which the logs of a step are merged.
 
-    These are all, or with local steps those that train together anyway.
+    The group has one member for each worker. With local steps it has only the workers
+    whose replicas train together.
     """
     extended = strategy.extended
     if not loops.in_steps_alone():
@@ -100,5 +101,6 @@ def merging_group(strategy: Any) -> ProcessGroup:
     return group
 
 
-def _alone() -> Any:
+def _local_steps() -> Any:
+    """Return the local steps of the optimizer of the running loop's model."""
     return loops.current().model.optimizer.features.alone  # type: ignore[union-attr]

@@ -164,8 +164,8 @@ def build_or_use_zero_row(builder: Any, op: Any, inputs: list) -> list:
     """Build a convolution or a pooling, of a row of zeros on a replica without rows.
 
     With oneDNN, in float32 on CPUs, a convolution of no rows returns the shape of its
-    input, and the gradient of a pooling ends the process. Seen with TensorFlow 2.19 to 2.21;
-    tests/keras_hooks/cases_normalization.py guards it.
+    input, and the gradient of a pooling ends the process. Seen with TensorFlow 2.19 to
+    2.21; tests/keras_hooks/cases_normalization.py guards it.
     """
     inputs = _with_own_rows_in_shape(builder, op, inputs)
     if not builder.may_be_empty:
@@ -193,7 +193,7 @@ def build_or_use_zero_row(builder: Any, op: Any, inputs: list) -> list:
 
 
 def _with_own_rows_in_shape(builder: Any, op: Any, inputs: list) -> list:
-    """Return the inputs, with own rows in the input that is the shape of the output.
+    """Return the inputs, with own rows in the shape of the output.
 
     That shape is a constant of all rows in a step that has a fixed number of rows, such
     as one that creates noise.
