@@ -60,6 +60,7 @@ def batch_placeholders(
     own = None if first is None else first.shape[0]
 
     def is_other(place: int, part: Any) -> bool:
+        """Return whether the number of rows of a part may differ."""
         if place in others or own is None:
             return place in others
         is_dense = tf.is_symbolic_tensor(part) and part.shape.rank
@@ -101,6 +102,7 @@ def placeholder_of(part: Any, num_replicas: int) -> BatchPlaceholder:
 
 
 def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
+    """Create the placeholder of a dense tensor, which holds own rows."""
     shape = part.shape
     if shape.rank:
         own = shape[0] if num_replicas else None
@@ -117,6 +119,7 @@ def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
 
 
 def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> BatchPlaceholder:
+    """Create the placeholder of a ragged tensor, which is whole."""
     splits = part.nested_row_splits
     facts = [
         _whole_placeholder(part.flat_values, FREE),
@@ -144,6 +147,7 @@ def _gather_ragged(part: tf.RaggedTensor, replica: Replica) -> list[tf.Tensor]:
 
 
 def _of_sparse(part: tf.SparseTensor) -> BatchPlaceholder:
+    """Create the placeholder of a sparse tensor, which is whole."""
     indices = _whole_placeholder(part.indices, FREE)
     values = _whole_placeholder(part.values, FREE)
     # The first size of the dense shape is the number of rows of the whole batch. It

@@ -34,7 +34,7 @@ _SHAPE_QUERIES = frozenset(("Shape", "Size", "ShapeN", "TensorListElementShape")
 
 @dataclasses.dataclass
 class Builder:
-    """Builds one graph of a program on a replica.
+    """Builder of one graph of a program on a replica.
 
     Args:
         trace: `ProgramTrace`.
@@ -115,7 +115,7 @@ class Builder:
         inner.run()
         return inner
 
-    # Queries by the `build` functions of rules.
+    # The methods below are called by the `build` functions of rules.
 
     @property
     def own_rows(self) -> tf.Tensor:
@@ -241,7 +241,7 @@ class Builder:
                 parts.append(size.number if size.kind == "number" else -1)
         return _pack(parts, tf.int32)
 
-    # Operations.
+    # The methods below build operations.
 
     def copy(self, op: Any, inputs: Sequence[Any], kind: str | None = None) -> list:
         """Build a copy of an operation of the program, optionally of another type."""
@@ -257,6 +257,7 @@ class Builder:
         return template.build(inputs, control, kind)
 
     def _build(self, op: Any) -> None:
+        """Build an operation, unless it is built only when a result is needed."""
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             self._build_read(op)
             return
@@ -303,6 +304,7 @@ class Builder:
             self._build_operation(op)
 
     def _build_operation(self, op: Any) -> None:
+        """Build an operation with converted inputs, and store its outputs."""
         decision = self.plan.decisions[op]
         values = _known_values(op, decision)
         if values is not None:
@@ -380,6 +382,7 @@ class Builder:
             self.tensors[id(tensor)] = read()
 
     def _run_effect(self, effect: Any) -> None:
+        """Run an effect, such as an update, with tensors in the forms it needs."""
         if effect.kind == "parts":
             found = [
                 self._zero_without_rows(self._as_partial_sum(t)) for t in effect.tensors
@@ -427,7 +430,7 @@ class Builder:
         found = self.get(values, WHOLE)
         return (found[:0], whole[:0]) if self.replica.rank else (found, whole)
 
-    # Conversions between forms.
+    # The methods below convert tensors between forms.
 
     def get(self, tensor: Any, need: Need = AS_HELD) -> Any:
         """Return a tensor of the program in the needed form."""
@@ -531,7 +534,7 @@ class Builder:
             self._converted[id(other), WHOLE] = total
         return self._converted[id(tensor), WHOLE]
 
-    # Integers that are computed from sizes.
+    # The methods below build integers that are computed from sizes.
 
     def sizes_of(self, tensor: Any, *, of_all: bool) -> Any:
         """Return integers computed from this replica's sizes or the whole batch's."""

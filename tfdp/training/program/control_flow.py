@@ -32,6 +32,8 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
     needs: Sequence[Need] = decision.details
 
     def branch(plan: Any) -> Callable:
+        """Return a function that builds one branch."""
+
         def compute() -> list:
             inner = builder.run_inside(plan, op.inputs[1:])
             return [
@@ -73,6 +75,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
     changed = changed[1:] if is_counter else changed
 
     def run_inside(plan: Any, values: Sequence[Any]) -> Any:
+        """Build the condition or the body for values of the changed variables."""
         given = {
             id(plan.graph.inputs[index]): value
             for index, value in zip(changed, values, strict=True)
@@ -121,7 +124,8 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
 def _counts_passes(op: Any, body: Any) -> bool:
     """Return whether the first variable of a loop counts its passes from zero."""
     before, after = body.inputs[0], body.outputs[0].op
-    while after.type == "Identity":  # The loop of a gradient has one here.
+    # The loop of a gradient returns its counter through an `Identity`.
+    while after.type == "Identity":
         after = after.inputs[0].op
     return (
         before.dtype == tf.int32

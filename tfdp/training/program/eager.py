@@ -213,6 +213,7 @@ def _join_rows(parts: Sequence[Any], workers: ProcessGroup, rank: int) -> Any:
 
 
 def _concatenate(parts: list) -> Any:
+    """Concatenate dense, ragged or sparse tensors along the first axis."""
     if isinstance(parts[0], tf.SparseTensor):
         return tf.sparse.concat(0, parts, expand_nonconcat_dims=True)
     return tf.concat(parts, axis=0)

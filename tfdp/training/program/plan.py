@@ -231,6 +231,7 @@ def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
 
 
 def _decide(view: View) -> Decision:
+    """Decide how to build an operation: by its graphs, by a marker, or by the rules."""
     op, kind = view.op, view.type
     if op in view.scope.whole:
         return _run_whole(view)
@@ -247,7 +248,7 @@ def _decide(view: View) -> Decision:
 
 
 def _run_whole(view: View) -> Decision:
-    """Decide an operation that has to run on the whole batch."""
+    """Decide how to build an operation that has to run on the whole batch."""
     inputs = list(zip(view.facts, view.op.inputs, strict=True))
     facts = [_fact_when_whole(fact, tensor) for fact, tensor in inputs]
     inner = View(view.op, facts, view.scope)
@@ -297,7 +298,7 @@ def _fact_of_constant(op: Any) -> Fact:
 
 
 def _plan_marker(view: View, marker: str) -> Decision:
-    """Decide a marker that tfdp has put into the program.
+    """Decide how to build a marker that tfdp has put into the program.
 
     A marker begins or ends a layer that handles the rows of each replica separately,
     or requests a form of its input.
@@ -311,11 +312,13 @@ def _plan_marker(view: View, marker: str) -> Decision:
         shape = view.output_sizes()
         assert shape is not None
         return Decision([AS_HELD], [Fact(Form.ROWS, 0, (sizes.rows(1), *shape[1:]))])
-    is_part = fact.form is Form.PART  # "part of a replica"
+    # The marker "part of a replica" turns a partial sum into a value of this replica
+    # alone. Other markers change nothing.
+    is_part = fact.form is Form.PART
     return Decision([AS_HELD], [Fact(Form.LOCAL) if is_part else fact])
 
 
-# Branches, loops, calls.
+# The functions below decide branches, loops and calls.
 
 
 def _plan_inside(
@@ -332,6 +335,7 @@ def _plan_inside(
 
 
 def _plan_call(view: View) -> Decision:
+    """Decide how to build the call of a function, whose graph has a plan of its own."""
     graph = _compat.function_graph(view.op)
     results = _compat.results_of_call(view.op, graph)
     plan = _plan_inside(graph, view.facts, view.scope, results)
@@ -340,6 +344,7 @@ def _plan_call(view: View) -> Decision:
 
 
 def _plan_branches(view: View) -> Decision:
+    """Decide how to build an `If` or a `Case`: each branch has its own plan."""
     graphs = _compat.branch_graphs(view.op)
     plans = [_plan_inside(graph, view.facts[1:], view.scope) for graph in graphs]
     outputs, needs = [], []
@@ -374,6 +379,15 @@ def _common_form(facts: Sequence[Fact]) -> tuple[Need, Fact]:
 
 
 def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
+    """Decide how to build a `While`.
+
+    The body is planned repeatedly, until the forms of its variables stop changing.
+
+    Args:
+        view: `View` of the loop.
+        may_divide: Bool, whether to look for collectives inside, for which the loop has
+            to run on the whole batch. Defaults to `True`.
+    """
     scope = view.scope
     cond, body = _compat.loop_graphs(view.op)
     is_same = [
@@ -422,6 +436,7 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
 
 
 def _without_value(fact: Fact) -> Fact:
+    """Return a fact without known elements, since a loop may change them."""
     if fact.form is Form.SIZES:
         return whole(fact.sizes)
     return Fact(fact.form, fact.axis, fact.sizes)
@@ -452,6 +467,7 @@ def is_conversion(fact: Fact, need: Need) -> bool:
 
 
 def _is_list(tensor: Any) -> bool:
+    """Return whether a tensor holds a list of tensors or an optional value."""
     return tensor.dtype == tf.variant
 
 

@@ -217,7 +217,7 @@ class DividedStep:
             trace, parts, results, plan, scope, tail, conversions, operations
         )
 
-    # Variables.
+    # The methods below find the variables that the program captures.
 
     def _variable_of(self, handle: Any) -> Any:
         """Return the distributed variable of a resource handle, or `None`."""
@@ -229,6 +229,7 @@ class DividedStep:
         return outer if variable is None else variable.values[replica].handle
 
     def _is_metric(self, handle: Any) -> bool:
+        """Return whether a resource handle is that of a metric's state."""
         return isinstance(self._variable_of(self._outermost(handle)), MetricVariable)
 
     def _shared_states(self, graph: Any) -> set[int]:

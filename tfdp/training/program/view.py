@@ -50,7 +50,7 @@ _SHAPED_BY_VALUES = operations(
 
 
 class CannotDivideError(Exception):
-    """An operation of a step cannot be divided among replicas.
+    """Raised if an operation of a step cannot be divided among replicas.
 
     Args:
         op: `tf.Operation` that cannot be divided.

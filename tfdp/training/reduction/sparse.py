@@ -140,6 +140,7 @@ def _wraps_negative(op: Any) -> bool:
 
 
 def _has_no_duplicates(values: Any) -> bool:
+    """Return whether no element occurs twice in an array."""
     flat = np.asarray(values).ravel()
     return len(np.unique(flat)) == flat.size
 

@@ -1,5 +1,7 @@
 """Rules: the form of an operation's outputs, by the forms of its inputs.
 
+A rule returns a `Decision`, or `None` if it does not apply to the operation.
+
 Reading order:
     elementwise: operations on elements, and linear ones
     reductions: sums, means, maxima

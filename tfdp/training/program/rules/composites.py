@@ -14,7 +14,7 @@ from tfdp.training.program.view import WHOLE, Decision, View
 
 
 def decide_composite(view: View) -> Decision | None:
-    """Decide an operation on ragged or sparse tensors, or one that creates them."""
+    """Decide how to build an operation that reads or creates composite tensors."""
     if view.type in _ROWS_OF_SPARSE:
         return _decide_sparse_output(view)
     if view.type not in _ROWS_OF_DENSE or not set(view.forms()) <= _REPLICATED:
@@ -30,7 +30,7 @@ def decide_composite(view: View) -> Decision | None:
 
 
 def _decide_sparse_output(view: View) -> Decision | None:
-    """Decide an operation that creates a sparse tensor, which is whole."""
+    """Decide how to build an operation that creates a sparse tensor, which is whole."""
     size = _ROWS_OF_SPARSE[view.type](view)
     if size is None:
         return None

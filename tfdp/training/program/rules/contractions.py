@@ -17,7 +17,7 @@ _CONTRACTIONS = operations("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsu
 
 
 def decide_contraction(view: View) -> Decision | None:
-    """Decide a product of matrices or an `Einsum` of own rows."""
+    """Decide how to build a product of matrices or an `Einsum` of own rows."""
     labels = _labels(view) if view.type in _CONTRACTIONS else None
     return None if labels is None else _decide_from_labels(view, *labels)
 
@@ -64,7 +64,7 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
 def _decide_from_labels(
     view: View, inputs: Sequence[str], output: str
 ) -> Decision | None:
-    """Decide a contraction from the labels of its inputs and its output."""
+    """Decide how to build a contraction, from the labels of its axes."""
     if any(fact.sizes is None for fact in view.facts):
         return None
     row_labels = [

@@ -77,7 +77,7 @@ _NOT_BROADCASTING = frozenset(("AddN", *_UPSTREAM_INPUT))
 
 
 def decide_zeros(view: View) -> Decision | None:
-    """Decide zeros or ones that follow from the number of rows alone.
+    """Decide how to build zeros or ones that follow from the number of rows alone.
 
     The input is then not needed, so that a loop does not keep it for its gradient.
     """
@@ -102,7 +102,7 @@ def _build_zeros(builder: Any, op: Any, inputs: list) -> list:
 
 
 def decide_linear(view: View) -> Decision | None:
-    """Decide an operation on partial sums: its outputs are, too, if it is linear."""
+    """Decide how to build an operation on partial sums that is linear in them."""
     if view.type in _SHAPE_ONLY:
         return Decision([AS_HELD] * len(view), view.whole_outputs())
     parts = [i for i, fact in enumerate(view.facts) if fact.form is Form.PART]
@@ -169,7 +169,7 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
 
 
 def decide_elementwise(view: View) -> Decision | None:
-    """Decide an element-wise operation on own rows."""
+    """Decide how to build an element-wise operation on own rows."""
     if view.type not in ELEMENTWISE:
         return None
     if view.type == "Bitcast":
@@ -223,7 +223,7 @@ def _selects_by_vector(view: View) -> bool:
 
 
 def _decide_unknown_rank(view: View) -> Decision | None:
-    """Decide an operation of unknown rank on one tensor, with or without scalars."""
+    """Decide how to build an operation of unknown rank on a tensor and scalars."""
     others = [fact for fact in view.facts if not fact.is_rows]
     own = [fact for fact in view.facts if fact.is_rows]
     if len(own) != 1 or any(fact.rank != 0 for fact in others):
@@ -249,7 +249,7 @@ def compares_with_itself(op: Any) -> bool:
 
 
 def decide_local(view: View) -> Decision | None:
-    """Decide an operation on values of this replica alone.
+    """Decide how to build an operation on values of this replica alone.
 
     Such values exist inside of a layer that handles the rows of each replica
     separately.
@@ -271,7 +271,7 @@ def decide_local(view: View) -> Decision | None:
 
 
 def _decide_parts_by_local(view: View) -> Decision | None:
-    """Decide a linear operation on partial sums with a factor of this replica alone.
+    """Decide how to build a linear operation on partial sums and local values.
 
     An example is the gradient of a product with a value of this replica alone.
     """

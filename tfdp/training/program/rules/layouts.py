@@ -30,7 +30,7 @@ Shape = tuple[Size, ...]
 
 
 def decide_layout(view: View) -> Decision | None:
-    """Decide an operation that arranges elements."""
+    """Decide how to build an operation that arranges elements."""
     if view.type in _RULES_OF_ANY_INPUT:
         return _RULES_OF_ANY_INPUT[view.type](view)
     if view.type not in _RULES_OF_FIRST_INPUT:
@@ -42,7 +42,7 @@ def decide_layout(view: View) -> Decision | None:
 
 
 def _reshape(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide a reshape: own rows stay own rows if the axes before them are kept."""
+    """Decide how to build a reshape that keeps the axes before that of rows."""
     target = view.facts[1].value
     found = None if target is None else _reshaped(data, list(target))
     if found is None:
@@ -186,7 +186,7 @@ def _build_open_reshape(builder: Any, op: Any, inputs: list) -> list:
 
 
 def _transpose(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide a transpose: it moves the axis of rows."""
+    """Decide how to build a transpose: it moves the axis of rows."""
     given = view.numbers(1)
     if given is None:
         return None
@@ -196,7 +196,7 @@ def _transpose(view: View, data: Fact, before: Shape) -> Decision | None:
 
 
 def _expand_dims(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide the insertion of an axis of size one."""
+    """Decide how to build an `ExpandDims`, which inserts an axis of size one."""
     place = view.numbers(1)
     if place is None:
         return None
@@ -211,7 +211,7 @@ def _with_axis(data: Fact, before: Shape, place: int, size: Size) -> Fact:
 
 
 def _squeeze(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide the removal of axes of size one."""
+    """Decide how to build a `Squeeze`, which removes axes of size one."""
     taken = {axis % len(before) for axis in view.attribute("squeeze_dims") or ()}
     if not taken:
         taken = {axis for axis, size in enumerate(before) if size == ONE}
@@ -229,7 +229,7 @@ def _squeeze(view: View, data: Fact, before: Shape) -> Decision | None:
 
 
 def _broadcast(view: View) -> Decision | None:
-    """Decide a broadcast of own rows, or to a shape with the number of rows."""
+    """Decide how to build a broadcast of own rows, or to a shape with the rows."""
     data, target = view.facts[0], view.facts[1].value
     if target is None or data.sizes is None:
         return None
@@ -253,7 +253,7 @@ def _broadcast(view: View) -> Decision | None:
 
 
 def _fill(view: View) -> Decision | None:
-    """Decide a tensor of one value whose shape has the number of rows."""
+    """Decide how to build a tensor of one value whose shape has the number of rows."""
     shape = view.facts[0].value
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None:
@@ -262,7 +262,7 @@ def _fill(view: View) -> Decision | None:
 
 
 def _range(view: View) -> Decision | None:
-    """Decide the range of all row numbers: each replica has those of its own rows."""
+    """Decide how to build the range of row numbers: a replica has its own."""
     limit = view.facts[1].value
     if limit is None or (view.numbers(0), view.numbers(2)) != (0, 1):
         return None
@@ -279,7 +279,7 @@ def _range(view: View) -> Decision | None:
 
 
 def _tile(view: View) -> Decision | None:
-    """Decide a tile along other axes than that of rows, or once for each row."""
+    """Decide how to build a tile along other axes than rows, or once per row."""
     data, times = view.facts[0], view.facts[1].value
     if data.sizes is None or times is None:
         return None
@@ -295,7 +295,7 @@ def _tile(view: View) -> Decision | None:
 
 
 def _join(view: View) -> Decision | None:
-    """Decide a concatenation, or a stack, along another axis than that of rows."""
+    """Decide how to build a concatenation or a stack."""
     is_stack = view.type == "Pack"
     count = len(view) if is_stack else len(view) - 1
     facts = view.facts[:count]
@@ -329,7 +329,7 @@ def _join(view: View) -> Decision | None:
 
 
 def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
-    """Decide a concatenation of rows, such as real and generated images.
+    """Decide how to build a concatenation of rows, such as real and generated images.
 
     The inputs are gathered, and each replica has its block of the concatenated rows.
     """
@@ -349,7 +349,7 @@ def _build_joined_rows(builder: Any, op: Any, inputs: list) -> list:
 
 
 def _unstack(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide an unstack along another axis than that of rows."""
+    """Decide how to build an unstack along another axis than that of rows."""
     split = view.attribute("axis") % len(before)
     if split == data.axis:
         return None
@@ -359,7 +359,7 @@ def _unstack(view: View, data: Fact, before: Shape) -> Decision | None:
 
 
 def _split(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide a split along another axis than that of rows."""
+    """Decide how to build a split along another axis than that of rows."""
     is_even = view.type == "Split"
     axis = view.numbers(0 if is_even else 2)
     if axis is None or int(axis) % len(before) == data.axis:
@@ -377,7 +377,7 @@ def _same_rows(view: View, data: Fact) -> list[Fact]:
 
 
 def _strided_slice(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide a slice that keeps all rows."""
+    """Decide how to build a slice that keeps all rows."""
     if any(fact.is_rows for fact in view.facts[1:]):
         return None
     axis = _axis_after_slice(view, data)
@@ -455,7 +455,7 @@ def _equals(values: np.ndarray | None, index: int, size: Size) -> bool:
 
 
 def _strided_slice_grad(view: View) -> Decision | None:
-    """Decide the gradient of a slice that keeps all rows."""
+    """Decide how to build the gradient of a slice that keeps all rows."""
     shape, gradient = view.facts[0].value, view.facts[4]
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None or not gradient.is_rows:
@@ -468,7 +468,7 @@ def _strided_slice_grad(view: View) -> Decision | None:
 
 
 def _slice(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide `tf.slice` if it keeps all rows."""
+    """Decide how to build `tf.slice` if it keeps all rows."""
     begin, size = view.facts[1].value, view.facts[2].value
     if begin is None or size is None or begin[data.axis] != sizes.ZERO:
         return None
@@ -481,7 +481,7 @@ def _slice(view: View, data: Fact, before: Shape) -> Decision | None:
 
 
 def _pad(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide a padding of other axes than that of rows."""
+    """Decide how to build a padding of other axes than that of rows."""
     padding = view.numbers(1)
     if padding is None or padding[data.axis].any():
         return None
@@ -494,7 +494,7 @@ def _pad(view: View, data: Fact, before: Shape) -> Decision | None:
 
 
 def _concat_offset(view: View) -> Decision | None:
-    """Decide the offsets of a concatenation's inputs, which follow from sizes."""
+    """Decide how to build the offsets of a concatenation, from sizes."""
     axis = view.numbers(0)
     shapes = [fact.value for fact in view.facts[1:]]
     if axis is None or any(shape is None for shape in shapes):
@@ -513,7 +513,7 @@ def _concat_offset(view: View) -> Decision | None:
 
 
 def _gather(view: View) -> Decision | None:
-    """Decide a gather of rows from a table, or of entries within each row."""
+    """Decide how to build a gather from a table, or within each row."""
     data, indices = view.facts[0], view.facts[1]
     axis = view.numbers(2)
     if axis is None or data.sizes is None or indices.sizes is None:
@@ -546,7 +546,7 @@ def _gather(view: View) -> Decision | None:
 
 
 def _segment_sum(view: View) -> Decision | None:
-    """Decide the sum of rows by segment, the gradient of a gather of rows."""
+    """Decide how to build sums by segment, as in the gradient of a gather."""
     data, ids = view.facts[0], view.facts[1]
     if data.sizes is None or ids.sizes is None:
         return None
@@ -562,7 +562,7 @@ def _segment_sum(view: View) -> Decision | None:
 
 
 def _scatter(view: View) -> Decision | None:
-    """Decide the sum of rows at indices: each replica adds up its own rows."""
+    """Decide how to build the sum of rows at indices, a partial sum."""
     indices, updates = view.facts[0], view.facts[1]
     own = indices if indices.is_rows else updates
     if own.axis != 0 or indices.sizes is None or len(indices.sizes) < 2:
@@ -576,7 +576,7 @@ def _scatter(view: View) -> Decision | None:
 
 
 def _one_hot(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide one-hot vectors of own rows."""
+    """Decide how to build one-hot vectors of own rows."""
     depth, place = view.facts[1].value, view.attribute("axis")
     size = depth[()] if depth is not None else sizes.FREE
     return Decision(
@@ -585,7 +585,7 @@ def _one_hot(view: View, data: Fact, before: Shape) -> Decision | None:
 
 
 def _operate_along_axes(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide an operation along axes other than rows, such as a running sum."""
+    """Decide how to build an operation along some axes, such as a running sum."""
     axes = view.numbers(2 if view.type == "Roll" else 1)
     if axes is None or data.axis in {int(a) % len(before) for a in np.ravel(axes)}:
         return None

@@ -21,12 +21,12 @@ from tfdp.training.program.view import AS_HELD, WHOLE, Decision, Need, View, nee
 
 
 def decide_list(view: View) -> Decision | None:
-    """Decide an operation on a list of tensors, such as the states of a loop."""
+    """Decide how to build an operation on a list of tensors or an optional."""
     return _LISTS[view.type](view) if view.type in _LISTS else None
 
 
 def _empty(view: View) -> Decision:
-    """Decide a new list, which has the program's length on every replica."""
+    """Decide how to build a new list, of the same length on every replica."""
     return Decision([AS_HELD, WHOLE], [Fact(Form.EMPTY)], _build_empty)
 
 
@@ -77,13 +77,13 @@ def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
 
 
 def _add_item(view: View) -> Decision:
-    """Decide the addition of an item to a list."""
+    """Decide how to build the addition of an item to a list."""
     need, fact = _need_of_item(view.facts[0], view.facts[-1])
     return Decision([AS_HELD, *[WHOLE] * (len(view) - 2), need], [fact])
 
 
 def _get_item(view: View) -> Decision | None:
-    """Decide a read of an item."""
+    """Decide how to build a read of an item."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
@@ -97,7 +97,7 @@ def _shape_need(listed: Fact) -> Need:
 
 
 def _pop(view: View) -> Decision | None:
-    """Decide the removal of the last item."""
+    """Decide how to build the removal of the last item."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
@@ -149,7 +149,7 @@ def _build_pop(builder: Any, op: Any, inputs: list) -> list:
 
 
 def _stack(view: View) -> Decision | None:
-    """Decide a stack of all items."""
+    """Decide how to build a stack of all items."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY or listed.sizes is None:
         return None
@@ -161,7 +161,7 @@ def _stack(view: View) -> Decision | None:
 
 
 def _from_tensor(view: View) -> Decision | None:
-    """Decide a list of the slices of a tensor along its first axis."""
+    """Decide how to build a list of the slices of a tensor along its first axis."""
     data = view.facts[0]
     if data.sizes is None or (data.is_rows and data.axis == 0):
         return None
@@ -181,7 +181,7 @@ def _build_from_tensor(builder: Any, op: Any, inputs: list) -> list:
 
 
 def _optional_from_value(view: View) -> Decision | None:
-    """Decide the creation of an optional value."""
+    """Decide how to build the creation of an optional value."""
     if len(view) != 1:
         return None
     need, fact = _need_of_item(Fact(Form.EMPTY), view.facts[0])
@@ -189,7 +189,7 @@ def _optional_from_value(view: View) -> Decision | None:
 
 
 def _optional_value(view: View) -> Decision | None:
-    """Decide a read of an optional value."""
+    """Decide how to build a read of an optional value."""
     if len(view.op.outputs) != 1 or view.facts[0].form is Form.EMPTY:
         return None
     return Decision(

@@ -20,7 +20,7 @@ _REDUCED_TWICE = frozenset(("All", "Any", "Max", "Min", "Prod"))
 
 
 def decide_reduction(view: View) -> Decision | None:
-    """Decide a reduction of own rows."""
+    """Decide how to build a reduction of own rows."""
     data = view.facts[0]
     if not data.is_rows or data.sizes is None:
         return None
@@ -36,7 +36,7 @@ def decide_reduction(view: View) -> Decision | None:
 
 
 def _decide_over_axes(view: View, data: Fact) -> Decision | None:
-    """Decide a reduction by whether its axes include that of rows."""
+    """Decide how to build a reduction by whether its axes include that of rows."""
     assert data.sizes is not None
     certain, maybe = _reduced_axes(view, len(data.sizes))
     if certain is None or data.axis in maybe:
@@ -75,7 +75,7 @@ def _reduced_axes(view: View, rank: int) -> tuple[set[int] | None, frozenset[int
 
 
 def _decide_over_other_axes(data: Fact, axes: set[int], *, keeps: bool) -> Any:
-    """Decide a reduction over other axes than that of rows."""
+    """Decide how to build a reduction over other axes than that of rows."""
     if data.axis in axes:
         return None
     assert data.sizes is not None

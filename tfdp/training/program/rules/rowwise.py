@@ -102,7 +102,7 @@ _SHAPED_LIKE_FIRST = table(
 
 
 def decide_row_by_row(view: View) -> Decision | None:
-    """Decide an operation that computes each row separately."""
+    """Decide how to build an operation that computes each row separately."""
     if view.type not in _INPUTS_WITH_ROWS:
         return None
     indices = _INPUTS_WITH_ROWS[view.type]

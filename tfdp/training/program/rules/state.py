@@ -26,7 +26,7 @@ READS = frozenset(("ReadVariableOp",))
 
 
 def decide_variable(view: View) -> Decision | None:
-    """Decide a read or a write of a variable.
+    """Decide how to build a read or a write of a variable.
 
     States of metrics stay partial sums; any other variable has the same value on every
     replica.
@@ -53,7 +53,7 @@ def decide_variable(view: View) -> Decision | None:
 
 
 def _decide_shared_read(view: View) -> Decision:
-    """Decide a read of a state that the replicas of a worker share.
+    """Decide how to build a read of a state that the replicas of a worker share.
 
     Raises:
         CannotDivideError: If the value cannot be summed over replicas.
@@ -84,7 +84,7 @@ _SEEKABLE = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2"))
 
 
 def decide_random(view: View) -> Decision | None:
-    """Decide stateless random numbers: a replica has its own rows of one device's."""
+    """Decide how to build stateless random numbers: a replica keeps own rows."""
     if view.type not in _STATELESS_RANDOM:
         return None
     shape = view.facts[0].value
@@ -94,7 +94,8 @@ def decide_random(view: View) -> Decision | None:
     if axis is None or any(fact.is_rows for fact in view.facts):
         return None
     if any(size.kind == "unknown" for size in shape):
-        return None  # Only sparse tensors, which are whole, have such shapes.
+        # Shapes with unknown sizes are those of sparse tensors, which are whole.
+        return None
     fact = own_rows(tuple(shape), axis)
     skips = view.type in _SEEKABLE and axis == 0
     dtype = view.op.outputs[0].dtype
@@ -172,7 +173,7 @@ STATEFUL_RANDOM = operations(
 
 
 def decide_stateful_random(view: View) -> Decision | None:
-    """Decide stateful random numbers: all replicas use those of the first one."""
+    """Decide how to build stateful random numbers, drawn on the first replica."""
     if view.type not in STATEFUL_RANDOM:
         return None
     shape = view.facts[0].value
@@ -203,7 +204,7 @@ def _build_rows_of_first(builder: Any, op: Any, inputs: list) -> list:
 
 
 def decide_python(view: View) -> Decision | None:
-    """Decide a Python function: only the first replica calls it, once per step."""
+    """Decide how to build a Python function, called on the first replica only."""
     # A Python function may draw random numbers, count its calls or write files, so it
     # runs as often as on one device.
     if view.type not in _compat.PYTHON_FUNCTIONS:

@@ -32,19 +32,19 @@ def _scalar(size: Size) -> np.ndarray:
 
 
 def _size(view: View) -> np.ndarray | None:
-    """Return the value of `tf.size`."""
+    """Return the result of `tf.size`, or `None` if not known."""
     found = view.facts[0].sizes
     return None if found is None else _scalar(product(found))
 
 
 def _rank(view: View) -> np.ndarray | None:
-    """Return the value of `tf.rank`."""
+    """Return the result of `tf.rank`, or `None` if not known."""
     found = view.facts[0].rank
     return None if found is None else _scalar(sizes.number(found))
 
 
 def _strided_slice(view: View) -> np.ndarray | None:
-    """Return the value of a slice such as `x[1:, 0]`."""
+    """Return the result of a slice such as `x[1:, 0]`, or `None` if not known."""
     data = view.facts[0].value
     begin, end, strides = (view.numbers(i) for i in (1, 2, 3))
     if data is None or begin is None or end is None or strides is None:
@@ -68,7 +68,7 @@ def _strided_slice(view: View) -> np.ndarray | None:
 
 
 def _pack(view: View) -> np.ndarray | None:
-    """Return the value of `tf.stack`."""
+    """Return the result of `tf.stack`, or `None` if not known."""
     if view.attribute("axis") != 0:
         return None
     values = [fact.value for fact in view.facts]
@@ -76,7 +76,7 @@ def _pack(view: View) -> np.ndarray | None:
 
 
 def _concat(view: View) -> np.ndarray | None:
-    """Return the value of `tf.concat` of vectors."""
+    """Return the result of `tf.concat` of vectors, or `None` if not known."""
     axis = view.numbers(len(view) - 1)
     values = [fact.value for fact in view.facts[:-1]]
     if axis is None or any(value.ndim != 1 for value in values):
@@ -85,7 +85,7 @@ def _concat(view: View) -> np.ndarray | None:
 
 
 def _gather(view: View) -> np.ndarray | None:
-    """Return the value of `tf.gather` from a vector."""
+    """Return the result of `tf.gather` from a vector, or `None` if not known."""
     indices, axis = view.numbers(1), view.numbers(2)
     data = view.facts[0].value
     if indices is None or axis is None or axis != 0 or data.ndim != 1:
@@ -102,7 +102,7 @@ def _as_array(found: Any) -> np.ndarray:
 
 
 def _slice(view: View) -> np.ndarray | None:
-    """Return the value of `tf.slice`."""
+    """Return the result of `tf.slice`, or `None` if not known."""
     begin, size = view.numbers(1), view.numbers(2)
     if begin is None or size is None:
         return None
@@ -115,7 +115,7 @@ def _slice(view: View) -> np.ndarray | None:
 
 
 def _reshape(view: View) -> np.ndarray | None:
-    """Return the value of `tf.reshape`."""
+    """Return the result of `tf.reshape`, or `None` if not known."""
     shape = view.numbers(1)
     return None if shape is None else view.facts[0].value.reshape(shape.astype(int))
 
@@ -136,7 +136,7 @@ def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
 
 
 def _range(view: View) -> np.ndarray | None:
-    """Return the value of `tf.range`."""
+    """Return the result of `tf.range`, or `None` if not known."""
     start, limit, delta = (view.numbers(i) for i in (0, 1, 2))
     if start is None or limit is None or delta is None or not delta:
         return None
@@ -169,7 +169,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
 
 
 def _select(view: View) -> np.ndarray | None:
-    """Return the value of `tf.where` by a scalar condition."""
+    """Return the result of `tf.where` by a scalar condition, or `None` if not known."""
     condition = view.numbers(0)
     if condition is None or condition.ndim:
         return None
@@ -178,19 +178,19 @@ def _select(view: View) -> np.ndarray | None:
 
 
 def _invert_permutation(view: View) -> np.ndarray | None:
-    """Return the value of `tf.math.invert_permutation`."""
+    """Return the result of `tf.math.invert_permutation`, or `None` if not known."""
     found = view.numbers(0)
     return None if found is None else array(np.argsort(found))
 
 
 def _broadcast_args(view: View) -> np.ndarray | None:
-    """Return the value of `tf.broadcast_dynamic_shape`."""
+    """Return the result of `tf.broadcast_dynamic_shape`, or `None` if not known."""
     shapes = [tuple(fact.value) for fact in view.facts]
     return array(sizes.broadcast(shapes))
 
 
 def _fill(view: View) -> np.ndarray | None:
-    """Return the value of `tf.fill`."""
+    """Return the result of `tf.fill`, or `None` if not known."""
     dims = view.numbers(0)
     if dims is None or np.prod(dims) > _MAX_ELEMENTS:
         return None
@@ -200,7 +200,7 @@ def _fill(view: View) -> np.ndarray | None:
 
 
 def _stitch(view: View) -> np.ndarray | None:
-    """Return the value of `tf.dynamic_stitch`."""
+    """Return the result of `tf.dynamic_stitch`, or `None` if not known."""
     count = len(view) // 2
     places = [view.numbers(index) for index in range(count)]
     if any(place is None for place in places):
@@ -216,7 +216,7 @@ def _stitch(view: View) -> np.ndarray | None:
 
 
 def _cast(view: View) -> np.ndarray | None:
-    """Return the value of `tf.cast` to a number."""
+    """Return the result of `tf.cast` to a number, or `None` if not known."""
     dtype, known = view.op.outputs[0].dtype, view.numbers(0)
     if not (dtype.is_integer or dtype.is_floating):
         return None
@@ -274,7 +274,7 @@ _VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
 
 
 def decide_values(view: View) -> Decision | None:
-    """Decide an operation whose results are computed from sizes alone."""
+    """Decide how to build an operation whose results are computed from sizes alone."""
     if view.type == "BroadcastGradientArgs":
         return _decide_broadcast_axes(view)
     if view.type == "ShapeN":
@@ -303,7 +303,7 @@ def _can_follow(value: np.ndarray) -> bool:
 
 
 def _decide_shapes(view: View) -> Decision | None:
-    """Decide `tf.shape_n`, the shapes of several tensors."""
+    """Decide how to build `tf.shape_n`, the shapes of several tensors."""
     values = [_shape(view, index) for index in range(len(view))]
     known = [value for value in values if value is not None and _can_follow(value)]
     if len(known) < len(values):
@@ -318,7 +318,7 @@ def _build_shapes(builder: Any, op: Any, inputs: list) -> list:
 
 
 def _decide_broadcast_axes(view: View) -> Decision | None:
-    """Decide the axes over which gradients of a broadcast are summed."""
+    """Decide how to build the axes over which gradients of a broadcast are summed."""
     shapes = [fact.value for fact in view.facts]
     if any(shape is None for shape in shapes):
         return None
