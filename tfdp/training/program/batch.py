@@ -113,8 +113,8 @@ def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
     if shape.rank == 0:
         fact = whole(sizes)
     else:
-        found = None if sizes is None else with_rows(sizes, 0, 1)
-        fact = Fact(Form.ROWS, sizes=found)
+        row_sizes = None if sizes is None else with_rows(sizes, 0, 1)
+        fact = Fact(Form.ROWS, sizes=row_sizes)
     return BatchPlaceholder(tensor, [(tensor, fact)], lambda own, _: [own])
 
 

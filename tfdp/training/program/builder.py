@@ -86,16 +86,16 @@ class Builder:
         self,
         plan: Plan,
         outer: Sequence[Any],
-        given: Mapping[int, Any] | None = None,
+        loop_values: Mapping[int, Any] | None = None,
     ) -> Builder:
         """Build the graph of a branch, a loop or a call in the default graph.
 
         Args:
             plan: `Plan` of the inner graph.
             outer: Sequence of tensors of the program, one for each input of the graph.
-            given: Dict from the `id` of an input of a loop's graph to the replica's
-                value of that loop variable; or `None` if the operation is no loop.
-                Defaults to `None`.
+            loop_values: Dict from the `id` of an input of a loop's graph to the
+                replica's value of that loop variable; or `None` if the operation is no
+                loop. Defaults to `None`.
 
         Returns:
             `Builder` of the inner graph, which has run.
@@ -103,14 +103,14 @@ class Builder:
         sources = {
             id(placeholder): tensor
             for placeholder, tensor in zip(plan.graph.inputs, outer, strict=True)
-            if id(placeholder) not in (given or {})
+            if id(placeholder) not in (loop_values or {})
         }
         inner = dataclasses.replace(
             self,
             plan=plan,
-            tensors=dict(given or {}),
+            tensors=dict(loop_values or {}),
             parent=(self, sources),
-            is_in_loop=self.is_in_loop or given is not None,
+            is_in_loop=self.is_in_loop or loop_values is not None,
         )
         inner.run()
         return inner
@@ -211,12 +211,12 @@ class Builder:
         """Return the static shape of a tensor of the program on this replica."""
         if source.shape.rank is None:
             return tf.TensorShape(None)
-        found = source.shape.as_list()
+        shape = source.shape.as_list()
         if fact.is_rows and source.dtype != tf.variant:
             rows, multiple = self.own_rows, fact.multiple
             is_known = isinstance(rows, int) and multiple is not None
-            found[fact.axis] = rows * multiple if is_known else None
-        return tf.TensorShape(found)
+            shape[fact.axis] = rows * multiple if is_known else None
+        return tf.TensorShape(shape)
 
     def shape_of(self, fact: Fact) -> Any:
         """Return the shape, on this replica, of a tensor whose sizes are all known."""
@@ -228,11 +228,11 @@ class Builder:
         ]
         return _pack(parts, tf.int32)
 
-    def item_shape(self, fact: Fact, given: Any) -> Any:
+    def item_shape(self, fact: Fact, shape_input: Any) -> Any:
         """Return the shape of a list's item on this replica."""
         known = fact.sizes
         if known is None or not fact.is_rows:
-            return given
+            return shape_input
         parts = []
         for axis, size in enumerate(known):
             if axis == fact.axis and size.number is not None:
@@ -384,13 +384,13 @@ class Builder:
     def _run_effect(self, effect: Any) -> None:
         """Run an effect, such as an update, with tensors in the forms it needs."""
         if effect.kind == "parts":
-            found = [
+            tensors = [
                 self._zero_without_rows(self._as_partial_sum(t)) for t in effect.tensors
             ]
         else:
             need = WHOLE if effect.kind == "whole" else AS_HELD
-            found = [self.get(tensor, need) for tensor in effect.tensors]
-        effect.run(found)
+            tensors = [self.get(tensor, need) for tensor in effect.tensors]
+        effect.run(tensors)
 
     def _zero_without_rows(self, gradient: Any) -> Any:
         """Return a gradient, or zeros where no replica of the group has rows."""
@@ -427,8 +427,12 @@ class Builder:
             # Each replica keeps a row for each index. The reduction adds up the rows of
             # one index.
             return self.get(values, PART), marked_unique(whole)
-        found = self.get(values, WHOLE)
-        return (found[:0], whole[:0]) if self.replica.rank else (found, whole)
+        whole_values = self.get(values, WHOLE)
+        return (
+            (whole_values[:0], whole[:0])
+            if self.replica.rank
+            else (whole_values, whole)
+        )
 
     # The methods below convert tensors between forms.
 
@@ -454,13 +458,13 @@ class Builder:
         """Return integers computed from sizes in the needed form."""
         if need.kind is Kind.AS_HELD:
             return self.sizes_of(tensor, of_all=False)
-        found = self.sizes_of(tensor, of_all=True)
+        program_sizes = self.sizes_of(tensor, of_all=True)
         if need.kind is Kind.WHOLE:
-            return found
+            return program_sizes
         with self.graph.as_default():
             if need.kind is Kind.PART:
-                return self.replica.only_on_first(found)
-            return self.replica.take_rows(found, need.axis, None)
+                return self.replica.only_on_first(program_sizes)
+            return self.replica.take_rows(program_sizes, need.axis, None)
 
     @staticmethod
     def _is_held(fact: Fact, need: Need) -> bool:
@@ -495,10 +499,10 @@ class Builder:
             return self.replica.only_on_first(self.get(tensor, WHOLE))
         if fact.form is Form.LOCAL:
             return own
-        found = self.get(tensor, WHOLE)
+        whole = self.get(tensor, WHOLE)
         # The static shape after a gather may have fewer known sizes than that of the
         # program's tensor.
-        found.set_shape(tensor.shape)
+        whole.set_shape(tensor.shape)
         if need.may_broadcast and fact.sizes is not None:
             size = fact.sizes[need.axis]
             multiple = size.number if size.kind == "rows" else None
@@ -506,18 +510,18 @@ class Builder:
                 size.kind == "number" and size.number > 1
             )
             return self.replica.take_rows(
-                found, need.axis, multiple, may_broadcast=not is_certain
+                whole, need.axis, multiple, may_broadcast=not is_certain
             )
-        return self.replica.take_rows(found, need.axis, None)
+        return self.replica.take_rows(whole, need.axis, None)
 
     def _gather_or_sum(self, tensor: Any, own: Any, fact: Fact) -> Any:
         """Gather or sum the replica's value `own`, by its form."""
         if fact.form is Form.LOCAL:
             return self.replica.sum([self.replica.weight_by_rows(own)])[0]
         if fact.is_rows:
-            found = self.replica.gather(own, fact.axis)
-            found.set_shape(tensor.shape)
-            return found
+            gathered = self.replica.gather(own, fact.axis)
+            gathered.set_shape(tensor.shape)
+            return gathered
         return self._sum_parts(tensor)
 
     def _sum_parts(self, tensor: Any) -> Any:
@@ -562,9 +566,9 @@ class Builder:
         ]
         if fact.value.ndim == 1:
             return _pack(parts, tensor.dtype)
-        found = [tf.cast(part, tensor.dtype) for part in parts]
+        elements = [tf.cast(part, tensor.dtype) for part in parts]
         shape = fact.value.shape
-        return tf.reshape(found, shape) if shape else found[0]
+        return tf.reshape(elements, shape) if shape else elements[0]
 
     def _size_from_rows(self, size: sizes.Size, *, of_all: bool) -> Any:
         """Return a size for this replica's rows, or for those of all replicas."""

@@ -126,8 +126,8 @@ def available_bytes(devices: Sequence[str]) -> int | None:
     """
     if any(_compat.device_type(device) != "CPU" for device in devices):
         return None
-    found = min(psutil.virtual_memory().available, _free_in_container())
-    return int(found)
+    free = min(psutil.virtual_memory().available, _free_in_container())
+    return int(free)
 
 
 def _free_in_container() -> float:

@@ -45,13 +45,13 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
 
     plans = decision.plans
     if op.type in ("Case", "StatelessCase"):
-        found = tf.switch_case(inputs[0], [branch(plan) for plan in plans])
+        results = tf.switch_case(inputs[0], [branch(plan) for plan in plans])
     else:
         predicate = inputs[0]
         if predicate.dtype != tf.bool:
             predicate = tf.not_equal(predicate, tf.zeros_like(predicate))
-        found = tf.cond(predicate, branch(plans[0]), branch(plans[1]))
-    flat = tf.nest.flatten(found)
+        results = tf.cond(predicate, branch(plans[0]), branch(plans[1]))
+    flat = tf.nest.flatten(results)
     return [
         builder.with_shape(own, tensor, fact)
         for own, tensor, fact in zip(flat, op.outputs, decision.outputs, strict=True)
@@ -76,13 +76,13 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
 
     def run_inside(plan: Any, values: Sequence[Any]) -> Any:
         """Build the condition or the body for values of the changed variables."""
-        given = {
+        values_by_input = {
             id(plan.graph.inputs[index]): value
             for index, value in zip(changed, values, strict=True)
         }
         if is_counter:
-            given[id(plan.graph.inputs[0])] = _compat.counter_of_passes()
-        return builder.run_inside(plan, op.inputs, given)
+            values_by_input[id(plan.graph.inputs[0])] = _compat.counter_of_passes()
+        return builder.run_inside(plan, op.inputs, values_by_input)
 
     def cond(*values: Any) -> Any:
         inner = run_inside(cond_plan, values)
@@ -106,7 +106,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         else builder.own_static_shape(op.outputs[index], facts[index])
         for index, value in zip(changed, initial, strict=True)
     ]
-    found = tf.while_loop(
+    final = tf.while_loop(
         cond,
         body,
         initial,
@@ -114,10 +114,10 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         parallel_iterations=op.get_attr("parallel_iterations"),
     )
     outputs = list(inputs)
-    for index, value in zip(changed, found, strict=True):
+    for index, value in zip(changed, final, strict=True):
         outputs[index] = value
     if is_counter:
-        outputs[0] = found[0].op.outputs[0]
+        outputs[0] = final[0].op.outputs[0]
     return outputs
 
 

@@ -109,8 +109,8 @@ class Replica:
         text = tf.strings.reduce_join(tf.gather(letters, codes))
         sizes = tf.reshape(lengths, [-1])
         begins = tf.cumsum(sizes, exclusive=True)
-        found = tf.strings.substr(tf.fill(tf.shape(sizes), text), begins, sizes)
-        return tf.ensure_shape(tf.reshape(found, tf.shape(lengths)), lengths.shape)
+        strings = tf.strings.substr(tf.fill(tf.shape(sizes), text), begins, sizes)
+        return tf.ensure_shape(tf.reshape(strings, tf.shape(lengths)), lengths.shape)
 
     def take_rows(
         self,
@@ -180,9 +180,9 @@ class Replica:
         flat = tf.zeros([0], dtype) if own is None else tf.reshape(own, [-1])
         if dtype == tf.string and own is None:
             flat = tf.fill([0], "")
-        found = tf.reshape(self.gather(flat, 0), self.gather(sizes, 0))
-        found.set_shape(shape)
-        return found
+        result = tf.reshape(self.gather(flat, 0), self.gather(sizes, 0))
+        result.set_shape(shape)
+        return result
 
     def only_on_first(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor on the first replica and zeros on others, to be summed."""
@@ -216,6 +216,6 @@ class Replica:
 
     def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
         """Reduce a tensor over replicas by an operation such as `Max`."""
-        found = _REDUCE[kind](self._gather(own[tf.newaxis]), axis=0)
-        found.set_shape(own.shape)
-        return found
+        result = _REDUCE[kind](self._gather(own[tf.newaxis]), axis=0)
+        result.set_shape(own.shape)
+        return result

@@ -200,14 +200,14 @@ def _join_rows(parts: Sequence[Any], workers: ProcessGroup, rank: int) -> Any:
     own = _concatenate(list(parts))
     if workers.size == 1:
         return own
-    found = [
+    gathered = [
         _all_gather(component, workers, rank)
         for component in tf.nest.flatten(own, expand_composites=True)
     ]
     return _concatenate(
         [
             tf.nest.pack_sequence_as(own, components, expand_composites=True)
-            for components in zip(*found, strict=True)
+            for components in zip(*gathered, strict=True)
         ]
     )
 
@@ -223,8 +223,8 @@ def _all_gather(tensor: tf.Tensor, workers: ProcessGroup, rank: int) -> list[tf.
     """All-gather a tensor of any dtype and shape; return one for each worker."""
     own = tf.io.decode_raw(tf.io.serialize_tensor(tensor), tf.uint8)
     joined, counts = gather_first_axis(own, workers, 0, rank)
-    text, found = joined.numpy().tobytes(), []
+    serialized, tensors = joined.numpy().tobytes(), []
     for size in counts.numpy():
-        found.append(tf.io.parse_tensor(text[:size], tensor.dtype))
-        text = text[size:]
-    return found
+        tensors.append(tf.io.parse_tensor(serialized[:size], tensor.dtype))
+        serialized = serialized[size:]
+    return tensors

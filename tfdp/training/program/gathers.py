@@ -52,12 +52,12 @@ def conversions_of(
         cuts: List of pairs of a tensor that the step returns, and whether it is
             returned as a partial sum.
     """
-    found: dict[int, Conversion] = {}
+    conversions: dict[int, Conversion] = {}
     for of_graph, tensor, need, op in _needs(trace, plan, cuts):
         fact = of_graph.facts.get(id(tensor))
         if fact is not None and (need is None or is_conversion(fact, need)):
-            found.setdefault(id(tensor), Conversion(tensor, fact, op))
-    return list(found.values())
+            conversions.setdefault(id(tensor), Conversion(tensor, fact, op))
+    return list(conversions.values())
 
 
 def _needs(
@@ -150,8 +150,8 @@ def _describe_shape(conversion: Conversion) -> list:
 
 def gathers_of(conversions: list[Conversion]) -> tuple[Gather, ...]:
     """Return a `Gather` for each conversion of a tensor larger than one number."""
-    found = [gather_of(conversion) for conversion in conversions]
-    return tuple(g for g in found if g.power or g.bytes_each > 8)
+    gathers = [gather_of(conversion) for conversion in conversions]
+    return tuple(g for g in gathers if g.power or g.bytes_each > 8)
 
 
 def gather_of(conversion: Conversion) -> Gather:

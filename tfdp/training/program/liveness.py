@@ -76,7 +76,7 @@ def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
     from the number of rows.
     """
     cond, body = plan.decisions[op].plans
-    tested, given = cond.graph.inputs, body.graph.inputs
+    cond_inputs, body_inputs = cond.graph.inputs, body.graph.inputs
     before = -1
     while len(plan.needed) > before:
         before = len(plan.needed)
@@ -92,7 +92,8 @@ def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
         plan.needed |= {
             id(output)
             for index, output in enumerate(op.outputs)
-            if id(given[index]) in body.needed or id(tested[index]) in cond.needed
+            if id(body_inputs[index]) in body.needed
+            or id(cond_inputs[index]) in cond.needed
         }
 
 

@@ -45,14 +45,14 @@ class LogTail:
         """
         rows = tf.cast(builder.replica.rows.own, tf.float64)
         group_rows = tf.cast(builder.replica.rows.total, tf.float64)
-        found = [rows]
+        outputs = [rows]
         for tensor, is_part, kind in self.cuts:
             value = builder.get(tensor, AS_HELD if is_part else WHOLE)
             if kind == MEAN:
                 weight = group_rows if is_part else rows
                 value = tf.math.multiply_no_nan(tf.cast(value, tf.float64), weight)
-            found.append(value)
-        return found
+            outputs.append(value)
+        return outputs
 
     def compute(self, values: Sequence[list], add_up: Callable[[list], list]) -> Any:
         """Merge the values of the replicas, and compute the logs from them.
@@ -144,10 +144,10 @@ def _bound_to_step(plan: Plan, scope: Scope) -> set:
             if id(t) in plan.facts
         ):
             pending.append(op)
-    found: set = set()
+    bound: set = set()
     while pending:
         op = pending.pop()
-        if op not in found:
-            found.add(op)
+        if op not in bound:
+            bound.add(op)
             pending += [t.op for t in op.inputs] + list(op.control_inputs)
-    return found
+    return bound

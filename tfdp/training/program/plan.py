@@ -154,7 +154,7 @@ def in_order(graph: Any) -> list[Any]:
 
 def with_inputs(last: Any, done: set) -> list[Any]:
     """Return an operation after its inputs, without those in `done`; add all to it."""
-    found, pending = [], [last]
+    ordered, pending = [], [last]
     while pending:
         op = pending[-1]
         before = [
@@ -168,8 +168,8 @@ def with_inputs(last: Any, done: set) -> list[Any]:
         pending.pop()
         if op not in done:
             done.add(op)
-            found.append(op)
-    return found
+            ordered.append(op)
+    return ordered
 
 
 def _find_unread(graph: Any) -> Iterator[Any]:
@@ -253,16 +253,16 @@ def _run_whole(view: View) -> Decision:
     facts = [_fact_when_whole(fact, tensor) for fact, tensor in inputs]
     inner = View(view.op, facts, view.scope)
     if view.type in LOOPS:
-        found = _plan_loop(inner, may_divide=False)
+        decision = _plan_loop(inner, may_divide=False)
     elif view.type in _BRANCHES:
-        found = _plan_branches(inner)
+        decision = _plan_branches(inner)
     else:
-        found = decide(inner)
+        decision = decide(inner)
     needs = [
         AS_HELD if tensor.dtype == tf.resource or fact.form is Form.EMPTY else WHOLE
         for fact, tensor in inputs
     ]
-    return dataclasses.replace(found, needs=needs)
+    return dataclasses.replace(decision, needs=needs)
 
 
 def _fact_when_whole(fact: Fact, tensor: Any) -> Fact:
@@ -292,8 +292,8 @@ def _fact_of_constant(op: Any) -> Fact:
     dtype, count = tensor.dtype, tensor.shape.num_elements()
     is_number = dtype.is_integer or dtype.is_floating or dtype.is_bool
     is_small = count is not None and count <= 64
-    found = tf.get_static_value(tensor) if is_number and is_small else None
-    value = None if found is None else array(np.asarray(found))
+    static_value = tf.get_static_value(tensor) if is_number and is_small else None
+    value = None if static_value is None else array(np.asarray(static_value))
     return whole(static_sizes(tensor, is_free=True), value)
 
 
@@ -363,15 +363,17 @@ def _plan_branches(view: View) -> Decision:
 
 def _common_form(facts: Sequence[Fact]) -> tuple[Need, Fact]:
     """Return the form in which each branch can return a result, and its fact."""
-    given = [fact for fact in facts if fact.form is not Form.EMPTY]
-    if not given:
+    non_empty = [fact for fact in facts if fact.form is not Form.EMPTY]
+    if not non_empty:
         return AS_HELD, facts[0]
-    shape = sizes.common([fact.sizes for fact in given])
-    forms = {fact.form for fact in given}
-    if len({fact.held() for fact in given}) == 1 and Form.SIZES not in forms:
-        multiples = {fact.multiple for fact in given} if given[0].is_rows else {0}
+    shape = sizes.common([fact.sizes for fact in non_empty])
+    forms = {fact.form for fact in non_empty}
+    if len({fact.held() for fact in non_empty}) == 1 and Form.SIZES not in forms:
+        multiples = (
+            {fact.multiple for fact in non_empty} if non_empty[0].is_rows else {0}
+        )
         if len(multiples) == 1:
-            first = given[0]
+            first = non_empty[0]
             return AS_HELD, Fact(first.form, first.axis, shape)
     if forms == {Form.PART, Form.WHOLE} and Form.PART in forms:
         return PART, Fact(Form.PART, sizes=shape)
@@ -474,8 +476,8 @@ def _is_list(tensor: Any) -> bool:
 def _loop_variable_fact(before: Fact, after: Fact, *, is_list: bool) -> Fact:
     """Return the fact of a loop variable that holds before and after a pass."""
     if before.form is Form.EMPTY or after.form is Form.EMPTY:
-        found = after if before.form is Form.EMPTY else before
-        return found if is_list else _without_value(found)
+        fact = after if before.form is Form.EMPTY else before
+        return fact if is_list else _without_value(fact)
     if is_list and before == after:
         return before
     after = _without_value(after)

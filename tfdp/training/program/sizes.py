@@ -185,9 +185,9 @@ def _broadcast_axis(sizes: list[Size]) -> Size:
     """Return the size that the sizes of one axis broadcast to."""
     others = [size for size in sizes if size != ONE]
     for kind in ("rows", "splits", "number", "unknown", "free"):
-        found = next((size for size in others if size.kind == kind), None)
-        if found is not None:
-            return found
+        match = next((size for size in others if size.kind == kind), None)
+        if match is not None:
+            return match
     return ONE
 
 

@@ -151,11 +151,11 @@ class DividedStep:
     def _rows_of_composite(builder: Builder, result: Any) -> Any:
         """Return the rows that the replica has of a ragged or sparse result."""
         parts = tf.nest.flatten(result, expand_composites=True)
-        found = tf.nest.pack_sequence_as(
+        whole = tf.nest.pack_sequence_as(
             result, [builder.get(part, WHOLE) for part in parts], expand_composites=True
         )
         begin, size = builder.first_row, builder.own_rows
-        return take_rows(found, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
+        return take_rows(whole, tf.cast(begin, tf.int64), tf.cast(size, tf.int64))
 
     def _trace_once(self, args: tuple, group: TrainingGroup) -> _Traced:
         """Trace the step for any number of rows or, where that fails, for a fixed one.
@@ -185,8 +185,8 @@ class DividedStep:
         flat = tf.nest.flatten(args)
         with graph.as_default(), tracing(trace):
             parts = batch_placeholders(flat, num_replicas, self._others)
-            given = [part.value for part in parts]
-            results = self._function(*tf.nest.pack_sequence_as(args, given))
+            values = [part.value for part in parts]
+            results = self._function(*tf.nest.pack_sequence_as(args, values))
         needed = [
             tensor
             for tensor in tf.nest.flatten(results, expand_composites=True)

@@ -235,13 +235,13 @@ def _fixed_algorithm(
 
     The algorithm is `None` if it is to be chosen for each bucket.
     """
-    given = options.algorithm
-    if given == "auto":
+    option = options.algorithm
+    if option == "auto":
         return None, ""
-    if isinstance(given, Mapping):
-        wanted = Algorithm("hierarchical", **given)
+    if isinstance(option, Mapping):
+        wanted = Algorithm("hierarchical", **option)
     else:
-        wanted = Algorithm(given)
+        wanted = Algorithm(option)
     if not wanted.has_levels:
         return wanted, ""
     if wanted.is_adasum:

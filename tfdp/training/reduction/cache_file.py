@@ -138,8 +138,8 @@ def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> boo
 
 def _read_links(path: pathlib.Path) -> dict[str, Links]:
     """Return the links of a file by their keys, without invalid entries."""
-    found = {}
+    links = {}
     for key, entry in read_entries(path).items():
         with contextlib.suppress(TypeError, KeyError, ValueError):
-            found[key] = Links.from_dict(entry)
-    return found
+            links[key] = Links.from_dict(entry)
+    return links

@@ -46,7 +46,7 @@ class LevelCompressors:
     ) -> LevelCompressors | None:
         """Create formats from options, or return `None` if there is no compressor."""
         inner, outer = (
-            _format_of_option(given) for given in options.compression_levels
+            _format_of_option(option) for option in options.compression_levels
         )
         # On a cluster of one level the format of the other level has no effect. Both
         # are set to the same, so that flat algorithms can be used.
@@ -70,8 +70,8 @@ class LevelCompressors:
     @property
     def cuts_buckets(self) -> bool:
         """Bool, whether every compressor can compress parts of buckets."""
-        given = [c for c in (self.inner, self.outer) if is_compressor(c)]
-        return all(compressor.cuts_buckets for compressor in given)
+        compressors = [c for c in (self.inner, self.outer) if is_compressor(c)]
+        return all(compressor.cuts_buckets for compressor in compressors)
 
 
 def best_choice(
@@ -104,18 +104,18 @@ def _carriers(
     levels: LevelCompressors, candidates: Sequence[Algorithm], topology: Topology
 ) -> Iterator[Algorithm]:
     """Yield the algorithms that can carry the compressors, for some candidates."""
-    found: dict[Algorithm, None] = {}
+    carriers: dict[Algorithm, None] = {}
     for algorithm in candidates:
         is_hierarchical = algorithm.has_levels and topology.has_levels
         if levels.is_uniform and not levels.cuts_buckets:
             # Such a compressor sums small tensors, such as the factors of a low-rank
             # approximation, by any algorithm.
-            found[algorithm] = None
+            carriers[algorithm] = None
         elif is_hierarchical and levels.are_both_compressed:
-            found[_HIERARCHICAL] = None
+            carriers[_HIERARCHICAL] = None
         elif levels.is_uniform:
-            found[RING] = None
-    yield from found
+            carriers[RING] = None
+    yield from carriers
 
 
 def _choice_of(
@@ -154,16 +154,16 @@ def _choice_of(
     return dataclasses.replace(choice, seconds=seconds)
 
 
-def _wire(given: Any, bucket: GradientBucket) -> Wire:
+def _wire(option: Any, bucket: GradientBucket) -> Wire:
     """Return the wire format of a bucket for a compressor, a dtype or `None`."""
-    if not is_compressor(given):
-        return Wire(dtype_name=given)
-    ratio = given.wire_ratio(bucket)
-    return Wire(given, ratio=math.nan if ratio is None else ratio)
+    if not is_compressor(option):
+        return Wire(dtype_name=option)
+    ratio = option.wire_ratio(bucket)
+    return Wire(option, ratio=math.nan if ratio is None else ratio)
 
 
-def _format_of_option(given: Any) -> Compressor | str | None:
+def _format_of_option(option: Any) -> Compressor | str | None:
     """Return the compressor, or the name of the dtype, that an option stands for."""
-    if given == "int8":
+    if option == "int8":
         return BlockQuantized()
-    return COMMUNICATION_DTYPES[given] if isinstance(given, str) else given
+    return COMMUNICATION_DTYPES[option] if isinstance(option, str) else option

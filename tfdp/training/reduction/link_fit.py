@@ -133,7 +133,7 @@ def _initial_guesses(default: Links) -> list[Links]:
 
 def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
     """Alternate between the slower link and the constants; return each fit."""
-    found: list[Links] = []
+    fits: list[Links] = []
     weights = np.ones(len(samples))  # [num_samples]
     for _ in range(_MAX_ROUNDS):
         rows = np.array([_design_row(sample, links) for sample in samples])
@@ -146,11 +146,11 @@ def _fit_alternately(samples: Sequence[Sample], links: Links) -> list[Links]:
             constants[4],
             links.is_inside_shared,
         )
-        if links in found:
+        if links in fits:
             break
-        found.append(links)
+        fits.append(links)
         weights = _weights(_ratios(samples, links))
-    return found
+    return fits
 
 
 def _design_row(sample: Sample, links: Links) -> list[float]:

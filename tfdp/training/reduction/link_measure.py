@@ -62,9 +62,9 @@ def load_or_measure_links(
     if algorithm_selector.are_links_known or not is_needed:
         return
     key = cluster_key(algorithm_selector, group, hosts)
-    found = load_links(key) if worker_group.is_chief else None
+    cached = load_links(key) if worker_group.is_chief else None
     is_long = num_steps is not None and num_steps >= LONG_RUN_STEPS
-    own = [found and dataclasses.asdict(found), is_long]
+    own = [cached and dataclasses.asdict(cached), is_long]
     kept, is_long = worker_group.all_gather("kept links", own)[0]
     if kept:
         algorithm_selector.set_links(Links.from_dict(kept))

@@ -284,8 +284,8 @@ class Reducer:
         if variables is None:
             return None
         wanted = set(map(id, variables))
-        found = [t for key, t in self._tuned.items() if wanted <= key and t.is_alive]
-        return found[-1] if found else None
+        tuned = [t for key, t in self._tuned.items() if wanted <= key and t.is_alive]
+        return tuned[-1] if tuned else None
 
     def options_of(self, variables: Sequence[Any] | None) -> CommunicationOptions:
         """Return the options by which the gradients of variables are reduced."""
@@ -311,8 +311,10 @@ class Reducer:
         Args:
             reason: String, clause that says why they are not compressed.
         """
-        given = self.options.compression
-        compressors = given.values() if isinstance(given, Mapping) else [given]
+        compression = self.options.compression
+        compressors = (
+            compression.values() if isinstance(compression, Mapping) else [compression]
+        )
         has_momentum = any(
             getattr(compressor, "replaces_momentum", False)
             for compressor in compressors

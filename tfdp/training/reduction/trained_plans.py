@@ -106,12 +106,12 @@ class TrainedPlans:
             `AlgorithmChoice`.
         """
         wanted = set(map(id, variables))
-        found = []
+        plans = []
         for (ids, _), trained in reversed(self._plans.items()):
             if wanted.issuperset(ids) and trained.is_alive:
                 members = [ref() for ref in trained.refs]
-                found.append((members, trained.plan, trained.routes))
-        return found
+                plans.append((members, trained.plan, trained.routes))
+        return plans
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,23 +74,23 @@ _REPEATING_LAYOUTS = operations("BroadcastTo Fill Tile")
 
 def decide(view: View) -> Decision:
     """Decide how a replica builds an operation of the program."""
-    found = _first_decision(_RULES_OF_ANY_FORM, view)
-    if found is not None:
-        return found
+    decision = _first_decision(_RULES_OF_ANY_FORM, view)
+    if decision is not None:
+        return decision
     forms = view.forms()
     if Form.ROWS in forms:
         return _first_decision(_RULES_OF_ROWS, view) or view.run_whole()
     of_sizes = _REPEATING_LAYOUTS if Form.PART in forms else _LAYOUTS_FROM_SIZES
     if Form.SIZES in forms and view.type in of_sizes:
-        found = decide_layout(view)
-    if found is None and Form.PART in forms:
+        decision = decide_layout(view)
+    if decision is None and Form.PART in forms:
         return decide_linear(view) or view.run_whole()
-    return found or Decision([WHOLE] * len(view), _whole_outputs(view))
+    return decision or Decision([WHOLE] * len(view), _whole_outputs(view))
 
 
 def _first_decision(rules: Sequence[Callable], view: View) -> Decision | None:
     """Return the first decision of some rules, or `None`."""
-    return next((found for rule in rules if (found := rule(view))), None)
+    return next((decision for rule in rules if (decision := rule(view))), None)
 
 
 def _whole_outputs(view: View) -> list[Fact]:

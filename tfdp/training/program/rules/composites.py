@@ -22,10 +22,10 @@ def decide_composite(view: View) -> Decision | None:
     size = _ROWS_OF_DENSE[view.type](view)
     if size is None or size.kind != "rows" or size.number is None:
         return None
-    found = static_sizes(view.op.outputs[0], is_free=True)
-    if found is None:
+    shape = static_sizes(view.op.outputs[0], is_free=True)
+    if shape is None:
         return None
-    fact = own_rows(with_rows(found, 0, size.number))
+    fact = own_rows(with_rows(shape, 0, size.number))
     return Decision([WHOLE] * len(view), [fact], _build_and_take_rows)
 
 
@@ -41,9 +41,9 @@ def _decide_sparse_output(view: View) -> Decision | None:
 
 def _build_and_take_rows(builder: Any, op: Any, inputs: list) -> list:
     """Build the operation on whole inputs, and slice own rows of its output."""
-    found = builder.copy(op, inputs)[0]
-    found.set_shape(op.outputs[0].shape)
-    return [builder.take_rows(op.outputs[0], found)]
+    whole = builder.copy(op, inputs)[0]
+    whole.set_shape(op.outputs[0].shape)
+    return [builder.take_rows(op.outputs[0], whole)]
 
 
 def _rows_by_value(index: int) -> Callable[[View], Size | None]:
@@ -58,8 +58,8 @@ def _rows_by_value(index: int) -> Callable[[View], Size | None]:
 
 def _rows_of_first_input(view: View) -> Size | None:
     """Return the number of rows of the first input."""
-    found = view.facts[0].sizes
-    return found[0] if found else None
+    shape = view.facts[0].sizes
+    return shape[0] if shape else None
 
 
 def _rows_by_splits(index: int) -> Callable[[View], Size | None]:

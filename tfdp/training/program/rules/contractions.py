@@ -50,15 +50,15 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
         if fact.rank is None:
             return None
         counts.append(fact.rank - (len(text) - 3) if "..." in text else 0)
-    *found, output = (
+    *labels, output = (
         text.replace("...", _BATCH_LABELS[len(_BATCH_LABELS) - count :])
         for text, count in zip(
             [*inputs.split(","), output], [*counts, max(counts)], strict=True
         )
     )
-    if any(len(set(text)) < len(text) for text in [*found, output]):
+    if any(len(set(text)) < len(text) for text in [*labels, output]):
         return None
-    return found, output
+    return labels, output
 
 
 def _decide_from_labels(

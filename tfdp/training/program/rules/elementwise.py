@@ -136,14 +136,14 @@ def _sizes_of_partial_sum(view: View) -> Any:
 
 def _shape_from_second_input(view: View) -> Any:
     """Return the shape of the output if it follows from the second input."""
-    data, given = view.facts[0].sizes, view.facts[1].value
-    if given is None or any(size == number(-1) for size in given):
+    data, target = view.facts[0].sizes, view.facts[1].value
+    if target is None or any(size == number(-1) for size in target):
         return None
     if view.type != "Tile":
-        return tuple(given)
+        return tuple(target)
     if data is None:
         return None
-    return tuple(a * b for a, b in zip(data, given, strict=True))
+    return tuple(a * b for a, b in zip(data, target, strict=True))
 
 
 def _linear_inputs(view: View, parts: list[int]) -> list[int]:
@@ -264,9 +264,9 @@ def decide_local(view: View) -> Decision | None:
         of_rows = [fact for fact in view.facts if fact.is_rows]
         return Decision([AS_HELD] * len(view), [of_rows[0]])
     if Form.PART in view.forms():
-        found = _decide_parts_by_local(view)
-        if found is not None:
-            return found
+        decision = _decide_parts_by_local(view)
+        if decision is not None:
+            return decision
     return Decision([AS_HELD] * len(view), [Fact(Form.LOCAL)] * len(view.op.outputs))
 
 
@@ -278,14 +278,14 @@ def _decide_parts_by_local(view: View) -> Decision | None:
     facts = [
         whole(fact.sizes) if fact.form is Form.LOCAL else fact for fact in view.facts
     ]
-    found = decide_linear(View(view.op, facts, view.scope))
-    if found is None or any(fact.form is not Form.PART for fact in found.outputs):
+    decision = decide_linear(View(view.op, facts, view.scope))
+    if decision is None or any(fact.form is not Form.PART for fact in decision.outputs):
         return None
     needs = [
         AS_HELD if fact.form is Form.LOCAL and need == WHOLE else need
-        for fact, need in zip(view.facts, found.needs, strict=True)
+        for fact, need in zip(view.facts, decision.needs, strict=True)
     ]
-    return Decision(needs, found.outputs, _build_zero_without_rows)
+    return Decision(needs, decision.outputs, _build_zero_without_rows)
 
 
 def _build_zero_without_rows(builder: Any, op: Any, inputs: list) -> list:

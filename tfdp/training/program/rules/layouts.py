@@ -44,10 +44,10 @@ def decide_layout(view: View) -> Decision | None:
 def _reshape(view: View, data: Fact, before: Shape) -> Decision | None:
     """Decide how to build a reshape that keeps the axes before that of rows."""
     target = view.facts[1].value
-    found = None if target is None else _reshaped(data, list(target))
-    if found is None:
+    reshaped = None if target is None else _reshaped(data, list(target))
+    if reshaped is None:
         return None
-    shape, axis = found
+    shape, axis = reshaped
     is_open = [
         size for i, size in enumerate(target) if size == number(-1) and i != axis
     ]
@@ -165,7 +165,7 @@ def _build_open_reshape(builder: Any, op: Any, inputs: list) -> list:
     """Build a reshape with a -1, computed here since TensorFlow cannot without rows."""
     (fact,) = builder.facts_of(op.outputs)
     data, target = builder.facts_of(op.inputs)
-    source, given = inputs
+    source, shape_input = inputs
     parts: list[Any] = []
     for axis, size in enumerate(fact.sizes):
         if size.kind == "number":
@@ -173,7 +173,7 @@ def _build_open_reshape(builder: Any, op: Any, inputs: list) -> list:
         elif target.value[axis] == number(-1):
             parts.append(None)
         else:
-            parts.append(tf.cast(given[axis], tf.int32))
+            parts.append(tf.cast(shape_input[axis], tf.int32))
     if None in parts:
         place = parts.index(None)
         shape = tf.shape(source)
@@ -187,10 +187,10 @@ def _build_open_reshape(builder: Any, op: Any, inputs: list) -> list:
 
 def _transpose(view: View, data: Fact, before: Shape) -> Decision | None:
     """Decide how to build a transpose: it moves the axis of rows."""
-    given = view.numbers(1)
-    if given is None:
+    permutation = view.numbers(1)
+    if permutation is None:
         return None
-    order = [int(axis) for axis in given]
+    order = [int(axis) for axis in permutation]
     shape = tuple(before[axis] for axis in order)
     return Decision([AS_HELD, WHOLE], [own_rows(shape, order.index(data.axis))])
 
@@ -242,14 +242,14 @@ def _broadcast(view: View) -> Decision | None:
             return None
         shape = with_rows(tuple(target), axis, data.multiple)
         return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)])
-    found = sizes.axis_of_rows(target)
-    if found is None or any(s.kind == "unknown" for s in target):
+    row_axis = sizes.axis_of_rows(target)
+    if row_axis is None or any(s.kind == "unknown" for s in target):
         return None
-    place = found - (rank - own)
+    place = row_axis - (rank - own)
     need = WHOLE
     if place >= 0 and data.sizes[place] != ONE:
         need = rows_along(place, may_broadcast=True)
-    return Decision([need, AS_HELD], [own_rows(tuple(target), found)])
+    return Decision([need, AS_HELD], [own_rows(tuple(target), row_axis)])
 
 
 def _fill(view: View) -> Decision | None:
@@ -383,11 +383,11 @@ def _strided_slice(view: View, data: Fact, before: Shape) -> Decision | None:
     axis = _axis_after_slice(view, data)
     if axis is None:
         return None
-    found = view.output_sizes()
-    if found is None:
+    shape = view.output_sizes()
+    if shape is None:
         return None
     needs = [AS_HELD, *_needs_of_bounds(view.facts[1:])]
-    return Decision(needs, [own_rows(with_rows(found, axis, data.multiple), axis)])
+    return Decision(needs, [own_rows(with_rows(shape, axis, data.multiple), axis)])
 
 
 def _needs_of_bounds(facts: Sequence[Fact]) -> list[Need]:
@@ -403,23 +403,23 @@ def _axis_after_slice(view: View, data: Fact) -> int | None:
     count = int(source[0].number)
     new, ellipsis = view.attribute("new_axis_mask"), view.attribute("ellipsis_mask")
     skipped = rank - (count - bin(new).count("1") - bool(ellipsis))
-    axis_in, axis_out, found = 0, 0, None
+    axis_in, axis_out, row_axis = 0, 0, None
     for item in range(count):
         bit = 1 << item
         if ellipsis & bit:
             if axis_in <= data.axis < axis_in + skipped:
-                found = axis_out + data.axis - axis_in
+                row_axis = axis_out + data.axis - axis_in
             axis_in, axis_out = axis_in + skipped, axis_out + skipped
         elif new & bit:
             axis_out += 1
         else:
             if axis_in == data.axis:
-                found = axis_out
+                row_axis = axis_out
             if not _can_slice(view, item, data, is_rows=axis_in == data.axis):
                 return None
             axis_in += 1
             axis_out += not view.attribute("shrink_axis_mask") & bit
-    return axis_out + data.axis - axis_in if found is None else found
+    return axis_out + data.axis - axis_in if row_axis is None else row_axis
 
 
 def _can_slice(view: View, item: int, data: Fact, *, is_rows: bool) -> bool:
@@ -536,8 +536,8 @@ def _gather(view: View) -> Decision | None:
     if indices.is_rows and not data.is_rows:
         if indices.axis < batched:
             needs = [rows_along(indices.axis), AS_HELD, WHOLE]
-            found = with_rows(shape, indices.axis, indices.multiple)
-            return Decision(needs, [own_rows(found, indices.axis)])
+            row_sizes = with_rows(shape, indices.axis, indices.multiple)
+            return Decision(needs, [own_rows(row_sizes, indices.axis)])
         own = place + indices.axis - batched
         return Decision([WHOLE, AS_HELD, WHOLE], [own_rows(shape, own)])
     if data.axis == indices.axis and data.axis < batched and data.axis != place:

@@ -36,14 +36,14 @@ def _build_empty(builder: Any, op: Any, inputs: list) -> list:
     return builder.copy(op, [shape, inputs[1]])
 
 
-def _element_shape(given: Any) -> Any:
+def _element_shape(shape_input: Any) -> Any:
     """Return the static shape of the items as ints, -1 where not known."""
-    found = tf.get_static_value(given, partial=True)
-    if given.shape.rank != 1 or given.shape[0] is None:
+    shape = tf.get_static_value(shape_input, partial=True)
+    if shape_input.shape.rank != 1 or shape_input.shape[0] is None:
         return -1
-    if found is None:
-        found = [None] * given.shape[0]
-    return [-1 if size is None else size for size in found]
+    if shape is None:
+        shape = [None] * shape_input.shape[0]
+    return [-1 if size is None else size for size in shape]
 
 
 def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
@@ -132,9 +132,9 @@ def _build_with_item_shape(builder: Any, op: Any, inputs: list) -> list:
     item = fact
     if op.type == "TensorListStack":
         item = Fact(fact.form, fact.axis - 1, (fact.sizes or ())[1:])
-    *given, shape = inputs
-    (found,) = builder.copy(op, [*given, builder.item_shape(item, shape)])
-    return [builder.with_shape(found, op.outputs[0], fact)]
+    *others, shape = inputs
+    (result,) = builder.copy(op, [*others, builder.item_shape(item, shape)])
+    return [builder.with_shape(result, op.outputs[0], fact)]
 
 
 def _build_pop(builder: Any, op: Any, inputs: list) -> list:

@@ -65,9 +65,9 @@ def _decide_over_axes(view: View, data: Fact) -> Decision | None:
 
 def _reduced_axes(view: View, rank: int) -> tuple[set[int] | None, frozenset[int]]:
     """Return the certain axes of a reduction, and further axes that it may have."""
-    found = view.numbers(1)
-    if found is not None:
-        return {int(axis) % rank for axis in np.ravel(found)}, frozenset()
+    axes = view.numbers(1)
+    if axes is not None:
+        return {int(axis) % rank for axis in np.ravel(axes)}, frozenset()
     fact = view.facts[1]
     if fact.axes is None:
         return None, frozenset()

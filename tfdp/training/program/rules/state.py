@@ -47,8 +47,8 @@ def decide_variable(view: View) -> Decision | None:
         shape = view.output_sizes()
         if shape is None:
             return None
-        found = with_rows(shape, indices.axis, indices.multiple)
-        return Decision([AS_HELD, AS_HELD], [own_rows(found, indices.axis)])
+        row_sizes = with_rows(shape, indices.axis, indices.multiple)
+        return Decision([AS_HELD, AS_HELD], [own_rows(row_sizes, indices.axis)])
     return None
 
 

@@ -22,8 +22,8 @@ _MAX_ELEMENTS = 64
 
 def _shape(view: View, index: int = 0) -> np.ndarray | None:
     """Return the shape of an input as an array of sizes."""
-    found = view.facts[index].sizes
-    return None if found is None else array(found)
+    shape = view.facts[index].sizes
+    return None if shape is None else array(shape)
 
 
 def _scalar(size: Size) -> np.ndarray:
@@ -33,14 +33,14 @@ def _scalar(size: Size) -> np.ndarray:
 
 def _size(view: View) -> np.ndarray | None:
     """Return the result of `tf.size`, or `None` if not known."""
-    found = view.facts[0].sizes
-    return None if found is None else _scalar(product(found))
+    shape = view.facts[0].sizes
+    return None if shape is None else _scalar(product(shape))
 
 
 def _rank(view: View) -> np.ndarray | None:
     """Return the result of `tf.rank`, or `None` if not known."""
-    found = view.facts[0].rank
-    return None if found is None else _scalar(sizes.number(found))
+    rank = view.facts[0].rank
+    return None if rank is None else _scalar(sizes.number(rank))
 
 
 def _strided_slice(view: View) -> np.ndarray | None:
@@ -61,10 +61,10 @@ def _strided_slice(view: View) -> np.ndarray | None:
         stop = None if view.attribute("end_mask") & bit else int(last)
         index.append(slice(start, stop, int(stride)))
     try:
-        found = data[tuple(index)]
+        result = data[tuple(index)]
     except IndexError:
         return None
-    return _as_array(found)
+    return _as_array(result)
 
 
 def _pack(view: View) -> np.ndarray | None:
@@ -96,9 +96,9 @@ def _gather(view: View) -> np.ndarray | None:
     return _as_array(data[indices])
 
 
-def _as_array(found: Any) -> np.ndarray:
+def _as_array(value: Any) -> np.ndarray:
     """Wrap a single size that NumPy's indexing returned into an array."""
-    return found if isinstance(found, np.ndarray) else _scalar(found)
+    return value if isinstance(value, np.ndarray) else _scalar(value)
 
 
 def _slice(view: View) -> np.ndarray | None:
@@ -140,8 +140,8 @@ def _range(view: View) -> np.ndarray | None:
     start, limit, delta = (view.numbers(i) for i in (0, 1, 2))
     if start is None or limit is None or delta is None or not delta:
         return None
-    found = np.arange(start.item(), limit.item(), delta.item())
-    return array(found) if found.size <= _MAX_ELEMENTS else None
+    result = np.arange(start.item(), limit.item(), delta.item())
+    return array(result) if result.size <= _MAX_ELEMENTS else None
 
 
 def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
@@ -179,8 +179,8 @@ def _select(view: View) -> np.ndarray | None:
 
 def _invert_permutation(view: View) -> np.ndarray | None:
     """Return the result of `tf.math.invert_permutation`, or `None` if not known."""
-    found = view.numbers(0)
-    return None if found is None else array(np.argsort(found))
+    permutation = view.numbers(0)
+    return None if permutation is None else array(np.argsort(permutation))
 
 
 def _broadcast_args(view: View) -> np.ndarray | None:
@@ -205,8 +205,8 @@ def _stitch(view: View) -> np.ndarray | None:
     places = [view.numbers(index) for index in range(count)]
     if any(place is None for place in places):
         return None
-    given = [int(np.max(p)) for p in places if p is not None and p.size]
-    length = 1 + max(given, default=-1)
+    largest = [int(np.max(p)) for p in places if p is not None and p.size]
+    length = 1 + max(largest, default=-1)
     result = np.empty(length, object)
     result[:] = UNKNOWN
     for place, fact in zip(places, view.facts[count:], strict=True):
@@ -360,12 +360,15 @@ def _build_axes(builder: Any, op: Any, inputs: list) -> list:
             builder.constant(sizes.numbers(fact.value), tensor.dtype)
             for fact, tensor in zip(facts, op.outputs, strict=True)
         ]
-    found = builder.copy(op, inputs)
+    program_axes = builder.copy(op, inputs)
     if isinstance(builder.replica.rows.total, int) or xla.is_tracing():
-        return found
+        return program_axes
     # TensorFlow treats the axis of rows of a batch of one row as broadcast, and adds it
     # to the axes. The plan has not, so it is removed.
-    return [_allowed_axes(axes, fact) for axes, fact in zip(found, facts, strict=True)]
+    return [
+        _allowed_axes(axes, fact)
+        for axes, fact in zip(program_axes, facts, strict=True)
+    ]
 
 
 def _allowed_axes(axes: tf.Tensor, fact: Fact) -> tf.Tensor:
