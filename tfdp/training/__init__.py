@@ -1,17 +1,17 @@
-"""The core: what every training step passes through.
+"""The core: the parts of tfdp that every training step passes through.
 
-A walk through it is in docs/step.md.
+docs/step.md describes the path of a step through these packages.
 
 - `optimizer`: `DistributedOptimizer`, its settings and features.
-- `strategy`: the two strategies, and what TensorFlow calls of them.
-- `program`: a step as the program of one device, divided.
-- `keras_hooks`: every replacement in Keras, in one table.
-- `losses`: `tfdp.all_gather`, for losses in loops of one's own.
+- `strategy`: the two strategies, and their methods that TensorFlow calls.
+- `program`: a step, traced as the program of one device, and divided.
+- `keras_hooks`: the replaced functions of Keras and TensorFlow, in one table.
+- `losses`: `tfdp.all_gather`, for losses in custom training loops.
 - `sharding`: optimizer state sharded over the replicas.
-- `step`: the path of a step, from local gradients to variables.
+- `step`: the path of a step, from local gradients to updated variables.
 - `reduction`: gradients reduced in buckets; algorithm selection.
-- `parameters`: sharded parameters, gathered by a step.
+- `parameters`: sharded parameters, which each step gathers.
 - `data`: distribution of batches, epochs and data position.
 - `replicas`: variables, initial values, drift detection.
-- `compression`: gradients in fewer bytes, with error feedback.
+- `compression`: gradient compression, with error feedback.
 """

@@ -25,7 +25,7 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.traffic import FLAT
 from tfdp.ground.text import pluralize
-from tfdp.training.keras_hooks.worker_callbacks import callback_list, with_first
+from tfdp.training.keras_hooks.worker_callbacks import callback_list, prepend_callback
 from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
 from tfdp.training.reduction.link_measure import (
     cluster_key,
@@ -251,7 +251,7 @@ class _Tuning(Feature):
         if strategy.extended.options.tunes_buckets:
             steps, data = num_fit_steps(fit.arguments), describe_batches(fit.arguments)
             tuning = BucketTuning(strategy, steps, data)
-            fit.arguments["callbacks"] = with_first(
+            fit.arguments["callbacks"] = prepend_callback(
                 fit.model, fit.arguments["callbacks"], tuning
             )
 

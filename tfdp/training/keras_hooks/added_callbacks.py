@@ -12,15 +12,16 @@ from tfdp.ground.base.feature import batches_between_meetings, equalize_replicas
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.replicas.synchronized_scope import broadcast_variables
 
-# Looking at a variable waits for the step that is under way.
-_CHECK_EVERY = 10
+# The number of batches between checks of progress: a check reads a variable, which
+# waits for the running step.
+_BATCHES_BETWEEN_CHECKS = 10
 
 
 class TensorBoardParticipant(keras.callbacks.Callback):
-    """Take part when the first worker's `TensorBoard` saves weights for embeddings.
+    """Participant in the saves of weights for embeddings by worker 0's `TensorBoard`.
 
     Args:
-        every: Int, epochs between.
+        every: Int, number of epochs between saves.
     """
 
     def __init__(self, every: int) -> None:
@@ -29,12 +30,12 @@ class TensorBoardParticipant(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if epoch % self._every == 0:
-            # Only the first worker writes where state is sharded.
+            # With sharded state all workers take part in a save, and worker 0 writes.
             self.model.save_weights("taking-part.weights.h5")
 
 
 class SyncStopTraining(keras.callbacks.Callback):
-    """Stop all workers when one of them decides to, at the end of an epoch.
+    """Stop all workers at the end of an epoch in which any worker requested a stop.
 
     Args:
         strategy: A tfdp strategy.
@@ -43,22 +44,22 @@ class SyncStopTraining(keras.callbacks.Callback):
     def __init__(self, strategy: Any) -> None:
         super().__init__()
         self._strategy = strategy
-        self._is_wanted = False
+        self._stop_requested = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._synchronize()
 
     def _synchronize(self) -> None:
         worker_group = self._strategy.extended.worker_group
-        stop = self._is_wanted or bool(self.model.stop_training)
+        stop = self._stop_requested or bool(self.model.stop_training)
         self.model.stop_training = worker_group.any("stop_training", stop)
-        self._is_wanted = False
+        self._stop_requested = False
 
 
 class SyncStopTrainingEachBatch(SyncStopTraining):
-    """Stop all workers after any batch, where callbacks of the user's may decide.
+    """Stop all workers after the batch in which any worker requested a stop.
 
-    Where replicas train alone, at the next batch after which they meet anyway.
+    Replicas with local steps stop at their next synchronization.
     """
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -70,12 +71,12 @@ class SyncStopTrainingEachBatch(SyncStopTraining):
         if every is not None and (batch + 1) // every > (before + 1) // every:
             self._synchronize()
         else:
-            self._is_wanted |= bool(self.model.stop_training)
+            self._stop_requested |= bool(self.model.stop_training)
             self.model.stop_training = False
 
 
 class BroadcastRestoredState(keras.callbacks.Callback):
-    """Broadcast what the first worker restored from its backup.
+    """Broadcast the state that worker 0 restored from its backup.
 
     Args:
         strategy: A tfdp strategy.
@@ -87,33 +88,37 @@ class BroadcastRestoredState(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         worker_group = self._strategy.extended.worker_group
-        own = _compat.initial_epoch(self.model)
-        epoch = worker_group.all_gather("a backup", own)[0]
+        local_epoch = _compat.initial_epoch(self.model)
+        epoch = worker_group.all_gather("a backup", local_epoch)[0]
         _compat.set_initial_epoch(self.model, epoch)
         optimizer: Any = self.model.optimizer
         variables = self.model.variables + optimizer.variables
         for other in other_optimizers(self.model).values():
             variables = variables + other.variables
-        theirs = {id(v) for v in getattr(optimizer, "own_by_replica", [])}
-        variables = [v for v in variables if id(v) not in theirs]
-        seen = {id(v.value): v.value for v in variables if _is_replicated(v)}
-        broadcast_variables(self._strategy, list(seen.values()))
+        per_replica_ids = {id(v) for v in getattr(optimizer, "own_by_replica", [])}
+        variables = [v for v in variables if id(v) not in per_replica_ids]
+        values_by_id = {id(v.value): v.value for v in variables if _is_replicated(v)}
+        broadcast_variables(self._strategy, list(values_by_id.values()))
 
 
 class OptimizerProgressCheck(keras.callbacks.Callback):
     """Stop training that makes no progress; prepare an optimizer's state for files."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if batch % _CHECK_EVERY == _CHECK_EVERY - 1:
+        if batch % _BATCHES_BETWEEN_CHECKS == _BATCHES_BETWEEN_CHECKS - 1:
             self._check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._check()
         equalize_replicas(self.model)
         strategy = self.model.distribute_strategy
-        # The parts of one process are added up when they are written.
-        several = is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
-        if several and getattr(self.model.optimizer, "accumulated_steps", 0):
+        # In one process saving sums the accumulated gradients of the replicas.
+        has_several_workers = (
+            is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
+        )
+        if has_several_workers and getattr(
+            self.model.optimizer, "accumulated_steps", 0
+        ):
             self.model.optimizer.redistribute_accumulated()
 
     def _check(self) -> None:
@@ -122,6 +127,7 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
 
 
 def _is_replicated(variable: Any) -> bool:
+    """Return whether each replica has a full copy of a Keras variable."""
     value = variable.value
-    has_parts = getattr(value, "has_parts", False)  # what each worker has restored
+    has_parts = getattr(value, "has_parts", False)  # each worker restores its part
     return isinstance(value, _compat.MirroredVariable) and not has_parts

@@ -1,8 +1,9 @@
-"""Configs of a model and of what trains it, in a form that workers can compare.
+"""Configs of a model, its optimizer and callbacks, in a form that workers can compare.
 
-Left out is what may differ between workers that train alike: names, numbers that Keras
-counts up, seeds and initializers (all workers get the first one's values), learning
-rates that are variables, sizes of batches, addresses, and what has no config.
+Settings that may differ between workers that train alike are left out: names, the
+counters in Keras's names, seeds and initializers (all workers receive worker 0's
+values), learning rates that are variables, batch sizes, memory addresses, and objects
+without a config.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import numpy as np
 
 from tfdp.ground import _compat
 
-_COUNTED = re.compile(r"_\d+(?=/|:|$)")
+# Matches the counter in a name of Keras, such as "_1" in "dense_1/kernel".
+_NAME_COUNTER = re.compile(r"_\d+(?=/|:|$)")
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
-_FREE = (
+# Keys of configs that are not compared, and endings of such keys.
+_IGNORED_KEYS = (
     "module",
     "registered_name",
     "shared_object_id",
@@ -32,53 +35,54 @@ _FREE = (
     "batch_input_shape",
     "shape",
 )
-_FREE_ENDS = ("seed", "initializer")
-# Callbacks of Keras that set the learning rate or weights, each worker its own.
-_ACTING = (
+_IGNORED_ENDINGS = ("seed", "initializer")
+# Callbacks of Keras that set the learning rate or weights on the worker they run on.
+_TRAINING_CALLBACKS = (
     keras.callbacks.LearningRateScheduler,
     keras.callbacks.ReduceLROnPlateau,
     keras.callbacks.SwapEMAWeights,
 )
-# Of longer lists, and of larger arrays, the rest is not looked at.
-_MOST_ITEMS = 1000
+# The number of items of a list that are compared, and the size of a constant array
+# above which the config of a layer is not compared.
+_MAX_ITEMS = 1000
 
 
 def configs_of(name: str, model: Any, callbacks: list) -> dict[str, Any]:
-    """Collect the configs of all that has part in a loop.
+    """Collect the configs of the model, losses, metrics, optimizer and callbacks.
 
     Args:
-        name: String, `"fit"`, `"evaluate"`, `"predict"` or the like for a batch.
+        name: String, name of the loop, such as `"fit"` or `"train_on_batch"`.
         model: The Keras model.
-        callbacks: List of callbacks, of which those that act on training are looked
-            at: tfdp's, and those of Keras that set the learning rate or weights.
+        callbacks: List of callbacks. Only tfdp's, and those of Keras that set the
+            learning rate or weights, are included.
 
     Returns:
         Dict of nests of dicts, lists and plain values.
     """
     with warnings.catch_warnings():
-        # Keras warns of what cannot be loaded again; nothing is loaded here.
+        # Keras warns of configs that cannot be deserialized, but none is here.
         warnings.simplefilter("ignore")
-        found: dict[str, Any] = {
+        collected: dict[str, Any] = {
             "model": _layer_configs(model),
             "inputs": _connections(model),
         }
         if name.startswith("predict"):
-            return found
+            return collected
         for key, value in _compat.compile_arguments(model).items():
-            found[key] = _argument_config(value)
+            collected[key] = _argument_config(value)
         if name in ("fit", "train_on_batch"):
-            found["optimizer"] = _config(getattr(model, "optimizer", None))
-            found["callbacks"] = _callback_configs(callbacks)
-    return json.loads(json.dumps(found))
+            collected["optimizer"] = _config(getattr(model, "optimizer", None))
+            collected["callbacks"] = _callback_configs(callbacks)
+    return json.loads(json.dumps(collected))
 
 
 def fingerprint(configs: dict[str, Any]) -> str:
-    """Return a short text that tells equal configs from others."""
+    """Return a digest of configs."""
     return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
 
 
 def comparable(value: Any) -> Any:
-    """Return a value without what may differ between workers that train alike.
+    """Return a value without settings that may differ between workers that train alike.
 
     Example:
 
@@ -90,9 +94,9 @@ def comparable(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return comparable(dataclasses.asdict(value))
     if isinstance(value, (list, tuple)):
-        return [comparable(item) for item in value[:_MOST_ITEMS]]
+        return [comparable(item) for item in value[:_MAX_ITEMS]]
     if isinstance(value, str):
-        return _ADDRESS.sub("0x", _COUNTED.sub("", value))
+        return _ADDRESS.sub("0x", _NAME_COUNTER.sub("", value))
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, (bool, int, float)):
@@ -102,59 +106,64 @@ def comparable(value: Any) -> Any:
 
 def _comparable_dict(value: dict) -> dict[str, Any]:
     if value.get("class_name") == "__lambda__" or set(value) == {"value"}:
-        return {}  # a lambda, whose code tells the lines of a file, too
+        return {}  # a lambda: its code includes line numbers of the file
     if set(value) == {"name"}:  # a dtype policy
         return dict(value)
     return {
         str(key): comparable(item)
         for key, item in value.items()
-        if not _is_free(str(key), item)
+        if not _is_ignored(str(key), item)
     }
 
 
-def _is_free(key: str, value: Any) -> bool:
+def _is_ignored(key: str, value: Any) -> bool:
+    """Return whether an entry of a config may differ between workers."""
     if key == "learning_rate":
-        return not isinstance(value, dict)  # a schedule is no variable
-    return key == "name" or key in _FREE or key.endswith(_FREE_ENDS)
+        return not isinstance(value, dict)  # a dict is a schedule, which is compared
+    return key == "name" or key in _IGNORED_KEYS or key.endswith(_IGNORED_ENDINGS)
 
 
 def _layer_configs(model: Any) -> dict[str, Any]:
-    """Configs of all layers by name."""
+    """Return the configs of all layers by name."""
     return _by_name([(x.name, _layer_config(x)) for x in _compat.layers_of(model)])
 
 
 def _connections(model: Any) -> dict[str, Any]:
-    """Names of the layers that feed each layer of a functional model, call by call."""
+    """Return the names of the layers that feed each layer of a functional model."""
     calls = _compat.calls_of(model)
-    given = dict.fromkeys(name for name, _ in calls)
-    unique = {name: new for new, name in _by_name([(n, n) for n in given]).items()}
-    found: dict[str, Any] = {name: [] for name in unique.values()}
-    for name, feeding in calls:
-        found[unique[name]].append([unique.get(other, other) for other in feeding])
-    return found
+    called = dict.fromkeys(name for name, _ in calls)
+    unique = {name: new for new, name in _by_name([(n, n) for n in called]).items()}
+    feeding_calls: dict[str, Any] = {name: [] for name in unique.values()}
+    for name, sources in calls:
+        feeding_calls[unique[name]].append(
+            [unique.get(other, other) for other in sources]
+        )
+    return feeding_calls
 
 
 def _by_name(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict by names that count anew what Keras counts up in each process.
+    """Return a dict of pairs, with names renumbered independently of the process.
+
+    Keras counts layers of one class in each process, so that the counters differ.
 
     Example:
 
     >>> _by_name([("dense_7", 1), ("dense_8", 2)])
     {'dense': 1, 'dense#2': 2}
     """
-    found: dict[str, Any] = {}
-    for given, value in pairs:
-        name = unique = _COUNTED.sub("", given)
+    renamed: dict[str, Any] = {}
+    for original_name, value in pairs:
+        name = unique = _NAME_COUNTER.sub("", original_name)
         number = 1
-        while unique in found:
+        while unique in renamed:
             number += 1
             unique = f"{name}#{number}"
-        found[unique] = value
-    return found
+        renamed[unique] = value
+    return renamed
 
 
 def _argument_config(value: Any) -> Any:
-    """Config of an argument of `compile`, which may be a dict by outputs."""
+    """Return the config of an argument of `compile`, possibly a dict by outputs."""
     value = keras.tree.map_structure(_config, value)
     if isinstance(value, dict):
         return _by_name([(str(key), item) for key, item in value.items()])
@@ -162,9 +171,10 @@ def _argument_config(value: Any) -> Any:
 
 
 def _layer_config(layer: Any) -> dict[str, Any]:
+    """Return the class name, dtype and settings of a layer."""
     entry = {"class_name": type(layer).__name__, "dtype": layer.dtype_policy.name}
-    # The layers of a model are listed themselves. Keras makes a config of arguments
-    # that may be the worker's own, where a class does not define one.
+    # The layers of a nested model are listed separately. A default config consists of
+    # constructor arguments, which may differ between workers.
     is_left_out = isinstance(layer, (keras.Model, keras.layers.Lambda))
     if not (is_left_out or _compat.has_default_config(layer) or _is_large(layer)):
         entry |= _config(layer)
@@ -172,7 +182,7 @@ def _layer_config(layer: Any) -> dict[str, Any]:
 
 
 def _config(thing: Any) -> Any:
-    """Config of an object, or a plain value; what has neither is named."""
+    """Return the config of an object, a plain value, or else the name of the class."""
     if callable(thing) and hasattr(thing, "__name__"):
         return comparable(thing.__name__)
     if not hasattr(thing, "get_config"):
@@ -181,22 +191,22 @@ def _config(thing: Any) -> Any:
     try:
         config = {**_compat.function_arguments(thing), **thing.get_config()}
         return {**entry, "config": comparable(config)}
-    except Exception:  # noqa: BLE001 a config is any code of a user's
+    except Exception:  # noqa: BLE001 `get_config` is arbitrary user code
         return entry
 
 
 def _is_large(layer: Any) -> bool:
-    """Whether the config would hold the numbers of a large array."""
-    given = [
+    """Return whether a layer's config would contain a large constant array."""
+    values = [
         value.value
         for value in vars(layer).values()
         if isinstance(value, keras.initializers.Constant)
     ]
-    return any(np.size(value) > _MOST_ITEMS for value in given)
+    return any(np.size(value) > _MAX_ITEMS for value in values)
 
 
 def _callback_configs(callbacks: list) -> list[dict[str, Any]]:
-    """Settings of callbacks that have to be alike on all workers."""
+    """Return the settings of callbacks that must be the same on all workers."""
     return [
         {
             "class_name": type(callback).__name__,
@@ -209,10 +219,10 @@ def _callback_configs(callbacks: list) -> list[dict[str, Any]]:
 
 
 def _compared_settings(callback: Any) -> tuple[str, ...] | None:
-    """Names of a callback's settings to compare, or `None` to ignore the callback."""
+    """Return the names of a callback's settings to compare, or `None` to ignore it."""
     if hasattr(callback, "compared"):
         return callback.compared
-    for kind in _ACTING:
+    for kind in _TRAINING_CALLBACKS:
         if isinstance(callback, kind):
             names = inspect.signature(kind.__init__).parameters
             return tuple(n for n in names if n != "verbose" and hasattr(callback, n))

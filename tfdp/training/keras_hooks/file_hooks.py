@@ -1,9 +1,8 @@
-"""Keras's saving and loading with the user's own optimizer, so that Keras opens it.
+"""Saving and loading with the user's own optimizer, so that plain Keras opens files.
 
-A `DistributedOptimizer` shows itself to Keras's saving and loading as the optimizer
-that it wraps, see `tfdp.training.keras_hooks.file_view`. The functions that save and
-load here take the place of Keras's, see `tfdp.training.keras_hooks.install`. What is
-loaded goes back the same way.
+Keras saves and loads a `DistributedOptimizer` through a view of the optimizer that it
+wraps, see `tfdp.training.keras_hooks.file_view`. The functions here replace functions
+of Keras; the table is in `tfdp.training.keras_hooks.install`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from tfdp.training.sharding.full_state import FullState, gather_full_state
 def save_file(
     original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a function of Keras that saves: atomically, with the plain optimizer."""
+    """Save with a function of Keras, atomically and with the plain optimizer."""
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
@@ -46,7 +45,7 @@ def save_file(
     strategy = strategy_of(model)
     if strategy is None or is_saving():
         return save(model, filepath, *args, **kwargs)
-    # `keras.saving.save_model` comes here without a method of the model.
+    # `keras.saving.save_model` does not call `model.save`, which saves atomically.
     with local_variables(strategy):
         return save_atomically(strategy, save, model, filepath, *args, **kwargs)
 
@@ -54,9 +53,9 @@ def save_file(
 def _save_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a function of Keras that saves with the plain optimizer.
+    """Save with a function of Keras and the plain optimizer.
 
-    Where state is sharded all workers take part, and the first one writes.
+    With sharded state all workers take part, and worker 0 writes.
     """
     optimizer: Any = getattr(model, "optimizer", None)
     is_sharded = getattr(optimizer, "is_sharded", False)
@@ -82,23 +81,23 @@ def _save_with_plain_optimizer(
         try:
             with reading_alone(parameters, host_group), plain_optimizer(model, whole):
                 result = original(model, *args, **kwargs)
-        except Exception as caught:  # noqa: BLE001 the others must not wait for it
+        except Exception as caught:  # noqa: BLE001 the other workers wait for the result
             error = caught
-    own = "" if error is None else str(error)
-    told = worker_group.all_gather("a saved file", own)[0]
+    failure = "" if error is None else str(error)
+    failure_of_writer = worker_group.all_gather("a saved file", failure)[0]
     if error is not None:
         worker_group.leave()
         raise error
-    if told:
+    if failure_of_writer:
         worker_group.leave()
-        raise OSError(f"Worker 0 could not save the model: {told}")
+        raise OSError(f"Worker 0 could not save the model: {failure_of_writer}")
     return result
 
 
 def save_tensors(
     original: Callable, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
-    """Write a checkpoint of TensorFlow; each of several workers into its own folder."""
+    """Write a TensorFlow checkpoint, atomically if there are several workers."""
     is_one_of_several = bool(_compat.own_task())
     if not is_one_of_several or not tf.executing_eagerly():
         return original(saver, file_prefix, options)
@@ -111,34 +110,36 @@ def save_tensors(
 def load_with_plain_optimizer(
     original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a function of Keras that loads with the plain optimizer."""
+    """Load with a function of Keras and the plain optimizer."""
     if getattr(getattr(model, "optimizer", None), "is_sharded", False):
-        _check_all_see(model.optimizer, args[0] if args else kwargs.get("filepath"))
+        _check_file_on_all_workers(
+            model.optimizer, args[0] if args else kwargs.get("filepath")
+        )
     with local_variables(strategy_of(model)), plain_optimizer(model):
         return original(model, *args, **kwargs)
 
 
-def _check_all_see(distributed: Any, path: Any) -> None:
-    """Raise unless all workers see the file: each reads its own slices."""
+def _check_file_on_all_workers(distributed: Any, path: Any) -> None:
+    """Raise if only some workers see a file, from which each reads its slices."""
     worker_group = _compat.strategy_of_optimizer(distributed).extended.worker_group
-    is_there = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
+    exists = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
     topic = "loading a file into a sharded optimizer, which all workers have to do"
-    found = worker_group.all_gather(topic, is_there)
-    if any(found) and not all(found):
+    seen_by = worker_group.all_gather(topic, exists)
+    if any(seen_by) and not all(seen_by):
         raise worker_group.error(
             "Every worker has to see the file that is loaded into a sharded optimizer. "
-            f"Put it where worker {found.index(False)} finds it too. Received: {path}"
+            f"Put it where worker {seen_by.index(False)} finds it too. Received: {path}"
         )
 
 
 @contextlib.contextmanager
 def plain_optimizer(model: Any, whole: FullState | None = None) -> Iterator[None]:
-    """Show the user's own optimizer as the model's, as files hold it.
+    """Replace the model's optimizer by its plain Keras view while the context is open.
 
     Args:
         model: Keras model.
-        whole: `FullState`, what was collected of sharded state, or `None`.
-            Defaults to `None`.
+        whole: `FullState`, the gathered values of sharded state, or `None`. Defaults to
+            `None`.
     """
     optimizer: Any = getattr(model, "optimizer", None)
     if not hasattr(optimizer, "as_keras"):
@@ -149,7 +150,7 @@ def plain_optimizer(model: Any, whole: FullState | None = None) -> Iterator[None
 
 
 def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Write the sums of all replicas where Keras's own accumulators differ."""
+    """Save an optimizer's variables, accumulators as the sum over all replicas."""
     sums = _accumulators_of_replicas(optimizer)
     if not sums:
         original(optimizer, store)
@@ -166,20 +167,24 @@ def save_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
 
 
 def load_own_variables(original: Callable, optimizer: Any, store: Any) -> None:
-    """Give each replica its part of what one device had accumulated."""
+    """Load an optimizer's variables, and divide accumulators among the replicas."""
     original(optimizer, store)
     for variable in _accumulators_of_replicas(optimizer):
         variable.assign(variable.numpy() / num_replicas_of(optimizer))
 
 
 def _accumulators_of_replicas(optimizer: Any) -> list:
+    """Return Keras's gradient accumulators if several replicas have different ones."""
     if num_replicas_of(optimizer) == 1 or not _compat.has_accumulators(optimizer):
         return []
     return _compat.accumulators(optimizer)
 
 
 def unwrap_loss_scaling(model: Any) -> None:
-    """Take off the `LossScaleOptimizer` that `compile` puts around float16."""
+    """Remove the `LossScaleOptimizer` that `compile` adds for float16.
+
+    A `DistributedOptimizer` takes over its settings, unless it has some.
+    """
     outer = model.optimizer
     is_scaled = isinstance(outer, keras.optimizers.LossScaleOptimizer)
     inner: Any = getattr(outer, "inner_optimizer", None)

@@ -1,8 +1,9 @@
-"""Keras optimizer that files hold, as a view of a `DistributedOptimizer`.
+"""View of a `DistributedOptimizer` as the plain Keras optimizer that files hold.
 
-That is what files hold: accumulation as `gradient_accumulation_steps`, loss scaling
-as a `LossScaleOptimizer`, sharded state as if it were whole. What is loaded into the
-view goes back the same way, and what a built optimizer had is taken over.
+Files hold accumulation as `gradient_accumulation_steps`, loss scaling as a
+`LossScaleOptimizer`, and sharded state as if it were whole. Values loaded into the view
+are written to the `DistributedOptimizer`. The accumulators of an optimizer that was
+built before it is wrapped are taken over.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from tfdp.training.step.loss_scale import LossScale, LossScaling
 
 
 class VariableView:
-    """Stand-in for a variable: read when a file is written, assigned on loading.
+    """Stand-in for a variable, which Keras reads on saving and assigns on loading.
 
     Args:
-        name: String.
-        shape: Tuple of ints.
+        name: String, name and path of the variable.
+        shape: Tuple of ints, shape of the value.
         read: Callable that returns the value as an array.
-        write: Callable that takes a loaded array.
+        write: Callable that assigns a loaded array.
     """
 
     def __init__(
@@ -48,11 +49,11 @@ class VariableView:
 
 
 def keras_view(distributed: Any, full_state: FullState) -> Any:
-    """Make the optimizer that a file should hold, sharing the state of another.
+    """Create the Keras optimizer that files hold, which shares a wrapper's state.
 
     Args:
         distributed: `DistributedOptimizer`, built or not.
-        full_state: `FullState`, what is known of sharded state.
+        full_state: `FullState`, the gathered values of sharded state.
 
     Returns:
         A Keras optimizer of the class of the wrapped one, or a
@@ -62,7 +63,7 @@ def keras_view(distributed: Any, full_state: FullState) -> Any:
     if distributed.is_sharded:
         view = _with_full_state(view, distributed.shards, full_state)
     if features.steps > 1:
-        view = _accumulating(
+        view = _view_with_accumulation(
             view, features.steps, accumulated_gradients_of(distributed, full_state)
         )
     scaling, scale = features.scaling, features.scale
@@ -79,13 +80,13 @@ def keras_view(distributed: Any, full_state: FullState) -> Any:
 
 
 def sharded_tensors(distributed: Any) -> list[StateTensor]:
-    """State tensors that are sharded: slots, and gradients accumulated in shards.
+    """Return the sharded state tensors: slots, and gradients accumulated in shards.
 
     Args:
         distributed: `DistributedOptimizer`.
 
     Returns:
-        List of `StateTensor`, empty where every replica has everything.
+        List of `StateTensor`, empty if no state is sharded.
     """
     shards, accumulation = distributed.shards, distributed.features.accumulation
     if shards is None:
@@ -99,12 +100,12 @@ def sharded_tensors(distributed: Any) -> list[StateTensor]:
 def _with_full_state(
     optimizer: Any, shards: ShardedState, full_state: FullState
 ) -> Any:
-    """View of an optimizer with sharded state, as if its slots were whole.
+    """Create a view of an optimizer with sharded state, as if its slots were whole.
 
     Args:
         optimizer: The user's Keras optimizer.
-        shards: `ShardedState`, where its state lies.
-        full_state: `FullState`, what is known of it.
+        shards: `ShardedState` of the optimizer.
+        full_state: `FullState`, the gathered values of `shards`.
 
     Returns:
         A Keras optimizer of the same class.
@@ -123,6 +124,8 @@ def _with_full_state(
 
 
 def _view_of(tensor: StateTensor, full_state: FullState) -> VariableView:
+    """Create a view of a sharded tensor; a loaded value updates the local shards."""
+
     def write(value: Any) -> None:
         flat = np.asarray(value).ravel()
         for shard in tensor.local_shards:
@@ -135,12 +138,19 @@ def _view_of(tensor: StateTensor, full_state: FullState) -> VariableView:
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatedGradients:
-    """Accumulated gradients, as one device would hold them."""
+    """Accumulated gradients, viewed as one device would hold them.
+
+    Args:
+        accumulation: `AccumulationState` of the replicas.
+        scale: `LossScale` by which the gradients are scaled, or `None`.
+        num_replicas: Int, on all workers.
+        slices: List of pairs of a `StateTensor` and its `FullState`, if the slices of
+            sums are accumulated in shards, or `None`. Defaults to `None`.
+    """
 
     accumulation: AccumulationState
     scale: LossScale | None
     num_replicas: int
-    # Each with what is known of it, where slices are accumulated.
     slices: list[tuple[StateTensor, FullState]] | None = None
 
     @property
@@ -148,32 +158,38 @@ class AccumulatedGradients:
         return int(self.accumulation.steps.numpy())
 
     def view_of_sum(self, index: int) -> VariableView:
-        """View of the sum over replicas, of which each holds an N-th between steps.
+        """Create a view of the sum of a variable's gradients over all replicas.
 
-        Keras accumulates unscaled gradients, tfdp scaled ones.
+        Keras accumulates unscaled gradients, tfdp scaled ones. Unless slices are
+        accumulated, each of N replicas receives an N-th of a loaded sum.
+
+        Args:
+            index: Int, index of the variable.
         """
         if self.slices is not None:
-            # Slices are those of the sum over replicas, and each has one owner.
-            inner, divisor = _view_of(*self.slices[index]), 1
+            # A slice is part of the sum over replicas already, and has one owner.
+            sum_view, divisor = _view_of(*self.slices[index]), 1
         else:
-            inner = self._local_sum(self.accumulation.sums[index])
+            sum_view = self._local_sum(self.accumulation.sums[index])
             divisor = self.num_replicas
 
         def factor() -> float:
             return 1.0 if self.scale is None else float(self.scale.value.numpy())
 
         def read() -> np.ndarray:
-            total = inner.numpy()
+            total = sum_view.numpy()
             total = total / np.asarray(factor(), total.dtype)
-            # An overflow would be skipped here; Keras looks at new gradients only.
+            # tfdp skips an update with an overflow in the sum. Keras checks only new
+            # gradients, so that a file must not hold non-finite sums.
             return total if np.isfinite(total).all() else np.zeros_like(total)
 
         def write(value: Any) -> None:
-            inner.assign(np.asarray(value) * (factor() / divisor))
+            sum_view.assign(np.asarray(value) * (factor() / divisor))
 
-        return VariableView(inner.path, inner.shape, read, write)
+        return VariableView(sum_view.path, sum_view.shape, read, write)
 
     def _local_sum(self, variable: Any) -> VariableView:
+        """Create a view of a replicated accumulator; reading sums its local copies."""
         return VariableView(
             variable.path,
             tuple(variable.shape),
@@ -182,7 +198,7 @@ class AccumulatedGradients:
         )
 
     def counter(self, iterations: Any) -> VariableView:
-        """View of the counter of updates as one of micro-batches, as Keras has it."""
+        """Create a view of the update counter, counted in micro-batches as in Keras."""
         count = self.accumulation.count
 
         def read() -> np.ndarray:
@@ -200,7 +216,7 @@ class AccumulatedGradients:
 def accumulated_gradients_of(
     distributed: Any, full_state: FullState
 ) -> AccumulatedGradients | None:
-    """Accumulated gradients of a `DistributedOptimizer`, or `None`."""
+    """Return the accumulated gradients of a `DistributedOptimizer`, or `None`."""
     features, shards = distributed.features, distributed.shards
     accumulation, slices = features.accumulation, None
     if accumulation is None:
@@ -213,19 +229,31 @@ def accumulated_gradients_of(
     return AccumulatedGradients(accumulation, features.scale, replicas, slices)
 
 
-def _accumulating(optimizer: Any, steps: int, sums: AccumulatedGradients | None) -> Any:
+def _view_with_accumulation(
+    optimizer: Any, steps: int, sums: AccumulatedGradients | None
+) -> Any:
+    """Create a view of an optimizer with Keras's accumulation, in all of its parts."""
     parts = innermost(optimizer)
-    views = {id(p): _accumulating_view(optimizer, p, steps, sums) for p in parts}
+    views = {
+        id(p): _view_of_part_with_accumulation(optimizer, p, steps, sums) for p in parts
+    }
     if not is_multi(optimizer):
         return views[id(optimizer)]
     counter = sums and sums.counter(_compat.own_variables(optimizer)[0])
     return _compat.multi_with_parts(optimizer, views, counter)
 
 
-def _accumulating_view(
+def _view_of_part_with_accumulation(
     outer: Any, optimizer: Any, steps: int, sums: AccumulatedGradients | None
 ) -> Any:
-    """View of an optimizer with the variables of Keras's accumulation."""
+    """Create a view of an optimizer with Keras's accumulators.
+
+    Args:
+        outer: The user's optimizer, `optimizer` or a `MultiOptimizer` around it.
+        optimizer: Keras optimizer without parts.
+        steps: Int, number of batches of an update.
+        sums: `AccumulatedGradients` of `outer`, or `None` if there are none.
+    """
     if sums is None:
         return _compat.as_accumulating(optimizer, steps, None)
     entries = [
@@ -245,14 +273,14 @@ def take_accumulated_gradients(
     trained: list[Any],
     scale: float,
 ) -> None:
-    """Move what a built optimizer has accumulated, and free its accumulators.
+    """Move the accumulated gradients of a built optimizer, and free its accumulators.
 
     Args:
-        optimizer: Keras optimizer, maybe built for `gradient_accumulation_steps`.
-        steps: Int, those.
-        accumulation: `AccumulationState` to fill, or `None` where there is none.
-        trained: List of the variables whose sums it holds.
-        scale: Float, the loss scale, by which Keras had divided.
+        optimizer: Keras optimizer, maybe built with `gradient_accumulation_steps`.
+        steps: Int, the optimizer's `gradient_accumulation_steps`.
+        accumulation: `AccumulationState` to fill, or `None` to discard the gradients.
+        trained: List of the variables whose sums `accumulation` holds.
+        scale: Float, the loss scale, by which Keras has divided the gradients.
     """
     positions = {id(variable): index for index, variable in enumerate(trained)}
     parts = [group for group in innermost(optimizer) if _compat.has_accumulators(group)]
@@ -266,15 +294,15 @@ def take_accumulated_gradients(
         accumulation.count.assign(count)
         for variable, total in zip(_compat.trained_by(group), sums, strict=True):
             if total is not None:
-                own = accumulation.sums[positions[id(variable)]]
-                _compat.copy_local_parts(total, own, scale)
+                local_sum = accumulation.sums[positions[id(variable)]]
+                _compat.copy_local_parts(total, local_sum, scale)
     if parts and is_multi(optimizer):
         iterations = _compat.own_variables(optimizer)[0]
         iterations.assign(int(iterations.numpy()) // steps)
 
 
 def loss_scaling_of(optimizer: keras.optimizers.LossScaleOptimizer) -> LossScaling:
-    """Settings of Keras's loss scaling."""
+    """Return the settings of Keras's `LossScaleOptimizer` as a `LossScaling`."""
     return LossScaling(
         initial_scale=float(optimizer.initial_scale),
         growth_steps=int(optimizer.dynamic_growth_steps),
@@ -288,12 +316,12 @@ def pop_accumulation_steps(optimizer: Any) -> int:
         ValueError: If the optimizers of a `MultiOptimizer` have different ones.
     """
     parts = innermost(optimizer)
-    found = {group.gradient_accumulation_steps or 1 for group in parts}
-    if len(found) > 1:
+    steps = {group.gradient_accumulation_steps or 1 for group in parts}
+    if len(steps) > 1:
         raise ValueError(
             "The optimizers of a `MultiOptimizer` must accumulate alike. Received: "
-            f"gradient_accumulation_steps={sorted(found)}"
+            f"gradient_accumulation_steps={sorted(steps)}"
         )
     for group in parts:
         group.gradient_accumulation_steps = None
-    return found.pop() if found else 1
+    return steps.pop() if steps else 1

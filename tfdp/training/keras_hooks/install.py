@@ -1,11 +1,11 @@
 """The table of all functions of Keras and TensorFlow that tfdp replaces.
 
-Keras has no hooks for what is done here. Each entry says why, and `install` puts it in
-its place, once for a process, when the first strategy, callback or optimizer of tfdp is
-made. Nothing else replaces a function of Keras or TensorFlow, but for
-`tfdp.ground.user_code`, which sees TensorFlow start, and `tfdp doctor --input`, which
-measures `fit` in a process of its own. The test of the table fails where a release
-changes the signature of one of them.
+Keras has no hooks for these changes. Each entry gives the reason. `install` applies the
+table once per process, when the first strategy, callback or optimizer of tfdp is
+created. Only two other places replace functions of Keras or TensorFlow:
+`tfdp.ground.user_code`, which observes the start of TensorFlow, and `tfdp doctor
+--input`, which measures `fit` in a separate process. A test of the table fails if a
+release changes the signature of a replaced function.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ REPLACEMENTS = (
         Replacement(
             keras.callbacks.SwapEMAWeights,
             name,
-            functools.partial(worker_callbacks.move_averages, method),
+            functools.partial(worker_callbacks.swap_or_restart_averages, method),
             "Averages that are sharded are in no variable of Keras's optimizer.",
         )
         for name, method in (
@@ -192,7 +192,7 @@ REPLACEMENTS = (
         runtime_hooks.replica_id,
         "A step is traced as one device's, on every worker.",
     ),
-    # Layers: what is computed over a batch, and what is drawn.
+    # Layers: batch statistics, empty batches, and random numbers.
     Replacement(
         _compat.keras_nn,
         "_compute_moments_sync",
@@ -210,7 +210,7 @@ REPLACEMENTS = (
     Replacement(
         keras.layers.BatchNormalization,
         "_moments",
-        layer_hooks.moments_of_masked,
+        layer_hooks.masked_moments,
         "With a mask the moments are those of the replica's samples, also where the "
         "layer is synchronized.",
     ),
@@ -218,7 +218,7 @@ REPLACEMENTS = (
         Replacement(
             _compat.keras_nn,
             name,
-            layer_hooks.give_a_row,
+            layer_hooks.pad_empty_batch,
             "Convolutions by oneDNN return a wrong shape where there are no rows, and "
             "the gradients of pooling end the process.",
         )
@@ -276,7 +276,7 @@ REPLACEMENTS = (
         "that the others make.",
         f"{_KERAS_ISSUE}/18666",
     ),
-    # Files, which hold the user's own optimizer.
+    # Saving and loading: files hold the user's own optimizer.
     *(
         Replacement(
             module,
@@ -365,9 +365,9 @@ REPLACEMENTS = (
 
 @functools.cache
 def install() -> None:
-    """Put every replacement of the table in its place; again has no effect."""
+    """Apply every replacement of the table; later calls have no effect."""
     for entry in REPLACEMENTS:
         _compat.replace(entry)
-    # A mistake in a user's model is found in the user's lines, not in these. Frames
-    # have the path by which a file was imported, also where that leads through a link.
+    # Tracebacks shall show the user's lines, so that these frames are hidden as Keras
+    # hides its own. A frame has the path of the import, with links unresolved.
     _compat.hide_from_tracebacks(str(Path(__file__).parents[2]) + os.sep)

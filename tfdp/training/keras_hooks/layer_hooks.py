@@ -1,8 +1,8 @@
 """Losses and layers under several replicas: scales, moments, convolutions, seeds.
 
-Each function that `tfdp.training.keras_hooks.install` names takes the place of one of
-Keras, is called with the original first, and hands over to it where no tfdp strategy is
-in force.
+Each function in the table of `tfdp.training.keras_hooks.install` replaces a Keras
+function. It receives that function as `original`, and only calls it if no tfdp strategy
+is active.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tfdp.ground.base import loops, program_trace, xla
 from tfdp.ground.base.context import in_tfdp_scope, is_tfdp, replica_context
 from tfdp.training.reduction.training_group import training_group
 
-# An odd number far from the increments of the counter beside it.
+# The difference between the seeds of two ranks: odd, and far larger than the increments
+# of the counter in the other half of a seed.
 _SEED_STRIDE = 1_000_003
 
 
@@ -30,24 +31,24 @@ def reduce_values(
     sample_weight: Any = None,
     reduction: Any = "sum_over_batch_size",
 ) -> Any:
-    """Divide a loss that is a scalar already by the number of replicas, too."""
+    """Reduce loss values; scale a mean that a loss function has already reduced."""
     result = original(values, sample_weight, reduction)
     is_mean = reduction not in (None, "none", "sum")
     is_traced = program_trace.current() is not None
     if is_traced or not in_tfdp_scope() or not is_mean or tuple(values.shape):
         return result
-    # A loss function that takes the mean itself: Keras returns such a value before it
-    # divides by the number of replicas.
+    # Keras returns a scalar from a loss function without the division by the number of
+    # replicas that it applies to its own means.
     return _compat.keras_loss.scale_loss_for_distribution(result)
 
 
 def scale_loss(original: Callable, value: Any) -> Any:
-    """Leave a loss as it is in the program of one device."""
+    """Scale a loss for distribution, except in the program of one device."""
     return original(value) if program_trace.current() is None else value
 
 
 def unscale_loss(original: Callable, value: Any) -> Any:
-    """Leave a loss that was not scaled, and note that it is computed."""
+    """Undo the scaling of a loss, if it was scaled, and record that it is computed."""
     if (trace := program_trace.current()) is not None:
         trace.add([value], lambda given: step_events.record_loss(given[0]), "as held")
         return value
@@ -56,7 +57,7 @@ def unscale_loss(original: Callable, value: Any) -> Any:
 
 
 def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
-    """Synchronized moments, by one all-reduce in place of three.
+    """Compute synchronized moments by one all-reduce instead of three.
 
     Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, over the
     global batch.
@@ -70,7 +71,7 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     sums = [total, squares, count]
     if program_trace.current() is None:
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
-    else:  # all at once, so that they are summed by one message
+    else:  # three marks without operations between them are summed by one all-reduce
         sums = [_compat.marked(part, "whole") for part in sums]
     total, squares, count = sums
     mean = tf.math.divide_no_nan(total, count)
@@ -81,16 +82,17 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
 
 
-def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
-    """Masked moments over the global batch; Keras takes the replica's own samples.
+def masked_moments(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
+    """Compute masked moments over the global batch, if they are synchronized.
 
-    In two passes, as Keras does: the mean first, then the squares around it.
+    Keras computes them over the replica's samples. As in Keras there are two passes:
+    the mean, then the squared deviations from it.
     """
     is_synchronized = _is_synchronized(layer)
     if (trace := program_trace.current()) is not None:
         if is_synchronized or trace.is_eager:
             return original(layer, inputs, mask)
-        return _moments_of_own_rows(original, layer, inputs, mask)
+        return _moments_per_replica(original, layer, inputs, mask)
     context = replica_context()
     if context is not None and is_synchronized and not layer.synchronized:
         mask = tf.ones(tf.shape(inputs)[:-1], tf.bool) if mask is None else mask
@@ -105,7 +107,7 @@ def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) ->
     total = tf.reduce_sum(tf.where(is_kept, inputs, zeros), axis=axes, keepdims=True)
     count = tf.reduce_sum(tf.cast(is_kept, inputs.dtype), axis=axes, keepdims=True)
     total, count = context.all_reduce(reduce_op, [total, count])
-    # Keras's own guard against a mask that keeps nothing.
+    # As in Keras, epsilon avoids a division by zero if the mask keeps no sample.
     count += keras.config.epsilon()
     mean = total / count
     around_mean = tf.square(tf.where(is_kept, inputs - mean, zeros))
@@ -117,7 +119,7 @@ def moments_of_masked(original: Callable, layer: Any, inputs: Any, mask: Any) ->
 def normalize(
     original: Callable, layer: Any, inputs: Any, training: Any = None, mask: Any = None
 ) -> Any:
-    """Normalize the rows of each replica by themselves, in an eager step of all."""
+    """Normalize each replica's rows separately, in an eager step on all rows."""
     trace = program_trace.current()
     is_eager = trace is not None and trace.is_eager
     counts = trace.row_counts if is_eager else []  # type: ignore[union-attr]
@@ -143,16 +145,16 @@ def normalize(
 
 
 def _is_synchronized(layer: Any) -> bool:
-    """Whether moments are global, by the layer or by an option of the strategy."""
+    """Return whether a layer or the strategy's options ask for global moments."""
     strategy = tf.distribute.get_strategy()
     by_option = is_tfdp(strategy) and strategy.extended.options.sync_batch_norm
     return layer.synchronized or by_option
 
 
 def rematerialize(original: Callable, function: Callable) -> Callable:
-    """Compute a function again for the backward pass, keyword arguments or not.
+    """Recompute a function in the backward pass, also with keyword arguments.
 
-    In a graph TensorFlow's `recompute_grad` takes none.
+    TensorFlow's `recompute_grad` rejects keyword arguments in a graph.
     """
     if not is_tfdp(tf.distribute.get_strategy()):
         return original(function)
@@ -168,13 +170,13 @@ def rematerialize(original: Callable, function: Callable) -> Callable:
     return compute
 
 
-def give_a_row(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Give a replica without samples a row to convolve or pool, and no row back.
+def pad_empty_batch(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Convolve or pool a zero row in place of an empty batch, and drop the result.
 
-    TensorFlow's convolutions by oneDNN, in float32 on CPUs, return the shape of
-    their input where that has no rows, and the layers behind them fail; the gradient
-    of its pooling ends the process. Seen with TensorFlow 2.19 to 2.21;
-    tests/keras_hooks/cases_normalization.py guards it.
+    For an input without rows TensorFlow's oneDNN convolutions, in float32 on CPUs,
+    return the shape of the input, and later layers fail; the gradient of pooling ends
+    the process. Observed with TensorFlow 2.19 to 2.21, and covered by
+    tests/keras_hooks/cases_normalization.py.
     """
     if not _may_be_empty(inputs):
         return original(inputs, *args, **kwargs)
@@ -184,13 +186,14 @@ def give_a_row(original: Callable, inputs: Any, *args: Any, **kwargs: Any) -> An
         shape = tf.concat([[1], tf.shape(inputs)[1:]], axis=0)
         return tf.zeros(shape, inputs.dtype)
 
-    fed = tf.cond(is_empty, one_row, lambda: tf.identity(inputs))
-    result = original(tf.ensure_shape(fed, inputs.shape), *args, **kwargs)
-    kept = tf.cond(is_empty, lambda: result[:0], lambda: tf.identity(result))
-    return tf.ensure_shape(kept, result.shape)
+    padded = tf.cond(is_empty, one_row, lambda: tf.identity(inputs))
+    result = original(tf.ensure_shape(padded, inputs.shape), *args, **kwargs)
+    unpadded = tf.cond(is_empty, lambda: result[:0], lambda: tf.identity(result))
+    return tf.ensure_shape(unpadded, result.shape)
 
 
 def _may_be_empty(inputs: Any) -> bool:
+    """Return whether inputs may have no rows, on a device where that fails."""
     context = replica_context()
     if context is None or context.num_replicas_in_sync == 1 or xla.is_tracing():
         return False
@@ -202,7 +205,7 @@ def _may_be_empty(inputs: Any) -> bool:
 
 
 def draw_seed(original: Callable, seed: Any) -> Any:
-    """Give each replica random numbers of its own, the first those of one device."""
+    """Draw a seed that differs between replicas; rank 0 has the seed of one device."""
     drawn = original(seed)
     if (trace := program_trace.current()) is not None:
         if loops.in_steps_alone():
@@ -216,7 +219,7 @@ def draw_seed(original: Callable, seed: Any) -> Any:
 
 
 def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
-    """Numbers of its own for each group of replicas that has a program of its own."""
+    """Return an offset of seeds for the group of replicas that runs a program."""
 
     def read() -> tf.Tensor:
         group = training_group(tf.distribute.get_strategy())
@@ -225,10 +228,10 @@ def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
     return read() if trace.is_eager else trace.read([2], dtype, read)
 
 
-def _moments_of_own_rows(
+def _moments_per_replica(
     original: Callable, layer: Any, inputs: Any, mask: Any
 ) -> tuple[Any, Any]:
-    """Moments of each replica's own rows, within a program of one device."""
+    """Compute the moments of each replica's rows, in a program of one device."""
 
     @tf.custom_gradient
     def enter(rows: tf.Tensor) -> Any:

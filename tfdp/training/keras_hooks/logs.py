@@ -1,4 +1,4 @@
-"""Logs of a step for the whole global batch, alike on every worker."""
+"""Logs of a step over the global batch, the same on every worker."""
 
 from __future__ import annotations
 
@@ -20,51 +20,53 @@ from tfdp.training.replicas.variables import MetricVariable
 def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
     """Merge each replica's logs into those of the global batch.
 
-    Parts of sums, such as states of metrics, are added up, and the logs are computed
-    of them. Where replicas train alone, logs within an epoch are those of this
-    worker's.
+    Partial sums, such as the states of metrics, are summed over the replicas, and the
+    logs are computed from the sums. With local steps the logs within an epoch are over
+    this worker's rows.
 
     Args:
         strategy: A tfdp strategy.
         model: The Keras model that is trained or evaluated.
-        outputs: What the step returned, one value per replica.
+        outputs: Nest of per-replica values, the outputs of the step.
 
     Returns:
-        The same structure with one tensor for each value.
+        Nest of the same structure, with one tensor for each value.
     """
     with timing.labelled("logs"):
         if tf.executing_eagerly():
             return _flatten_logs(_logs_of_eager_step(strategy, model, outputs))
         tail = loops.current().program_logs  # type: ignore[union-attr]
         values = [_local_values(strategy, output) for output in outputs]
-        add_up = functools.partial(_add_up, strategy, model)
-        return _flatten_logs(tail.compute(values, add_up))
+        sum_over_replicas = functools.partial(_sum_over_replicas, strategy, model)
+        return _flatten_logs(tail.compute(values, sum_over_replicas))
 
 
 def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
-    """Logs of a step that has run on all rows; means where replicas train alone."""
+    """Return the logs of an eager step on all rows; weighted means with local steps."""
     local = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
     is_alone = loops.in_steps_alone()
     means = list(map(_weighted_by_rows, local)) if is_alone else []
-    merged = _add_up(strategy, model, means)
-    found = map(_cast_like, merged, local) if is_alone else [own[0] for own in local]
-    return tf.nest.pack_sequence_as(outputs, list(found))
+    merged = _sum_over_replicas(strategy, model, means)
+    values = map(_cast_like, merged, local) if is_alone else [own[0] for own in local]
+    return tf.nest.pack_sequence_as(outputs, list(values))
 
 
 def mean_over_workers(worker_group: WorkerGroup, logs: Any) -> Any:
-    """Average logs of replicas that train alone, at the end of an epoch.
+    """Average the workers' logs at the end of an epoch with local steps.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        logs: Dict of numbers, those of this worker.
+        logs: Dict of numbers, the logs of this worker.
     """
-    own = {name: np.asarray(value).tolist() for name, value in logs.items()}
-    told = worker_group.all_gather("the logs of an epoch", own)
-    return {name: np.mean([each[name] for each in told], axis=0) for name in own}
+    numbers = {name: np.asarray(value).tolist() for name, value in logs.items()}
+    gathered = worker_group.all_gather("the logs of an epoch", numbers)
+    return {
+        name: np.mean([each[name] for each in gathered], axis=0) for name in numbers
+    }
 
 
 def _flatten_logs(logs: Any) -> Any:
-    """Flatten dicts within logs, as those of compiled metrics; Keras does so later."""
+    """Flatten nested dicts in logs, such as those of compiled metrics, as in Keras."""
     if not isinstance(logs, dict):
         return logs
     flat: dict[str, Any] = {}
@@ -74,13 +76,13 @@ def _flatten_logs(logs: Any) -> Any:
 
 
 def metric_states(model: Any) -> list[Any]:
-    """Return the `MetricVariable`s of a model that hold numbers."""
+    """Return the `MetricVariable`s of a model with a numeric dtype."""
     variables = [v.value for metric in model.metrics for v in metric.variables]
     return [v for v in variables if isinstance(v, MetricVariable) and v.is_number]
 
 
-def _add_up(strategy: Any, model: Any, states: list) -> list[tf.Tensor]:
-    """Add up what all replicas have; drift probes travel along."""
+def _sum_over_replicas(strategy: Any, model: Any, states: list) -> list[tf.Tensor]:
+    """Sum states over all replicas, and pending drift probes in the same all-reduce."""
     probes = drift_probe.pending(model)
     parts = [*states, *(probe.rows for probe in probes)]
     merged = merge_states(parts, ["sum"] * len(parts), merging_group(strategy))
@@ -90,15 +92,15 @@ def _add_up(strategy: Any, model: Any, states: list) -> list[tf.Tensor]:
 
 
 def _local_values(strategy: Any, value: Any) -> list:
-    """Values on the local replicas, also where all returned the same object."""
-    found = list(strategy.experimental_local_results(value))
+    """Return the values on the local replicas; TensorFlow merges identical objects."""
+    values = list(strategy.experimental_local_results(value))
     num_local = strategy.extended.num_local
-    return found if len(found) == num_local else found * num_local
+    return values if len(values) == num_local else values * num_local
 
 
 def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
-    """Weight the values of a mean, each local replica's by its rows."""
-    loop: Any = loops.current()  # there is one: a step of it has run
+    """Multiply each local replica's mean by its share of the rows of this worker."""
+    loop: Any = loops.current()  # not `None`: a step of the loop has run
     total = tf.add_n(loop.batch_weights)
     shares = [tf.math.divide_no_nan(weight, total) for weight in loop.batch_weights]
     return [
@@ -108,5 +110,6 @@ def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
 
 
 def _cast_like(mean: tf.Tensor, local_values: list) -> tf.Tensor:
+    """Cast a mean to the dtype of the values that it averages, if that is floating."""
     like = tf.convert_to_tensor(local_values[0])
     return tf.cast(mean, like.dtype) if like.dtype.is_floating else mean

@@ -1,9 +1,9 @@
-"""Keras's optimizers under several replicas: their updates take the path of a step.
+"""Updates by plain Keras optimizers under several replicas, as steps of tfdp.
 
-Keras clips each replica's gradient, and checks it for overflow, before it
-adds them up; one device clips and checks the sum. Each function takes the place of one
-of Keras, see `tfdp.training.keras_hooks.install`. It is called with the original first,
-and hands over to it where no tfdp strategy is in force.
+Keras clips each replica's gradient, and checks it for overflow, before it sums the
+gradients; one device clips and checks the sum. Each function replaces a Keras function;
+the table is in `tfdp.training.keras_hooks.install`. It receives that function as
+`original`, and only calls it if no tfdp strategy is active.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tfdp.training.step.path import take_step
 from tfdp.training.step.step import checked_gradients, keras_step
 
 
-@tf.autograph.experimental.do_not_convert  # as AutoGraph leaves Keras's own function
+@tf.autograph.experimental.do_not_convert  # AutoGraph skips Keras's function, too
 def apply(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
-    """Take a step by the path, as `DistributedOptimizer` does."""
+    """Reduce and apply gradients by `take_step`, as a `DistributedOptimizer` does."""
     if replica_context() is None:
         return original(optimizer, grads, trainable_variables)
     if defer(optimizer, grads, trainable_variables):
@@ -57,7 +57,7 @@ def apply(
 
 
 def build(original: Callable, optimizer: Any, variables: Any) -> None:
-    """Build an optimizer in the active scope, where its variables have to be."""
+    """Build an optimizer; in a tfdp scope move it there first, or raise."""
     if in_tfdp_scope():
         bring_into_scope(optimizer)
         check_variables_in_scope(variables)
@@ -67,7 +67,7 @@ def build(original: Callable, optimizer: Any, variables: Any) -> None:
 def apply_or_defer(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
-    """Defer an update of an optimizer that hands it on to others, see `apply`."""
+    """Defer an update of a `LossScaleOptimizer`, or move and build it, then update."""
     if defer(optimizer, grads, trainable_variables):
         return
     if replica_context() is not None and trainable_variables is not None:
@@ -85,8 +85,8 @@ def check_finite(original: Callable, optimizer: Any, grads: Any) -> Any:
     context = replica_context()
     if context is None:
         return finite
-    # Replicas that disagree would take different branches, of which only one
-    # has collectives.
+    # Replicas that disagree would take different branches, and only the branch with an
+    # update has collectives.
     overflows = context.all_reduce(
         tf.distribute.ReduceOp.SUM, tf.cast(tf.logical_not(finite), tf.int32)
     )

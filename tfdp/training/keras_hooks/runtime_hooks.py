@@ -1,7 +1,7 @@
 """TensorFlow under tfdp: replica contexts, tapes, traced functions, seeds, caches.
 
-Each function takes the place of one of TensorFlow, see
-`tfdp.training.keras_hooks.install`.
+Each function replaces a TensorFlow function and receives it as `original`; the table is
+in `tfdp.training.keras_hooks.install`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tfdp.training.parameters.gathers import backward_pass, marked_backward_pass
 def all_reduce(
     original: Callable, context: Any, reduce_op: Any, value: Any, options: Any = None
 ) -> Any:
-    """Leave a value as it is in the program of one device."""
+    """All-reduce a value; return it unchanged in a trace of one device's program."""
     if program_trace.current() is not None:
         return value
     return original(context, reduce_op, value, options)
 
 
 def replica_id(original: Callable, context: Any) -> Any:
-    """Return that of one device in its program."""
+    """Return the replica's id; return 0 in a trace of one device's program."""
     if program_trace.current() is not None:
         return tf.zeros([], tf.int32)
     return original(context)
@@ -42,7 +42,7 @@ def gradient(
     output_gradients: Any = None,
     unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
 ) -> Any:
-    """Mark a backward pass, in which sharded parameters are gathered again."""
+    """Compute gradients; mark the backward pass, which regathers sharded parameters."""
     trace = program_trace.traced()
     if trace is not None:
         trace.losses += tf.nest.flatten(target)
@@ -53,20 +53,19 @@ def gradient(
 def hash_once(original: Callable, signature: Any) -> int:
     """Hash the type of a traced function once, not at every call.
 
-    TensorFlow looks a traced function up by a type that names everything that
-    the function captures, and hashes it all at every call, once or twice for
-    each variable. The types are immutable: TensorFlow keeps other values that
-    it derives from them in the same way.
+    TensorFlow looks up a traced function by a type that lists all captures, and hashes
+    the list at every call, once or twice for each variable. The types are immutable:
+    TensorFlow also stores other derived values in them.
     """
-    found = getattr(signature, "_tfdp_hash", None)
-    if found is None:
-        found = original(signature)
-        vars(signature)["_tfdp_hash"] = found
-    return found
+    value = getattr(signature, "_tfdp_hash", None)
+    if value is None:
+        value = original(signature)
+        vars(signature)["_tfdp_hash"] = value
+    return value
 
 
 def call_flat(original: Callable, function: Any, *args: Any) -> Any:
-    """Call a traced function; if it ends with an error, so do its collectives."""
+    """Call a traced function; if it fails, end its pending collectives."""
     try:
         return original(function, *args)
     except tf.errors.OpError as error:
@@ -79,9 +78,9 @@ def call_flat(original: Callable, function: Any, *args: Any) -> Any:
 def cache(
     original: Callable, dataset: Any, filename: Any = "", name: str | None = None
 ) -> Any:
-    """Cache a dataset; each of several workers in a file of its own.
+    """Cache a dataset, on several workers in a separate file for each worker.
 
-    TensorFlow locks the file of a cache, so that a second worker fails.
+    TensorFlow locks a cache file, so that a second worker would fail.
     """
     task = _compat.own_task()
     if filename and task and isinstance(filename, (str, os.PathLike)):
@@ -92,7 +91,10 @@ def cache(
 
 
 def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
-    """Leave operations with a seed their numbers, see `stand_in_seed`."""
+    """Return an operation's seeds; ignore a global seed from tfdp if it has its own.
+
+    `stand_in_seed` is the global seed that tfdp sets where the user sets none.
+    """
     seeds = original(op_seed)
     if op_seed is not None and seeds[0] == stand_in_seed.seed():
         return _compat.random_seed.DEFAULT_GRAPH_SEED, seeds[1]
@@ -100,16 +102,16 @@ def seeds_of_operation(original: Callable, op_seed: Any) -> Any:
 
 
 def key_of_generator(original: Callable, generator: Any, key: Any) -> Any:
-    """Draw as one device does, not otherwise on each replica."""
+    """Return the key of a generator, as on one device while its program is traced."""
     if program_trace.current() is not None:
         return key
     return original(generator, key)
 
 
 def call_function(original: Callable, function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Trace a `tf.function` that a step calls as a part of the step.
+    """Inline a `tf.function` that a step calls while the step is traced.
 
-    An update inside of it is one of the program, and has its place there.
+    The program of the step then includes the updates inside the function.
     """
     if program_trace.traced() is None or tf.executing_eagerly():
         return original(function, *args, **kwargs)

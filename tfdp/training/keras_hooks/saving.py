@@ -1,9 +1,9 @@
-"""Atomic saves: a file is the one that was there, or the new one, whole.
+"""Atomic saves: a file always has its old contents, or the complete new contents.
 
-A process that is killed while it saves leaves the old file. Every worker may have a
-disk of its own, or all may share one. So each writes beside the target, under a name
-of its own, and moves the complete file into place, which is atomic: whoever comes last
-replaces equal contents.
+A process that is killed while it saves leaves the old file. Workers may share a disk or
+not. So each worker writes a temporary file beside the target, and moves the complete
+file into place, which is atomic. On a shared disk the last worker replaces a file with
+equal contents.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfdp.communication.cluster.islands import Island
 from tfdp.ground.base.files import replaced
 
+# File endings of Keras, which a temporary file must keep.
 _FILE_ENDINGS = (".weights.h5", ".keras", ".h5", ".hdf5")
 
 
@@ -30,7 +31,7 @@ _thread_state = threading.local()
 
 
 def is_saving() -> bool:
-    """True while one of Keras's own saving functions runs."""
+    """Return whether `save_atomically` runs in this thread."""
     return getattr(_thread_state, "is_saving", False)
 
 
@@ -41,14 +42,14 @@ def save_atomically(
 
     Args:
         strategy: The model's tfdp strategy.
-        original: Callable, such as `keras.Model.save`.
+        original: Callable, a saving function such as `keras.Model.save`.
         model: The Keras model.
         path: String or path-like, the target.
         *rest: Further positional arguments.
         **options: Keyword arguments.
 
     Returns:
-        What `original` returns.
+        The result of `original`.
     """
     _thread_state.is_saving = True
     try:
@@ -60,35 +61,40 @@ def save_atomically(
 def _save(
     strategy: Any, original: Callable, model: Any, path: Any, *rest: Any, **options: Any
 ) -> Any:
+    """Save as `save_atomically` does, without setting the state of the thread."""
     worker_group = strategy.extended.worker_group
     target = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    given = inspect.signature(original).bind(model, path, *rest, **options).arguments
-    # Where a file may not be replaced, Keras asks the user.
-    if target is None or given.get("overwrite") is False:
+    arguments = (
+        inspect.signature(original).bind(model, path, *rest, **options).arguments
+    )
+    # With `overwrite=False` Keras asks the user before it replaces the target.
+    if target is None or arguments.get("overwrite") is False:
         return original(model, path, *rest, **options)
     if worker_group.num_workers == 1:
-        if not _is_replaceable(target) or _is_split(given):
+        if not _is_replaceable(target) or _is_sharded_save(arguments):
             return original(model, path, *rest, **options)
-    elif "://" in target or _is_split(given):
-        # Object stores have no atomic move, nor have several files at once; one
-        # writer needs none. All take part in collecting what is sharded.
+    elif "://" in target or _is_sharded_save(arguments):
+        # Neither files in object stores nor several files can be moved atomically, so
+        # that only worker 0 writes. All workers take part in gathering sharded state.
         optimizer = getattr(model, "optimizer", None)
         takes_part = worker_group.is_chief or getattr(optimizer, "is_sharded", False)
         return original(model, path, *rest, **options) if takes_part else None
     island = Island.from_environment()
-    of_island = "" if island is None else f"island{island.index}."
-    own = _temporary_path(target, f"{of_island}worker{worker_group.rank}")
+    island_prefix = "" if island is None else f"island{island.index}."
+    temporary_path = _temporary_path(
+        target, f"{island_prefix}worker{worker_group.rank}"
+    )
     if worker_group.is_chief:
-        pattern = _temporary_path(target, f"{of_island}worker(rank)")
-        _remove_left_over(pattern, worker_group.num_workers)
-    # Of folders, which cannot replace each other, the first worker's stays.
+        pattern = _temporary_path(target, f"{island_prefix}worker(rank)")
+        _remove_stale_files(pattern, worker_group.num_workers)
+    # A folder cannot replace another one, so that only worker 0 replaces a folder.
     with replaced(
-        os.path.realpath(target), own, replaces_folder=worker_group.is_chief
+        os.path.realpath(target), temporary_path, replaces_folder=worker_group.is_chief
     ) as temporary:
         try:
             result = original(model, temporary, *rest, **options)
         except Exception as error:
-            # The user has never seen the temporary path.
+            # The error must name the target: users do not know the temporary path.
             error.args = tuple(
                 item.replace(temporary, target) if isinstance(item, str) else item
                 for item in error.args
@@ -99,43 +105,44 @@ def _save(
 
 
 def save_checkpoint_atomically(write: Callable[[str], Any], prefix: str) -> Any:
-    """Write a checkpoint of TensorFlow into a folder of its own, and move its files.
+    """Write a TensorFlow checkpoint into a temporary folder, and move its files.
 
-    All workers write equal contents. The index comes last, since a checkpoint exists
-    from the moment when its index does.
+    All workers write equal contents. The index file is moved last, because it makes a
+    checkpoint visible.
 
     Args:
-        write: Callable that takes the prefix of the files that it writes.
+        write: Callable that takes a prefix, and writes the files of a checkpoint.
         prefix: String, the prefix of the target's files; also in an object store.
 
     Returns:
-        What `write` returns.
+        The result of `write`.
     """
     directory, name = os.path.split(prefix)
-    own = os.path.join(directory, f".{uuid.uuid4().hex[:12]}.{name}")
+    temporary_folder = os.path.join(directory, f".{uuid.uuid4().hex[:12]}.{name}")
     files = tf.io.gfile
-    files.makedirs(own)
+    files.makedirs(temporary_folder)
     try:
-        result = write(os.path.join(own, name))
-        written = sorted(files.listdir(own), key=lambda file: file.endswith(".index"))
+        result = write(os.path.join(temporary_folder, name))
+        written = sorted(
+            files.listdir(temporary_folder), key=lambda file: file.endswith(".index")
+        )
         for file in written:
             target = os.path.join(directory, file)
-            files.rename(os.path.join(own, file), target, overwrite=True)
+            files.rename(os.path.join(temporary_folder, file), target, overwrite=True)
     finally:
-        files.rmtree(own)
+        files.rmtree(temporary_folder)
     return result
 
 
-def _is_split(given: dict) -> bool:
-    """True if Keras makes several files, with names that follow from the target's."""
-    return given.get("max_shard_size") is not None
+def _is_sharded_save(arguments: dict) -> bool:
+    """Return whether Keras writes several files, named after the target."""
+    return arguments.get("max_shard_size") is not None
 
 
 def _is_replaceable(target: str) -> bool:
-    """True for a file that can be replaced where Keras could write to it.
+    """Return whether a target can be replaced by an atomic move.
 
-    Not so a folder, which no other can replace at once, a device, a pipe, and what
-    lies where no other file can be made.
+    False for a folder, a device, a pipe, and a file in a folder without write access.
     """
     return (
         "://" not in target
@@ -146,24 +153,34 @@ def _is_replaceable(target: str) -> bool:
 
 
 def _copy_mode(target: str, temporary: str) -> None:
-    """Give a file the permissions of the one that it replaces."""
+    """Copy the permissions of the target, if it exists, to its replacement."""
     if os.path.isfile(target):
         with contextlib.suppress(OSError):
             shutil.copymode(target, temporary)
 
 
-def _remove_left_over(pattern: str, num_workers: int) -> None:
-    """Remove what a job of more workers, which was killed, has left beside a file."""
+def _remove_stale_files(pattern: str, num_workers: int) -> None:
+    """Remove temporary files that a killed job with more workers has left.
+
+    Args:
+        pattern: String, path of a temporary file with "(rank)" in place of the rank.
+        num_workers: Int, number of workers of this job.
+    """
     folder, name = os.path.split(pattern)
     names = re.compile(re.escape(name).replace(r"\(rank\)", "([0-9]{1,6})"))
     with contextlib.suppress(OSError):
-        for found in filter(None, map(names.fullmatch, os.listdir(folder))):
-            if int(found[1]) >= num_workers:
-                os.unlink(os.path.join(folder, found[0]))
+        for match in filter(None, map(names.fullmatch, os.listdir(folder))):
+            if int(match[1]) >= num_workers:
+                os.unlink(os.path.join(folder, match[0]))
 
 
 def _temporary_path(target: str, writer: str) -> str:
-    """A path beside the file, also where a link leads to it, with Keras's ending."""
+    """Return a hidden path beside the target, after links, with the target's ending.
+
+    Args:
+        target: String, path of the file to be replaced.
+        writer: String, the part of the name that identifies the writing worker.
+    """
     target = target.rstrip(os.sep)
     directory, name = (
         os.path.dirname(os.path.realpath(target)),

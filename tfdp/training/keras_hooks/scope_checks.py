@@ -1,4 +1,4 @@
-"""Checks of what is made outside of `strategy.scope()`."""
+"""Checks of models, metrics, optimizers created outside of `strategy.scope()`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from tfdp.ground.base.context import in_tfdp_scope
 
 
 def check_outside_scope(model: Any, name: str) -> None:
-    """Raise if a model made outside the scope is used inside it.
+    """Raise if a model created outside the scope is used inside it.
+
+    Args:
+        model: Keras model without a tfdp strategy.
+        name: String, name of the called method, for the message.
 
     Raises:
-        ValueError: If a tfdp strategy's scope is in force.
+        ValueError: If the scope of a tfdp strategy is active.
     """
     if in_tfdp_scope():
         raise ValueError(
@@ -28,7 +32,7 @@ def check_outside_scope(model: Any, name: str) -> None:
 
 
 def warn_of_separate_training(model: Any, name: str) -> None:
-    """Warn, once for a model, if each worker of a cluster trains one of its own."""
+    """Warn once for a model if each worker of a cluster trains it separately."""
     num_workers = num_joined_workers()
     if num_workers == 1 or _compat.strategy_of(model) is not None:
         return
@@ -43,7 +47,7 @@ def warn_of_separate_training(model: Any, name: str) -> None:
 
 
 def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
-    """Move metrics that were made outside the active scope into it, in place."""
+    """Move metrics that were created outside the active scope into it, in place."""
     for key in ("metrics", "weighted_metrics"):
         for metric in keras.tree.flatten(arguments.get(key)):
             if isinstance(metric, keras.Metric):
@@ -52,17 +56,18 @@ def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
 
 
 def bring_into_scope(optimizer: Any) -> None:
-    """Move an optimizer that was made outside the active scope into it, in place.
+    """Move an optimizer that was created outside the active scope into it, in place.
 
     Raises:
-        ValueError: If it has been built outside already, or a step is running.
+        ValueError: If it has been built outside, or if a step is running.
     """
     active = tf.distribute.get_strategy()
     if optimizer is None or not tf.distribute.has_strategy():
         return
     if _compat.strategy_of_optimizer(optimizer) is active:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            # That of a float16 policy is made by `compile`, around what it is given.
+            # For float16 `compile` creates this optimizer in the scope, around the
+            # user's optimizer, which may be from outside.
             bring_into_scope(optimizer.inner_optimizer)
         return
     if optimizer.built or not tf.distribute.in_cross_replica_context():
@@ -77,7 +82,7 @@ def check_variables_in_scope(variables: Sequence[Any]) -> None:
     """Raise if an optimizer is built inside a scope for variables from outside of it.
 
     Raises:
-        ValueError: Naming the first one.
+        ValueError: The message names the first variable from outside.
     """
     for variable in variables:
         if _compat.is_on_one_device(variable):

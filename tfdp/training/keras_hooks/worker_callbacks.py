@@ -1,4 +1,4 @@
-"""Selection of the callbacks that each worker runs: one writes the files."""
+"""Selection of the callbacks that each worker runs: one worker writes the files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfdp.training.keras_hooks.added_callbacks import (
 )
 from tfdp.training.reduction.link_measure import num_fit_steps
 
-# They write what the user names by one path for all workers.
+# Callbacks that write to a path of the user's, which is the same on all workers.
 WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
@@ -42,12 +42,13 @@ def select_callbacks(
     Args:
         strategy: A tfdp strategy.
         model: The Keras model.
-        callbacks: What the user gave to Keras.
-        is_fit: Bool, whether they are for `fit`.
-        each_batch: Bool, whether those of any worker decide after each batch.
+        callbacks: Callback, list of callbacks or `CallbackList` from the user.
+        is_fit: Bool, whether the callbacks are for `fit`.
+        each_batch: Bool, whether a callback of any worker may stop training after a
+            batch.
 
     Returns:
-        List of callbacks, or what was given where there is one worker.
+        List of callbacks, or `callbacks` unchanged with one worker or a `CallbackList`.
     """
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1 or isinstance(
@@ -74,13 +75,13 @@ def select_callbacks(
 
 
 def order_callbacks(callbacks: Any) -> Any:
-    """Order callbacks: those that save the state of all the others come last.
+    """Move backup callbacks, which save the state of other callbacks, to the end.
 
     Args:
-        callbacks: What Keras is given.
+        callbacks: Callback, list of callbacks or `CallbackList` for Keras.
 
     Returns:
-        List of callbacks.
+        List of callbacks, or the same `CallbackList`.
     """
     given, last = callback_list(callbacks), backup_callbacks(callbacks)
     first = other_callbacks(callbacks)
@@ -88,22 +89,22 @@ def order_callbacks(callbacks: Any) -> Any:
         given[:] = [*first, *last]
         return callbacks
     if not any(isinstance(item, keras.callbacks.History) for item in first):
-        # Keras would add it at the end.
+        # Keras would append a `History` after the backup callbacks.
         first.append(keras.callbacks.History())
     return [*first, *last]
 
 
 def backup_callbacks(callbacks: Any) -> list:
-    """Callbacks that save the state of `fit`, or resume it."""
-    return [c for c in callback_list(callbacks) if _resumes(c)]
+    """Return the callbacks that save the state of `fit`, or resume it."""
+    return [c for c in callback_list(callbacks) if _resumes_fit(c)]
 
 
 def other_callbacks(callbacks: Any) -> list:
-    """Callbacks that neither save the state of `fit` nor resume it."""
-    return [c for c in callback_list(callbacks) if not _resumes(c)]
+    """Return the callbacks that neither save the state of `fit` nor resume it."""
+    return [c for c in callback_list(callbacks) if not _resumes_fit(c)]
 
 
-def _resumes(callback: Any) -> bool:
+def _resumes_fit(callback: Any) -> bool:
     return getattr(callback, "resumes_fit", False)
 
 
@@ -111,7 +112,7 @@ def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
     """Find what is wrong with the callbacks before training begins.
 
     Args:
-        callbacks: What the user gave to Keras.
+        callbacks: Callback, list of callbacks or `CallbackList` from the user.
         arguments: Dict, the arguments of `fit` by name.
 
     Returns:
@@ -119,29 +120,29 @@ def find_callback_problem(callbacks: Any, arguments: dict[str, Any]) -> str:
     """
     if len(backup_callbacks(callbacks)) > 1:
         return "Give `fit` one `tfdp.callbacks.BackupAndRestore`. Received: several"
-    asked = [c for c in callback_list(callbacks) if hasattr(c, "find_problem")]
-    num_steps = num_fit_steps(arguments) if asked else None
-    problems = [callback.find_problem(num_steps) for callback in asked]
+    validated = [c for c in callback_list(callbacks) if hasattr(c, "find_problem")]
+    num_steps = num_fit_steps(arguments) if validated else None
+    problems = [callback.find_problem(num_steps) for callback in validated]
     return next((problem for problem in problems if problem), "")
 
 
 def tfdp_callback_names(callbacks: Any) -> list[str]:
-    """Names of the callbacks of tfdp that the user gave to Keras, in order."""
+    """Return the class names of tfdp's callbacks among the user's, in order."""
     kinds = [type(callback) for callback in callback_list(callbacks)]
     return [k.__name__ for k in kinds if k.__module__.startswith("tfdp.")]
 
 
 def callback_list(callbacks: Any) -> list:
-    """List of the callbacks that the user gave to Keras."""
+    """Return a list of the user's callbacks; of a `CallbackList` its own list."""
     is_list = isinstance(callbacks, keras.callbacks.CallbackList)
     return callbacks.callbacks if is_list else keras.tree.flatten(callbacks or [])
 
 
 def describe_mismatch(names: list[list[str]]) -> str:
-    """Describe how workers' callbacks of tfdp differ, or `""`.
+    """Describe how the workers' tfdp callbacks differ, or return `""`.
 
     Args:
-        names: List of the names on each worker.
+        names: List with a list of class names for each worker.
     """
     if all(own == names[0] for own in names):
         return ""
@@ -153,36 +154,39 @@ def describe_mismatch(names: list[list[str]]) -> str:
 
 
 def add_optimizer_check(model: Any, callbacks: Any) -> Any:
-    """Add the check that a `DistributedOptimizer` needs in `fit`, before all others.
+    """Prepend the `OptimizerProgressCheck` that `fit` needs for some optimizers.
 
     Args:
         model: The Keras model.
-        callbacks: What the user gave to Keras.
+        callbacks: Callback, list of callbacks or `CallbackList` from the user.
 
     Returns:
-        List of callbacks, or what was given where nothing is needed.
+        List of callbacks, or `callbacks` unchanged if no check is needed.
     """
     given = callback_list(callbacks)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and hasattr(optimizer, "features"):
-        optimizer.features.train_together()  # those of a `fit` that an error has ended
+        # An earlier `fit` may have raised while its replicas used local steps.
+        optimizer.features.train_together()
     if getattr(optimizer, "needs_trace", False):
         model.train_function = None
     is_needed = hasattr(optimizer, "check_progress") or any(
         hasattr(callback, "switch_on") for callback in given
     )
-    is_there = any(isinstance(callback, OptimizerProgressCheck) for callback in given)
-    if not is_needed or is_there:
+    is_present = any(isinstance(callback, OptimizerProgressCheck) for callback in given)
+    if not is_needed or is_present:
         return callbacks
-    return with_first(model, callbacks, OptimizerProgressCheck())
+    return prepend_callback(model, callbacks, OptimizerProgressCheck())
 
 
-def with_first(model: Any, callbacks: Any, added: keras.callbacks.Callback) -> Any:
-    """Return callbacks with one more before them, or in a list of Keras's after them.
+def prepend_callback(
+    model: Any, callbacks: Any, added: keras.callbacks.Callback
+) -> Any:
+    """Return callbacks with one more at the front; append it to a `CallbackList`.
 
     Args:
         model: The Keras model.
-        callbacks: What the user gave to Keras.
+        callbacks: Callback, list of callbacks or `CallbackList` from the user.
         added: Keras callback.
     """
     if not isinstance(callbacks, keras.callbacks.CallbackList):
@@ -192,12 +196,13 @@ def with_first(model: Any, callbacks: Any, added: keras.callbacks.Callback) -> A
     return callbacks
 
 
-def move_averages(name: str, original: Callable, callback: Any) -> Any:
-    """Swap weights and averages, or restart averages, sharded or not.
+def swap_or_restart_averages(name: str, original: Callable, callback: Any) -> Any:
+    """Run a method of `SwapEMAWeights`, or with sharded averages of the optimizer.
 
     Args:
-        name: String, the method of an optimizer with sharded averages.
-        original: Callable, that of `SwapEMAWeights` for others.
+        name: String, name of the optimizer's method, which swaps weights with averages
+            or restarts the averages.
+        original: Callable, the method of `SwapEMAWeights`.
         callback: `SwapEMAWeights` callback.
     """
     optimizer = callback.model.optimizer
@@ -210,14 +215,17 @@ def move_averages(name: str, original: Callable, callback: Any) -> Any:
 
 
 def _is_sharded(model: Any, callbacks: list) -> bool:
-    """True if the optimizer's state is sharded, or will be by a callback."""
+    """Return whether the optimizer's state is sharded, or a callback will shard it."""
     optimizer = getattr(model, "optimizer", None)
     wanted = getattr(optimizer, "sharding", "none") != "none"
     return wanted or any(getattr(item, "shards", False) for item in callbacks)
 
 
 def _saving_participants(callback: Any) -> list:
-    """Callbacks that save when the first worker's callback does, and write nothing."""
+    """Return callbacks that take part in the saves of worker 0's callback.
+
+    Saving sharded state requires all workers. The participants write no files.
+    """
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         return [_compat.backup_that_writes_nothing(callback, TemporaryFolder("backup"))]
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -228,9 +236,9 @@ def _saving_participants(callback: Any) -> list:
 
 
 def decide_per_batch(callbacks: list) -> bool:
-    """Return whether any callback acts after a batch that may end training there.
+    """Return whether any callback may stop training after a batch.
 
-    Keras's own and those of trackers do not.
+    The callbacks of Keras, tfdp, MLflow and W&B do not.
     """
     return any(_decides_per_batch(callback) for callback in callbacks)
 
