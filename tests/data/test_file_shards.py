@@ -19,7 +19,7 @@ from tfdp.ground import _compat
 from tfdp.ground.plans.file_owners import balance_files, bytes_of_workers
 from tfdp.training.data import file_shards
 from tfdp.training.data.determinism import draws_seeds_once, nondeterminism_of
-from tfdp.training.data.early_rows import own_batches
+from tfdp.training.data.early_rows import batch_local_rows
 from tfdp.training.data.file_shards import FileShard
 
 NUM_FILES = 12
@@ -242,17 +242,18 @@ def test_own_batches_have_the_rows_of_a_replicas_part(ranks):
     num_replicas = 2 * len(ranks)
     size = [len(part) for part in np.array_split(np.arange(9), num_replicas)]
     expected = sum(size[rank] for rank in ranks)
-    own = own_batches(rows.batch(9).prefetch(2).take(3).repeat(2), ranks, num_replicas)
+    batches = rows.batch(9).prefetch(2).take(3).repeat(2)
+    own = batch_local_rows(batches, ranks, num_replicas)
     found = [each.tolist() for each in own.as_numpy_iterator()]
     once = [list(range(n * expected, (n + 1) * expected)) for n in range(3)]
     assert found == 2 * once
-    full = own_batches(rows.batch(9, drop_remainder=True), ranks, num_replicas)
+    full = batch_local_rows(rows.batch(9, drop_remainder=True), ranks, num_replicas)
     assert full.element_spec.shape == (expected,)
     assert int(full.cardinality()) == 50 // expected
 
 
 def test_of_batches_that_a_stage_looks_into_no_others_are_made():
     rows = tf.data.Dataset.range(50)
-    assert own_batches(rows.batch(9).map(lambda x: x + 1), [0], 2) is None
-    assert own_batches(rows.batch(9).shuffle(2, seed=1), [0], 2) is None
-    assert own_batches(rows.map(lambda x: [x]).padded_batch(9), [0], 2) is None
+    assert batch_local_rows(rows.batch(9).map(lambda x: x + 1), [0], 2) is None
+    assert batch_local_rows(rows.batch(9).shuffle(2, seed=1), [0], 2) is None
+    assert batch_local_rows(rows.map(lambda x: [x]).padded_batch(9), [0], 2) is None

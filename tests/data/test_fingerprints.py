@@ -250,7 +250,8 @@ def test_what_cannot_be_read_or_has_another_length_is_not_compared():
 
 def test_a_description_that_fails_leaves_no_worker_waiting():
     x = numbers()
-    with mock.patch.object(fingerprints._Part, "describe", side_effect=MemoryError):
+    part = fingerprints._ArrayPart
+    with mock.patch.object(part, "describe", side_effect=MemoryError):
         assert of(x, x[ORDER]) == f"x{OTHER}"
 
 

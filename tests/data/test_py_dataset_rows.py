@@ -14,7 +14,11 @@ from tests.data.cases_own_rows import BATCH, NUM_ROWS, Rows
 from tests.harness import common
 from tests.harness.interrupted import Layout, run
 from tfdp.ground import _compat
-from tfdp.training.data.own_rows import RowsOfBatches, describe_batches, gives_rows
+from tfdp.training.data.own_rows import (
+    LocalRowsDataset,
+    describe_batches,
+    supports_row_reads,
+)
 
 
 def data(**options: Any) -> Rows:
@@ -22,7 +26,7 @@ def data(**options: Any) -> Rows:
 
 
 def adapter(source: Rows, ranks: list[int], num_replicas: int, **options: Any) -> Any:
-    dataset = RowsOfBatches(source, ranks, num_replicas)
+    dataset = LocalRowsDataset(source, ranks, num_replicas)
     options = {"class_weight": None, "shuffle": False} | options
     made = _compat.RowsOfPyDatasetAdapter(dataset, **options)
     made.user_data = source
@@ -45,7 +49,7 @@ def test_all_workers_together_read_each_row_once(num_workers: int):
     touched = np.zeros(NUM_ROWS, int)
     for rank in range(num_workers):
         source = data()
-        own = RowsOfBatches(source, [rank], num_workers)
+        own = LocalRowsDataset(source, [rank], num_workers)
         for index in range(len(source)):
             own[index]
         for index, start, stop in source.read:
@@ -55,7 +59,7 @@ def test_all_workers_together_read_each_row_once(num_workers: int):
 
 def test_a_worker_without_a_row_is_given_one_that_tells_its_shape():
     source = Rows(*common.regression_data(BATCH + 1))
-    item = RowsOfBatches(source, [1], 2)[1]
+    item = LocalRowsDataset(source, [1], 2)[1]
     assert item["total"] == [1]
     assert len(item["rows"][0]) == 1
 
@@ -121,12 +125,12 @@ class Uncounted(Rows):
 
 def test_only_a_class_with_both_methods_is_asked_for_rows():
     arrays = common.regression_data(NUM_ROWS)
-    assert gives_rows(Rows(*arrays))
-    assert not gives_rows(Unrelated(*arrays))
-    assert not gives_rows(OneArgument(*arrays))
-    assert not gives_rows(arrays)
+    assert supports_row_reads(Rows(*arrays))
+    assert not supports_row_reads(Unrelated(*arrays))
+    assert not supports_row_reads(OneArgument(*arrays))
+    assert not supports_row_reads(arrays)
     with pytest.warns(UserWarning, match=r"and no `num_rows\(index\)`"):
-        assert not gives_rows(Uncounted(*arrays))
+        assert not supports_row_reads(Uncounted(*arrays))
 
 
 class Short(Rows):
@@ -139,7 +143,7 @@ class Short(Rows):
 def test_another_number_of_rows_than_asked_for_is_an_error():
     source = Short(*common.regression_data(NUM_ROWS))
     with pytest.raises(ValueError, match=r"parts with these numbers of rows: \[3, 3\]"):
-        RowsOfBatches(source, [1], 2)[0]
+        LocalRowsDataset(source, [1], 2)[0]
 
 
 @pytest.mark.parametrize("count", [0, -1, 2.0, None, True])
@@ -147,7 +151,7 @@ def test_a_wrong_count_of_rows_is_an_error(count: Any):
     source = data()
     source.num_rows = lambda index: count
     with pytest.raises(ValueError, match=r"Received: num_rows\(0\)="):
-        RowsOfBatches(source, [0], 2)[0]
+        LocalRowsDataset(source, [0], 2)[0]
 
 
 class ShortOnLastWorker(Rows):

@@ -31,7 +31,7 @@ from tfdp.features.monitor.sinks import write_json
 from tfdp.ground import _compat
 from tfdp.ground.base.context import strategy_of
 from tfdp.training.data.early_rows import divide_early
-from tfdp.training.data.own_rows import gives_rows
+from tfdp.training.data.own_rows import supports_row_reads
 from tfdp.training.data.stages import MAPS
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
@@ -175,7 +175,7 @@ def pipeline_of(data: Any, strategy: Any) -> Pipeline:
 
 
 def _obstacle_of_py_dataset(dataset: Any, strategy: Any) -> str:
-    if not _has_other_workers(strategy) or gives_rows(dataset):
+    if not _has_other_workers(strategy) or supports_row_reads(dataset):
         return ""
     return (
         "give the `PyDataset` the methods `rows` and `num_rows`, by which a worker "

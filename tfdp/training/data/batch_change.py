@@ -1,7 +1,7 @@
 """Change of the global batch size between an interrupted run and its continuation.
 
-Positions are carried over in samples, and rounded down to a batch of the new size: a
-few samples may be seen twice, and none is left out.
+Positions are converted in samples, and rounded down to a batch of the new size. A few
+samples may be read twice, and none is left out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class BatchChange:
     Args:
         before: Int, samples of a batch in the interrupted run.
         now: Int, samples of a batch in the run that continues it.
-        keeps_updates: Bool, whether an update has as many samples as before, since it
-            accumulates fewer or more batches. Defaults to `False`.
+        keeps_updates: Bool, whether an update has the same number of samples as before,
+            because the number of accumulated batches has changed, too. Defaults to
+            `False`.
 
     Example:
 
@@ -35,26 +36,31 @@ class BatchChange:
 
     @property
     def ratio(self) -> float:
-        """Float, factor by which the batch of an update has grown."""
+        """Float, factor by which the number of samples of an update has grown."""
         return 1.0 if self.keeps_updates else self.now / self.before
 
     def can_carry(self, num_batches: int) -> bool:
-        """Return whether accumulated batches are a whole number of new batches."""
+        """Return whether a number of old batches is a whole number of new batches."""
         return num_batches * self.before % self.now == 0
 
     def floor(self, num_batches: int) -> int:
-        """Return the number of new batches in old ones, rounded down."""
+        """Convert a number of old batches to new batches, rounded down."""
         return num_batches * self.before // self.now
 
     def ceil(self, num_batches: int) -> int:
-        """Return the number of new batches in old ones, rounded up."""
+        """Convert a number of old batches to new batches, rounded up."""
         return -(-num_batches * self.before // self.now)
 
     def fits(self, before: int | None, now: int | None) -> bool:
-        """Return whether old and new batches can have as many samples."""
+        """Return whether numbers of old and new batches can have the same samples.
+
+        Args:
+            before: Int, number of old batches of an epoch, or `None`.
+            now: Int, number of new batches of an epoch, or `None`.
+        """
         if before is None or now is None:
             return before == now
-        # The last batch of either may have any size, or be left out.
+        # The last batch of an epoch may have any size, or be dropped.
         return (before - 1) * self.before < (now + 1) * self.now and (
             now - 1
         ) * self.now < (before + 1) * self.before
@@ -68,7 +74,7 @@ class Batches:
         replicas: Int, number of replicas.
         batch_size: Int, samples of a global batch, or `None` if unknown.
         steps_per_epoch: Int, the argument of `fit`, or `None`.
-        accumulated: Int, batches of an update. Defaults to 1.
+        accumulated: Int, number of batches of an update. Defaults to 1.
     """
 
     replicas: int
@@ -82,13 +88,14 @@ def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
 
     Args:
         then: `Batches` of the run that was interrupted.
-        now: `Batches` of the run that goes on.
+        now: `Batches` of the run that continues it.
 
     Returns:
-        `BatchChange`, or `None` for as many replicas: nothing may change then.
+        `BatchChange`, or `None` if the number of replicas has not changed.
 
     Raises:
-        ValueError: If the batches of now are not those that the replicas need.
+        ValueError: If the new batch size does not keep the batch size of each replica,
+            or if a batch size is unknown.
 
     Example:
 
@@ -118,19 +125,21 @@ def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
 def change_for_updates(
     then: Batches, now: Batches, waiting: int, num_batches: int
 ) -> BatchChange | None:
-    """Return the change that keeps the samples of an update, by its accumulation.
+    """Return the change that keeps the number of samples of an update.
 
     Args:
         then: `Batches` of the run that was interrupted.
-        now: `Batches` of the run that goes on.
-        waiting: Int, batches of then that wait for an update.
-        num_batches: Int, batches of then since its epoch began.
+        now: `Batches` of the run that continues it.
+        waiting: Int, old batches that are accumulated and wait for an update.
+        num_batches: Int, old batches since the interrupted epoch began.
 
     Returns:
-        `BatchChange`, or `None` if it is not of that kind.
+        `BatchChange`, or `None` if the batch size is unchanged or unknown, or if an
+        update has another number of samples.
 
     Raises:
-        ValueError: If what waits cannot be carried over.
+        ValueError: If the waiting batches are not a whole number of new batches, or if
+            an epoch would have another number of samples.
 
     Example:
 
@@ -155,6 +164,7 @@ def change_for_updates(
 
 
 def _check_epochs(then: Batches, now: Batches, change: BatchChange) -> None:
+    """Raise if `steps_per_epoch` changes the number of samples of an epoch."""
     if not change.fits(then.steps_per_epoch, now.steps_per_epoch):
         raise ValueError(
             "an epoch has to stay as many samples: `steps_per_epoch` was "
@@ -174,22 +184,22 @@ def convert_position(
     """Convert a position in the data to batches of another size.
 
     Args:
-        snapshot: Dict, what `Position.snapshot` returned when the epoch began.
-        num_batches: Int, batches that were taken since.
+        snapshot: Dict that `DataPosition.snapshot` returned when the epoch began.
+        num_batches: Int, old batches taken since then.
         change: `BatchChange`.
-        keeps_iterator: Bool, whether one iterator goes through all epochs.
-        group: Int, batches that are taken at a time.
+        keeps_iterator: Bool, whether one iterator supplies all epochs.
+        group: Int, number of batches that are taken at a time.
 
     Returns:
-        Tuple of a snapshot and a number of batches.
+        Tuple of the converted snapshot, and the number of new batches taken since.
     """
     taken = list(snapshot["taken"])
-    # Those of epochs that are over were read to their end.
-    fresh = [change.ceil(count) for count in taken]
-    begun = 0
+    # The iterators of finished epochs were read to their end, so their counts round up.
+    new_taken = [change.ceil(count) for count in taken]
+    steps_before = 0
     if keeps_iterator and taken:
-        begun = fresh[-1] = change.floor(taken[-1])
+        steps_before = new_taken[-1] = change.floor(taken[-1])
         num_batches += taken[-1]
-    since = change.floor(num_batches) - begun
-    progress = {"steps_seen": begun, "num_batches": None, "taken": fresh}
-    return {**snapshot, **progress}, since - since % group
+    steps_since = change.floor(num_batches) - steps_before
+    progress = {"steps_seen": steps_before, "num_batches": None, "taken": new_taken}
+    return {**snapshot, **progress}, steps_since - steps_since % group

@@ -1,8 +1,8 @@
-"""Labels of the batches that Python code of the user gives, to compare workers by.
+"""Labels of the batches of generators and `PyDataset`s, which workers compare.
 
-A generator or a `PyDataset` is read by every worker, and nothing but its batches tells
-whether all draw the same rows. The labels of the first batch are compared before the
-first step, those of later ones by `ConsistencyCheck`.
+Each worker reads the whole generator or `PyDataset`, and only its batches show whether
+all workers draw the same rows. Workers compare the labels of the first batch before
+the first step; `ConsistencyCheck` compares the labels of later batches.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import numpy as np
 from tfdp.training.data.fingerprints import as_numpy
 from tfdp.training.data.rows import named_leaves
 
-_NUM_KEPT_BATCHES = 1000  # more than are read ahead of the step
+# The number of batches whose labels are kept: more than a pipeline reads ahead.
+_NUM_KEPT_BATCHES = 1000
 
 
 class LabelRecord:
     """Record of the labels of the latest batches of a `fit`.
 
     Args:
-        restarts: Bool, whether a pass over the data begins with each epoch.
+        restarts: Bool, whether each epoch begins a new pass over the data.
 
     Attributes:
         is_active: Bool, whether labels are kept. Defaults to `False`.
@@ -34,32 +35,32 @@ class LabelRecord:
         self._labels: dict[int, dict[str, np.ndarray]] = {}
 
     def watch(self, batches: Iterable) -> Iterator[Any]:
-        """Pass on the batches of a pass over the data."""
-        # An iterator of a pass before may be read ahead still.
+        """Yield the batches of a pass over the data, and record their labels."""
+        # The iterator of the previous pass may still read ahead, into its own dict.
         kept: dict[int, dict[str, np.ndarray]] = {}
         self._labels = kept
         for number, batch in enumerate(batches, start=1):
             if self.is_active:
-                # A generator may use its arrays again.
-                found = class_labels(batch)
-                kept[number] = {name: label.copy() for name, label in found.items()}
+                # A generator may reuse its arrays for the next batch.
+                labels = class_labels(batch)
+                kept[number] = {name: label.copy() for name, label in labels.items()}
                 kept.pop(number - _NUM_KEPT_BATCHES, None)
             yield batch
 
     def labels_of(self, number: int) -> dict[str, np.ndarray]:
-        """Return the labels of a batch of this pass by name, as far as kept.
+        """Return the labels of a batch of the current pass by name; empty if not kept.
 
         Args:
-            number: Int, the first batch has 1.
+            number: Int, number of the batch in the pass, from 1.
         """
         return self._labels.get(number, {})
 
 
 def class_labels(batch: Any) -> dict[str, np.ndarray]:
-    """Return the targets of a batch that are labels of classes, by name.
+    """Return the targets of a batch that are class labels, by name.
 
-    Each worker may augment rows at random, which changes features, and targets such as
-    masks or the words of a text; it keeps the class of a row.
+    Random augmentation on each worker may change features and targets such as masks or
+    the words of a text, but not the class of a row.
 
     Args:
         batch: Batch of a generator or of a `PyDataset`, or `None`.
@@ -77,12 +78,15 @@ def class_labels(batch: Any) -> dict[str, np.ndarray]:
 
 
 def _labels(targets: Any) -> np.ndarray | None:
-    """Targets of which each row is one whole number or string, or one-hot."""
+    """Return targets as an array if they are class labels, or else `None`.
+
+    Each row of class labels is a whole number, a string or a one-hot vector.
+    """
     if len(getattr(targets, "shape", ())) not in (1, 2):
         return None
     try:
         values = as_numpy(targets)
-    except Exception:  # noqa: BLE001 an array is any class of a user's
+    except Exception:  # noqa: BLE001 arrays may be of any user class
         return None
     is_number = values.dtype.kind in "biuf"
     if values.ndim == 2 and values.shape[1] > 1:

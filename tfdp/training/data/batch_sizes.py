@@ -8,37 +8,37 @@ import tensorflow as tf
 
 from tfdp.ground import _compat
 from tfdp.ground.text import pluralize
-from tfdp.training.data.stages import CHOOSE, MAPS, PASS_ON
+from tfdp.training.data.stages import MAPS, PASS_THROUGH, SELECTIONS
 
-# Stages after `batch` that pass each batch on, and those that choose and order them
-# by what workers compare. Of other stages the sizes are not known.
-_PASS_ON = {
-    *(*MAPS, *PASS_ON, "CacheDataset", "AssertCardinalityDataset"),
+# Stages after `batch` that keep the size of each batch, and stages that select and
+# order batches by settings that workers compare. Other stages make the sizes unknown.
+_SIZE_KEEPING_STAGES = {
+    *(*MAPS, *PASS_THROUGH, "CacheDataset", "AssertCardinalityDataset"),
     *("ParseExampleDataset", "SnapshotDataset"),
 }
-_CHOOSE = {
-    *(*CHOOSE, "ShuffleDataset", "ShardDataset", "ConcatenateDataset", "ZipDataset")
+_SELECTION_STAGES = {
+    *(*SELECTIONS, "ShuffleDataset", "ShardDataset", "ConcatenateDataset", "ZipDataset")
 }
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
-    """Return the batch size of a dataset, or `None` where it does not show."""
+    """Return the batch size of a dataset, or `None` if its stages do not show it."""
     found = _size_in_spec(dataset) or _compat.dataset_batch_size(dataset)
     return found if found > 0 else None
 
 
 def sizes_of_batches(dataset: tf.data.Dataset) -> dict[str, Any] | None:
-    """Return what determines the number of rows of every batch of a dataset.
+    """Describe the number of rows of every batch of a dataset.
 
-    Nothing is read: sizes are known by the shapes, or by a `batch` of which the number
-    of rows is known. With equal results on two workers, batch i has equally many rows
-    on both, whatever they hold; unless a `map` after `batch` takes some away.
+    No data is read: the sizes follow from static shapes, or from a `batch` stage whose
+    number of input rows is known. If the results of two workers are equal, batch i has
+    the same number of rows on both, unless a `map` after `batch` removes rows.
 
     Args:
         dataset: `tf.data.Dataset` of batches.
 
     Returns:
-        Dict to be compared and to be sent as JSON, or `None` where it is not known.
+        Dict that workers can send as JSON and compare, or `None` if sizes are unknown.
 
     Example:
 
@@ -52,15 +52,15 @@ def sizes_of_batches(dataset: tf.data.Dataset) -> dict[str, Any] | None:
         return None
     sources = _compat.dataset_sources(dataset)
     if batch_size := _compat.size_of_batch_stage(dataset):
-        return _sizes_of(_length(sources[0]), batch_size)
+        return _sizes_of_batch_stage(_length(sources[0]), batch_size)
     kind = _compat.kind_of_part(dataset)
-    if kind not in _PASS_ON | _CHOOSE:
+    if kind not in _SIZE_KEEPING_STAGES | _SELECTION_STAGES:
         return None
     parts = [part for source in sources if (part := sizes_of_batches(source))]
     if len(parts) < len(sources):
         return None
     first, is_one = parts[0], len(parts) == 1
-    if kind in _PASS_ON or (is_one and first.keys() == {"size"}):
+    if kind in _SIZE_KEEPING_STAGES or (is_one and first.keys() == {"size"}):
         return first
     lengths = [_length(source) for source in sources]
     if kind == "TakeDataset" and "last" in first and num_batches < lengths[0]:
@@ -89,7 +89,7 @@ def describe_sizes(sizes: dict[str, Any]) -> str:
     return f"batches of {pluralize(sizes['size'], 'row')}{last}"
 
 
-def _sizes_of(num_rows: int, size: int) -> dict[str, Any] | None:
+def _sizes_of_batch_stage(num_rows: int, size: int) -> dict[str, Any] | None:
     if num_rows == tf.data.UNKNOWN_CARDINALITY:
         return None
     is_whole = num_rows == tf.data.INFINITE_CARDINALITY or num_rows % size == 0
@@ -101,7 +101,7 @@ def _length(dataset: tf.data.Dataset) -> int:
 
 
 def _size_in_spec(dataset: tf.data.Dataset) -> int:
-    """The size that the shapes of a dataset tell, or 0."""
+    """Return the batch size in the static shapes of a dataset, or 0."""
     sizes = {
         spec.shape[0]
         for spec in tf.nest.flatten(dataset.element_spec)

@@ -20,11 +20,11 @@ def weigh_batches(
     """Compute the weight of each local replica in the sums over a global batch.
 
     Args:
-        local_batches: List of nests, what each local replica is given.
+        local_batches: List of nests, the batch of each local replica.
         host_group: `ProcessGroup` with one member for each worker.
         num_replicas: Int, on all workers.
-        total: Scalar float32 tensor, the rows of the global batch, or `None` if
-            workers have to ask each other.
+        total: Scalar float32 tensor, the number of rows of the global batch, or `None`
+            if workers have to all-reduce it.
 
     Returns:
         List of `BatchWeight`, whose weights sum to one over all replicas, or `None` if
@@ -34,7 +34,7 @@ def weigh_batches(
         return None
     firsts = [first_tensor(batch) for batch in local_batches]
     without_data = any(first is None for first in firsts)
-    if without_data or are_alike(local_batches, host_group):
+    if without_data or have_equal_rows(local_batches, host_group):
         rows = None if without_data else firsts[0].shape[0]
         num_samples = None if rows is None else tf.constant(float(num_replicas * rows))
         equal = tf.constant(1.0 / num_replicas, tf.float64)
@@ -48,7 +48,7 @@ def weigh_batches(
     return [BatchWeight(weight, total) for weight in weights]
 
 
-def are_alike(local_batches: list, host_group: ProcessGroup) -> bool:
+def have_equal_rows(local_batches: list, host_group: ProcessGroup) -> bool:
     """Return whether all replicas are known to have the same number of rows."""
     firsts = [first_tensor(batch) for batch in local_batches]
     static = {None if first is None else first.shape[0] for first in firsts}
@@ -58,8 +58,12 @@ def are_alike(local_batches: list, host_group: ProcessGroup) -> bool:
 class CountedBatch(NamedTuple):
     """Rows of the local replicas, and the number of rows of their global batch.
 
-    Every worker reads the whole global batch before it takes its rows, so that
-    workers need not ask each other for the number.
+    Every worker reads the whole global batch before it takes its rows, so that no
+    all-reduce is needed for the number.
+
+    Args:
+        batch: Per-replica value, the rows of the local replicas.
+        num_rows: Scalar float32 tensor, the number of rows of the global batch.
     """
 
     batch: Any
@@ -70,10 +74,10 @@ def unpack_counted(args: tuple) -> tuple[tuple, tf.Tensor | None]:
     """Unpack a `CountedBatch` among the arguments of a step.
 
     Args:
-        args: Tuple, of which one item may be a `CountedBatch`.
+        args: Tuple, one item may be a `CountedBatch`.
 
     Returns:
-        Tuple of plain arguments, and the rows of the global batch or `None`.
+        Tuple of plain arguments, and the number of rows of the global batch or `None`.
     """
     plain = tuple(a.batch if isinstance(a, CountedBatch) else a for a in args)
     totals = [a.num_rows for a in args if isinstance(a, CountedBatch)]

@@ -1,4 +1,4 @@
-"""Validation of the data of Keras's loops, with one sentence for each error."""
+"""Validation of the data of Keras's loops, with a one-sentence message per error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tfdp.training.data.rows import (
 )
 
 _PARTS = ("x", "y", "sample_weight")
-# TensorFlow's messages for an error in a data graph, and for one in Python.
+# Matches in TensorFlow's messages: an error from a data graph, and one from Python.
 _IN_GRAPH = re.compile(re.escape(UNEQUAL_ROWS) + r" Received: (.*) with\] \[([\d ]+)\]")
 _IN_PYTHON = re.compile(
     r"(All batches of a generator must have the same structure\. |"
@@ -36,23 +36,26 @@ def check_arrays(model: Any, arguments: dict[str, Any]) -> None:
 
     Args:
         model: The Keras model.
-        arguments: Dict, the arguments of the call by name. What is no nest of
-            arrays is left to Keras.
+        arguments: Dict, the arguments of the call by name. Data other than nests of
+            arrays is not checked.
 
     Raises:
-        ValueError: If there is no array, a scalar, or arrays of different lengths.
+        ValueError: If there is no array, or if an array is a scalar, or if arrays have
+            different lengths.
     """
     given = {name: arguments.get(name) for name in _PARTS}
     _check_features(model, given["x"], given["y"])
-    _check_all(given)
+    _check_sample_arrays(given)
     validation = arguments.get("validation_data")
     if isinstance(validation, (tuple, list)):
         name = "validation_data"
-        _check_all({f"{name}[{i}]": part for i, part in enumerate(validation)})
+        _check_sample_arrays(
+            {f"{name}[{i}]": part for i, part in enumerate(validation)}
+        )
 
 
 def check_batch(strategy: Any, model: Any, arguments: dict[str, Any]) -> None:
-    """Raise if the arrays for `train_on_batch` and its like cannot be divided.
+    """Raise if arrays for `train_on_batch` or similar methods cannot be divided.
 
     Args:
         strategy: A tfdp strategy.
@@ -65,18 +68,18 @@ def check_batch(strategy: Any, model: Any, arguments: dict[str, Any]) -> None:
     given = {name: arguments.get(name) for name in _PARTS}
     _check_features(model, given["x"], given["y"])
     if strategy.num_replicas_in_sync > 1:
-        _check_alike(given)
+        _check_equal_rows(given)
 
 
 def describe_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Describe arrays for the other workers.
+    """Describe arrays, for comparison by workers.
 
     Args:
         given: Dict of nests of arrays by name.
 
     Returns:
-        Dict with rows, shape and dtype of each array by name, or `None` if there is
-        anything but arrays.
+        Dict with rows, shape and dtype of each array by name, or `None` if the nests
+        contain anything but arrays.
 
     Example:
 
@@ -86,17 +89,17 @@ def describe_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
     arrays = named_arrays(given)
     if arrays is None:
         return None
-    return {name: _described(leaf) for name, leaf in arrays.items()}
+    return {name: _describe_array(leaf) for name, leaf in arrays.items()}
 
 
 def named_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Return arrays by names that tell their places.
+    """Return the arrays of nests by their paths.
 
     Args:
         given: Dict of nests of arrays by name.
 
     Returns:
-        Dict, or `None` if there is anything but arrays.
+        Dict, or `None` if the nests contain anything but arrays.
     """
     if not all(_is_array(leaf) for leaf in keras.tree.flatten(given)):
         return None
@@ -108,11 +111,11 @@ def named_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _described(array: Any) -> dict[str, Any]:
+def _describe_array(array: Any) -> dict[str, Any]:
     shape = tf.TensorShape(array.shape)
     dtype = getattr(array, "dtype", None)
     name: Any = str(getattr(dtype, "name", dtype))
-    if dtype is None:  # a table, with a type for each column
+    if dtype is None:  # a table has a dtype for each column
         name = [str(column) for column in getattr(array, "dtypes", [])]
     if not shape.rank:
         return {"shape": [], "dtype": name}
@@ -124,23 +127,24 @@ def check_element(model: Any, spec: Any) -> None:
 
     Args:
         model: The Keras model.
-        spec: Nest of specs, `None` for what is left out.
+        spec: Nest of specs, `None` for parts that are left out.
 
     Raises:
-        ValueError: If so, unless the model has a step of its own.
+        ValueError: If it holds none, unless the model overrides its steps.
     """
     parts = spec if isinstance(spec, tuple) else (spec,)
     _check_features(model, *(*parts, None)[:2])
 
 
 def check_structure(data: Any) -> Any:
-    """Wrap a generator to raise at the first batch with another structure.
+    """Wrap a generator, to raise at the first batch with another structure.
 
     Args:
-        data: Data of a loop; anything but a generator is returned as it is.
+        data: Data of a loop; anything but a generator is returned unchanged.
 
     Raises:
-        ValueError: When such a batch is taken.
+        ValueError: The generator raises it at a batch with another structure than the
+            first, or without features.
 
     Example:
 
@@ -152,14 +156,14 @@ batch 2 of (array, None), after (array, {'a': array})
     """
     if not isinstance(data, types.GeneratorType):
         return data
-    checked = _checked(data)
+    checked = _checked_batches(data)
     checked.__name__ = data.__name__  # type: ignore[attr-defined]  # for messages
     return checked
 
 
 @contextlib.contextmanager
 def translate_errors() -> Iterator[None]:
-    """Replace TensorFlow's errors inside by the original message.
+    """Convert TensorFlow's errors about data to errors with tfdp's own message.
 
     Raises:
         ValueError: Instead of `tf.errors.InvalidArgumentError`.
@@ -174,6 +178,7 @@ def translate_errors() -> Iterator[None]:
 
 
 def _original_message(text: str) -> str | None:
+    """Return the sentence that tfdp wrote into an error of TensorFlow, or `None`."""
     if found := _IN_PYTHON.search(text):
         return found.group()
     if found := _IN_GRAPH.search(text):
@@ -183,7 +188,8 @@ def _original_message(text: str) -> str | None:
     return None
 
 
-def _checked(batches: types.GeneratorType) -> Generator[Any, None, None]:
+def _checked_batches(batches: types.GeneratorType) -> Generator[Any, None, None]:
+    """Yield batches; raise at one without features or with another structure."""
     first = None
     for number, batch in enumerate(batches, start=1):
         structure = _structure_of(batch)
@@ -194,7 +200,7 @@ def _checked(batches: types.GeneratorType) -> Generator[Any, None, None]:
                 f"batch {number} of {structure}, after {first}"
             )
         if _is_empty(batch):
-            raise _without_features("batch", batch)
+            raise _no_features_error("batch", batch)
         yield batch
 
 
@@ -218,12 +224,13 @@ def _structure_of(batch: Any) -> str:
 
 
 def _check_features(model: Any, x: Any, y: Any) -> None:
+    """Raise if `x` holds no array, unless an overridden step may use `y` alone."""
     if not _is_empty(x) or (not _is_empty(y) and _compat.overridden(model)):
         return
-    raise _without_features("x", x)
+    raise _no_features_error("x", x)
 
 
-def _without_features(name: str, data: Any) -> ValueError:
+def _no_features_error(name: str, data: Any) -> ValueError:
     return ValueError(
         "The data holds no features: `x` must be an array, a dataset, or a structure "
         f"with at least one array. Received: {name}={data!r}"
@@ -234,8 +241,8 @@ def _is_empty(data: Any) -> bool:
     return all(leaf is None for leaf in keras.tree.flatten(data))
 
 
-def _check_all(given: dict[str, Any]) -> None:
-    """Check arrays of all samples; of anything else Keras takes care."""
+def _check_sample_arrays(given: dict[str, Any]) -> None:
+    """Raise if arrays are scalars or differ in length; ignore data of other kinds."""
     arrays = named_arrays(given) or {}
     for where, leaf in arrays.items():
         if not has_rows(leaf):
@@ -246,7 +253,8 @@ def _check_all(given: dict[str, Any]) -> None:
     check_parts(arrays)
 
 
-def _check_alike(given: dict[str, Any]) -> None:
+def _check_equal_rows(given: dict[str, Any]) -> None:
+    """Raise if arrays of a batch have different numbers of rows; ignore scalars."""
     parts = [parts_with_rows(part, name) for name, part in given.items()]
     check_parts({where: leaf for each in parts for where, leaf in each.items()})
 
@@ -256,7 +264,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def source_name(source: Any) -> str:
-    """Return what the data given to a loop of Keras is called in messages.
+    """Return the name that messages use for the data of a loop of Keras.
 
     Args:
         source: Arrays, a dataset, a `PyDataset`, a torch `DataLoader` or a generator.
@@ -283,7 +291,7 @@ def source_name(source: Any) -> str:
 
 
 def _dataset_name(dataset: tf.data.Dataset) -> str:
-    """Name a dataset after the files, tensors or function that it begins with."""
+    """Return the name that messages use for a dataset, after its first stage."""
     if _compat.calls_python(dataset, counts_pure=True):
         return "the `tf.data.Dataset` that calls Python"
     *_, first = _compat.dataset_inputs(dataset)

@@ -1,4 +1,4 @@
-"""Determinism of a data pipeline: whether a script gets the same batches again."""
+"""Determinism of a data pipeline: whether a rerun reads the same batches."""
 
 from __future__ import annotations
 
@@ -11,37 +11,45 @@ import tensorflow as tf
 
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat
-from tfdp.training.data.stages import BATCHES, MAPS, PASS_ON
+from tfdp.training.data.stages import BATCHES, MAPS, PASS_THROUGH
 
+# TensorFlow's stateful random operations.
 RANDOM_OPS = (
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"),
     *("RandomShuffle", "Multinomial", "RandomGamma", "RandomPoissonV2"),
 )
-# Datasets that create one iterator of each input in a pass.
+# Kinds of datasets that create only one iterator of each input in a pass.
 _ONE_PASS_DATASETS = (
-    *(*BATCHES, *MAPS, *PASS_ON, "PaddedBatchDataset", "TakeDataset", "SkipDataset"),
+    *(
+        *BATCHES,
+        *MAPS,
+        *PASS_THROUGH,
+        "PaddedBatchDataset",
+        "TakeDataset",
+        "SkipDataset",
+    ),
     *("FilterDataset", "ShuffleDataset", "ZipDataset", "AssertCardinalityDataset"),
     *("TensorDataset", "TensorSliceDataset", "RangeDataset", "RebatchDataset"),
     *("InterleaveDataset", "ParallelInterleaveDataset", "FlatMapDataset"),
     "TFRecordDatasetV2",
 )
-# Datasets that keep the order of samples after they are batched.
-_ORDER_KEEPING_DATASETS = (*MAPS, *PASS_ON, "CacheDataset", "ModelDataset")
+# Kinds of datasets that keep the order of batches.
+_ORDER_KEEPING_DATASETS = (*MAPS, *PASS_THROUGH, "CacheDataset", "ModelDataset")
 
 
 def nondeterminism_of(
     source: Any, *, is_ordered: bool, chosen_seed: int | None = None
 ) -> str | None:
-    """Name what keeps a pipeline from giving the same batches again.
+    """Describe why a rerun would not read the same batches.
 
     Args:
         source: Source of Keras's data adapter.
         is_ordered: Bool, whether the order of arrays is known.
-        chosen_seed: Int, a global seed that the next run will not have, or `None`.
+        chosen_seed: Int, a global seed that tfdp drew for this run only, or `None`.
             Defaults to `None`.
 
     Returns:
-        String that names it, or `None`.
+        String, the reason, or `None` if the batches are the same.
     """
     if isinstance(source, tf.data.Dataset):
         return _nondeterminism_of_dataset(source, chosen_seed)
@@ -56,26 +64,26 @@ def nondeterminism_of(
 
 
 def draws_seeds_once(dataset: Any) -> bool:
-    """Return whether each shuffle draws its seeds once in an epoch.
+    """Return whether each shuffle of a dataset draws its seeds once in an epoch.
 
-    Otherwise it draws them as often as it is reached, so that the order of an epoch
-    depends on the batches that were read in those before.
+    Otherwise a shuffle may draw seeds several times in an epoch, and the order depends
+    on how many batches of the earlier epochs were read.
     """
     kinds = _compat.kinds_of_parts(dataset)
-    # Of a dataset that a function captures, an iterator begins whenever it is called.
+    # A function that captures a dataset creates an iterator of it at every call.
     is_once = all(kind in _ONE_PASS_DATASETS for kind in kinds)
     return is_once and not _compat.captures_dataset(dataset)
 
 
 def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
-    """Name what makes the order of samples depend on the batch size.
+    """Describe why the order of samples depends on the batch size.
 
     Args:
         source: Source of Keras's data adapter.
         shuffles_batches: Bool, whether arrays are shuffled in batches.
 
     Returns:
-        String, or `None` if they come in the same order.
+        String, the reason, or `None` if the order does not depend on it.
     """
     if shuffles_batches:
         return "the size of its batches has changed, and arrays are shuffled in batches"
@@ -127,19 +135,19 @@ def common_seed(worker_group: WorkerGroup) -> int:
 
 
 def new_seed() -> int:
-    """Draw a seed from the operating system: the user's generators stay untouched."""
+    """Draw a seed from the operating system, and none from the user's generators."""
     return random.SystemRandom().getrandbits(30)
 
 
 class SeededShuffle:
     """Factory of a dataset of shuffled arrays, with another seed in each epoch.
 
-    TensorFlow repeats the permutation of a seeded dataset, and that of one without a
-    seed cannot be repeated.
+    TensorFlow repeats the permutation of a seeded dataset in each epoch, and the
+    permutation of an unseeded one cannot be reproduced.
 
     Args:
-        first: Int, the seed of the first epoch.
-        make: Callable that returns the dataset.
+        first: Int, seed of the first epoch; each later epoch adds 1.
+        make: Callable without arguments that returns the dataset.
     """
 
     def __init__(self, first: int, make: Callable) -> None:

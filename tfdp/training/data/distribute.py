@@ -1,11 +1,11 @@
 """Distribution of a dataset: every replica gets its rows of every global batch.
 
-Stock tf.distribute shards a dataset by file or by element and then divides
-batches, which needs files enough, gives the last partial batch to the first
-replicas, and asks all workers at every step whether any has data left.
-Here every worker reads the same global batches, in the same order, and takes
-the rows of its replicas: rank r of R has rows that differ in number by one at
-most, and all workers see the end of the data at the same step.
+Stock tf.distribute shards a dataset by file or by element and then divides batches.
+This requires enough files, gives the last partial batch to the first replicas, and
+synchronizes all workers at every step to find out whether any has data left. Here every
+worker reads the same global batches, in the same order, and takes the rows of its
+replicas: the row counts of any two replicas differ by at most one, and all workers
+reach the end of the data at the same step.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tfdp.communication.cluster.islands import Island
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.training.data.batch_sizes import batch_size_of, sizes_of_batches
-from tfdp.training.data.early_rows import Division, divide_early, own_batches
+from tfdp.training.data.early_rows import Division, batch_local_rows, divide_early
 from tfdp.training.data.element_specs import describe_spec
 from tfdp.training.data.file_shards import FileShard
-from tfdp.training.data.other_rows import places_of_others
+from tfdp.training.data.other_rows import places_of_other_rows
 from tfdp.training.data.per_replica_dataset import (
     PREFETCHED_STEPS,
     PerReplicaDataset,
@@ -38,20 +38,28 @@ from tfdp.training.data.same_datasets import (
     check_not_sharded,
     check_same_elements,
     check_same_values,
-    compare,
-    on_workers,
+    compare_datasets,
+    list_by_worker,
     values_of_sources,
 )
-from tfdp.training.data.stages import BATCHES, CHOOSE, MAPS, PASS_ON
+from tfdp.training.data.stages import BATCHES, MAPS, PASS_THROUGH, SELECTIONS
 
 REBALANCE_REASON = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
 )
 _POLICY = tf.data.experimental.AutoShardPolicy
-# Stages that read no files themselves. With them an element would be read and prepared
-# twice, to fill the buffer of a shuffle as many as that holds.
-_AFTER_READING = {
-    *(*BATCHES, *MAPS, *PASS_ON, *CHOOSE, "PaddedBatchDataset", "ShuffleDataset"),
+# Stages that read no files. The check for enough files leaves them out: with them it
+# would prepare elements that are prepared again in training, for a shuffle as many as
+# its buffer holds.
+_STAGES_AFTER_READING = {
+    *(
+        *BATCHES,
+        *MAPS,
+        *PASS_THROUGH,
+        *SELECTIONS,
+        "PaddedBatchDataset",
+        "ShuffleDataset",
+    ),
     *("AssertCardinalityDataset", "CacheDataset", "FilterDataset"),
 }
 
@@ -63,14 +71,15 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
         strategy: A tfdp strategy.
         dataset: `tf.data.Dataset`, batched by the global batch size.
         options: `tf.distribute.InputOptions` or `None`.
-        stock: The strategy's parent, for datasets that keep to stock rules.
+        stock: `super()` of the strategy, the stock implementation, which distributes
+            datasets without rows and those sharded by file.
 
     Returns:
         A `tf.distribute.DistributedDataset`.
 
     Raises:
-        ValueError: If a batch has fewer rows than there are replicas, or
-            workers would shuffle differently.
+        ValueError: If a batch has fewer rows than replicas exist, or if workers would
+            shuffle differently.
     """
     if not _has_rows(dataset):
         return stock.experimental_distribute_dataset(dataset, options)
@@ -81,25 +90,27 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     extended = strategy.extended
     policy = dataset.options().experimental_distribute.auto_shard_policy
     is_alone = extended.worker_group.num_workers == 1
-    if (shard := FileShard.of_several(dataset)) is not None:
+    if (shard := FileShard.of_divided_files(dataset)) is not None:
         return _distribute_own_files(strategy, dataset, shard, options)
     if not is_alone and policy in (_POLICY.FILE, _POLICY.OFF):
         return _distribute_by_policy(strategy, dataset, options, policy, stock)
     loops.note_batch_rows(batch_size or (sizes_of_batches(dataset) or {}).get("size"))
-    return _distribute_rows(strategy, dataset, options, compare(strategy, dataset))
+    return _distribute_rows(
+        strategy, dataset, options, compare_datasets(strategy, dataset)
+    )
 
 
 def _distribute_rows(
     strategy: Any, dataset: Any, options: Any, read_options: ReadOptions
 ) -> Any:
-    """Return the distributed dataset of the local replicas' rows."""
+    """Divide a dataset that is the same on all workers by rows."""
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = _divide_early(strategy, dataset, ranks)
     is_on_cpus = is_read_on_cpus(strategy, options)
     if divided is None:
         is_in_loop = loops.current() is not None and strategy.extended.balance is None
         finds_others = is_in_loop and num_replicas > 1
-        others = places_of_others(dataset) if finds_others else ()
+        others = places_of_other_rows(dataset) if finds_others else ()
         divide = divide_and_prefetch if is_on_cpus else divide_batches
         divided = divide(dataset, ranks, num_replicas, others=others)
     elif is_on_cpus:
@@ -110,28 +121,29 @@ def _distribute_rows(
 def _distribute_by_policy(
     strategy: Any, dataset: Any, options: Any, policy: Any, stock: Any
 ) -> Any:
-    """Shard as in stock, where the user chose a policy.
+    """Distribute a dataset with the auto-shard policy `FILE` or `OFF`.
 
-    With OFF each worker reads data of its own in global batches. A step takes as
-    many rows of one as a worker has of a global batch, so that a batch lasts for as
-    many steps as there are workers, as TensorFlow defines it.
+    With `FILE` stock tf.distribute shards the files; too few of them are a warning, and
+    the dataset is divided by rows. With `OFF` each worker reads its own data in global
+    batches. A step takes one worker's share of rows from such a batch, so that a batch
+    supplies as many steps as there are workers, as TensorFlow defines it.
     """
     worker_group = strategy.extended.worker_group
     values = values_of_sources(dataset)
-    own = [
+    facts = [
         _compat.shards_of(dataset),
         describe_spec(dataset.element_spec),
         values.fingerprints() if policy == _POLICY.FILE else {},
     ]
     topic = "a dataset's shards"
-    told = worker_group.all_gather(topic, own)
-    shards, specs, sources = zip(*told, strict=True)
+    gathered = worker_group.all_gather(topic, facts)
+    shards, specs, sources = zip(*gathered, strict=True)
     check_same_elements(worker_group, specs)
     if policy == _POLICY.OFF:
-        return _of_own_batches(strategy, dataset, options)
+        return _distribute_own_batches(strategy, dataset, options)
     check_not_sharded(shards)
     check_same_values(worker_group, topic, sources, values)
-    # One record in a batch: any two may have different shapes.
+    # The records are batched one by one, because their shapes may differ.
     records = _records_of(dataset).batch(1)
     probe = stock.experimental_distribute_dataset(records, options)
     if not worker_group.any("sharding by file", not _can_read(probe)):
@@ -150,23 +162,26 @@ def _distribute_by_policy(
 def _distribute_own_files(
     strategy: Any, dataset: Any, shard: FileShard, options: Any
 ) -> Any:
-    """Return the distributed dataset of the files that are this worker's alone."""
-    own = _own_batches(strategy, dataset)
-    lengths = _check_shards(strategy, shard, dataset, own)
-    if own is None or None in lengths:  # all alike: their steps have collectives
-        return _of_own_batches(strategy, dataset, options)
-    asks_workers = len(set(lengths)) > 1 or lengths[0] == tf.data.UNKNOWN_CARDINALITY
+    """Distribute a dataset of the files that only this worker reads."""
+    local_batches = _batch_local_rows(strategy, dataset)
+    lengths = _check_shards(strategy, shard, dataset, local_batches)
+    # A worker that cannot rebatch decides for all, because steps have collectives.
+    if local_batches is None or None in lengths:
+        return _distribute_own_batches(strategy, dataset, options)
+    syncs_end_of_data = (
+        len(set(lengths)) > 1 or lengths[0] == tf.data.UNKNOWN_CARDINALITY
+    )
     local = list(range(strategy.extended.num_local))
     is_on_cpus = is_read_on_cpus(strategy, options)
     divide = divide_and_prefetch if is_on_cpus else divide_batches
-    read_options = ReadOptions(asks_workers, same_rows=False)
-    divided = divide(own, local, len(local))
+    read_options = ReadOptions(syncs_end_of_data, same_rows=False)
+    divided = divide(local_batches, local, len(local))
     return distribute_divided(strategy, divided, options, read_options)
 
 
-def _own_batches(strategy: Any, dataset: Any) -> tf.data.Dataset | None:
-    """Return this worker's part of global batches of its own files."""
-    return own_batches(
+def _batch_local_rows(strategy: Any, dataset: Any) -> tf.data.Dataset | None:
+    """Batch the rows of this worker's files by its share of a global batch."""
+    return batch_local_rows(
         dataset, strategy.extended.local_ranks, strategy.num_replicas_in_sync
     )
 
@@ -177,17 +192,22 @@ def _check_shards(
     """Raise on all workers unless each has its own part of the same files.
 
     Returns:
-        List of the batches of each worker, as `tf.data.Dataset.cardinality` gives them,
-        or `None` where there are none of its own.
+        List with the number of batches of each worker, as `tf.data.Dataset.cardinality`
+        returns it, or `None` if the worker could not rebatch its rows.
     """
     group = strategy.extended.worker_group
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    # What divides the files again.
-    wrong = "" if policy in (_POLICY.AUTO, _POLICY.OFF) else str(policy)
+    # Any policy but `AUTO` and `OFF` would divide the files again.
+    conflicting_policy = "" if policy in (_POLICY.AUTO, _POLICY.OFF) else str(policy)
     length = None if own is None else int(own.cardinality())
-    facts = [shard.name, wrong, describe_spec(dataset.element_spec), length]
-    told = group.all_gather("own files", facts)
-    names, policies, specs, lengths = zip(*told, strict=True)
+    facts = [
+        shard.name,
+        conflicting_policy,
+        describe_spec(dataset.element_spec),
+        length,
+    ]
+    gathered = group.all_gather("own files", facts)
+    names, policies, specs, lengths = zip(*gathered, strict=True)
     if any(policies):
         raise group.error(
             "`shard_files` has divided the files among workers, and a policy would "
@@ -202,14 +222,17 @@ def _check_shards(
         raise group.error(
             "These are not the parts of one set of files. Call `shard_files` alike on "
             "every worker, for the strategy that trains. "
-            f"Received: {on_workers(names)}",
+            f"Received: {list_by_worker(names)}",
         )
     check_same_elements(group, specs)
     return list(lengths)
 
 
-def _of_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
-    """Divide the batches that a worker reads among as many steps as workers."""
+def _distribute_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
+    """Distribute data that each worker reads alone, in global batches.
+
+    Each batch is split into as many steps as there are workers.
+    """
     num_replicas = strategy.num_replicas_in_sync
     divided = divide_batches(dataset, list(range(num_replicas)), num_replicas)
     local = flatten_local_replicas(divided)
@@ -217,14 +240,14 @@ def _of_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
 
 
 def _records_of(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the part of a pipeline that reads files, without what is made of them."""
-    while _compat.kind_of_part(dataset) in _AFTER_READING:
+    """Return the stages of a pipeline that read files, without later stages."""
+    while _compat.kind_of_part(dataset) in _STAGES_AFTER_READING:
         (dataset,) = _compat.dataset_sources(dataset)
     return dataset
 
 
 def _can_read(distributed: Any) -> bool:
-    """Read an element, upon which TensorFlow raises if there are too few files."""
+    """Return whether an element can be read: TensorFlow raises if files are too few."""
     try:
         for _ in _compat.local_dataset(distributed).take(1):
             pass
@@ -236,7 +259,7 @@ def _can_read(distributed: Any) -> bool:
 def _divide_early(
     strategy: Any, dataset: tf.data.Dataset, ranks: list[int]
 ) -> tf.data.Dataset | None:
-    """Divide a dataset before its rows are prepared, where other workers have some."""
+    """Divide a dataset before `map` prepares its rows, if there are several workers."""
     extended = strategy.extended
     if extended.worker_group.num_workers == 1:
         return None
@@ -248,15 +271,15 @@ def _divide_early(
 
 
 def warn_not_split_early(strategy: Any, obstacle: str) -> None:
-    """Warn of what makes each worker prepare all rows, once, on the first worker.
+    """Warn why each worker prepares all rows, once, on the first worker.
 
     Args:
         strategy: A tfdp strategy.
-        obstacle: String, or an empty one if there is none.
+        obstacle: String, the reason and the remedy; empty for no warning.
     """
     extended = strategy.extended
     num_workers = extended.worker_group.num_workers
-    if obstacle and extended.worker_group.is_chief:  # the others have the same
+    if obstacle and extended.worker_group.is_chief:  # the obstacle is the same on all
         user_code.warn(
             f"Each of the {num_workers} workers prepares all rows of this dataset, and "
             f"not only its own: {obstacle}.",
@@ -265,15 +288,16 @@ def warn_not_split_early(strategy: Any, obstacle: str) -> None:
 
 
 def island_in_training() -> Island | None:
-    """Return the island whose `fit` is given its training data, or `None`."""
+    """Return this process's island while `fit` prepares training data, or `None`."""
     is_for_training = loops.awaiting_training_data() is not None
     return Island.from_environment() if is_for_training else None
 
 
 def rows_of_island(dataset: tf.data.Dataset, island: Island) -> tf.data.Dataset:
-    """Take an island's rows of each batch that has a row for each island.
+    """Take an island's rows of each batch.
 
-    A last batch of fewer is left out by all: islands make as many steps.
+    A batch with fewer rows than islands exist is left out by all islands, so that they
+    run the same number of steps.
 
     Args:
         dataset: `tf.data.Dataset` of batches.
@@ -291,7 +315,12 @@ def rows_of_island(dataset: tf.data.Dataset, island: Island) -> tf.data.Dataset:
 
 
 def check_batch_size(strategy: Any, batch_size: int | None, what: str) -> None:
-    """Raise if a batch has fewer rows than there are replicas.
+    """Raise if a batch has fewer rows than replicas exist.
+
+    Args:
+        strategy: A tfdp strategy.
+        batch_size: Int, rows of a global batch, or `None` if unknown.
+        what: String, the name of the batch size in the message.
 
     Raises:
         ValueError: If `batch_size` is known and smaller than the number of
@@ -315,35 +344,35 @@ def _has_rows(dataset: Any) -> bool:
 def length_of(strategy: Any, adapter: Any) -> Length:
     """Return the length of this worker's data.
 
-    With `AutoShardPolicy.OFF` a batch lasts for several steps. Of a dataset that a user
-    distributed by a function each replica is given a batch.
+    With `AutoShardPolicy.OFF` a batch supplies several steps. With a dataset from the
+    user's `distribute_datasets_from_function` a step takes a batch for each replica.
 
     Args:
         strategy: A tfdp strategy.
         adapter: Data adapter of Keras.
     """
     source = _compat.source_of(adapter)
-    steps, each, own = adapter.num_batches, 1.0, None
+    steps, steps_per_batch, local_batches = adapter.num_batches, 1.0, None
     if isinstance(source, tf.data.Dataset):
-        shard = FileShard.of_several(source)
-        own = _own_batches(strategy, source) if shard else None
+        shard = FileShard.of_divided_files(source)
+        local_batches = _batch_local_rows(strategy, source) if shard else None
         policy = source.options().experimental_distribute.auto_shard_policy
-        if own is None and (shard or policy == _POLICY.OFF):
-            each = strategy.extended.worker_group.num_workers
+        if local_batches is None and (shard or policy == _POLICY.OFF):
+            steps_per_batch = strategy.extended.worker_group.num_workers
     elif isinstance(source, _compat.DistributedDatasetsFromFunction):
-        is_own = isinstance(source, PerReplicaDataset)
-        each = 1 if is_own else 1 / strategy.extended.num_local
-    if own is not None:
-        num_batches = int(own.cardinality())
+        is_read_on_cpus = isinstance(source, PerReplicaDataset)
+        steps_per_batch = 1 if is_read_on_cpus else 1 / strategy.extended.num_local
+    if local_batches is not None:
+        num_batches = int(local_batches.cardinality())
         steps = num_batches if num_batches >= 0 else None
     elif steps is not None:
-        steps = math.ceil(steps * each)
+        steps = math.ceil(steps * steps_per_batch)
     if steps is None and is_endless(source):
         steps = ENDLESS
     if not _compat.holds_arrays(adapter):
-        return Length(steps, each)
+        return Length(steps, steps_per_batch)
     rows = int(adapter.batch_size), int(adapter.partial_batch_size or 0)
-    return Length(steps, each, *rows)
+    return Length(steps, steps_per_batch, *rows)
 
 
 def is_endless(source: Any) -> bool:

@@ -1,8 +1,8 @@
 """Selection of a worker's rows before they are prepared.
 
-Every worker reads the same elements, and takes its rows of each global batch. Where
-`map` prepares each element by itself, the rows are taken from the raw elements: of N
-workers each prepares an N-th of them, and not all.
+Every worker reads the same elements, and takes its rows of each global batch. If `map`
+prepares elements one by one, the rows are taken from the raw elements, so that each of
+N workers prepares an N-th of the elements, and not all.
 
     raw elements -> windows of a global batch -> this worker's elements of each
       -> the pipeline's `map` and `prefetch` -> batches of this worker's rows
@@ -32,50 +32,55 @@ from tfdp.training.data.rows import (
 )
 from tfdp.training.data.stages import (
     BATCHES,
-    CHOOSE,
     MAPS,
-    PASS_ON,
+    PASS_THROUGH,
+    SELECTIONS,
     Stage,
-    is_of_arrays,
+    as_map_function,
+    gathers_array_rows,
     no_autograph,
-    of_element,
     rebuild_batch,
     rebuild_map,
     rebuild_stage,
     stages_after_batch,
 )
 
-_RANDOM = "`tf.random.stateless_uniform` and its like, seeded by the element's index"
-# By the operation that stands in the way: what can be done.
+_STATELESS_RANDOM = (
+    "`tf.random.stateless_uniform` and its like, seeded by the element's index"
+)
+# What users can do, by the operation that keeps a `map` from being split.
 _ADVICE = {
     "PyFunc": "give `tf.numpy_function` `stateful=False` if its function is pure",
     "EagerPyFunc": "use `tf.numpy_function` with `stateful=False` if it is pure",
-    **dict.fromkeys(RANDOM_OPS, f"use {_RANDOM}"),
+    **dict.fromkeys(RANDOM_OPS, f"use {_STATELESS_RANDOM}"),
 }
-_PURE = "it has to give for an element the same wherever it is called"
-_BEFORE_BATCH = "put it before `batch` if it treats each element by itself"
-_AFTER = "put `map` after it, if that gives the same elements"
-_OF_ORDER = "with `deterministic=False` its elements come in any order; leave that out"
-_OF_GENERATOR = (
+_PURE_ADVICE = "it has to give for an element the same wherever it is called"
+_BEFORE_BATCH_ADVICE = "put it before `batch` if it treats each element by itself"
+_AFTER_ADVICE = "put `map` after it, if that gives the same elements"
+_UNORDERED_REASON = (
+    "with `deterministic=False` its elements come in any order; leave that out"
+)
+_GENERATOR_REASON = (
     "it draws from a Python generator; make a dataset of indices or names instead, and "
     "load in a `map`"
 )
-_OF_CACHE = (
+_CACHE_REASON = (
     "its `map` stands before `cache`, which keeps all of them; put `cache` before "
     "`map`, or leave it out, if preparing own rows in each pass costs less"
 )
-_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
+# Matches before each capital letter but the first, to convert names to snake case.
+_INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 @dataclasses.dataclass
 class Division:
-    """Rows that were taken early.
+    """Result of dividing a dataset before its rows are prepared.
 
     Args:
-        dataset: `tf.data.Dataset` as `rows.divide_batches` returns it, or `None` where
-            nothing is gained or it cannot be done.
-        obstacle: String, what makes each worker prepare all rows, and what to do; empty
-            if nothing does.
+        dataset: `tf.data.Dataset` as `rows.divide_batches` returns it, or `None` if
+            the division is impossible or saves nothing. Defaults to `None`.
+        obstacle: String, why each worker prepares all rows, and the remedy; empty if
+            it does not. Defaults to `""`.
     """
 
     dataset: tf.data.Dataset | None = None
@@ -84,12 +89,13 @@ class Division:
 
 @dataclasses.dataclass
 class Elements:
-    """Elements of a pipeline: raw ones, and the stages that treat each by itself.
+    """A pipeline before `batch`: raw elements, and stages that treat them one by one.
 
     Args:
-        raw: `tf.data.Dataset`.
-        stages: List of `Stage`.
-        obstacle: String, what makes a `map` a part of `raw`; empty if none is.
+        raw: `tf.data.Dataset` of the raw elements.
+        stages: List of `Stage`, to append to `raw`. Defaults to an empty list.
+        obstacle: String, why a `map` is part of `raw`; empty if none is. Defaults to
+            `""`.
     """
 
     raw: tf.data.Dataset
@@ -108,76 +114,78 @@ def divide_early(
         num_replicas: Int, on all workers.
     """
     if _compat.is_unordered(batches):
-        return Division(obstacle=why_not_split_early(batches, _OF_ORDER))
+        return Division(obstacle=why_not_split_early(batches, _UNORDERED_REASON))
     stage, after = stages_after_batch(batches)
-    if is_of_arrays(stage):
-        return Division(_divided_arrays(stage, after, ranks, num_replicas))
+    if gathers_array_rows(stage):
+        return Division(_divide_arrays(stage, after, ranks, num_replicas))
     if _compat.kind_of_part(stage) not in BATCHES:
         return Division(obstacle=why_not_split_early(stage))
     if _compat.has_generator(stage):
-        return Division(obstacle=why_not_split_early(stage, _OF_GENERATOR))
-    own, static, obstacle = _own_batches(stage, ranks, num_replicas)
-    if own is None:
+        return Division(obstacle=why_not_split_early(stage, _GENERATOR_REASON))
+    local_rows, static, obstacle = _batch_local_rows(stage, ranks, num_replicas)
+    if local_rows is None:
         return Division(obstacle=obstacle)
     for each in after:
-        own = each.on_pairs(own)
-    # `batch` has made their memory.
-    own = divide_rows(own, ranks, num_replicas, static, is_shared=False)
+        local_rows = each.rebuild_on_pairs(local_rows)
+    # The rows are not shared with user arrays: `batch` has allocated them.
+    local_rows = divide_rows(local_rows, ranks, num_replicas, static, is_shared=False)
     length = int(batches.cardinality())
     if length != tf.data.UNKNOWN_CARDINALITY:
-        own = own.apply(tf.data.experimental.assert_cardinality(length))
-    return Division(own.with_options(batches.options()), obstacle)
+        local_rows = local_rows.apply(tf.data.experimental.assert_cardinality(length))
+    return Division(local_rows.with_options(batches.options()), obstacle)
 
 
-def _divided_arrays(
+def _divide_arrays(
     stage: tf.data.Dataset, after: list[Stage], ranks: list[int], num_replicas: int
 ) -> tf.data.Dataset:
-    """Gather the rows of these ranks only of the arrays that `fit` was given."""
+    """Gather only the rows of these ranks from the arrays passed to `fit`."""
     gather = _compat.python_function_of_map(stage)
 
     @no_autograph
     def divide(indices: tf.Tensor, arrays: Any) -> Any:
-        own = [rows_of_rank(indices, rank, num_replicas) for rank in ranks]
-        parts = tuple(gather((rows, arrays)) for rows in own)
+        indices_by_rank = [rows_of_rank(indices, rank, num_replicas) for rank in ranks]
+        parts = tuple(gather((rows, arrays)) for rows in indices_by_rank)
         return parts, tf.raw_ops.DeepCopy(x=num_rows(indices))
 
     (source,) = _compat.dataset_sources(stage)
     divided = source.map(divide, num_parallel_calls=_compat.parallelism_of(stage))
     for each in after:
-        divided = each.on_parts(divided)
+        divided = each.rebuild_on_parts(divided)
     return divided.with_options(stage.options())
 
 
-def _own_batches(
+def _batch_local_rows(
     stage: tf.data.Dataset, ranks: list[int], num_replicas: int
 ) -> tuple[tf.data.Dataset | None, int | None, str]:
-    """Prepare this worker's rows only of the batches of a `batch`.
+    """Rebuild a pipeline that ends in `batch`, to prepare a worker's rows only.
 
     Returns:
-        `tf.data.Dataset` of pairs, this worker's rows of a batch and the number of all,
-        or `None` if nothing is gained; the rows of each batch if they are known; and
-        what makes each worker prepare all rows, if anything does.
+        Tuple of a `tf.data.Dataset` of pairs, this worker's rows of a batch and the
+        number of all its rows, or `None` if nothing is saved; the static number of rows
+        of each global batch or `None`; and why each worker prepares all rows, or `""`.
     """
     elements = elements_of(*_compat.dataset_sources(stage))
     size = _compat.size_of_batch_stage(stage)
-    if size is None or not elements.stages or _holds_none(elements.raw):
+    if size is None or not elements.stages or _contains_none(elements.raw):
         return None, None, elements.obstacle
     drops = _compat.drops_remainder(stage)
-    own = _own_elements(elements.raw, size, ranks, num_replicas, drops=drops)
+    local_rows = _local_elements(elements.raw, size, ranks, num_replicas, drops=drops)
     for each in elements.stages:
-        own = each.on_pairs(own)
-    own = rebuild_batch(stage, own, len(rows_of_worker(size, ranks, num_replicas)))
-    own = own.map(no_autograph(lambda rows, totals: (rows, totals[0])))
-    return own, size if drops else None, elements.obstacle
+        local_rows = each.rebuild_on_pairs(local_rows)
+    local_rows = rebuild_batch(
+        stage, local_rows, len(rows_of_worker(size, ranks, num_replicas))
+    )
+    local_rows = local_rows.map(no_autograph(lambda rows, totals: (rows, totals[0])))
+    return local_rows, size if drops else None, elements.obstacle
 
 
-def _holds_none(dataset: tf.data.Dataset) -> bool:
-    """Return whether elements hold a `None`, of which there are no windows."""
+def _contains_none(dataset: tf.data.Dataset) -> bool:
+    """Return whether elements contain a `None`, which `window` does not support."""
     specs = tf.nest.flatten(dataset.element_spec)
     return any(isinstance(spec, _compat.NoneTensorSpec) for spec in specs)
 
 
-def _own_elements(
+def _local_elements(
     raw: tf.data.Dataset,
     size: int,
     ranks: list[int],
@@ -188,9 +196,9 @@ def _own_elements(
     """Take this worker's elements of each global batch.
 
     Returns:
-        `tf.data.Dataset` of pairs: an element, and the number of rows of its batch. Of
-        a batch in which this worker has no row it has one all the same, so that it
-        has as many batches as the others.
+        `tf.data.Dataset` of pairs: an element, and the number of rows of its batch. A
+        worker without rows in a batch takes one element, so that all workers have the
+        same number of batches.
     """
 
     def take(window: Any) -> tf.data.Dataset:
@@ -202,7 +210,7 @@ def _own_elements(
         return tf.data.Dataset.zip((tf.data.Dataset.zip(own), totals))
 
     windows = raw.window(size, drop_remainder=drops)
-    return windows.flat_map(of_element(raw, take))
+    return windows.flat_map(as_map_function(raw, take))
 
 
 def divide_rows(
@@ -216,11 +224,11 @@ def divide_rows(
     """Divide this worker's rows of each batch among its replicas.
 
     Args:
-        batches: `tf.data.Dataset` of pairs: a nest of this worker's rows, of which
-            there is one even where it has none, and the number of all, int64.
+        batches: `tf.data.Dataset` of pairs: a nest of this worker's rows, or one row if
+            it has none; and the number of rows of the global batch, int64.
         ranks: List of ints, consecutive.
         num_replicas: Int, on all workers.
-        static: Int, the number of all rows if each batch has as many, or `None`.
+        static: Int, number of rows of every global batch, or `None` if it varies.
             Defaults to `None`.
         is_shared: Bool, see `Part`. Defaults to `True`.
 
@@ -232,33 +240,35 @@ def divide_rows(
     def divide(rows: Any, total: tf.Tensor) -> Any:
         part = Part(total, static, ranks[0], is_shared)
         parts = tuple(rows_of_rank(rows, rank, num_replicas, part) for rank in ranks)
-        # As in `divide_batches`.
+        # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel:
+        # parallel calls would read ahead.
         return parts, tf.raw_ops.DeepCopy(x=tf.cast(total, tf.float32))
 
     return batches.map(divide)
 
 
-def own_batches(
+def batch_local_rows(
     batches: tf.data.Dataset, ranks: list[int], num_replicas: int
 ) -> tf.data.Dataset | None:
-    """Batch a worker's own rows by its part of a global batch, and not by all of it.
+    """Rebatch the rows that a worker reads alone by its share of a global batch.
 
-    So the workers' batches of a step are together one of the size that the user gave,
-    and a worker holds no more rows than it needs.
+    The workers' batches of a step then form one batch of the user's size, and a worker
+    holds no more rows than it needs.
 
     Args:
-        batches: `tf.data.Dataset` of this worker's own rows, in global batches.
-        ranks: List of ints, consecutive, those of this worker.
+        batches: `tf.data.Dataset` of this worker's rows, in batches of the global size.
+        ranks: List of ints, consecutive, the replicas of this worker.
         num_replicas: Int, on all workers.
 
     Returns:
-        `tf.data.Dataset`, or `None` where the pipeline does not end in `batch`, or in
-        stages after it that do not look into batches.
+        `tf.data.Dataset`, or `None` if the pipeline does not end in `batch`, possibly
+        followed by stages that treat rows separately or read no values.
 
     Example:
 
-    >>> rows = tf.data.Dataset.range(5).batch(4).take(2)
-    >>> [rows.tolist() for rows in own_batches(rows, [0, 1], 4).as_numpy_iterator()]
+    >>> batches = tf.data.Dataset.range(5).batch(4).take(2)
+    >>> batches = batch_local_rows(batches, [0, 1], 4)
+    >>> [rows.tolist() for rows in batches.as_numpy_iterator()]
     [[0, 1], [2, 3]]
     """
     stage, after = stages_after_batch(batches)
@@ -266,19 +276,21 @@ def own_batches(
     if _compat.kind_of_part(stage) not in BATCHES or size is None:
         return None
     (rows,) = _compat.dataset_sources(stage)
-    own = rebuild_batch(stage, rows, len(rows_of_worker(size, ranks, num_replicas)))
+    local_batches = rebuild_batch(
+        stage, rows, len(rows_of_worker(size, ranks, num_replicas))
+    )
     for each in after:
-        own = each.on(own)
-    return own.with_options(batches.options())
+        local_batches = each.rebuild_on(local_batches)
+    return local_batches.with_options(batches.options())
 
 
 def elements_of(dataset: tf.data.Dataset) -> Elements:
-    """Find the raw elements of a pipeline, and the stages that treat each by itself."""
+    """Find the raw elements of a pipeline, and the stages that map them one by one."""
     kind = _compat.kind_of_part(dataset)
     if kind == "ZipDataset":
         return _elements_of_zip(dataset)
     is_pure_map = kind in MAPS and not _compat.stateful_operation(dataset)
-    if not is_pure_map and kind not in (*PASS_ON, *CHOOSE):
+    if not is_pure_map and kind not in (*PASS_THROUGH, *SELECTIONS):
         return Elements(dataset, obstacle=why_not_split_early(dataset))
     elements = elements_of(*_compat.dataset_sources(dataset))
     if is_pure_map:
@@ -286,27 +298,27 @@ def elements_of(dataset: tf.data.Dataset) -> Elements:
         elements.stages.append(rebuild_map(dataset, call))
     elif not elements.stages:
         elements.raw = dataset
-    elif kind in PASS_ON:
+    elif kind in PASS_THROUGH:
         elements.stages.append(rebuild_stage(dataset))
     else:
         raw = elements.raw
         if kind == "RepeatDataset":
-            # TensorFlow makes one stage of `shuffle` and `repeat` with nothing between,
-            # by which the second pass over the dataset has another order.
+            # An empty filter keeps TensorFlow from fusing adjacent `shuffle` and
+            # `repeat` stages, which would change the order of the second pass.
             raw = raw.filter(no_autograph(lambda *_: True))
-        elements.raw = rebuild_stage(dataset).on(raw)
+        elements.raw = rebuild_stage(dataset).rebuild_on(raw)
     return elements
 
 
 def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
-    """Zip raw elements; one stage treats the parts of an element."""
+    """Zip the raw elements of zipped pipelines; one `map` does all their maps."""
     nest = _compat.zipped(dataset)
     parts = [elements_of(part) for part in tf.nest.flatten(nest)]
     obstacle = next((part.obstacle for part in parts if part.obstacle), "")
     maps = [[each for each in part.stages if each.call] for part in parts]
     if not any(maps):
         return Elements(dataset, obstacle=obstacle)
-    calls = tf.nest.pack_sequence_as(nest, [_composed(each) for each in maps])
+    calls = tf.nest.pack_sequence_as(nest, [_compose(each) for each in maps])
 
     def call(element: Any) -> Any:
         return keras.tree.map_structure_up_to(
@@ -319,7 +331,9 @@ def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
     return Elements(zipped, [Stage(first.build, call)], obstacle=obstacle)
 
 
-def _composed(stages: list[Stage]) -> Callable[[Any], Any]:
+def _compose(stages: list[Stage]) -> Callable[[Any], Any]:
+    """Return a function that calls the functions of `map` stages one after another."""
+
     def call(element: Any) -> Any:
         for stage in stages:
             element = stage.call(element)
@@ -329,30 +343,38 @@ def _composed(stages: list[Stage]) -> Callable[[Any], Any]:
 
 
 def why_not_split_early(dataset: tf.data.Dataset, reason: str = "") -> str:
-    """Say why all workers run a `map` that is in a dataset, if there is one.
+    """Describe why all workers run a user's `map` for all rows, and the remedy.
 
     Args:
         dataset: `tf.data.Dataset`.
-        reason: String, a reason known already, or by default an empty one: it is the
-            last stage.
+        reason: String, the reason if it is known. Defaults to `""`: the last stage of
+            the dataset is the reason.
+
+    Returns:
+        String, or an empty one if no user's `map` runs.
     """
     if not _has_map(dataset):
         return ""
     if not _has_map(dataset, in_each_pass=True):
-        return _OF_CACHE
+        return _CACHE_REASON
     if reason:
         return reason
     kind = _compat.kind_of_part(dataset)
     if kind in MAPS and (operation := _compat.stateful_operation(dataset)):
-        return f"its `map` has `{operation}`; {_ADVICE.get(operation, _PURE)}"
+        return f"its `map` has `{operation}`; {_ADVICE.get(operation, _PURE_ADVICE)}"
     if kind in MAPS:
-        return f"there is a `map` after `batch`; {_BEFORE_BATCH}"
-    name = _CAPITAL.sub("_", kind.removesuffix("Dataset").removeprefix("Parallel"))
-    return f"there is `{name.lower()}` after `map`; {_AFTER}"
+        return f"there is a `map` after `batch`; {_BEFORE_BATCH_ADVICE}"
+    name = _INNER_CAPITAL.sub(
+        "_", kind.removesuffix("Dataset").removeprefix("Parallel")
+    )
+    return f"there is `{name.lower()}` after `map`; {_AFTER_ADVICE}"
 
 
 def _has_map(dataset: tf.data.Dataset, *, in_each_pass: bool = False) -> bool:
-    """Return whether a user's `map` runs at all, or in each pass: without a `cache`."""
+    """Return whether a dataset has a user's `map`; or one that runs in each pass.
+
+    A `map` runs in each pass if no `cache` follows it.
+    """
     kind = _compat.kind_of_part(dataset)
     if kind == "CacheDataset" and in_each_pass:
         return False

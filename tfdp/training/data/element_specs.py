@@ -12,16 +12,21 @@ from tfdp.training.data.rows import named_leaves
 
 
 def element_spec_of(value: Any, source: Any) -> Any:
-    """Return the element spec of a `PerReplicaDataset` or iterator over a source."""
+    """Return the element spec of a `PerReplicaDataset` or its iterator.
+
+    Args:
+        value: `PerReplicaDataset` or `PerReplicaIterator`.
+        source: The `tf.data.Dataset` or `tf.data.Iterator` that it wraps.
+    """
     parts = source.element_spec[0]
     if value.read_options.by_weight:
-        any_rows = tf.nest.map_structure(_of_any_rows, parts[0])
+        any_rows = tf.nest.map_structure(_with_any_row_count, parts[0])
         parts = (any_rows,) * value.strategy.extended.num_local
     return _per_replica_spec(parts)
 
 
-def _of_any_rows(spec: Any) -> Any:
-    """Return the spec of any number of rows of a tensor."""
+def _with_any_row_count(spec: Any) -> Any:
+    """Return a spec with an unknown number of rows; unchanged for a scalar."""
     if not getattr(getattr(spec, "shape", None), "rank", None):
         return spec
     shape = [None, *spec.shape[1:]]
@@ -32,11 +37,12 @@ def _of_any_rows(spec: Any) -> Any:
 
 
 def _per_replica_spec(specs: tuple) -> Any:
+    """Merge the specs of the local replicas into one per-replica spec."""
     if len(specs) == 1:
         return specs[0]
 
     def of_replicas(*own: Any) -> Any:
-        # None is the same object for all replicas, and stays it.
+        # TensorFlow keeps `None` as one object for all replicas.
         is_none = isinstance(own[0], _compat.NoneTensorSpec)
         return own[0] if is_none else _compat.PerReplicaSpec(*own)
 
@@ -44,7 +50,7 @@ def _per_replica_spec(specs: tuple) -> Any:
 
 
 def empty_of(spec: Any) -> Any:
-    """Return an empty batch of a spec, for a worker that has run out of data."""
+    """Return a batch without rows of a spec, for a worker that has run out of data."""
     if isinstance(spec, _compat.NoneTensorSpec):
         return None
     if isinstance(spec, tf.OptionalSpec):
@@ -62,24 +68,24 @@ def empty_of(spec: Any) -> Any:
 
 
 def describe_spec(spec: Any) -> dict[str, Any]:
-    """Describe the spec of an element, to be compared between workers.
+    """Describe the spec of an element, for comparison by workers.
 
     Args:
         spec: Nest of type specs.
 
     Returns:
-        Dict by the path of each part, which can be sent as JSON. The number of rows is
-        left out.
+        Dict for JSON, with the description of each part by its path. The number of rows
+        is `None` in every shape.
 
     Example:
 
     >>> describe_spec({"a": tf.TensorSpec([8, 3])})
     {"['a']": {'kind': 'TensorSpec', 'dtype': 'float32', 'shape': [None, 3]}}
     """
-    return {where: _described(leaf) for where, leaf in named_leaves(spec).items()}
+    return {where: _describe_leaf(leaf) for where, leaf in named_leaves(spec).items()}
 
 
-def _described(spec: Any) -> dict[str, Any]:
+def _describe_leaf(spec: Any) -> dict[str, Any]:
     shape = getattr(spec, "shape", None)
     sizes = None
     if isinstance(shape, tf.TensorShape) and shape.rank is not None:
@@ -89,10 +95,10 @@ def _described(spec: Any) -> dict[str, Any]:
 
 
 def without_unknown_sizes(described: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Leave the sizes out of descriptions that are not known on all workers.
+    """Replace axis sizes by `None` unless all workers know them.
 
     Args:
-        described: Sequence, what `describe_spec` returned on each worker.
+        described: Sequence of dicts that `describe_spec` returned on each worker.
 
     Example:
 
@@ -102,22 +108,24 @@ def without_unknown_sizes(described: Sequence[dict[str, Any]]) -> list[dict[str,
     """
     return [
         {
-            name: leaf | {"shape": _known_sizes(leaf["shape"], name, described)}
+            name: leaf
+            | {"shape": _commonly_known_sizes(leaf["shape"], name, described)}
             for name, leaf in own.items()
         }
         for own in described
     ]
 
 
-def _known_sizes(
+def _commonly_known_sizes(
     own: list | None, name: str, described: Sequence[dict[str, Any]]
 ) -> list | None:
+    """Return a worker's axis sizes of a part, `None` where another has `None`."""
     others = [each[name]["shape"] for each in described if name in each]
     if own is None or None in others:
         return None
     if any(len(other) != len(own) for other in others):
         return own
     return [
-        None if None in found else size
-        for size, *found in zip(own, *others, strict=True)
+        None if None in sizes else size
+        for size, *sizes in zip(own, *others, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Epochs: number of steps and shuffle order, the same on all workers."""
+"""Epochs: the number of steps and the shuffle order, the same on all workers."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from tfdp.training.data.fingerprints import ArrayValues
 from tfdp.training.data.loader_rows import rows_of_loader
 from tfdp.training.data.own_rows import (
     StoredArraysAdapter,
-    gives_rows,
     has_stored_arrays,
-    record_of_loop,
+    new_label_record,
     rows_of_py_dataset,
+    supports_row_reads,
 )
 from tfdp.training.data.per_replica_dataset import PerReplicaDataset, ReadOptions
 from tfdp.training.data.same_datasets import (
@@ -44,7 +44,7 @@ from tfdp.training.data.same_datasets import (
     agreed_steps,
     check_same_values,
     dropped_batches,
-    on_workers,
+    list_by_worker,
     stops_at_shortest,
 )
 from tfdp.training.data.uneven_inputs import (
@@ -54,24 +54,24 @@ from tfdp.training.data.uneven_inputs import (
     is_counting,
 )
 
-# The names of what Keras's epoch iterators read.
-_sources: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+# For messages: the name of the data that each of Keras's epoch iterators reads.
+_source_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
-    """Create Keras's epoch iterator, alike on all workers."""
+    """Create Keras's epoch iterator with the same steps and order on all workers."""
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
     has_workers = is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
     if is_tfdp(strategy):
-        _sources[iterator] = source_name(kwargs.get("x"))
-        progress.reads(_sources[iterator])
+        _source_names[iterator] = source_name(kwargs.get("x"))
+        progress.reads(_source_names[iterator])
     if has_workers:
-        _agree_on_order(strategy, kwargs)
-        kwargs = _with_own_rows(strategy, kwargs)
-    with data_wait.reading():  # Keras takes the first batch of a generator
+        _seed_py_dataset_order(strategy, kwargs)
+        kwargs = _with_local_rows(strategy, kwargs)
+    with data_wait.reading():  # Keras reads the first batch of a generator here
         original(iterator, *args, **kwargs)
     if has_workers:
-        _agree(
+        _agree_on_end(
             strategy,
             iterator,
             stops=stops_at_shortest(strategy),
@@ -86,12 +86,12 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         loops.note_batch_rows(iterator.data_adapter.batch_size)
 
     def of_epoch() -> Any:
-        return _dataset(strategy, iterator, island)
+        return _distribute_adapter(strategy, iterator, island)
 
     is_shuffled = _compat.shuffles_arrays(iterator.data_adapter)
     has_seed = _compat.global_seed() not in (None, stand_in_seed.seed())
     if island is not None and is_shuffled and not has_seed:
-        # All islands alike, each of which takes its rows.
+        # Islands need the same order, because each takes its rows of every batch.
         _compat.set_dataset_of_epoch(iterator, SeededShuffle(island.seed, of_epoch))
     position = data_position.current()
     if position is not None and position.iterator is None:
@@ -109,13 +109,14 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
 
 
 def _count_reads(strategy: Any, iterator: Any) -> None:
-    """Count the reads of a dataset of TensorFlow's, where somebody watches them."""
+    """Count the reads of a stock distributed dataset, if read counts are active."""
     dataset = _compat.distributed_dataset(iterator)
     is_stock = isinstance(dataset, _compat.DistributedDatasetsFromFunction)
     if not is_counting() or not is_stock or isinstance(dataset, PerReplicaDataset):
         return
     is_alone = strategy.extended.worker_group.num_workers == 1
-    # A worker that asks the others waits for them, not for data.
+    # With synchronization of the end of data a read also waits for other workers, which
+    # is not time spent on data.
     if is_alone or not _compat.syncs_end_of_data(dataset):
         _compat.set_distributed_dataset(
             iterator, StockDataset(dataset, CountedIterator)
@@ -138,63 +139,75 @@ def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
     return False
 
 
-def _agree(strategy: Any, iterator: Any, *, stops: bool, by_weight: bool) -> None:
+def _agree_on_end(
+    strategy: Any, iterator: Any, *, stops: bool, by_weight: bool
+) -> None:
+    """Make an iterator's epochs end at the same step, in one order, on all workers.
+
+    Args:
+        strategy: A tfdp strategy of several workers.
+        iterator: Epoch iterator of Keras.
+        stops: Bool, whether an epoch ends with the shortest data, or with the longest.
+        by_weight: Bool, see `ReadOptions`.
+    """
     lengths = _gather_lengths(strategy, iterator.data_adapter)
     if stops:
         _warn_of_dropped_batches(strategy.extended, lengths)
     _agree_on_steps(iterator, agreed_steps(lengths, stops=stops))
 
-    def of_loop(dataset: Any) -> Any:
-        return _of_loop(dataset, lengths, stops=stops, by_weight=by_weight)
+    def with_common_end(dataset: Any) -> Any:
+        return _with_common_end(dataset, lengths, stops=stops, by_weight=by_weight)
 
     _compat.set_distributed_dataset(
-        iterator, of_loop(_compat.distributed_dataset(iterator))
+        iterator, with_common_end(_compat.distributed_dataset(iterator))
     )
-    _agree_on_shuffling(strategy, iterator, of_loop)
+    _seed_array_order(strategy, iterator, with_common_end)
 
 
 def begin_epoch(original: Callable, iterator: Any) -> Any:
-    """Record that a loop begins an epoch, and of which data."""
+    """Record for the watchdog that a loop begins an epoch, and the name of its data."""
     progress.epoch_begins()
-    progress.reads(_sources.get(iterator, ""))
+    progress.reads(_source_names.get(iterator, ""))
     return original(iterator)
 
 
 def next_step(original: Callable, iterator: Any) -> Any:
-    """Record the step that a loop begins."""
+    """Record for the watchdog the step that a loop begins."""
     step = original(iterator)
     progress.step_begins(step[0])
     return step
 
 
-def _agree_on_shuffling(strategy: Any, iterator: Any, of_loop: Callable) -> None:
+def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -> None:
     """Shuffle the user's arrays alike on all workers.
 
-    Workers that were seeded alike already do. Otherwise all take the first
-    one's seeds, another one in each epoch: TensorFlow repeats the permutation of a
-    seeded dataset, and without a seed users expect a new one in each epoch.
+    Workers that the user has seeded alike already do. Otherwise the first worker draws
+    a seed for all, and each epoch has its own seed: TensorFlow repeats the permutation
+    of a seeded dataset, and without a seed users expect a new order in each epoch.
     """
     if not _compat.shuffles_arrays(iterator.data_adapter):
         return
     extended = strategy.extended
-    same = extended.worker_group.all_equal("shuffling", _compat.random_state())
-    if same and _compat.global_seed() != stand_in_seed.seed():
-        return  # the user's own seed, as on one device
-    if not same:
+    are_seeded_alike = extended.worker_group.all_equal(
+        "shuffling", _compat.random_state()
+    )
+    if are_seeded_alike and _compat.global_seed() != stand_in_seed.seed():
+        return  # the user has seeded all workers alike
+    if not are_seeded_alike:
         _warn_of_seeds()
-    first = common_seed(extended.worker_group)
+    first_seed = common_seed(extended.worker_group)
 
     def of_epoch() -> Any:
-        return of_loop(_dataset(strategy, iterator))
+        return with_common_end(_distribute_adapter(strategy, iterator))
 
-    _compat.set_dataset_of_epoch(iterator, SeededShuffle(first, of_epoch))
+    _compat.set_dataset_of_epoch(iterator, SeededShuffle(first_seed, of_epoch))
 
 
-def _agree_on_order(strategy: Any, arguments: dict[str, Any]) -> None:
+def _seed_py_dataset_order(strategy: Any, arguments: dict[str, Any]) -> None:
     """Have Keras shuffle the batches of a `PyDataset` alike on all workers.
 
-    It draws their order from Python's generator, which the strategy has seeded; since
-    then a worker may have drawn more than another.
+    Keras draws the order from Python's generator. The strategy has seeded it, but one
+    worker may have drawn more numbers than another since.
     """
     is_py_dataset = isinstance(arguments.get("x"), keras.utils.PyDataset)
     if not is_py_dataset or not arguments.get("shuffle"):
@@ -220,8 +233,10 @@ def _has_order(iterator: Any) -> bool:
     return is_seeded or _compat.global_seed() is not None
 
 
-def _dataset(strategy: Any, iterator: Any, island: Island | None = None) -> Any:
-    """Distribute the dataset of the arrays that Keras was given."""
+def _distribute_adapter(
+    strategy: Any, iterator: Any, island: Island | None = None
+) -> Any:
+    """Distribute the dataset of an iterator's data adapter."""
     dataset = iterator.data_adapter.get_tf_dataset()
     if island is not None:
         dataset = rows_of_island(dataset, island)
@@ -229,27 +244,27 @@ def _dataset(strategy: Any, iterator: Any, island: Island | None = None) -> Any:
 
 
 def _gather_lengths(strategy: Any, adapter: Any) -> list[Length]:
-    """Gather the length of each worker's data, and compare the first batch.
+    """Gather the length of each worker's data, and compare labels of the first batch.
 
     Raises:
-        ValueError: If first batches hold other labels.
+        ValueError: If the first batches have different labels.
     """
     length = length_of(strategy, adapter)
     values = ArrayValues(class_labels(_compat.first_batch_of(adapter)))
     worker_group, topic = strategy.extended.worker_group, "the number of batches"
-    told = worker_group.all_gather(topic, [length, values.fingerprints()])
-    lengths, labels = zip(*told, strict=True)
+    gathered = worker_group.all_gather(topic, [length, values.fingerprints()])
+    lengths, labels = zip(*gathered, strict=True)
     check_same_values(worker_group, topic, labels, values)
     return [Length(*each) for each in lengths]
 
 
 def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
-    """Warn of batches that are dropped, the first time."""
+    """Warn once of batches beyond the shortest worker's, which are dropped."""
     dropped = dropped_batches(lengths)
     if not dropped:
         return
     user_code.warn(
-        f"Workers have different numbers of batches: {on_workers(lengths)}. With "
+        f"Workers have different numbers of batches: {list_by_worker(lengths)}. With "
         '`uneven="stop"` '
         "each pass of `fit` over the data ends for all of them with the shortest. "
         f"Left out are {dropped}.",
@@ -258,7 +273,7 @@ def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
 
 
 def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
-    """Warn of an epoch that never ends, as Keras's documentation does."""
+    """Warn if an epoch never ends, because the dataset repeats indefinitely."""
     has_end = iterator.steps_per_epoch or iterator.num_batches
     if has_end or not is_endless(_compat.source_of(iterator.data_adapter)):
         return
@@ -271,34 +286,36 @@ def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
 
 
 def _agree_on_steps(iterator: Any, steps: int | None) -> None:
-    """Set the number of steps of an epoch that all workers agreed on."""
+    """Set the number of steps of an epoch on which all workers have agreed."""
     adapter = iterator.data_adapter
     if adapter.num_batches != steps:
-        iterator.data_adapter = _WithLength(adapter, steps)
+        iterator.data_adapter = _AdapterWithLength(adapter, steps)
         iterator.reset()
 
 
-def _of_loop(
+def _with_common_end(
     dataset: Any, lengths: list[Length], *, stops: bool, by_weight: bool
 ) -> Any:
-    """Return the dataset of a loop, which ends for all workers at the same step.
+    """Return a distributed dataset that ends for all workers at the same step.
 
     Args:
         dataset: A distributed dataset.
-        lengths: List of `Length`, of all workers.
-        stops: Bool, whether the end of one worker's data is that of all.
+        lengths: List of `Length`, one for each worker.
+        stops: Bool, whether it ends with the shortest data, or with the longest.
         by_weight: Bool, see `ReadOptions`.
 
     Returns:
         A distributed dataset.
     """
-    # Of arrays all know how many rows there are, though the dataset does not.
+    # The number of rows of arrays is known on all workers, though not from the dataset.
     is_settled = len(set(lengths)) == 1 and lengths[0].batch_rows is not None
     if isinstance(dataset, PerReplicaDataset):
         before = dataset.read_options
-        asks_workers = before.asks_workers and not is_settled
+        syncs_end_of_data = before.syncs_end_of_data and not is_settled
         counts_rows = before.same_rows or is_settled
-        return dataset.read(ReadOptions(asks_workers, counts_rows, stops, by_weight))
+        return dataset.read(
+            ReadOptions(syncs_end_of_data, counts_rows, stops, by_weight)
+        )
     num_endless = sum(length.is_endless for length in lengths)
     if 0 < num_endless < len(lengths):
         dataset = _compat.with_end_of_data_sync(dataset)
@@ -307,8 +324,8 @@ def _of_loop(
     return dataset
 
 
-class _WithLength:
-    """Data adapter of Keras with another number of batches."""
+class _AdapterWithLength:
+    """Wrapper of a Keras data adapter that replaces its number of batches."""
 
     def __init__(self, adapter: Any, num_batches: int | None) -> None:
         self._adapter = adapter
@@ -318,15 +335,18 @@ class _WithLength:
         return getattr(self._adapter, name)
 
 
-def _with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Replace the data of an epoch iterator by an adapter that reads own rows only.
+def _with_local_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Replace the data of an epoch iterator by an adapter for several workers.
+
+    The adapter reads this worker's rows only where the data allows it. For generators
+    and other `PyDataset`s it records labels of batches.
 
     Args:
         strategy: A tfdp strategy of several workers.
         arguments: Dict, keyword arguments of Keras's epoch iterator.
 
     Returns:
-        The same dict, or one with an adapter as `x`.
+        The same dict, or a copy with an adapter or generator as `x`.
     """
     source = arguments.get("x")
     if has_stored_arrays(arguments):
@@ -334,18 +354,18 @@ def _with_own_rows(strategy: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     if _compat.is_torch_dataloader(source):
         return arguments | {"x": rows_of_loader(strategy, source)}
     if isinstance(source, types.GeneratorType):
-        return arguments | {"x": record_of_loop(restarts=False).watch(source)}
+        return arguments | {"x": new_label_record(restarts=False).watch(source)}
     if not isinstance(source, keras.utils.PyDataset):
         return arguments
     if arguments.get("y") is not None or arguments.get("sample_weight") is not None:
-        return arguments  # of which Keras raises
-    has_rows = gives_rows(source)
-    if has_rows and strategy.extended.balance is not None:
+        return arguments  # Keras raises: a `PyDataset` yields targets and weights
+    reads_rows = supports_row_reads(source)
+    if reads_rows and strategy.extended.balance is not None:
         warn_not_split_early(strategy, REBALANCE_REASON)
-    elif has_rows:
+    elif reads_rows:
         return arguments | {"x": rows_of_py_dataset(strategy, source, arguments)}
-    record = record_of_loop(restarts=arguments.get("steps_per_epoch") is None)
+    record = new_label_record(restarts=arguments.get("steps_per_epoch") is None)
     names = ("x", "class_weight", "shuffle")
-    given = {name: arguments[name] for name in names if name in arguments}
-    adapter = _compat.adapter_of_py_dataset(record.watch, **given)
+    settings = {name: arguments[name] for name in names if name in arguments}
+    adapter = _compat.adapter_of_py_dataset(record.watch, **settings)
     return arguments | {"x": adapter}

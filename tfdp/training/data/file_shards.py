@@ -1,4 +1,4 @@
-"""Files of a data set, of which each worker reads its own."""
+"""Division of a data set's files among workers, so that each reads its own files."""
 
 from __future__ import annotations
 
@@ -20,26 +20,29 @@ from tfdp.ground.arguments import is_integer, plain
 from tfdp.ground.base.context import in_tfdp_scope
 from tfdp.ground.plans.file_owners import balance_files, bytes_of_workers
 from tfdp.ground.text import pluralize
-from tfdp.training.data.same_datasets import on_workers
+from tfdp.training.data.same_datasets import list_by_worker
 from tfdp.training.data.stages import no_autograph
 
+# Prefix of the name of a dataset stage that carries its `FileShard`.
 _MARK = "tfdp_shard_files"
-# An object store answers in tens of milliseconds.
+# The number of file sizes requested at once: an object store answers each request in
+# tens of milliseconds.
 _NUM_THREADS = 32
-# The share of the busiest worker over the mean at which the others wait for long.
-_UNEVEN = 1.25
-# Files that are sent to the others to name one that differs.
-_MOST_NAMES = 1000
+# The ratio of the busiest worker's bytes to the mean above which a warning says that
+# the other workers wait for long.
+_MAX_IMBALANCE = 1.25
+# The maximum number of file names that a worker sends, to find one that differs.
+_MAX_SENT_NAMES = 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class FileShard:
-    """The part of the files that a worker reads, as its dataset tells.
+    """The part of a set of files that a worker reads, stored in a dataset's name.
 
     Args:
         num_workers: Int, number of workers that the files are divided among.
         rank: Int, the worker.
-        digest: String, the same for the same files, sizes and seed.
+        digest: String, digest of the names and sizes of all files and of the seed.
     """
 
     num_workers: int
@@ -48,7 +51,7 @@ class FileShard:
 
     @classmethod
     def of_dataset(cls, dataset: tf.data.Dataset) -> FileShard | None:
-        """Return the shard that a dataset is made of, or `None`."""
+        """Return the shard that a dataset reads, or `None` without `shard_files`."""
         for name in _compat.names_of_parts(dataset):
             if name.startswith(_MARK):
                 num_workers, rank, digest = name[len(_MARK) + 1 :].split("_")
@@ -56,14 +59,14 @@ class FileShard:
         return None
 
     @classmethod
-    def of_several(cls, dataset: tf.data.Dataset) -> FileShard | None:
-        """Return the shard if several workers share the files, or `None`."""
+    def of_divided_files(cls, dataset: tf.data.Dataset) -> FileShard | None:
+        """Return the shard that a dataset reads, or `None` for undivided files."""
         shard = cls.of_dataset(dataset)
         return shard if shard and shard.num_workers > 1 else None
 
     @property
     def name(self) -> str:
-        """Name of the part of a dataset that the shard is."""
+        """String, name of the dataset stage that carries the shard."""
         return f"{_MARK}_{self.num_workers}_{self.rank}_{self.digest}"
 
 
@@ -73,9 +76,9 @@ class Listing:
 
     Args:
         names: List of strings, sorted.
-        sizes: List of ints, bytes of each.
-        problem: String, what is wrong with them; empty if nothing is. Defaults to
-            `""`.
+        sizes: List of ints, number of bytes of each file.
+        problem: String, predicate of a sentence about the pattern, or empty if there is
+            no problem. Defaults to `""`.
     """
 
     names: list[str]
@@ -83,7 +86,7 @@ class Listing:
     problem: str = ""
 
     def digest(self, seed: int | None) -> str:
-        """Summarize the files, their sizes and their order, in whichever folder."""
+        """Return a digest of the base names and sizes of the files, and of the seed."""
         names = [os.path.basename(name) for name in self.names]
         return _digest([names, self.sizes, seed])
 
@@ -98,17 +101,17 @@ def shard_files(
     *,
     seed: int | None = 0,
 ) -> tf.data.Dataset:
-    r"""The names of the files that this worker reads, in another order each epoch.
+    r"""Create a dataset of the names of the files that this worker reads.
 
-    For data of which no worker can read all. Every worker calls it alike, after the
-    strategy is made. Files are divided among workers so that each has about as many
-    bytes, and each file is read by one worker. All go through them in one shuffled
-    order, another one in each epoch and the same on any machine; each takes its own.
-    In a single process all files are its own.
+    Use it for data that is too large for each worker to read all of it. Every worker
+    calls it with the same arguments, after the strategy is created. Each file is read
+    by one worker, and the workers have about the same number of bytes. The files are
+    shuffled in a common order, which differs between epochs and is the same on any
+    machine. A single process reads all files.
 
-    Build the pipeline of one device upon it, in batches of the global size. Of its own
-    rows a worker then takes as many for a step as it has of a global batch, and an
-    epoch ends for all workers at the same step, when the last is through
+    Build the pipeline as for one device, in batches of the global size. For each step a
+    worker takes its share of a global batch from its own files. An epoch ends for all
+    workers at the same step, when the last worker has read its files
     (`CommunicationOptions.uneven`). Leave out `shard` and `AutoShardPolicy`.
 
     With fewer files than workers, all workers read all files, with a warning, and each
@@ -118,16 +121,16 @@ def shard_files(
         pattern: String or path, or a sequence of them, as `tf.io.gfile.glob` takes
             them: `"/data/train-*.tfrecord"`, `"gs://bucket/train-*"`. Directories are
             left out.
-        seed: Int, the seed of the order, or `None`: the order of the names in every
-            epoch. Defaults to `0`.
+        seed: Int, seed of the shuffle, or `None` for sorted names in every epoch.
+            Defaults to `0`.
 
     Returns:
         `tf.data.Dataset` of file names, scalar strings.
 
     Raises:
         ValueError: On every worker, if the pattern matches no file on some worker, or
-            one file twice; if workers see different files, or give different seeds; if
-            `TF_CONFIG` names several workers and there is no strategy yet; or if an
+            one file twice; if workers see different files, or pass different seeds; if
+            `TF_CONFIG` names several workers and no strategy exists yet; or if an
             argument has a wrong type.
 
     Example:
@@ -145,34 +148,34 @@ def shard_files(
         raise ValueError(f"`seed` must be an integer or None. Received: seed={seed!r}")
     seed = plain(seed)
     patterns = _patterns_of(pattern)
-    worker_group = _worker_group()
-    files = _list(patterns)
-    _agree(worker_group, files, patterns, seed)
+    worker_group = _workers_sharing_files()
+    files = _list_files(patterns)
+    _check_same_files(worker_group, files, patterns, seed)
     num_files, num_workers = len(files.names), worker_group.num_workers
     if num_files < num_workers:
-        _warn_of_few(worker_group, num_files)
+        _warn_of_few_files(worker_group, num_files)
         num_workers = 1
     owners = balance_files(files.sizes, num_workers)
     _warn_of_uneven_sizes(worker_group, files.sizes, owners, num_workers)
     rank = worker_group.rank if num_workers > 1 else 0
     shard = FileShard(num_workers, rank, files.digest(seed))
-    return _dataset(files.names, owners, shard, seed)
+    return _dataset_of_shard(files.names, owners, shard, seed)
 
 
 def _patterns_of(pattern: Any) -> list[str]:
     is_one = isinstance(pattern, (str, os.PathLike))
-    given = [pattern] if is_one else pattern
-    is_right = isinstance(given, (list, tuple)) and given
-    if not is_right or not all(isinstance(p, (str, os.PathLike)) for p in given):
+    patterns = [pattern] if is_one else pattern
+    is_right = isinstance(patterns, (list, tuple)) and patterns
+    if not is_right or not all(isinstance(p, (str, os.PathLike)) for p in patterns):
         raise ValueError(
             "`pattern` must be a string or a path, or a list of them. "
             f"Received: pattern={pattern!r}"
         )
-    return [os.fspath(each) for each in given]
+    return [os.fspath(each) for each in patterns]
 
 
-def _worker_group() -> WorkerGroup:
-    """Return the workers that share the files: the scope's, or the strategy's."""
+def _workers_sharing_files() -> WorkerGroup:
+    """Return the worker group of the active scope, or of the latest strategy."""
     if in_tfdp_scope():
         return tf.distribute.get_strategy().extended.worker_group
     group = latest_group()
@@ -188,56 +191,57 @@ def _worker_group() -> WorkerGroup:
     return WorkerGroup(rank=0, num_workers=1)
 
 
-def _list(patterns: list[str]) -> Listing:
+def _list_files(patterns: list[str]) -> Listing:
     """List the files that patterns match, with their sizes."""
     try:
         names = sorted(name for each in patterns for name in tf.io.gfile.glob(each))
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
-            found = list(threads.map(tf.io.gfile.stat, names))
+            stats = list(threads.map(tf.io.gfile.stat, names))
     except tf.errors.OpError as error:
         first_line = (error.message or "").partition("\n")[0]
         return Listing([], [], f"cannot be listed ({first_line})")
     files = [
         (name, int(each.length))
-        for name, each in zip(names, found, strict=True)
+        for name, each in zip(names, stats, strict=True)
         if not each.is_directory
     ]
     names, sizes = [name for name, _ in files], [size for _, size in files]
-    return Listing(names, sizes, _problem_of(names))
+    return Listing(names, sizes, _find_problem(names))
 
 
-def _problem_of(names: list[str]) -> str:
+def _find_problem(names: list[str]) -> str:
+    """Describe what is wrong with the files of a pattern; empty if nothing."""
     if not names:
         return "matches no file"
     name, times = Counter(names).most_common(1)[0]
     return f"matches a file {times} times, '{name}'" if times > 1 else ""
 
 
-def _agree(
+def _check_same_files(
     group: WorkerGroup, files: Listing, patterns: list[str], seed: int | None
 ) -> None:
     """Raise on all workers unless they see the same files."""
-    own = [files.problem, str(files), _digest([files.names, files.sizes]), seed]
-    told = group.all_gather("the files of `shard_files`", own)
-    problems, counts, digests, seeds = zip(*told, strict=True)
-    found = next((rank for rank, problem in enumerate(problems) if problem), None)
-    if found is not None:
-        where = f" on worker {found}" if group.num_workers > 1 else ""
+    facts = [files.problem, str(files), _digest([files.names, files.sizes]), seed]
+    gathered = group.all_gather("the files of `shard_files`", facts)
+    problems, counts, digests, seeds = zip(*gathered, strict=True)
+    worker = next((rank for rank, problem in enumerate(problems) if problem), None)
+    if worker is not None:
+        where = f" on worker {worker}" if group.num_workers > 1 else ""
         raise group.error(
-            f"`pattern` of `shard_files` {problems[found]}{where}; it has to match "
-            f"each file of the data once. Received: pattern={_shown(patterns)}",
+            f"`pattern` of `shard_files` {problems[worker]}{where}; it has to match "
+            f"each file of the data once. Received: pattern={_patterns_text(patterns)}",
         )
     if len(set(digests)) > 1:
-        difference = _difference(group, files)
+        difference = _describe_difference(group, files)
         raise group.error(
             "Workers see different files, so that some would be read twice or not at "
             f"all. `shard_files` needs the same ones on every worker. {difference}"
-            f"Received: {on_workers(counts)}",
+            f"Received: {list_by_worker(counts)}",
         )
     if len(set(seeds)) > 1:
         raise group.error(
             "Workers give `shard_files` different seeds, and with them different "
-            f"orders. Give all the same. Received: seed={on_workers(seeds)}",
+            f"orders. Give all the same. Received: seed={list_by_worker(seeds)}",
         )
 
 
@@ -245,14 +249,14 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def _difference(group: WorkerGroup, files: Listing) -> str:
-    """Name a file that one worker sees and another does not, where there are few."""
-    own = list(zip(files.names, files.sizes, strict=True))[:_MOST_NAMES]
-    first, *others = map(dict, group.all_gather("the names of files", own))
+def _describe_difference(group: WorkerGroup, files: Listing) -> str:
+    """Name a file that differs between workers, among the first of a long list."""
+    entries = list(zip(files.names, files.sizes, strict=True))[:_MAX_SENT_NAMES]
+    first, *others = map(dict, group.all_gather("the names of files", entries))
     for rank, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
             if first.get(name) != other.get(name):
-                sizes = [_size_of(each.get(name)) for each in (first, other)]
+                sizes = [_describe_size(each.get(name)) for each in (first, other)]
                 return (
                     f"'{name}' has {sizes[0]} on worker 0 and {sizes[1]} on worker "
                     f"{rank}. "
@@ -260,15 +264,16 @@ def _difference(group: WorkerGroup, files: Listing) -> str:
     return ""
 
 
-def _size_of(num_bytes: int | None) -> str:
+def _describe_size(num_bytes: int | None) -> str:
     return "no entry" if num_bytes is None else pluralize(num_bytes, "byte")
 
 
-def _shown(patterns: list[str]) -> str:
+def _patterns_text(patterns: list[str]) -> str:
     return repr(patterns[0] if len(patterns) == 1 else patterns)
 
 
-def _warn_of_few(group: WorkerGroup, num_files: int) -> None:
+def _warn_of_few_files(group: WorkerGroup, num_files: int) -> None:
+    """Warn that fewer files than workers exist, so that all workers read all files."""
     if group.is_chief:
         user_code.warn(
             f"There are {pluralize(num_files, 'file')} for "
@@ -281,9 +286,10 @@ def _warn_of_few(group: WorkerGroup, num_files: int) -> None:
 def _warn_of_uneven_sizes(
     group: WorkerGroup, sizes: list[int], owners: list[int], num_workers: int
 ) -> None:
+    """Warn if one worker reads many more bytes than the mean."""
     totals = bytes_of_workers(sizes, owners, num_workers)
     most = max(totals)
-    if group.is_chief and most > _UNEVEN * sum(totals) / num_workers:
+    if group.is_chief and most > _MAX_IMBALANCE * sum(totals) / num_workers:
         user_code.warn(
             f"Files do not divide evenly: worker {totals.index(most)} reads "
             f"{most:,} of {pluralize(sum(totals), 'byte')}, and the others have no "
@@ -293,16 +299,16 @@ def _warn_of_uneven_sizes(
         )
 
 
-def _dataset(
+def _dataset_of_shard(
     names: list[str], owners: list[int], shard: FileShard, seed: int | None
 ) -> tf.data.Dataset:
-    """Make the dataset of one worker's files, in an order that is common to all."""
+    """Create the dataset of one worker's file names, in the order common to all."""
     dataset = tf.data.Dataset.from_tensor_slices((names, owners), name=shard.name)
     if seed is not None:
-        # TensorFlow mixes its global seed into every other one.
+        # TensorFlow combines each seed with the global seed, which users may set.
         with _compat.temporary_seed(seed):
             dataset = dataset.shuffle(len(names), seed=seed)
-    own = dataset.filter(no_autograph(lambda name, owner: owner == shard.rank))
-    own = own.map(no_autograph(lambda name, owner: name))
+    own_names = dataset.filter(no_autograph(lambda name, owner: owner == shard.rank))
+    own_names = own_names.map(no_autograph(lambda name, owner: name))
     num_own = owners.count(shard.rank)
-    return own.apply(tf.data.experimental.assert_cardinality(num_own))
+    return own_names.apply(tf.data.experimental.assert_cardinality(num_own))

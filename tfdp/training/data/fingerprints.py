@@ -1,8 +1,8 @@
 """Fingerprints of arrays, by which workers compare the values that they hold.
 
-Fingerprints travel with what workers compare anyway. Only where they differ does a
-second message describe the values, by which rounding is told from other values, and
-another order from other rows.
+Workers send fingerprints in messages that they exchange anyway. Only if fingerprints
+differ does a second message describe the values, which distinguishes rounding from
+other values, and another order from other rows.
 """
 
 from __future__ import annotations
@@ -18,26 +18,36 @@ import tensorflow as tf
 
 from tfdp.communication.coordination.worker_group import WorkerGroup
 
-# SHA-256 of so many bytes takes 50 ms at 0.5 GB/s, the rate of a processor without
-# instructions for it. A number of bytes is the same on all workers, a time is not.
+# The maximum number of bytes that are hashed of all arrays together. SHA-256 takes
+# 50 ms for it at 0.5 GB/s, the rate of a processor without SHA instructions. A limit in
+# bytes is the same on all workers, a limit in seconds would not be.
 _WHOLE_BYTES = 25_000_000
+# The maximum number of rows that are read of an array that exceeds its bytes.
 _SAMPLED_ROWS = 4096
-# Each row of an array in a file may cost an access to a disk or to a network.
+# The maximum number of bytes and of rows that are read of an array in a file: each row
+# may cost an access to a disk or to a network.
 _STORED_BYTES = 4_000_000
 _STORED_ROWS = 64
-# A string or another object costs as much as so many bytes of numbers.
+# The number of bytes that a string or another object counts for: its hash costs as much
+# as that of this many bytes of numbers.
 _OBJECT_BYTES = 256
-# Numbers that workers have computed may differ by rounding: floats, and images of
-# 8 bits. So many blocks are compared by a projection and the norm of each.
+# The tolerance for floats and 8-bit integers such as images, which workers may have
+# computed with different rounding: a difference over the norm of a block of numbers.
 _ROUNDING = 1e-3
-_MOST_BLOCKS = 64
+# An array is divided into at most this many blocks, of at least this many numbers if
+# there are several. A projection and the norm of each block are compared.
+_MAX_BLOCKS = 64
 _BLOCK_SIZE = 1024
-# Of larger arrays nobody tells whether they hold the same rows in another order.
+# Limits in bytes and rows above which arrays are not checked for the same rows in
+# another order.
 _ORDERED_BYTES = 250_000_000
 _ORDERED_ROWS = 100_000
-_ORDERED_COLUMNS = 64  # of long rows as many numbers tell them apart
+# The approximate number of evenly spaced numbers that are hashed of a long row.
+_ORDERED_COLUMNS = 64
+# The number of row hashes that a description has.
 _NUM_KEPT_HASHES = 32
-_MOST_GROUPS = 3
+# The maximum number of groups of workers that an error message lists.
+_MAX_GROUPS = 3
 
 _COMPOSITE = (tf.RaggedTensor, tf.SparseTensor)
 _SAME_ROWS = "with the same rows in another order"
@@ -49,24 +59,27 @@ class ArrayValues:
 
     Args:
         arrays: Dict of arrays by name: of NumPy, TensorFlow, pandas, torch or SciPy, or
-            in files. `None` is passed over.
-        are_sources: Bool, whether these are the sources of a dataset, whose strings may
-            be paths: files may lie in another folder on each worker. Defaults to
-            `False`.
+            in files. `None` is ignored.
+        are_sources: Bool, whether the arrays are the sources of a dataset. Their
+            strings may be paths; only their base names are compared, because
+            workers may have the files in different folders. Defaults to `False`.
     """
 
     def __init__(self, arrays: dict[str, Any], *, are_sources: bool = False) -> None:
         self._are_sources = are_sources
         self._arrays = arrays
-        self._parts = {name: _parts_of(array) for name, array in arrays.items()}
-        budget = _budget([p.num_bytes for p in self._all_parts() if not p.is_stored])
+        self._parts = {name: _split_into_parts(array) for name, array in arrays.items()}
+        budget = _bytes_per_array(
+            [p.num_bytes for p in self._all_parts() if not p.is_stored]
+        )
         for part in self._all_parts():
             part.choose_rows(budget)
 
     def fingerprints(self) -> dict[str, Any]:
-        """Return for each array the numbers of rows that were read, and a digest.
+        """Return a fingerprint of each array, by name.
 
-        The digest is `None` of what cannot be read as numbers, strings or the like.
+        A fingerprint is a list of the number of rows read of each part, and a digest,
+        or `None` if the array cannot be read.
         """
         return {
             name: [[part.num_read for part in parts], self._digest(parts)]
@@ -74,43 +87,45 @@ class ArrayValues:
         }
 
     def describe(self, name: str) -> dict[str, Any] | None:
-        """Describe the values of an array by more than a digest.
+        """Describe the values of an array in more detail than a fingerprint.
 
         Returns:
-            Dict, or `None` for what cannot be described. Its entries are the blocks of
-            each part of the array, or a digest where nothing is rounded; a digest of
-            the rows in any order and some hashes of rows, or `None`; and whether the
-            values are paths.
+            Dict, or `None` if the array cannot be described. `"parts"` are the blocks
+            of each part of the array, or a digest for values without rounding;
+            `"rows"` is an order-independent digest of the rows and some hashes of rows,
+            or `None`; `"paths"` is whether the values are paths.
         """
         parts = self._parts[name]
         try:
             return {
-                "parts": [part.describe(self._hashed(part)) for part in parts],
+                "parts": [part.describe(self._hash_of(part)) for part in parts],
                 "rows": self._rows(name),
                 "paths": self._are_sources and any(p.holds_paths() for p in parts),
             }
         except Exception:  # noqa: BLE001 the other workers wait for the description
             return None
 
-    def _all_parts(self) -> Iterator[_Part]:
+    def _all_parts(self) -> Iterator[_ArrayPart]:
         for parts in self._parts.values():
             yield from parts
 
-    def _digest(self, parts: list[_Part]) -> str | None:
+    def _digest(self, parts: list[_ArrayPart]) -> str | None:
+        """Return a digest of the values of all parts; `None` if one cannot be read."""
         try:
-            texts = [self._hashed(part) for part in parts]
-        except Exception:  # noqa: BLE001 an array is any class of a user's
+            texts = [self._hash_of(part) for part in parts]
+        except Exception:  # noqa: BLE001 arrays may be of any user class
             return None
         return hashlib.sha256(" ".join(texts).encode()).hexdigest() if texts else None
 
-    def _hashed(self, part: _Part) -> str:
+    def _hash_of(self, part: _ArrayPart) -> str:
+        """Return a digest of the shape and the values of the rows read of a part."""
         values = part.read()
         digest = hashlib.sha256(str(values.shape).encode())
         digest.update(_bytes_of(values, only_names=self._are_sources))
         return digest.hexdigest()
 
     def _rows(self, name: str) -> list | None:
-        """A digest of the rows in any order, and the smallest hashes of rows."""
+        """Return an order-independent digest of rows, and the smallest row hashes."""
         array, parts = self._arrays[name], self._parts[name]
         num_bytes = sum(part.num_bytes for part in parts)
         is_plain = not isinstance(array, _COMPOSITE)
@@ -130,11 +145,11 @@ class ArrayValues:
         return [whole, sorted(set(hashes))[:_NUM_KEPT_HASHES]]
 
 
-class _Part:
-    """An array of numbers, strings or objects: one, or one of those that make one up.
+class _ArrayPart:
+    """An array of numbers, strings or objects, or a component of a composite one.
 
     Attributes:
-        num_read: Int, the number of rows that are read: all, or some evenly spaced.
+        num_read: Int, number of rows that are read: all, or some evenly spaced ones.
     """
 
     def __init__(self, array: Any) -> None:
@@ -146,10 +161,10 @@ class _Part:
         self.num_read = self.num_rows
 
     def choose_rows(self, budget: int) -> None:
-        """Choose how many rows are read.
+        """Choose the number of rows to read.
 
         Args:
-            budget: Int, the number of bytes of an array in memory.
+            budget: Int, maximum number of bytes to read of an array in memory.
         """
         most = _SAMPLED_ROWS
         row_bytes = max(self.num_bytes // max(self.num_rows, 1), 1)
@@ -158,7 +173,7 @@ class _Part:
         if self.num_bytes <= budget:
             return
         if self.is_stored and getattr(self._array, "chunks", None):
-            # A row of a chunked HDF5 dataset is read with its whole chunk.
+            # HDF5 reads a row of a chunked dataset with its whole chunk.
             row_bytes *= self._array.chunks[0]
         self.num_read = min(max(budget // row_bytes, 2), most, self.num_rows)
 
@@ -170,13 +185,21 @@ class _Part:
         rows = np.arange(self.num_read) * (self.num_rows - 1) // last
         if tf.is_tensor(self._array):
             return tf.gather(self._array, rows).numpy()
-        by_position = getattr(self._array, "iloc", self._array)  # of pandas
+        by_position = getattr(self._array, "iloc", self._array)  # a pandas object
         return as_numpy(by_position[rows])
 
     def describe(self, digest: str) -> Any:
-        """Return the projection and the norm of each block, or else the digest."""
+        """Describe blocks of values that may be rounded; return the digest of others.
+
+        Args:
+            digest: String, digest of the values.
+
+        Returns:
+            List with the projection, the norm and the number of non-finite values of
+            each block, or `digest`.
+        """
         values = self.read()
-        # Of the kind V are bfloat16 and float8, and records.
+        # NumPy's kind V has bfloat16 and float8, and also records, which have names.
         is_float = values.dtype.kind in "fcV" and values.dtype.names is None
         if not is_float and (values.dtype.kind not in "biu" or values.itemsize > 1):
             return digest
@@ -185,9 +208,9 @@ class _Part:
         numbers = values.astype("float64").ravel()
         is_finite = np.isfinite(numbers)
         numbers = np.where(is_finite, numbers, 0.0)
-        # NumPy keeps the numbers that this generator draws.
+        # NumPy guarantees the numbers of `RandomState` in all versions.
         weights = np.random.RandomState(0).uniform(-1, 1, len(numbers))
-        num_blocks = min(max(len(numbers) // _BLOCK_SIZE, 1), _MOST_BLOCKS)
+        num_blocks = min(max(len(numbers) // _BLOCK_SIZE, 1), _MAX_BLOCKS)
         blocks = zip(
             np.array_split(numbers, num_blocks),
             np.array_split(weights, num_blocks),
@@ -200,81 +223,83 @@ class _Part:
         ]
 
     def holds_paths(self) -> bool:
-        """Return whether these are strings, of which any has a folder."""
+        """Return whether the values are strings, and any contains a slash."""
         values = self.read()
         if values.dtype.kind != "O":
             return False
-        return any(b"/" in _encoded(item) for item in values.ravel().tolist())
+        return any(b"/" in _encode(item) for item in values.ravel().tolist())
 
 
 def find_difference(
     worker_group: WorkerGroup,
     topic: str,
-    told: Sequence[dict[str, Any]],
+    fingerprints: Sequence[dict[str, Any]],
     values: ArrayValues,
 ) -> str:
-    """Describe how arrays of workers differ, by another message if fingerprints do.
+    """Describe how the workers' arrays differ, after a second message if needed.
 
-    All workers call it with the same `told`.
+    All workers call it with the same fingerprints.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
         topic: String, what is compared, for messages.
-        told: Sequence, for each worker the fingerprints of its arrays.
+        fingerprints: Sequence of dicts, the fingerprints of each worker's arrays.
         values: `ArrayValues` of this worker.
 
     Returns:
-        String, or an empty one if they do not differ.
+        String, or an empty one if the arrays differ at most by rounding.
     """
     names = [
         name
-        for name in told[0]
-        if _are_comparable([found.get(name) for found in told])
-        and any(found[name] != told[0][name] for found in told)
+        for name in fingerprints[0]
+        if _are_comparable([of_worker.get(name) for of_worker in fingerprints])
+        and any(of_worker[name] != fingerprints[0][name] for of_worker in fingerprints)
     ]
     if not names:
         return ""
-    # One worker of those with equal values describes them.
+    # Only the first worker of each group with equal values describes them.
     ranks: dict[str, list[int]] = {}
-    for rank, found in enumerate(told):
-        ranks.setdefault(str([found[name] for name in names]), []).append(rank)
-    firsts = [of_group[0] for of_group in ranks.values()]
-    is_first = worker_group.rank in firsts
-    own = {name: values.describe(name) for name in names} if is_first else {}
-    told = worker_group.all_gather(f"{topic}: values", own)
-    described = [told[rank] for rank in firsts]
+    for rank, of_worker in enumerate(fingerprints):
+        ranks.setdefault(str([of_worker[name] for name in names]), []).append(rank)
+    first_ranks = [of_group[0] for of_group in ranks.values()]
+    describes = worker_group.rank in first_ranks
+    descriptions = {name: values.describe(name) for name in names} if describes else {}
+    fingerprints = worker_group.all_gather(f"{topic}: values", descriptions)
+    described = [fingerprints[rank] for rank in first_ranks]
     groups = list(ranks.values())[1:]
     sentences = [
-        f"{_describe_pair(described[0], other)} on {_workers(of_group)}"
+        f"{_describe_pair(described[0], other)} on {_list_workers(of_group)}"
         for of_group, other in zip(groups, described[1:], strict=True)
         if _different_names(described[0], other)
     ]
     if not sentences:
         return ""
-    more = ["others on more workers"] if len(sentences) > _MOST_GROUPS else []
-    return f"{'; '.join([*sentences[:_MOST_GROUPS], *more])} than on worker 0"
+    more = ["others on more workers"] if len(sentences) > _MAX_GROUPS else []
+    return f"{'; '.join([*sentences[:_MAX_GROUPS], *more])} than on worker 0"
 
 
-def _are_comparable(found: list[Any]) -> bool:
-    """Whether all workers have read as many rows of an array.
+def _are_comparable(fingerprints: list[Any]) -> bool:
+    """Return whether all workers have read the same rows of an array.
 
-    Arrays of other lengths are compared elsewhere. An array in memory and one in a file
-    are read at other rows.
+    Arrays of different lengths are compared elsewhere. Of an array in memory and one
+    in a file different rows are read.
     """
-    if any(each is None or each[1] is None for each in found):
+    if any(each is None or each[1] is None for each in fingerprints):
         return False
-    return all(each[0] == found[0][0] for each in found)
+    return all(each[0] == fingerprints[0][0] for each in fingerprints)
 
 
 def _different_names(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the names of arrays whose descriptions differ by more than rounding."""
     return [name for name in first if _is_different(first[name], other[name])]
 
 
 def _is_different(first: dict | None, other: dict | None) -> bool:
     if first is None or other is None:
-        return True  # as their digests are
+        return True  # their digests differ, or they would not be described
     if first["paths"] and other["paths"] and first["rows"] and other["rows"]:
-        # Copies of the data may have other names, but not the names of other files.
+        # Lists without a common name may be copies of one data set under other names.
+        # Lists that differ and have a common name do not hold the same files.
         return bool(set(first["rows"][1]) & set(other["rows"][1]))
     if len(first["parts"]) != len(other["parts"]):
         return True
@@ -283,6 +308,7 @@ def _is_different(first: dict | None, other: dict | None) -> bool:
 
 
 def _parts_differ(first: Any, other: Any) -> bool:
+    """Return whether the descriptions of a part differ by more than rounding."""
     if isinstance(first, str) or isinstance(other, str):
         return first != other
     if len(first) != len(other):
@@ -306,21 +332,21 @@ def _have_same_rows(first: dict | None, other: dict | None) -> bool:
     return first["rows"][0] == other["rows"][0]
 
 
-def _workers(ranks: list[int]) -> str:
+def _list_workers(ranks: list[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"worker {shown}" if len(ranks) == 1 else f"workers {shown}"
 
 
-def _budget(sizes: list[int]) -> int:
-    """The number of bytes to read of each array: all, or as many of each large one."""
+def _bytes_per_array(sizes: list[int]) -> int:
+    """Return the bytes to read of each array: all, or an equal share for large ones."""
     if sum(sizes) <= _WHOLE_BYTES:
         return _WHOLE_BYTES
     small = [size for size in sizes if size <= _WHOLE_BYTES // len(sizes)]
     return (_WHOLE_BYTES - sum(small)) // (len(sizes) - len(small))
 
 
-def _parts_of(array: Any) -> list[_Part]:
-    """The arrays of numbers that make an array up: the columns of a table, say."""
+def _split_into_parts(array: Any) -> list[_ArrayPart]:
+    """Split an array into its components, such as the columns of a table."""
     if array is None:
         return []
     try:
@@ -333,8 +359,8 @@ def _parts_of(array: Any) -> list[_Part]:
             arrays = [array.iloc[:, column] for column in range(array.shape[1])]
         else:
             arrays = [array]
-        return [_Part(each) for each in arrays]
-    except Exception:  # noqa: BLE001 an array is any class of a user's
+        return [_ArrayPart(each) for each in arrays]
+    except Exception:  # noqa: BLE001 arrays may be of any user class
         return []
 
 
@@ -343,28 +369,34 @@ def _is_scipy_sparse(array: Any) -> bool:
 
 
 def _item_bytes(array: Any) -> int:
-    if hasattr(array, "element_size"):  # of torch
+    """Return the number of bytes of an item of an array of any supported class."""
+    if hasattr(array, "element_size"):  # a torch tensor
         return array.element_size()
-    dtype = getattr(array.dtype, "as_numpy_dtype", array.dtype)  # of TensorFlow
+    dtype = getattr(array.dtype, "as_numpy_dtype", array.dtype)  # a TensorFlow tensor
     try:
         dtype = np.dtype(dtype)
-    except TypeError:  # a type of pandas
+    except TypeError:  # a pandas dtype
         return _OBJECT_BYTES
     return _OBJECT_BYTES if dtype.kind == "O" else dtype.itemsize
 
 
 def as_numpy(array: Any) -> np.ndarray:
-    """Return an array of any class as one of NumPy, read whole."""
-    if hasattr(array, "detach"):  # of torch
+    """Convert an array of any supported class to NumPy, read completely."""
+    if hasattr(array, "detach"):  # a torch tensor
         array = array.detach().cpu()
     return np.asarray(array[()] if isinstance(array, h5py.Dataset) else array)
 
 
 def _bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
-    """The bytes of an array, the same on all machines."""
-    # Between the fields of a record there may be bytes that mean nothing.
+    """Return the bytes of an array, independent of the machine.
+
+    Args:
+        values: Array of NumPy.
+        only_names: Bool, whether only the base name of each path counts.
+    """
+    # Records are encoded item by item, because padding bytes between fields are random.
     if values.dtype.kind == "O" or values.dtype.names is not None:
-        texts = [_encoded(item) for item in values.ravel().tolist()]
+        texts = [_encode(item) for item in values.ravel().tolist()]
         if only_names:
             texts = [text.rpartition(b"/")[2] for text in texts]
         return b"\0".join(texts)
@@ -373,8 +405,8 @@ def _bytes_of(values: np.ndarray, *, only_names: bool) -> Any:
     return np.ascontiguousarray(values).reshape(-1).view("uint8")
 
 
-def _encoded(item: Any) -> bytes:
-    """The bytes of an object that is alike on all workers, as far as it tells."""
+def _encode(item: Any) -> bytes:
+    """Encode an object: its value if it is a plain one, or else its class name."""
     if isinstance(item, bytes):
         return item
     if isinstance(item, str):
@@ -382,5 +414,5 @@ def _encoded(item: Any) -> bytes:
     if isinstance(item, (bool, int, float, complex, np.generic)):
         return repr(getattr(item, "tolist", lambda: item)()).encode()
     if isinstance(item, (list, tuple, np.ndarray)):
-        return b"[" + b",".join(_encoded(each) for each in item) + b"]"
+        return b"[" + b",".join(_encode(each) for each in item) + b"]"
     return type(item).__name__.encode()

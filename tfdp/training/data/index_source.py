@@ -1,4 +1,4 @@
-"""Elements that are loaded by their index: of Grain, ArrayRecord, tfds and the like."""
+"""Elements loaded by their index, from Grain, ArrayRecord, tfds and similar sources."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from tfdp.training.data.stages import no_autograph
 
 @_compat.filter_traceback
 def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
-    """Elements of a random-access source, each loaded where it is trained on.
+    """Create a dataset of a random-access source; each worker loads only its elements.
 
-    Anything with `len(source)` and `source[index]` will do: a `grain.MapDataset`
-    before `batch`, an `ArrayRecordDataSource`, `tfds.data_source(...)`, a dataset of
-    PyTorch's, a list. Go on as with any `tf.data.Dataset`: `map`, then `batch` by the
-    global size. Of N workers each then loads an N-th of every batch, as `map` does.
+    A source is any object with `len(source)` and `source[index]`: a `grain.MapDataset`
+    before `batch`, an `ArrayRecordDataSource`, `tfds.data_source(...)`, a PyTorch
+    dataset, a list. Continue as with any `tf.data.Dataset`: `map`, then `batch` by the
+    global size. Each of N workers then loads and maps an N-th of every batch.
 
-    `source[index]` runs in threads of this process. It has to give the same for an
-    index whenever it is called, as Grain's `random_map` with a seed does.
+    `source[index]` runs in threads of this process. It must return the same element for
+    an index at every call, as Grain's `random_map` with a seed does.
 
     Args:
         source: The source. Its elements are arrays, numbers or strings, or nests of
             them, with the shapes and types of the first one.
-        seed: Int, by which indices are shuffled, in another order in each epoch; or
-            `None`, the order of the indices. Defaults to `None`.
+        seed: Int, seed of the shuffle, which has another order in each epoch; or
+            `None` for the order of the indices. Defaults to `None`.
 
     Returns:
         `tf.data.Dataset` of `len(source)` elements.
 
     Raises:
-        ValueError: If `source` has no length or no element, or an element is no array;
-            when an element is loaded, if it differs from the first one in its
-            structure, a shape or a type.
+        ValueError: If `source` has no length or no element, or if an element is not an
+            array. Loading an element raises it if the structure, a shape or a type
+            differs from that of the first element.
 
     Example:
 
@@ -51,7 +51,7 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
     if seed is not None and not is_integer(seed):
         raise ValueError(f"`seed` must be an integer or None. Received: seed={seed!r}")
     seed = plain(seed)
-    num_elements = _length(source)
+    num_elements = _length_of(source)
     if num_elements == 0:
         raise ValueError(f"`source` has no element. Received: source={source!r}")
     first = keras.tree.lists_to_tuples(source[0])
@@ -64,12 +64,12 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
         )
 
     def load(index: np.ndarray) -> list[np.ndarray]:
-        return _parts(source[int(index)], int(index), first, specs)
+        return _checked_parts(source[int(index)], int(index), first, specs)
 
     @no_autograph
     def element(index: tf.Tensor) -> Any:
         dtypes = [spec.dtype for spec in specs]
-        # Not stateful: called for the rows of this worker only.
+        # A stateful function would not be split: each worker would load all elements.
         parts = tf.numpy_function(load, [index], dtypes, stateful=False)
         for part, spec in zip(parts, specs, strict=True):
             part.set_shape(spec.shape)
@@ -81,7 +81,7 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
     return indices.map(element, num_parallel_calls=tf.data.AUTOTUNE)
 
 
-def _length(source: Any) -> int:
+def _length_of(source: Any) -> int:
     try:
         if not hasattr(source, "__getitem__"):
             raise TypeError
@@ -95,45 +95,45 @@ def _length(source: Any) -> int:
 
 
 def _spec_of(part: Any) -> tf.TensorSpec | None:
-    """Return the spec of an array, a number or a string; `None` of anything else."""
+    """Return the spec of an array, a number or a string; `None` for anything else."""
     if part is None:
         return None
     array = np.asarray(part)
     if array.dtype == object and not all(
         isinstance(s, (str, bytes)) for s in array.flat
     ):
-        return None  # TensorFlow would take it for strings
+        return None  # TensorFlow would convert the objects to strings
     try:
         return tf.TensorSpec(array.shape, tf.as_dtype(array.dtype))
     except TypeError:
         return None
 
 
-def _parts(
+def _checked_parts(
     element: Any, index: int, first: Any, specs: list[tf.TensorSpec]
 ) -> list[np.ndarray]:
-    """Flatten an element, and compare it with the first one."""
+    """Flatten an element; raise if its specs differ from those of the first one."""
     element = keras.tree.lists_to_tuples(element)
     parts = tf.nest.flatten(element)
-    found = [_spec_of(part) for part in parts]
+    part_specs = [_spec_of(part) for part in parts]
     try:
         tf.nest.assert_same_structure(first, element)
     except (TypeError, ValueError):
-        found = []
-    if found != specs:
+        part_specs = []
+    if part_specs != specs:
         raise ValueError(
             "All elements of a source must have the structure, shapes and types of the "
-            f"first. Received: {_described(element)} at {index}, after "
-            f"{_described(first)}"
+            f"first. Received: {_describe_element(element)} at {index}, after "
+            f"{_describe_element(first)}"
         )
     return [np.asarray(part) for part in parts]
 
 
-def _described(element: Any) -> str:
-    def described(part: Any) -> str:
+def _describe_element(element: Any) -> str:
+    def describe(part: Any) -> str:
         spec = _spec_of(part)
         if spec is None:
             return type(part).__name__
         return f"{spec.dtype.name}{list(spec.shape)}"
 
-    return str(keras.tree.map_structure(described, element, none_is_leaf=True))
+    return str(keras.tree.map_structure(describe, element, none_is_leaf=True))

@@ -11,28 +11,28 @@ import tensorflow as tf
 from tfdp.ground import _compat
 from tfdp.training.data.rows import count_of, has_rows, take_rows
 
-# The weight of every worker where rows are divided equally.
+# The weight of each worker in an equal division; the weights of workers average to it.
 EQUAL = 1000
-# Times that differ by fewer percent are equal.
+# Step times that differ by at most this many percent count as equal.
 _NEGLIGIBLE_PERCENT = 5
-# The most measurements before a reverted change is tried again: a host may become slow
-# later on.
-_MOST_PATIENCE = 8
+# The maximum number of measurements to wait after a reverted change before another is
+# tried. It is bounded because the speed of a host may change during a run.
+_MAX_PATIENCE = 8
 
 
 class LoadBalancer:
     """Weights by which rows are divided among replicas, the same on all workers.
 
     Args:
-        num_workers: Int.
-        num_local: Int, replicas of a worker, which divide its rows equally.
+        num_workers: Int, number of workers.
+        num_local: Int, replicas of each worker, which divide its rows equally.
     """
 
     def __init__(self, num_workers: int, num_local: int) -> None:
         self.worker_weights: tuple[int, ...] = (EQUAL,) * num_workers
         self._search = WeightSearch()
         self._num_local = num_local
-        # Read by each step, so that all workers change at the same one.
+        # A variable that each step reads, so that all workers change at the same step.
         self.weights = _compat.plain_variable(
             self._replica_weights(), tf.int64, "CPU:0"
         )
@@ -47,18 +47,18 @@ class LoadBalancer:
         return rows.reshape(-1, self._num_local).sum(axis=1).tolist()
 
     def update(self, num_rows: int, microseconds: Sequence[int]) -> None:
-        """Update the weights by measured times; called by all workers alike.
+        """Update the weights from measured times; all workers pass the same arguments.
 
         Args:
             num_rows: Int, rows of the global batch.
-            microseconds: Sequence of ints, time of each worker's own part of a step
-                with the current weights.
+            microseconds: Sequence of ints, time that each worker spends on its rows in
+                a step with the current weights.
         """
         rows = self.rows(num_rows)
         self.set(self._search.next(self.worker_weights, rows, microseconds))
 
     def set(self, worker_weights: Sequence[int]) -> None:
-        """Set the weights from the next step on; called by all workers alike.
+        """Set the weights for the next steps; all workers pass the same arguments.
 
         Args:
             worker_weights: Sequence of positive ints.
@@ -73,9 +73,9 @@ class LoadBalancer:
 class WeightSearch:
     """Search for the weights with the shortest step.
 
-    Where cores are shared, or times are mostly noise, fewer rows need not make a
-    worker faster. A change after which the slowest worker takes longer than its best
-    is reverted, and the next one is tried later each time.
+    Fewer rows do not always make a worker faster, for example with shared cores or
+    noisy times. If the slowest worker takes longer than with the best weights so far,
+    those weights are restored, and the wait before the next change doubles.
 
     Example:
 
@@ -87,7 +87,7 @@ class WeightSearch:
     """
 
     def __init__(self) -> None:
-        # The time of the slowest worker and the weights with which it was least.
+        # The shortest time of a slowest worker, and the weights that gave it.
         self._best: tuple[int, tuple[int, ...]] | None = None
         self._patience = 1
         self._num_to_wait = 0
@@ -95,12 +95,13 @@ class WeightSearch:
     def next(
         self, weights: tuple[int, ...], rows: Sequence[int], microseconds: Sequence[int]
     ) -> tuple[int, ...]:
-        """Return the weights to try next; all workers give it the same arguments.
+        """Return the weights to try next; all workers pass the same arguments.
 
         Args:
             weights: Tuple of ints, the current weights of the workers.
-            rows: Sequence of ints, rows of each worker with them.
-            microseconds: Sequence of ints, time of each worker's own part of a step.
+            rows: Sequence of ints, rows of each worker with `weights`.
+            microseconds: Sequence of ints, time that each worker spends on its rows in
+                a step.
         """
         if self._num_to_wait:
             self._num_to_wait -= 1
@@ -110,7 +111,7 @@ class WeightSearch:
         if weights != best and not _is_close(slowest, least):
             self._best = None
             self._num_to_wait = self._patience
-            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+            self._patience = min(2 * self._patience, _MAX_PATIENCE)
             return best
         if weights == best or slowest < least:
             self._best = slowest, weights
@@ -120,14 +121,15 @@ class WeightSearch:
 def next_weights(
     weights: Sequence[int], rows: Sequence[int], microseconds: Sequence[int]
 ) -> tuple[int, ...]:
-    """Move the weights half of the way towards equal times of all workers.
+    """Move the weights halfway towards equal times of all workers.
 
-    In whole numbers, so that all workers compute the same.
+    The arithmetic is exact, so that all workers compute the same weights.
 
     Args:
         weights: Sequence of ints, the current weights of the workers.
-        rows: Sequence of ints, rows of each worker with them.
-        microseconds: Sequence of ints, time of each worker's own part of a step.
+        rows: Sequence of ints, rows of each worker with `weights`.
+        microseconds: Sequence of ints, time that each worker spends on its rows in a
+            step.
 
     Returns:
         Tuple of ints.
@@ -155,9 +157,10 @@ def _is_close(longer: int, shorter: int) -> bool:
 def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     """Compute the number of rows of each replica.
 
-    Each gets one; the others go by weight, in whole rows by largest remainder. Equal
-    weights make the parts of `tfdp.training.data.rows`. A batch of fewer rows than
-    replicas has one for each of the first.
+    Each replica gets one row; the other rows are divided by weight, with the method of
+    the largest remainders. Equal weights give the division of
+    `tfdp.training.data.rows`. A batch with fewer rows than replicas gives one row to
+    each of the first replicas.
 
     Args:
         num_rows: Scalar int64 tensor, the rows of the batch.
@@ -179,15 +182,18 @@ def rows_by_weight(num_rows: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
     num_rows = tf.cast(num_rows, tf.int64)
     weights = tf.cast(weights, tf.int64)
     count = tf.size(weights, tf.int64)
-    left = tf.maximum(num_rows - count, 0)
-    # By how much a replica's quota is above the row that it has in any case.
-    above = tf.maximum(weights * num_rows - tf.reduce_sum(weights), 0)
-    total = tf.maximum(tf.reduce_sum(above), 1)
-    whole, rest = above * left // total, above * left % total  # [num_replicas]
-    # Of equal remainders the first one comes first.
-    order = tf.argsort(rest, direction="DESCENDING", stable=True)
-    place = tf.cast(tf.math.invert_permutation(order), tf.int64)
-    rows = 1 + whole + tf.cast(place < left - tf.reduce_sum(whole), tf.int64)
+    num_left = tf.maximum(num_rows - count, 0)
+    # The quota of each replica above its one guaranteed row, times the sum of weights.
+    excess = tf.maximum(weights * num_rows - tf.reduce_sum(weights), 0)
+    total = tf.maximum(tf.reduce_sum(excess), 1)
+    whole, remainders = (
+        excess * num_left // total,
+        excess * num_left % total,
+    )  # [num_replicas]
+    # A stable sort, so that among equal remainders the lower rank gets the row.
+    order = tf.argsort(remainders, direction="DESCENDING", stable=True)
+    position = tf.cast(tf.math.invert_permutation(order), tf.int64)
+    rows = 1 + whole + tf.cast(position < num_left - tf.reduce_sum(whole), tf.int64)
     one_each = tf.cast(tf.range(count) < num_rows, tf.int64)
     return tf.where(num_rows < count, one_each, rows)
 
@@ -213,7 +219,7 @@ def rows_of_ranks_by_weight(batch: Any, ranks: list[int], weights: tf.Tensor) ->
 
     def take(tensor: Any, rank: int) -> Any:
         if not has_rows(tensor):
-            # One object for all replicas would not be a value of each.
+            # A copy for each replica: TensorFlow takes one object for a shared value.
             return tf.identity(tensor) if isinstance(tensor, tf.Tensor) else tensor
         rows = rows_by_weight(count_of(tensor), weights)
         return take_rows(tensor, tf.reduce_sum(rows[:rank]), rows[rank])

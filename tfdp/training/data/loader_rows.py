@@ -1,7 +1,7 @@
-"""Rows of torch's `DataLoader`, of which each worker loads its own.
+"""Loading of a worker's rows only, for torch's `DataLoader`.
 
-The sampler of a loader gives the numbers of the rows of each global batch, alike on all
-workers; a worker loads those of its replicas.
+On every worker the sampler of a loader yields the same row numbers for each global
+batch. Each worker loads the rows of its replicas.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfdp.training.data.determinism import common_seed
 from tfdp.training.data.distribute import REBALANCE_REASON, warn_not_split_early
 from tfdp.training.data.element_specs import describe_spec
 from tfdp.training.data.own_rows import (
-    distribute_own,
+    distribute_local_rows,
     item_of,
 )
 from tfdp.training.data.rows import rows_to_read
@@ -33,17 +33,17 @@ _SAMPLERS = (
     "SubsetRandomSampler",
     "WeightedRandomSampler",
 )
-# How many batches are read for the spec, as Keras reads them.
+# The number of batches that Keras reads to find the spec of a `DataLoader`.
 _BATCHES_FOR_SPEC = 2
-_OF_RANDOM_ITEMS = (
+_RANDOM_ITEMS_REASON = (
     "its dataset draws random numbers, which each worker would draw for its rows only; "
     "seed them by the index of the item in a generator of their own, or augment in "
     "layers of the model"
 )
 
 
-class OwnBatches:
-    """Sampler of the numbers of this worker's rows of each batch.
+class LocalRowsSampler:
+    """Batch sampler that yields the numbers of this worker's rows of each batch.
 
     Args:
         batches: `torch.utils.data.BatchSampler` of global batches.
@@ -51,8 +51,8 @@ class OwnBatches:
         num_replicas: Int, on all workers.
 
     Attributes:
-        totals: `collections.deque` of ints, the rows of each global batch of the last
-            pass that has begun. Who takes a batch takes its number.
+        totals: `collections.deque` of ints, the number of rows of each global batch of
+            the latest pass. The reader of a batch removes its number.
     """
 
     def __init__(self, batches: Any, ranks: Sequence[int], num_replicas: int) -> None:
@@ -76,8 +76,8 @@ class OwnBatches:
             yield list(batch[own.start : own.stop])
 
 
-class Watched:
-    """Dataset that tells of each item whether random numbers were drawn for it.
+class RandomnessWatch:
+    """Dataset that pairs each item with whether reading it drew random numbers.
 
     Args:
         dataset: Map-style dataset of torch.
@@ -100,9 +100,9 @@ class Watched:
 
 
 def rows_of_loader(strategy: Any, loader: Any) -> Any:
-    """Return an adapter for a `DataLoader`, or the loader where all read all rows."""
+    """Return an adapter that loads a worker's rows only, or the loader if it cannot."""
     worker_group = strategy.extended.worker_group
-    _agree_on_order(worker_group, loader)
+    _seed_alike(worker_group, loader)
     division = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     obstacle = why_not_split_loader(loader)
     if not obstacle and strategy.extended.balance is not None:
@@ -112,28 +112,30 @@ def rows_of_loader(strategy: Any, loader: Any) -> Any:
         return loader
     items, is_random = first_items(loader, *division)
     if worker_group.any("random numbers of a DataLoader", is_random):
-        warn_not_split_early(strategy, _OF_RANDOM_ITEMS if is_random else "")
+        warn_not_split_early(strategy, _RANDOM_ITEMS_REASON if is_random else "")
         return loader
     spec = _compat.spec_of_batches(items)
-    own = loader_of_rows(loader, loader.dataset, *division)
+    local_loader = loader_of_rows(loader, loader.dataset, *division)
 
     def describe() -> tuple:
-        told = {
+        facts = {
             "number of batches": len(loader),
             "rows": len(loader.dataset),
             "batch_size": loader.batch_size,
             "batch": describe_spec(spec["rows"]),
         }
         make = tf.data.Dataset.from_generator
-        return make(lambda: items_of(own), output_signature=spec), told
+        return make(lambda: items_of(local_loader), output_signature=spec), facts
 
     adapter = _compat.TorchDataLoaderAdapter(loader)
-    adapter.get_tf_dataset = lambda: distribute_own(strategy, "DataLoaders", describe)
+    adapter.get_tf_dataset = lambda: distribute_local_rows(
+        strategy, "DataLoaders", describe
+    )
     return adapter
 
 
-def _agree_on_order(worker_group: WorkerGroup, loader: Any) -> None:
-    """Have torch shuffle alike on all workers, which nobody has seeded before."""
+def _seed_alike(worker_group: WorkerGroup, loader: Any) -> None:
+    """Seed torch's generators alike on all workers where their states differ."""
     sampler = type(getattr(loader, "sampler", None)).__name__
     if worker_group.any("shards of a DataLoader", sampler == "DistributedSampler"):
         user_code.warn(
@@ -152,7 +154,7 @@ def _agree_on_order(worker_group: WorkerGroup, loader: Any) -> None:
 
 
 def why_not_split_loader(loader: Any) -> str:
-    """Say what makes each worker load all rows, and what to do; empty if nothing."""
+    """Describe why each worker must load all rows, and the remedy; empty if not."""
     import torch
 
     data = torch.utils.data
@@ -178,14 +180,14 @@ def why_not_split_loader(loader: Any) -> str:
 def loader_of_rows(
     loader: Any, dataset: Any, ranks: Sequence[int], num_replicas: int, **changed: Any
 ) -> Any:
-    """Make a `DataLoader` of the rows of one worker.
+    """Create a `DataLoader` of the rows of one worker.
 
     Args:
         loader: `torch.utils.data.DataLoader` of global batches.
-        dataset: Its dataset, or one of as many rows.
+        dataset: The loader's dataset, or one with the same number of rows.
         ranks: Sequence of ints, consecutive, the replicas of this worker.
         num_replicas: Int, on all workers.
-        **changed: Settings that it does not have of the given one.
+        **changed: Settings that differ from those of `loader`.
     """
     import torch
 
@@ -197,33 +199,35 @@ def loader_of_rows(
             "persistent_workers",
         )
     }
-    own = OwnBatches(loader.batch_sampler, ranks, num_replicas)
+    sampler = LocalRowsSampler(loader.batch_sampler, ranks, num_replicas)
     return torch.utils.data.DataLoader(
-        dataset, batch_sampler=own, **(settings | changed)
+        dataset, batch_sampler=sampler, **(settings | changed)
     )
 
 
-def items_of(own: Any) -> Iterator[dict[str, Any]]:
+def items_of(local_loader: Any) -> Iterator[dict[str, Any]]:
     """Iterate over a loader of this worker's rows.
 
     Args:
-        own: What `loader_of_rows` returned.
+        local_loader: `DataLoader` that `loader_of_rows` returned.
 
     Yields:
-        Dict of `rows`, a tuple of arrays, and the `total`, an array of one number.
+        Dict with `rows`, a tuple of arrays, and `total`, an array with the number of
+        rows of the global batch.
     """
-    batches = iter(own)
-    totals = own.batch_sampler.totals
+    batches = iter(local_loader)
+    totals = local_loader.batch_sampler.totals
     for batch in batches:
         yield item_of(_arrays_of(batch), totals.popleft())
 
 
 def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
-    """Read this worker's rows of the first batches, as Keras does for the spec.
+    """Read this worker's rows of the first batches, from which Keras finds the spec.
 
     Returns:
-        Tuple: list of dicts as those of `items_of`, and whether the dataset draws
-        random numbers. If so, all generators are as before: Keras reads them again.
+        Tuple: list of dicts as `items_of` yields them, and whether the dataset draws
+        random numbers. If it does, the states of all generators are restored, because
+        Keras reads these batches again.
     """
     import torch
 
@@ -233,38 +237,42 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
 
     generators = _generators(loader)
     before = [generator.get_state() for generator in generators]
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     settings = {"collate_fn": collate, "persistent_workers": False}
-    watched = Watched(loader.dataset)
-    own = loader_of_rows(loader, watched, ranks, num_replicas, **settings)
+    dataset = RandomnessWatch(loader.dataset)
+    local_loader = loader_of_rows(loader, dataset, ranks, num_replicas, **settings)
     items, draws = [], False
-    batches = iter(own)
+    batches = iter(local_loader)
     for _, (batch, is_random) in zip(range(_BATCHES_FOR_SPEC), batches, strict=False):
-        items.append(item_of(_arrays_of(batch), own.batch_sampler.totals.popleft()))
+        items.append(
+            item_of(_arrays_of(batch), local_loader.batch_sampler.totals.popleft())
+        )
         draws |= is_random
-    del batches  # ends its processes
+    del batches  # ends the worker processes of the loader
     if draws:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
     return items, draws
 
 
 def _generators(loader: Any) -> list[Any]:
-    """Return torch's generator, and those of a loader and its sampler."""
+    """Return torch's default generator, and those of a loader and its sampler."""
     import torch
 
-    found = [torch.default_generator]
+    generators = [torch.default_generator]
     for owner in (loader, getattr(loader, "sampler", None)):
         generator = getattr(owner, "generator", None)
-        if generator is not None and all(generator is not other for other in found):
-            found.append(generator)
-    return found
+        if generator is not None and all(
+            generator is not other for other in generators
+        ):
+            generators.append(generator)
+    return generators
 
 
 def _arrays_of(batch: Any) -> tuple:
-    """Convert tensors of torch as Keras converts them."""
+    """Convert a batch of torch tensors to a tuple of NumPy arrays, as Keras does."""
     return tuple(
         keras.tree.map_structure(
             lambda part: None if part is None else np.asarray(part.cpu()), batch
@@ -273,11 +281,12 @@ def _arrays_of(batch: Any) -> tuple:
 
 
 def _random_states() -> list:
+    """Return the states of the generators of Python, NumPy and torch."""
     import torch
 
-    of_numpy: Any = np.random.get_state()
+    numpy_state: Any = np.random.get_state()
     return [
         random.getstate(),
-        [np.asarray(part).tolist() for part in of_numpy],
+        [np.asarray(part).tolist() for part in numpy_state],
         torch.get_rng_state().numpy().tobytes(),
     ]

@@ -1,8 +1,8 @@
 """Parts of a batch that have another number of rows than its first part.
 
-Two datasets of other batch sizes that are zipped have such parts, and so has a `map`
-after `batch` that merges rows, such as the graphs of message passing. Each part is
-divided by itself among the replicas, and is whole in the program of a step.
+Such parts come from zipped datasets with different batch sizes, and from a `map` after
+`batch` that merges rows, such as the graphs of message passing. Each part is divided
+among the replicas by its own number of rows, and is whole in the program of a step.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from tfdp.training.data.batch_sizes import batch_size_of, sizes_of_batches
 from tfdp.training.data.rows import OtherRows, count_of, has_rows
 from tfdp.training.data.stages import (
     BATCHES,
-    CHOOSE,
     MAPS,
-    PASS_ON,
-    is_of_arrays,
+    PASS_THROUGH,
+    SELECTIONS,
+    gathers_array_rows,
     is_row_by_row,
     rebuild_batch,
     rebuild_map,
 )
 
-_KEEP_ROWS = {
-    *(*PASS_ON, *CHOOSE, "ShuffleDataset", "CacheDataset", "SnapshotDataset"),
+_ROW_KEEPING_STAGES = {
+    *(*PASS_THROUGH, *SELECTIONS, "ShuffleDataset", "CacheDataset", "SnapshotDataset"),
     "AssertCardinalityDataset",
 }
-# The rows of what a `map` returns, which only a batch shows.
-_UNSURE = "unsure"
+# Marks the parts that a `map` returns: only a batch itself shows their rows.
+_UNKNOWN_ROWS = "unsure"
 
 
-def places_of_others(dataset: tf.data.Dataset) -> frozenset[int]:
-    """Return the places of the parts that may have other rows than the first one.
+def places_of_other_rows(dataset: tf.data.Dataset) -> frozenset[int]:
+    """Return the indices of the parts that may have other row counts than the first.
 
-    The stages of the dataset tell it. Where a `map` follows `batch`, a first batch
-    does, which is read without shuffling, if no operation has a state that this would
-    change.
+    The stages of the dataset determine the counts. Where a `map` follows `batch`, a
+    first batch is read without shuffling, unless an operation has state that this
+    would change.
 
     Args:
         dataset: `tf.data.Dataset` of global batches.
 
     Returns:
-        Frozenset of ints, places among the flat parts.
+        Frozenset of ints, indices of the flattened parts.
 
     Example:
 
     >>> rows = tf.data.Dataset.range(8)
-    >>> places_of_others(tf.data.Dataset.zip((rows.batch(2), rows.batch(4))))
+    >>> places_of_other_rows(tf.data.Dataset.zip((rows.batch(2), rows.batch(4))))
     frozenset({1})
     """
     specs = tf.nest.flatten(dataset.element_spec)
@@ -62,23 +62,34 @@ def places_of_others(dataset: tf.data.Dataset) -> frozenset[int]:
     sizes = {i: shape[0] if shape.rank else None for i, shape in known.items()}
     stages = _rows_by_stages(dataset)
     first, *rest = places
-    differ: dict[int, bool | None] = {}
+    differs: dict[int, bool | None] = {}
     for i in rest:
         is_known = None not in (sizes[first], sizes[i])
-        differ[i] = (
-            sizes[first] != sizes[i] if is_known else _differ(stages[first], stages[i])
+        differs[i] = (
+            sizes[first] != sizes[i]
+            if is_known
+            else _rows_may_differ(stages[first], stages[i])
         )
-    if None in differ.values() and (counts := _rows_of_first_batch(dataset)):
-        for i, found in differ.items():
-            differ[i] = counts[first] != counts[i] if found is None else found
+    if None in differs.values() and (counts := _rows_of_first_batch(dataset)):
+        for i, may_differ in differs.items():
+            differs[i] = (
+                counts[first] != counts[i] if may_differ is None else may_differ
+            )
     can_be_whole = (tf.TensorSpec, tf.RaggedTensorSpec)
     return frozenset(
-        i for i, found in differ.items() if found and isinstance(specs[i], can_be_whole)
+        i
+        for i, may_differ in differs.items()
+        if may_differ and isinstance(specs[i], can_be_whole)
     )
 
 
-def without_marks(args: Any) -> tuple[Any, frozenset[int]]:
-    """Return arguments without `OtherRows`, and the flat places where they were."""
+def unwrap_other_rows(args: Any) -> tuple[Any, frozenset[int]]:
+    """Unwrap the `OtherRows` among arguments.
+
+    Returns:
+        Tuple of the plain arguments, and the indices of the unwrapped parts among the
+        flattened arguments.
+    """
     mark = object()
     marked = keras.tree.traverse(
         lambda part: mark if isinstance(part, OtherRows) else None, args
@@ -92,54 +103,60 @@ def without_marks(args: Any) -> tuple[Any, frozenset[int]]:
     return plain, places
 
 
-class _Batches(NamedTuple):
-    """Rows of the batches of a dataset that is zipped, as far as they are known."""
+class _ZippedBatches(NamedTuple):
+    """Row counts of the batches of a zipped dataset, as far as known.
+
+    Args:
+        sizes: String, JSON of the sizes of the dataset's batches.
+        rows: Description of a part within the dataset, as `_rows_by_stages` returns it.
+    """
 
     sizes: str
     rows: Any
 
 
 def _rows_by_stages(dataset: tf.data.Dataset) -> list:
-    """Return for each flat part what tells its rows, to be compared by `_differ`."""
+    """Describe the row count of each flattened part, for `_rows_may_differ`."""
     num_parts = len(tf.nest.flatten(dataset.element_spec))
     kind = _compat.kind_of_part(dataset)
     if kind == "ZipDataset":
         return _rows_of_zip(tf.nest.flatten(_compat.zipped(dataset)))
-    if kind in MAPS and not is_of_arrays(dataset):
+    if kind in MAPS and not gathers_array_rows(dataset):
         if not is_row_by_row(dataset):
-            return [_UNSURE] * num_parts
-        found = _rows_by_stages(*_compat.dataset_sources(dataset))
-        return [found[0] if len(set(found)) == 1 else _UNSURE] * num_parts
-    if kind in _KEEP_ROWS:
+            return [_UNKNOWN_ROWS] * num_parts
+        rows = _rows_by_stages(*_compat.dataset_sources(dataset))
+        return [rows[0] if len(set(rows)) == 1 else _UNKNOWN_ROWS] * num_parts
+    if kind in _ROW_KEEPING_STAGES:
         return _rows_by_stages(*_compat.dataset_sources(dataset))
     return ["of one dataset"] * num_parts
 
 
 def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
+    """Describe the row count of each flattened part of zipped datasets."""
     sizes = [sizes_of_batches(each) for each in datasets]
-    if None in sizes:  # of one of which the length is not known
+    if None in sizes:  # the length of a dataset is not known
         sizes = [{"size": batch_size_of(each)} for each in datasets]
         if {"size": None} in sizes:
             sizes = [{}] * len(datasets)
-    found: list = []
-    for i, (each, own) in enumerate(zip(datasets, sizes, strict=True)):
-        text = json.dumps(own)
-        if "last" in text:  # which comes at one place, or anywhere
+    described: list = []
+    for i, (each, sizes_of_one) in enumerate(zip(datasets, sizes, strict=True)):
+        text = json.dumps(sizes_of_one)
+        if "last" in text:  # the smaller last batch comes at the end, or is shuffled
             is_shuffled = "ShuffleDataset" in text
             text += f" {i}" if is_shuffled else f" of {int(each.cardinality())}"
-        found += [_Batches(text, rows) for rows in _rows_by_stages(each)]
-    return found
+        described += [_ZippedBatches(text, rows) for rows in _rows_by_stages(each)]
+    return described
 
 
-def _differ(one: Any, other: Any) -> bool | None:
-    """Return whether parts may have other numbers of rows, or `None`: not known."""
-    if isinstance(one, _Batches) and isinstance(other, _Batches):
-        return one.sizes != other.sizes or _differ(one.rows, other.rows)
-    return None if _UNSURE in (one, other) else one != other
+def _rows_may_differ(one: Any, other: Any) -> bool | None:
+    """Return whether two parts may have different row counts; `None` if unknown."""
+    if isinstance(one, _ZippedBatches) and isinstance(other, _ZippedBatches):
+        return one.sizes != other.sizes or _rows_may_differ(one.rows, other.rows)
+    return None if _UNKNOWN_ROWS in (one, other) else one != other
 
 
 def _rows_of_first_batch(dataset: tf.data.Dataset) -> list[int | None] | None:
-    """Count the rows of each flat part of a batch, or `None` if none can be read."""
+    """Count the rows of each flattened part of a batch; `None` if none can be read."""
     plain = _without_state(dataset)
     if plain is None:
         return None
@@ -150,18 +167,18 @@ def _rows_of_first_batch(dataset: tf.data.Dataset) -> list[int | None] | None:
                 for part in tf.nest.flatten(batch)
             ]
     except tf.errors.OpError:
-        pass  # It is raised where the data is read.
+        pass  # The same error is raised again when the loop reads the data.
     return None
 
 
 def _without_state(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
-    """Return a dataset of the same batches in another order, which may be read again.
+    """Rebuild a dataset without shuffling and caching; `None` if it has other state.
 
-    To read a dataset itself would change its next order, and what it caches.
+    Reading the dataset itself would change its next shuffle order and its cache.
     """
     kind = _compat.kind_of_part(dataset)
-    has_stages = kind in (*_KEEP_ROWS, *MAPS, *BATCHES, "ZipDataset")
-    if not has_stages or is_of_arrays(dataset):
+    has_stages = kind in (*_ROW_KEEPING_STAGES, *MAPS, *BATCHES, "ZipDataset")
+    if not has_stages or gathers_array_rows(dataset):
         parts = list(_compat.dataset_inputs(dataset))
         is_shuffled = any("Shuffle" in _compat.kind_of_part(part) for part in parts)
         has_state = is_shuffled or any(map(_compat.stateful_operation, parts))
@@ -173,11 +190,11 @@ def _without_state(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
             return None
         return tf.data.Dataset.zip(tf.nest.pack_sequence_as(nest, sources))
     source = _without_state(*_compat.dataset_sources(dataset))
-    if source is None or kind in _KEEP_ROWS:
+    if source is None or kind in _ROW_KEEPING_STAGES:
         return source
     if kind in BATCHES:
         size = _compat.size_of_batch_stage(dataset)
         return None if size is None else rebuild_batch(dataset, source, size)
     if _compat.stateful_operation(dataset):
         return None
-    return rebuild_map(dataset, _compat.function_of_map(dataset)).on(source)
+    return rebuild_map(dataset, _compat.function_of_map(dataset)).rebuild_on(source)

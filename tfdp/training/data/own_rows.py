@@ -1,15 +1,15 @@
-"""Data of Keras's loops of which each worker reads its own rows only.
+"""Data adapters of Keras's loops that read only the rows of this worker's replicas.
 
-Keras makes a data adapter of what `fit`, `evaluate` and `predict` are given. Of some
-kinds of data tfdp makes the adapter, which reads the rows of this worker's replicas:
+Keras wraps the data of `fit`, `evaluate` and `predict` in a data adapter. For these
+kinds of data tfdp creates an adapter that reads only this worker's rows:
 
     PyDataset    with the methods `num_rows(index)`, and `rows(index, start, stop)` for
                  the rows from `start` to `stop` of batch `index`
     DataLoader   of torch, see `loader_rows`
-    arrays       in files, memory maps and HDF5 datasets, which Keras copies into
-                 memory: its adapter is given the numbers of the rows in their place and
-                 shuffles and batches these, of which each worker takes its own
-                 (`early_rows`) and reads the rows
+    arrays       in files: memory maps and HDF5 datasets, which Keras would copy into
+                 memory. Keras's adapter shuffles and batches row numbers in their
+                 place; each worker takes its part of the numbers (`early_rows`) and
+                 reads those rows
 """
 
 from __future__ import annotations
@@ -36,52 +36,63 @@ from tfdp.training.data.per_replica_dataset import ReadOptions, distribute_divid
 from tfdp.training.data.rows import rows_to_read
 from tfdp.training.data.stages import no_autograph
 
-# So many batches have their rows compared between workers before the first step.
+# The maximum number of batches whose row counts workers compare before the first step.
 _COMPARED_BATCHES = 10_000
 _PARTS = ("x", "y", "sample_weight")
-_NUMBERS = "biuf"  # kinds of dtype: booleans, integers, floats
+_NUMBER_KINDS = "biuf"  # NumPy's dtype kinds of booleans, integers and floats
 
 
-def record_of_loop(*, restarts: bool) -> LabelRecord:
-    """Return a record of labels, that of the running `fit` if it is for training."""
+def new_label_record(*, restarts: bool) -> LabelRecord:
+    """Create a record of labels, and attach it to `fit` if the data is for training.
+
+    Args:
+        restarts: Bool, whether each epoch begins a new pass over the data.
+    """
     record = LabelRecord(restarts=restarts)
     if (loop := loops.awaiting_training_data()) is not None:
         loop.label_record = record
     return record
 
 
-def distribute_own(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
+def distribute_local_rows(
+    strategy: Any, kind: str, describe: Callable[[], tuple]
+) -> Any:
     """Distribute a dataset of this worker's rows.
 
     Args:
         strategy: A tfdp strategy of several workers.
         kind: String, the kind of data, in the plural.
         describe: Function without arguments, which returns a `tf.data.Dataset` of
-            dicts of `rows` and `total`, and a description, alike on all workers.
+            dicts of `rows` and `total`, and a description that must be the same on all
+            workers.
 
     Raises:
-        ValueError: On all workers, if it raises one on any, or if descriptions differ.
+        ValueError: On all workers, if `describe` raises one on any worker, or if the
+            descriptions differ.
     """
-    items = _agreed(strategy, kind, describe)
+    items = _build_and_compare(strategy, kind, describe)
     items, is_ahead = _compat.without_automatic_prefetch(items)
     pairs = items.map(lambda item: (item["rows"], item["total"][0]))
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = divide_rows(pairs, ranks, num_replicas)
-    if is_ahead:  # as much as on one device
+    if is_ahead:  # one device would read one batch ahead, too
         divided = divided.prefetch(1)
-    # All know how many batches there are, or that there is no end.
-    return distribute_divided(strategy, divided, None, ReadOptions(asks_workers=False))
+    # The number of batches is part of the compared description.
+    return distribute_divided(
+        strategy, divided, None, ReadOptions(syncs_end_of_data=False)
+    )
 
 
-def _agreed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
+def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
+    """Build a dataset on all workers, and raise if one fails or descriptions differ."""
     worker_group = strategy.extended.worker_group
-    found = None
+    dataset = None
     try:
-        found, told = describe()
-        own = {"told": told}
+        dataset, told = describe()
+        outcome = {"told": told}
     except ValueError as error:
-        own = {"problem": str(error)}
-    facts = worker_group.all_gather(f"the batches of {kind}", own)
+        outcome = {"problem": str(error)}
+    facts = worker_group.all_gather(f"the batches of {kind}", outcome)
     for rank, fact in enumerate(facts):
         if "problem" in fact:
             problem = fact["problem"]
@@ -91,19 +102,19 @@ def _agreed(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
         "that all need the same batches."
     )
     require_equal(worker_group, problem, [fact["told"] for fact in facts])
-    return found
+    return dataset
 
 
 def item_of(rows: Any, total: int) -> dict[str, Any]:
-    """This worker's rows of a batch, and the number of all."""
+    """Return an item for a worker's rows of a batch, and its total number of rows."""
     return {"rows": rows, "total": np.array([total], "int64")}
 
 
-# A `PyDataset`.
+# Rows of a `PyDataset`
 
 
-class RowsOfBatches(keras.utils.PyDataset):
-    """`PyDataset` of the rows of one worker.
+class LocalRowsDataset(keras.utils.PyDataset):
+    """`PyDataset` of one worker's rows of each batch of another `PyDataset`.
 
     Args:
         source: `keras.utils.PyDataset` of the user, with `rows` and `num_rows`.
@@ -121,62 +132,64 @@ class RowsOfBatches(keras.utils.PyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """Int, or `None` if there is no end."""
+        """Int, or `None` if the data has no end."""
         return self.source.num_batches
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return this worker's rows of a batch, and the number of all.
+        """Return this worker's rows of a batch, and the total number of rows.
 
-        Of a batch in which it has none it has one all the same, which tells shapes.
-        No operation of TensorFlow: Keras may call it in a forked process.
+        A worker without rows in a batch reads one row, to know the shapes. The method
+        calls no TensorFlow operation, because Keras may run it in a forked process.
         """
         total = _num_rows_of(self.source, index)
-        own = rows_to_read(total, self.ranks, self.num_replicas)
-        rows = self.source.rows(index, own.start, own.stop)
-        _check_rows(self.source, index, own.start, own.stop, rows)
+        numbers = rows_to_read(total, self.ranks, self.num_replicas)
+        rows = self.source.rows(index, numbers.start, numbers.stop)
+        _check_rows(self.source, index, numbers.start, numbers.stop, rows)
         return item_of(rows, total)
 
     def on_epoch_begin(self) -> None:
-        """Pass it on."""
+        """Notify the user's `PyDataset`."""
         self.source.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Pass it on."""
+        """Notify the user's `PyDataset`."""
         self.source.on_epoch_end()
 
 
 def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -> Any:
-    """Return an adapter for a `PyDataset` that gives rows."""
+    """Return an adapter that reads a worker's rows of a `PyDataset` with `rows`."""
     ranks = strategy.extended.local_ranks
-    dataset = RowsOfBatches(source, ranks, strategy.num_replicas_in_sync)
+    dataset = LocalRowsDataset(source, ranks, strategy.num_replicas_in_sync)
     adapter = _compat.RowsOfPyDatasetAdapter(
         dataset,
         class_weight=arguments.get("class_weight"),
         shuffle=bool(arguments.get("shuffle")),
     )
-    # Calls `rows` of the first two batches, by which Keras finds the spec.
+    # `make` calls `rows` of the first two batches, from which Keras finds the spec.
     make = adapter.get_tf_dataset
 
     def describe() -> tuple:
-        told = describe_batches(dataset)
-        found = make()
-        return found, told | {"batch": describe_spec(found.element_spec["rows"])}
+        facts = describe_batches(dataset)
+        items = make()
+        return items, facts | {"batch": describe_spec(items.element_spec["rows"])}
 
-    adapter.get_tf_dataset = lambda: distribute_own(strategy, "PyDatasets", describe)
+    adapter.get_tf_dataset = lambda: distribute_local_rows(
+        strategy, "PyDatasets", describe
+    )
     adapter.user_data = source
     return adapter
 
 
-def gives_rows(source: Any) -> bool:
-    """Return whether a `PyDataset` of the user can be asked for rows.
+def supports_row_reads(source: Any) -> bool:
+    """Return whether data is a `PyDataset` with the methods `rows` and `num_rows`.
 
-    A class may have something else of the name `rows`: it takes no three positions.
+    An unrelated method or attribute `rows` is recognized by its signature.
     """
     if not isinstance(source, keras.utils.PyDataset):
         return False
-    if not _takes(source, "rows", 0, 0, 1):
+    if not _accepts_positions(source, "rows", 0, 0, 1):
         return False
-    if _takes(source, "num_rows", 0):
+    if _accepts_positions(source, "num_rows", 0):
         return True
     user_code.warn(
         f"Each worker reads whole batches of {type(source).__name__}, and not only its "
@@ -186,11 +199,11 @@ def gives_rows(source: Any) -> bool:
     return False
 
 
-def describe_batches(dataset: RowsOfBatches) -> dict[str, Any]:
-    """Describe number and rows of batches, to be compared between workers.
+def describe_batches(dataset: LocalRowsDataset) -> dict[str, Any]:
+    """Describe the number of batches and their row counts, for comparison by workers.
 
     Raises:
-        ValueError: If the number of rows of a batch is no positive integer.
+        ValueError: If the number of rows of a batch is not a positive integer.
     """
     num_batches = dataset.num_batches
     known = 2 if num_batches is None else min(num_batches, _COMPARED_BATCHES)
@@ -204,18 +217,18 @@ def describe_batches(dataset: RowsOfBatches) -> dict[str, Any]:
 
 
 def _num_rows_of(source: Any, index: int) -> int:
-    """Return the number of rows of a batch, as the user's class tells it."""
-    found = source.num_rows(index)
-    if isinstance(found, bool) or not isinstance(found, (int, np.integer)) or found < 1:
+    """Return the number of rows of a batch from the user's class, validated."""
+    count = source.num_rows(index)
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise ValueError(
             f"`num_rows` of {type(source).__name__} must return the number of rows of "
-            f"a batch, an integer of 1 or more. Received: num_rows({index})={found!r}"
+            f"a batch, an integer of 1 or more. Received: num_rows({index})={count!r}"
         )
-    return int(found)
+    return int(count)
 
 
-def _takes(source: Any, name: str, *positions: int) -> bool:
-    """Return whether an object has a method that takes so many positions."""
+def _accepts_positions(source: Any, name: str, *positions: int) -> bool:
+    """Return whether an object has a method that accepts these positional arguments."""
     try:
         inspect.signature(getattr(source, name)).bind(*positions)
     except (AttributeError, TypeError, ValueError):
@@ -224,7 +237,7 @@ def _takes(source: Any, name: str, *positions: int) -> bool:
 
 
 def _check_rows(source: Any, index: int, start: int, stop: int, rows: Any) -> None:
-    """Raise if the user's class returned another number of rows than was asked for."""
+    """Raise if `rows` of the user's class returned a wrong number of rows."""
     parts = [part for part in keras.tree.flatten(rows) if getattr(part, "shape", None)]
     counts = [int(part.shape[0]) for part in parts]
     if not counts or any(count != stop - start for count in counts):
@@ -235,11 +248,11 @@ def _check_rows(source: Any, index: int, start: int, stop: int, rows: Any) -> No
         )
 
 
-# Arrays in files.
+# Rows of arrays in files
 
 
 class StoredRows:
-    """An array in a file.
+    """Reader of the rows of an array in a file.
 
     Args:
         array: `np.memmap` or `h5py.Dataset`.
@@ -251,19 +264,19 @@ class StoredRows:
         self._dtype = tf.as_dtype(keras.config.floatx() if is_float else array.dtype)
 
     def gather(self, numbers: tf.Tensor) -> tf.Tensor:
-        """Read rows, in a graph.
+        """Read rows in a graph.
 
         Args:
-            numbers: Tensor of shape `[num]`, int64, each number once.
+            numbers: Tensor of shape `[num]`, int64, distinct row numbers.
         """
         rows = tf.numpy_function(self.read, [numbers], self._dtype, stateful=False)
         return tf.ensure_shape(rows, [numbers.shape[0], *self._array.shape[1:]])
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        """Read rows.
+        """Read rows as a NumPy array.
 
         Args:
-            numbers: Array of shape `[num]`, int64, each number once.
+            numbers: Array of shape `[num]`, int64, distinct row numbers.
         """
         dtype = self._dtype.as_numpy_dtype
         if len(numbers) == 0:
@@ -271,35 +284,36 @@ class StoredRows:
         order = np.argsort(numbers)
         rising = numbers[order]
         first, last = int(rising[0]), int(rising[-1])
-        # HDF5 reads rows in rising order, and a range much faster.
+        # HDF5 accepts only rising row numbers, and reads a range much faster.
         is_range = last - first + 1 == len(rising)
         rows = self._array[first : last + 1] if is_range else self._array[rising]
         return np.asarray(rows)[np.argsort(order)].astype(dtype, copy=False)
 
 
 class StoredArraysAdapter(_compat.ArrayDataAdapter):
-    """Keras's adapter of arrays, some of which stand in files.
+    """Keras's array adapter, with row-by-row reading of the arrays in files.
 
     Args:
         arguments: Dict, keyword arguments of Keras's epoch iterator.
     """
 
     def __init__(self, arguments: dict[str, Any]) -> None:
-        # By the number of a stand-in, which Keras holds as it is.
-        self._stored: dict[int, StoredRows] = {}
+        # Readers of arrays in files, by the `id` of the row numbers that Keras holds in
+        # place of each array.
+        self._stored_by_stand_in: dict[int, StoredRows] = {}
         shuffle = arguments.get("shuffle", False)
-        self._of_classes = arguments.get("class_weight") is not None
+        self._has_class_weight = arguments.get("class_weight") is not None
 
         def stand_in(leaf: Any) -> Any:
             if not _is_read_by_rows(leaf, shuffle):
                 return leaf
             numbers = np.arange(len(leaf), dtype="int64")
-            self._stored[id(numbers)] = StoredRows(leaf)
+            self._stored_by_stand_in[id(numbers)] = StoredRows(leaf)
             return numbers
 
         given = {name: arguments.get(name) for name in _PARTS}
         for name, part in given.items():
-            if name != "y" or not self._of_classes:  # Keras reads them for the weights
+            if name != "y" or not self._has_class_weight:  # Keras reads `y` for weights
                 given[name] = keras.tree.map_structure(stand_in, part)
         super().__init__(
             given["x"],
@@ -312,10 +326,10 @@ class StoredArraysAdapter(_compat.ArrayDataAdapter):
         )
 
     def get_tf_dataset(self) -> tf.data.Dataset:
-        """Make a dataset of batches; the rows are read by its last stage."""
+        """Create a dataset of batches, whose last stage reads rows from the files."""
         inputs = keras.tree.lists_to_tuples(_compat.inputs_of(self))
         stored = keras.tree.map_structure(
-            lambda leaf: self._stored.get(id(leaf)), inputs
+            lambda leaf: self._stored_by_stand_in.get(id(leaf)), inputs
         )
 
         def read(leaf: Any, rows: StoredRows | None) -> Any:
@@ -330,7 +344,7 @@ class StoredArraysAdapter(_compat.ArrayDataAdapter):
 
 
 def has_stored_arrays(arguments: dict[str, Any]) -> bool:
-    """Return whether arrays for a loop are better read row by row.
+    """Return whether any array for a loop should be read from its file row by row.
 
     Args:
         arguments: Dict, keyword arguments of Keras's epoch iterator.
@@ -343,14 +357,14 @@ def has_stored_arrays(arguments: dict[str, Any]) -> bool:
 
 
 def _is_read_by_rows(leaf: Any, shuffle: bool | str) -> bool:
-    """Return whether rows of an array are read from its file.
+    """Return whether an array should be read from its file row by row.
 
-    Rows of a chunked or compressed HDF5 dataset in random order cost a chunk each:
-    that one goes into memory, as Keras does it.
+    Not so a chunked or compressed HDF5 dataset that is shuffled: each row would cost a
+    chunk. Keras copies it into memory.
     """
     if not isinstance(leaf, (np.memmap, h5py.Dataset)):
         return False
-    if not leaf.ndim or leaf.dtype.kind not in _NUMBERS:
+    if not leaf.ndim or leaf.dtype.kind not in _NUMBER_KINDS:
         return False
     is_contiguous = getattr(leaf, "chunks", None) is None
     return is_contiguous or shuffle is False or shuffle == "batch"

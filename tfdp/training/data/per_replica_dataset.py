@@ -1,9 +1,8 @@
 """Distributed dataset on CPUs: one element holds the rows of all local replicas.
 
-TensorFlow's own iterator for several devices traces functions of its own for
-each device whenever an epoch begins, and waits for its threads whenever one
-ends, which on CPUs takes longer than a small epoch. GPUs keep it, since it
-copies ahead of the step.
+TensorFlow's multi-device iterator traces functions for each device when an epoch
+begins, and waits for its threads when an epoch ends. On CPUs this takes longer than a
+small epoch. GPUs keep that iterator, because it copies batches ahead of the step.
 """
 
 from __future__ import annotations
@@ -23,40 +22,43 @@ from tfdp.training.data.rows import divide_batches, flatten_local_replicas
 from tfdp.training.data.stages import MAPS
 from tfdp.training.data.uneven_inputs import (
     ComponentsSpec,
-    Read,
+    CountedRead,
     StepIterator,
     has_next_step,
 )
 
+# The number of steps whose rows are prefetched.
 PREFETCHED_STEPS = 2
-# What autotuning makes faster.
-_TUNED = (
+# Stages that TensorFlow's autotuning can speed up.
+_AUTOTUNED_STAGES = (
     *(*MAPS, "ParallelBatchDataset"),
     *("InterleaveDataset", "ParallelInterleaveDataset"),
 )
 
+# Strategies by their `id`, which a type spec holds in place of a strategy.
 _strategies: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 
 class ReadOptions(NamedTuple):
-    """Options of reading a `PerReplicaDataset`, the same on all workers.
+    """Read options of a `PerReplicaDataset`, the same on all workers.
 
     Args:
-        asks_workers: Bool, whether workers may run out of data at different steps, so
-            that they have to ask each other at each.
-        counts_rows: Bool, whether an element is a `CountedBatch`: for Keras's loops,
-            which pass a batch to `strategy.run` as it is. Defaults to `False`.
-        stops_at_shortest: Bool, whether the end of one worker's data is that of all,
-            and not the end of the longest. Defaults to `False`.
-        by_weight: Bool, whether elements are whole batches, which each step divides
-            by the weights that the strategy has at that moment. A pipeline reads
-            ahead, on each worker as far as it happens to: workers would divide one
-            batch by different weights. Defaults to `False`.
-        same_rows: Bool, whether batches are known to have equally many rows on all
-            workers, so that each may count those of its own. Defaults to `True`.
+        syncs_end_of_data: Bool, whether workers may run out of data at different
+            steps, so that each step begins with an all-reduce.
+        counts_rows: Bool, whether an element is a `CountedBatch`. Only Keras's loops
+            can use it, because they pass a batch to `strategy.run` unchanged. Defaults
+            to `False`.
+        stops_at_shortest: Bool, whether the data ends with the worker that has the
+            least, and not with the one that has the most. Defaults to `False`.
+        by_weight: Bool, whether elements are global batches, which each step divides by
+            the strategy's current weights. The pipeline cannot divide them: workers
+            read ahead by different amounts, and would use different weights for one
+            batch. Defaults to `False`.
+        same_rows: Bool, whether batch i is known to have the same number of rows on all
+            workers, so that each worker can count its own batch. Defaults to `True`.
     """
 
-    asks_workers: bool
+    syncs_end_of_data: bool
     counts_rows: bool = False
     stops_at_shortest: bool = False
     by_weight: bool = False
@@ -73,9 +75,9 @@ def divide_and_prefetch(
 ) -> tf.data.Dataset:
     """Divide batches as `divide_batches` does, and prefetch the result.
 
-    A batch of a Python generator cannot be read again. Of a generator no more is drawn
-    than on one device, and as much by all workers: one batch ahead where Keras or the
-    user prefetches, none where neither does.
+    A batch of a Python generator cannot be read again. So all workers draw as many
+    batches from a generator as one device would: one batch ahead if Keras or the user
+    prefetches, otherwise none.
 
     Args:
         batches: `tf.data.Dataset` of global batches.
@@ -88,12 +90,14 @@ def divide_and_prefetch(
     if _compat.has_generator(batches):
         batches, is_ahead = _compat.without_automatic_prefetch(batches)
         num_ahead = int(is_ahead)
-        is_tuned = any(kind in _TUNED for kind in _compat.kinds_of_parts(batches))
+        is_tuned = any(
+            kind in _AUTOTUNED_STAGES for kind in _compat.kinds_of_parts(batches)
+        )
     divided = divide_batches(batches, ranks, num_replicas, checks=checks, others=others)
     if num_ahead:
         divided = divided.prefetch(num_ahead)
     if not is_tuned:
-        # An iterator that is deleted waits for it, see `delete_in_background`.
+        # Deleting an iterator waits for autotuning, see `delete_in_background`.
         options = tf.data.Options()
         options.autotune.enabled = False
         divided = divided.with_options(options)
@@ -103,15 +107,15 @@ def divide_and_prefetch(
 class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
     """Distributed dataset of `strategy.experimental_distribute_dataset` on CPUs.
 
-    A subclass of the stock class by name only: Keras checks the name.
+    It inherits nothing but the type of the stock class, which Keras checks.
 
     Args:
-        dataset: `tf.data.Dataset`, each element a tuple of the local replicas' rows,
-            and the number of rows of their global batch.
+        dataset: `tf.data.Dataset` of pairs: a tuple of the local replicas' rows, and
+            the number of rows of their global batch.
         strategy: A tfdp strategy.
         read_options: `ReadOptions`.
-        batches: `tf.data.Dataset` of the global batches themselves, or `None`.
-            Defaults to `None`.
+        batches: `tf.data.Dataset` of the undivided global batches, or `None`. Defaults
+            to `None`.
     """
 
     def __init__(
@@ -127,17 +131,18 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
         self.batches = batches
 
     def __iter__(self) -> PerReplicaIterator:
-        own = iter(self.dataset)
-        iterator = PerReplicaIterator(own, self.strategy, self.read_options)
+        local_iterator = iter(self.dataset)
+        iterator = PerReplicaIterator(local_iterator, self.strategy, self.read_options)
         if self._is_deleted_in_background:
             iterator.delete_in_background()
         return iterator
 
     @functools.cached_property
     def _is_deleted_in_background(self) -> bool:
-        """Bool, false where a user sees when an iterator is deleted.
+        """Bool, false if users can observe when an iterator is deleted.
 
-        A generator runs its `finally` then, and a file that is written is closed.
+        Deletion runs the `finally` of a generator, and closes a file that the pipeline
+        writes.
         """
         dataset = self.dataset
         return not (_compat.calls_python(dataset) or _compat.writes_while_read(dataset))
@@ -146,7 +151,7 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
         """Return a dataset of the same batches with other options.
 
         Args:
-            read_options: `ReadOptions`; by weight only where there are `batches`.
+            read_options: `ReadOptions`; `by_weight` requires `batches`.
         """
         dataset = self.dataset
         if read_options.by_weight:
@@ -155,7 +160,7 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
 
     @property
     def element_spec(self) -> Any:
-        """Spec of an element, per replica where there are several."""
+        """Spec of an element, per replica if there are several."""
         return element_spec_of(self, self.dataset)
 
     @property
@@ -188,34 +193,35 @@ class PerReplicaIterator(StepIterator):
 
     @property
     def element_spec(self) -> Any:
-        """Spec of an element, per replica where there are several."""
+        """Spec of an element, per replica if there are several."""
         return element_spec_of(self, self._iterator)
 
     def get_next(self) -> Any:
         """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
-        if self.read_options.asks_workers:
+        if self.read_options.syncs_end_of_data:
             return super().get_next()
-        with Read() as read:
+        with CountedRead() as read:
             element = self._iterator.get_next()
-        read.given(element)
+        read.count_received(element)
         return self._batch(*element)
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
-        with Read() as read:
+        with CountedRead() as read:
             optional = self._iterator.get_next_as_optional()
         has_data = optional.has_value()
-        read.given(has_data)
-        if not self.read_options.asks_workers:
+        read.count_received(has_data)
+        if not self.read_options.syncs_end_of_data:
             return has_data, lambda: self._batch(*optional.get_value())
         stops = self.read_options.stops_at_shortest
         has_next = has_next_step(self.strategy, has_data, stops=stops)
 
-        def rows() -> Any:
-            # Workers that have run out of data know the rows of no common batch.
-            parts, _ = tf.cond(has_data, optional.get_value, self._empty)
+        def read_rows() -> Any:
+            # The batch is not a `CountedBatch`: a worker without data does not know the
+            # number of rows of the global batch.
+            parts, _ = tf.cond(has_data, optional.get_value, self._empty_element)
             return self._per_replica(parts)
 
-        return has_next, rows
+        return has_next, read_rows
 
     @property
     def _next_spec(self) -> Any:
@@ -225,22 +231,22 @@ class PerReplicaIterator(StepIterator):
 
     @property
     def _counts_rows(self) -> bool:
-        return self.read_options.counts_rows and not self.read_options.asks_workers
+        return self.read_options.counts_rows and not self.read_options.syncs_end_of_data
 
     def _batch(self, parts: tuple, num_rows: tf.Tensor) -> Any:
-        """Return the batch of a step that needs not ask the other workers."""
+        """Return the batch of a step that begins without an all-reduce."""
         batch = self._per_replica(parts)
         return CountedBatch(batch, num_rows) if self._counts_rows else batch
 
     def _per_replica(self, parts: tuple) -> Any:
-        """Return a per-replica value of the local rows, or of one global batch."""
+        """Return a per-replica value of rows; with `by_weight` divide them first."""
         if self.read_options.by_weight:
             extended = self.strategy.extended
             weights = extended.balance.weights.read_value()
             parts = rows_of_ranks_by_weight(parts[0], extended.local_ranks, weights)
         return _compat.per_replica(list(parts))
 
-    def _empty(self) -> Any:
+    def _empty_element(self) -> Any:
         return tf.nest.map_structure(empty_of, self._iterator.element_spec)
 
     @property
@@ -260,7 +266,8 @@ class PerReplicaSpec(ComponentsSpec):
 
 
 def _spec_of(value: Any) -> PerReplicaSpec:
-    # A spec is compared by plain values, so the strategy stands in a table.
+    """Return the type spec of a value, and register its strategy."""
+    # TensorFlow compares type specs by plain values, and a strategy is not one.
     _strategies[id(value.strategy)] = value.strategy
     return PerReplicaSpec.of(value, id(value.strategy), tuple(value.read_options))
 
@@ -272,7 +279,7 @@ def distribute_divided(
     read_options: ReadOptions,
     batches: tf.data.Dataset | None = None,
 ) -> Any:
-    """Return the distributed dataset of rows that are divided among local replicas.
+    """Wrap a dataset of the local replicas' rows as a distributed dataset.
 
     Args:
         strategy: A tfdp strategy.
@@ -286,13 +293,13 @@ def distribute_divided(
         return PerReplicaDataset(divided, strategy, read_options, batches=batches)
     local = flatten_local_replicas(divided)
     distributed = strategy.distribute_datasets_from_function(lambda _: local, options)
-    if read_options.asks_workers:
+    if read_options.syncs_end_of_data:
         return distributed
     return _compat.without_partial_batches(distributed)
 
 
 def is_read_on_cpus(strategy: Any, options: Any) -> bool:
-    """Return whether a step takes its rows from host memory, or from a GPU's."""
+    """Return whether a step reads its rows from host memory, and not from a GPU."""
     extended = strategy.extended
     devices = map(_compat.device_type, extended.worker_devices)
     has_gpus = extended.group.backend == "nccl" or "GPU" in devices

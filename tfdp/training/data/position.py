@@ -1,9 +1,8 @@
 """Position of `fit` in its data, which a resumed run restores.
 
-A pipeline with seeds gives the same batches again. So the position is the number of
-batches that were taken, and it is restored by skipping them. A shuffle with a seed has
-another order each time that the dataset is iterated over: the number of iterators is
-part of the position.
+A seeded pipeline gives the same batches in every run. So the position is the number of
+batches taken, and skipping them restores it. A seeded shuffle has another order for
+each iterator of the dataset, so that the position also has the number of iterators.
 """
 
 from __future__ import annotations
@@ -28,18 +27,20 @@ from tfdp.training.data.determinism import (
 )
 from tfdp.training.data.file_shards import FileShard
 
-_tracked: list[DataPosition | None] = []
+# The positions of the running loops, innermost last; `None` for a loop without one.
+_position_stack: list[DataPosition | None] = []
+# The key of the number of batches in a description of the data.
 _NUM_BATCHES = "the number of batches"
 
 
 class DataPosition:
-    """DataPosition in the data of one `fit`.
+    """Position in the data of one `fit`.
 
     Attributes:
-        exit_stack: `contextlib.ExitStack`, closed when `fit` ends, however it ends.
-        last_logs: Dict or `None`, the logs of the last batch before the run was
-            interrupted, while the epoch it was in goes on.
-        nondeterminism: String or `None`, what keeps the position from being restored.
+        exit_stack: `contextlib.ExitStack`, closed when `fit` returns or raises.
+        last_logs: Dict, the logs of the last batch before the interruption, until the
+            interrupted epoch ends; or `None`.
+        nondeterminism: String, why the position cannot be restored, or `None`.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class DataPosition:
         self.iterator: Any = None
         self._make: Callable = iter
         self._order: SeededShuffle | None = None
-        # The number of batches that each iterator has given so far.
+        # The number of batches taken from each iterator, one entry per iterator.
         self._taken: list[int] = []
         self._skipped = 0
         self._chosen_seed: int | None = None
@@ -61,14 +62,14 @@ class DataPosition:
         chosen_seed: int | None = None,
         worker_group: WorkerGroup | None = None,
     ) -> None:
-        """Count the batches of an epoch iterator of Keras from now on.
+        """Begin to count the batches of one of Keras's epoch iterators.
 
         Args:
-            iterator: `TFEpochIterator`, not begun yet.
-            chosen_seed: Int, the global seed that workers took for want of one of the
-                user's, another one in each run; or `None`. Defaults to `None`.
-            worker_group: `WorkerGroup` of workers, each of which may read data of
-                its own, or `None` for one worker. Defaults to `None`.
+            iterator: `TFEpochIterator` that has not begun an epoch.
+            chosen_seed: Int, the global seed that tfdp drew for this run because the
+                user set none, or `None`. Defaults to `None`.
+            worker_group: `WorkerGroup` between the workers, whose data may differ, or
+                `None` for one worker. Defaults to `None`.
         """
         self.iterator = iterator
         self._adapter = iterator.data_adapter
@@ -80,25 +81,29 @@ class DataPosition:
         _compat.set_dataset_of_epoch(iterator, self._begin_iterator)
         facts = {
             "description": self._describe(),
-            "nondeterminism": self._own_nondeterminism(),
-            "dependence": self._own_batch_dependence(),
+            "nondeterminism": self._local_nondeterminism(),
+            "dependence": self._local_batch_dependence(),
             "batch size": self._batch_size(),
         }
-        of_all: list[Any] = [facts]
+        facts_by_worker: list[Any] = [facts]
         if worker_group is not None:
-            of_all = worker_group.all_gather("the position in the data", facts)
-        self._descriptions = [item["description"] for item in of_all]
-        # If one worker cannot restore its position, none does.
-        self.nondeterminism = _first(item["nondeterminism"] for item in of_all)
-        self._dependence = _first(item["dependence"] for item in of_all)
-        self._first_batch_size = of_all[0]["batch size"]
+            facts_by_worker = worker_group.all_gather("the position in the data", facts)
+        self._descriptions = [item["description"] for item in facts_by_worker]
+        # All workers restore their positions, or none: the first reason is for all.
+        self.nondeterminism = _first_not_none(
+            item["nondeterminism"] for item in facts_by_worker
+        )
+        self._dependence = _first_not_none(
+            item["dependence"] for item in facts_by_worker
+        )
+        self._first_batch_size = facts_by_worker[0]["batch size"]
 
     @property
     def dataset(self) -> Any:
-        """The distributed dataset that Keras iterates over in an epoch."""
+        """Distributed dataset that Keras iterates over in an epoch."""
         return _compat.distributed_dataset(self.iterator)
 
-    def _own_nondeterminism(self) -> str | None:
+    def _local_nondeterminism(self) -> str | None:
         adapter = self._adapter
         shuffles = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
         has_order = self._order is not None or _compat.global_seed() is not None
@@ -109,7 +114,7 @@ class DataPosition:
         )
 
     def fit_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `fit` that have to be equal in a resumed run."""
+        """Return the arguments of `fit` that must be equal in a resumed run."""
         return {
             "batch_size": self._first_batch_size,
             "steps_per_epoch": self.iterator.steps_per_epoch,
@@ -123,12 +128,12 @@ class DataPosition:
         return batch_size
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the position between two epochs, for JSON."""
+        """Return the position between two epochs as a dict for JSON."""
         return {
             **_compat.epoch_progress(self.iterator),
             "taken": list(self._taken),
             "order": None if self._order is None else self._order.first,
-            "description": _one_if_alike(self._descriptions),
+            "description": _common_or_list(self._descriptions),
         }
 
     def difference_to(
@@ -137,9 +142,9 @@ class DataPosition:
         """Describe how the data differs from that of a snapshot, or return `None`.
 
         Args:
-            snapshot: Dict, what `snapshot` returned.
-            change: `BatchChange`, if batches have another size now. Defaults to
-                `None`.
+            snapshot: Dict that `snapshot` returned.
+            change: `BatchChange` if batches have another size now, or `None`.
+                Defaults to `None`.
         """
         difference = _difference(snapshot["description"], self._descriptions, change)
         if difference is not None:
@@ -148,37 +153,37 @@ class DataPosition:
             return "arrays are shuffled with another seed"
         return self.nondeterminism or (None if change is None else self._dependence)
 
-    def _own_batch_dependence(self) -> str | None:
-        """Name what makes the order of the samples depend on the batch size."""
+    def _local_batch_dependence(self) -> str | None:
+        """Describe why the order of samples depends on the batch size, or `None`."""
         if self.iterator.steps_per_epoch and self._adapter.num_batches is not None:
             return "the size of its batches has changed, and epochs end in its midst"
         shuffles = getattr(self._adapter, "_shuffle", False)
         return batch_dependence_of(self._source, shuffles_batches=shuffles == "batch")
 
     def restore(self, snapshot: dict[str, Any], num_batches: int) -> None:
-        """Restore a position, so that the next epoch goes on there.
+        """Restore a position, at which the next epoch continues.
 
         Args:
-            snapshot: Dict, what `snapshot` returned when the epoch began.
-            num_batches: Int, batches of it that were taken since.
+            snapshot: Dict that `snapshot` returned when the interrupted epoch began.
+            num_batches: Int, number of batches taken in that epoch.
         """
         taken = snapshot["taken"]
         if self._order is not None:
             self._order.first = snapshot["order"]
         keeps_one = self.iterator.steps_per_epoch is not None and bool(taken)
-        current = self._repeat(taken, keeps_one)
+        current = self._recreate_iterators(taken, keeps_one)
         _compat.set_epoch_progress(self.iterator, snapshot, current)
         self._skipped = num_batches
 
     def restore_length(self, snapshot: dict[str, Any]) -> None:
-        """Restore only the length of an epoch: the data itself begins anew."""
+        """Restore only the length of an epoch; the data starts from the beginning."""
         _compat.set_epoch_progress(self.iterator, {**snapshot, "steps_seen": 0}, None)
 
     def enumerate(self, batches: Iterator) -> Iterator:
-        """Iterate over an epoch of Keras, without the batches that were taken before.
+        """Iterate over an epoch of Keras, without the batches that `restore` skips.
 
         Args:
-            batches: Iterator of Keras's: first and last step, and the data.
+            batches: Iterator of Keras's tuples: first step, last step and the data.
         """
         skipped, self._skipped = self._skipped, 0
         for first, last, data in batches:
@@ -192,31 +197,35 @@ class DataPosition:
         self._taken.append(0)
         return self._make()
 
-    def _repeat(self, taken: list[int], keeps_one: bool) -> Any:
-        """Create the iterators of the epochs before, as far as they matter.
+    def _recreate_iterators(self, taken: list[int], keeps_one: bool) -> Any:
+        """Create the iterators of earlier epochs that affect the order of later ones.
+
+        Args:
+            taken: List of ints, number of batches taken from each iterator.
+            keeps_one: Bool, whether the last iterator continues in the next epoch.
 
         Returns:
-            The last one, at its position, if it is to be kept.
+            The last iterator, at its position, if it continues; or else `None`.
         """
         source = self._source
-        matters = self._is_dataset and _compat.reshuffles(source)
-        reads = matters and not draws_seeds_once(source)
+        reshuffles = self._is_dataset and _compat.reshuffles(source)
+        depends_on_reads = reshuffles and not draws_seeds_once(source)
         last = len(taken) - 1
         for number in range(len(self._taken), len(taken)):
-            is_kept = keeps_one and number == last
-            if reads or is_kept:
+            is_current = keeps_one and number == last
+            if depends_on_reads or is_current:
                 if self._order is not None:
                     self._order.epoch = number
                 current = iter(self._make())
                 _skip(current, taken[number])
-                if is_kept:
+                if is_current:
                     self._taken = list(taken)
                     return current
-            elif matters and taken[number]:
+            elif reshuffles and taken[number]:
                 _compat.begin_shuffles(source)
-            elif matters:
-                # Keras made it and read nothing: of several shuffles only the last
-                # has drawn a seed.
+            elif reshuffles:
+                # Keras created the iterator and read no batch: of several shuffles
+                # only the last one has drawn a seed.
                 iter(source)
         self._taken = list(taken)
         if self._order is not None:
@@ -224,7 +233,7 @@ class DataPosition:
         return None
 
     def _describe(self) -> dict[str, Any]:
-        """Return the properties that identify a pipeline."""
+        """Return the properties of a pipeline that must be equal in a resumed run."""
         source = self._source
         seeds = _compat.shuffle_seeds(source) if self._is_dataset else []
         uses_global = self._order is None and _compat.shuffles_arrays(self._adapter)
@@ -239,23 +248,23 @@ class DataPosition:
 
 @contextlib.contextmanager
 def tracking(position: DataPosition | None) -> Iterator[None]:
-    """Attach a position to the next epoch iterator that Keras makes; or none."""
-    _tracked.append(position)
+    """Make a position, or `None`, the one of the loop that runs inside."""
+    _position_stack.append(position)
     try:
         yield
     finally:
-        _tracked.pop()
+        _position_stack.pop()
         if position is not None:
             position.exit_stack.close()
 
 
 def current() -> DataPosition | None:
     """Return the position of the running loop, or `None`."""
-    return _tracked[-1] if _tracked else None
+    return _position_stack[-1] if _position_stack else None
 
 
 def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
-    """Enumerate Keras's batches of an epoch, in place of Keras's method."""
+    """Enumerate the batches of an epoch; skip those before a restored position."""
     position = current()
     batches = original(iterator)
     if position is None or position.iterator is not iterator:
@@ -264,7 +273,7 @@ def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
 
 
 def _describe_files(dataset: tf.data.Dataset) -> dict[str, Any]:
-    """Return the properties of the files that workers share, if they do."""
+    """Return the properties of the files of `shard_files`; empty for other data."""
     shard = FileShard.of_dataset(dataset)
     if shard is None:
         return {}
@@ -274,14 +283,20 @@ def _describe_files(dataset: tf.data.Dataset) -> dict[str, Any]:
     }
 
 
-def _one_if_alike(descriptions: list[dict]) -> Any:
-    """Return one description where all workers' are equal, or else the list."""
+def _common_or_list(descriptions: list[dict]) -> Any:
+    """Return the common description if all are equal, or else the list."""
     alike = all(other == descriptions[0] for other in descriptions)
     return descriptions[0] if alike else descriptions
 
 
 def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str | None:
-    """Describe how the data differs from a saved description, or return `None`."""
+    """Describe how the data differs from a saved description, or return `None`.
+
+    Args:
+        then: Dict, the common saved description, or a list with one for each worker.
+        now: List of dicts, the current description of each worker.
+        change: `BatchChange` if batches have another size now, or `None`.
+    """
     if isinstance(then, dict):
         then = [then] * len(now)
     if len(then) != len(now):
@@ -297,13 +312,13 @@ def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str |
     return None
 
 
-def _first(found: Iterable[str | None]) -> str | None:
-    """Return the first that is not `None`."""
-    return next((item for item in found if item is not None), None)
+def _first_not_none(values: Iterable[str | None]) -> str | None:
+    """Return the first value that is not `None`, or `None`."""
+    return next((item for item in values if item is not None), None)
 
 
 def _skip(iterator: Any, count: int) -> None:
-    """Skip batches, or as many as there are."""
+    """Skip batches of an iterator, at most until its end."""
     local = getattr(iterator, "components", iterator)
     for _ in itertools.islice(local, count):
         pass

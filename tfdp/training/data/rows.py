@@ -11,25 +11,25 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfdp.training.data.stages import of_element
+from tfdp.training.data.stages import as_map_function
 
 UNEQUAL_ROWS = (
     "All parts of a batch must have the same number of rows, of which each replica "
     "gets some."
 )
-# Between the names of parts in the error of a graph, which tells their rows after it.
+# Separates the names of parts in the error message of a graph; the row counts follow.
 BETWEEN_NAMES = " | "
 
 
 class Part(NamedTuple):
-    """Which part of a global batch a worker's rows are.
+    """The part of a global batch that a worker's rows form.
 
     Args:
-        total: Scalar int64 tensor, rows of the global batch.
-        static_total: Int, where all batches have as many rows, or `None`.
-        first_rank: Int, the replica that has the first of the worker's rows.
-        is_shared: Bool, whether the memory of the rows may be the user's own array,
-            and not that of a batch which has just been made.
+        total: Scalar int64 tensor, number of rows of the global batch.
+        static_total: Int, number of rows of every global batch, or `None` if it varies.
+        first_rank: Int, the replica with the first of the worker's rows.
+        is_shared: Bool, whether the rows may share memory with a user's array, and not
+            only with a batch that the pipeline has created.
     """
 
     total: tf.Tensor
@@ -42,7 +42,7 @@ class OtherRows(NamedTuple):
     """A part of a batch that has another number of rows than its first part.
 
     Args:
-        rows: Tensor, the rows of a replica, by the number that the part has.
+        rows: Tensor, a replica's share of the part's rows.
     """
 
     rows: Any
@@ -62,49 +62,51 @@ def divide_batches(
         dataset: `tf.data.Dataset` of global batches.
         ranks: List of ints.
         num_replicas: Int, on all workers.
-        checks: Bool, whether the parts of a batch have to have equally many rows, but
-            those that are known to have another number, which divides as that does.
-            Defaults to `None`: where there are several replicas.
-        others: Collection of ints, the places of flat parts that are divided by
-            themselves, each an `OtherRows`. Defaults to none.
+        checks: Bool, whether the parts of a batch must have the same number of rows.
+            Dense parts with another static number of rows are exempt if both numbers
+            are multiples of `num_replicas`. Defaults to `None`: with several replicas.
+        others: Collection of ints, indices of the flattened parts that are divided by
+            their own number of rows, and wrapped in `OtherRows`. Defaults to none.
 
     Returns:
         `tf.data.Dataset` of pairs, as long as `dataset`: a tuple with the rows of each
         rank, and the number of rows of the global batch, a float32 scalar.
 
     Raises:
-        ValueError: If the parts of a batch are known to differ in their rows. If
-            only a batch itself shows it, `tf.errors.InvalidArgumentError` when it
-            is read.
+        ValueError: If the specs show that the parts of a batch differ in their number
+            of rows. If only a batch itself shows it, reading it raises
+            `tf.errors.InvalidArgumentError`.
     """
     if checks is None:
         checks = num_replicas > 1
     if checks:
-        alike = _without_others(dataset.element_spec, num_replicas, others)
-        check_parts(alike)
+        equal_parts = _parts_of_equal_rows(dataset.element_spec, num_replicas, others)
+        check_parts(equal_parts)
 
     def divide(element: Any) -> Any:
         if checks:
-            _assert_rows(
-                {n: p for n, p in parts_with_rows(element).items() if n in alike}
+            _assert_equal_rows(
+                {n: p for n, p in parts_with_rows(element).items() if n in equal_parts}
             )
         parts = tuple(
-            _marked(rows_of_rank(element, rank, num_replicas), others) for rank in ranks
+            _wrap_other_rows(rows_of_rank(element, rank, num_replicas), others)
+            for rank in ranks
         )
-        # Stateful, so that TensorFlow keeps from parallel calls, which read ahead.
+        # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel:
+        # parallel calls would read ahead.
         return parts, tf.raw_ops.DeepCopy(x=num_rows(first_tensor(element)))
 
-    return dataset.map(of_element(dataset, divide))
+    return dataset.map(as_map_function(dataset, divide))
 
 
 def flatten_local_replicas(divided: tf.data.Dataset) -> tf.data.Dataset:
-    """Make one element of the rows of each rank.
+    """Turn each tuple of the ranks' rows into one element per rank.
 
     Args:
         divided: `tf.data.Dataset` as `divide_batches` returns it.
 
     Returns:
-        `tf.data.Dataset`, as many times longer as there are ranks.
+        `tf.data.Dataset` with an element for each rank of each batch.
 
     Example:
 
@@ -134,19 +136,20 @@ def rows_of_rank(
             the first axis; scalars and `None` are given to every replica.
         rank: Int, the replica.
         num_replicas: Int, on all workers.
-        part: `Part` or `None`. Defaults to `None`: `batch` is a global batch.
+        part: `Part` that `batch` is of a global batch, or `None` if `batch` is a whole
+            global batch. Defaults to `None`.
 
     Returns:
-        The same nest.
+        Nest of the same structure.
     """
 
     def take(tensor: Any) -> Any:
         if not has_rows(tensor):
             return tensor
         total = count_of(tensor) if part is None else part.total
-        begin, size = _bounds(total, rank, num_replicas)
+        begin, size = _begin_and_size(total, rank, num_replicas)
         if part is not None:
-            begin -= _bounds(total, part.first_rank, num_replicas)[0]
+            begin -= _begin_and_size(total, part.first_rank, num_replicas)[0]
         rows = take_rows(tensor, begin, size)
         if isinstance(tensor, tf.RaggedTensor) or tensor.shape.rank is None:
             return rows
@@ -156,8 +159,8 @@ def rows_of_rank(
         if isinstance(tensor, tf.SparseTensor):
             return rows
         if shape[0] is None:
-            # Replicas that knew different numbers could trace different steps, of
-            # which only some have a collective.
+            # Hide the static number of rows: replicas with different static numbers
+            # could trace different steps, and only some would have a collective.
             rows = tf.compat.v1.placeholder_with_default(rows, shape)
         # A slice shares the memory of the batch, which may be the user's own
         # array; operations that work in place would overwrite it.
@@ -170,20 +173,20 @@ def rows_of_rank(
 def has_rows(tensor: Any) -> bool:
     """Return whether a leaf of a batch is divided among replicas.
 
-    Scalars are not, nor is what stands for `None`.
+    Scalars and specs of `None` are not.
     """
     shape = getattr(tensor, "shape", None)
     return shape is not None and tf.TensorShape(shape).rank != 0
 
 
 def check_parts(parts: dict[str, Any]) -> None:
-    """Raise if parts of a batch have different numbers of rows, as far as known.
+    """Raise if parts of a batch are known to have different numbers of rows.
 
     Args:
         parts: Dict of arrays, tensors or their specs, by name.
 
     Raises:
-        ValueError: If they differ, with the rows of each part.
+        ValueError: If they differ. The message names the rows of each part.
 
     Example:
 
@@ -224,14 +227,15 @@ def parts_with_rows(batch: Any, name: str = "batch") -> dict[str, Any]:
 
 
 def named_leaves(nest: Any, name: str = "") -> dict[str, Any]:
-    """Return the leaves of a nest by a name and their places in it."""
+    """Return the leaves of a nest by their paths, each after a common name."""
     return {
         name + "".join(f"[{step!r}]" for step in path): leaf
         for path, leaf in keras.tree.flatten_with_path(nest)
     }
 
 
-def _marked(batch: Any, others: Collection[int]) -> Any:
+def _wrap_other_rows(batch: Any, others: Collection[int]) -> Any:
+    """Wrap the parts of a batch with the given flat indices in `OtherRows`."""
     if not others:
         return batch
     parts = [
@@ -241,13 +245,13 @@ def _marked(batch: Any, others: Collection[int]) -> Any:
     return tf.nest.pack_sequence_as(batch, parts)
 
 
-def _without_others(
+def _parts_of_equal_rows(
     spec: Any, num_replicas: int, others: Collection[int]
 ) -> dict[str, Any]:
-    """Return the parts that must have as many rows as the first one.
+    """Return the parts that must have the same number of rows as the first one.
 
-    Dense parts that always have another number of rows, as two datasets of other batch
-    sizes have that are zipped, are divided by themselves where all numbers divide.
+    A dense part with another static number of rows, as from zipped datasets with
+    different batch sizes, is exempt if both numbers are multiples of `num_replicas`.
     """
     without_rows = tf.TensorSpec([])
     flat = [
@@ -272,8 +276,8 @@ def _first_size(part: Any) -> int | None:
     return None if part is None else tf.TensorShape(part.shape)[0]
 
 
-def _assert_rows(parts: dict[str, Any]) -> None:
-    """Assert in a graph that parts have equal numbers of rows, unless all is known."""
+def _assert_equal_rows(parts: dict[str, Any]) -> None:
+    """Add a graph assertion that parts have equal row counts, unless specs show it."""
     static = {part.shape[0] for part in parts.values()}
     if len(parts) < 2 or (len(static) == 1 and None not in static):
         return
@@ -284,7 +288,7 @@ def _assert_rows(parts: dict[str, Any]) -> None:
 
 
 def count_of(tensor: Any) -> tf.Tensor:
-    """Count the rows of a tensor, ragged or sparse ones too: scalar, int64."""
+    """Return the number of rows of a tensor, dense or not: scalar, int64."""
     if isinstance(tensor, tf.SparseTensor):
         return tensor.dense_shape[0]
     if isinstance(tensor, tf.RaggedTensor):
@@ -293,18 +297,18 @@ def count_of(tensor: Any) -> tf.Tensor:
 
 
 def take_rows(tensor: Any, begin: tf.Tensor, size: tf.Tensor) -> Any:
-    """Take rows of a tensor, ragged or sparse ones too.
+    """Slice rows from a dense, ragged or sparse tensor.
 
     Args:
         tensor: The tensor.
-        begin: Scalar int64 tensor, the first row.
+        begin: Scalar int64 tensor, index of the first row.
         size: Scalar int64 tensor, number of rows.
     """
     if isinstance(tensor, tf.SparseTensor):
         rest = tf.cast(tensor.dense_shape[1:], tf.int64)
         start = tf.concat([[begin], tf.zeros_like(rest)], 0)
         rows = tf.sparse.slice(tensor, start, tf.concat([[size], rest], 0))
-        # The slice forgets the length of every axis, from which Keras builds layers.
+        # The slice loses the static length of all axes, which Keras needs for layers.
         rows.set_shape([None, *tensor.shape[1:]])
         return rows
     return tensor[begin : begin + size]
@@ -319,13 +323,14 @@ def first_tensor(batch: Any) -> Any:
 
 
 def num_rows(tensor: Any) -> tf.Tensor:
-    """Count the rows of a tensor, ragged or sparse ones too: scalar, float32."""
+    """Return the number of rows of a tensor, dense or not: scalar, float32."""
     is_dense = not isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor))
     count = tf.shape(tensor)[0] if is_dense else count_of(tensor)
     return tf.cast(count, tf.float32)
 
 
-def _bounds(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
+def _begin_and_size(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
+    """Return the first row of a replica in a batch, and its number of rows."""
     num_rows = tf.cast(num_rows, tf.int64)
     least, extra = num_rows // num_replicas, num_rows % num_replicas
     begin = rank * least + tf.minimum(tf.cast(rank, tf.int64), extra)
@@ -335,7 +340,7 @@ def _bounds(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
 def bounds_of_ranks(
     num_rows: Any, ranks: Sequence[int], num_replicas: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Compute which rows of a batch consecutive replicas have.
+    """Compute the range of rows that consecutive replicas have of a batch.
 
     Args:
         num_rows: Int or scalar tensor, rows of the global batch.
@@ -350,13 +355,13 @@ def bounds_of_ranks(
     >>> [int(bound) for bound in bounds_of_ranks(5, [1, 2], 3)]
     [2, 5]
     """
-    begin, _ = _bounds(num_rows, ranks[0], num_replicas)
-    last, size = _bounds(num_rows, ranks[-1], num_replicas)
+    begin, _ = _begin_and_size(num_rows, ranks[0], num_replicas)
+    last, size = _begin_and_size(num_rows, ranks[-1], num_replicas)
     return begin, last + size
 
 
 def rows_of_worker(num_rows: int, ranks: Sequence[int], num_replicas: int) -> range:
-    """Compute which rows of a batch a worker's replicas have, without TensorFlow.
+    """Compute the range of rows that a worker has of a batch, in plain Python.
 
     Args:
         num_rows: Int, rows of the global batch.
@@ -374,16 +379,17 @@ def rows_of_worker(num_rows: int, ranks: Sequence[int], num_replicas: int) -> ra
 
 
 def rows_to_read(num_rows: int, ranks: Sequence[int], num_replicas: int) -> range:
-    """Return `rows_of_worker`, or where it has none one row, which tells shapes."""
+    """Return `rows_of_worker`, or one row where it has none, to know the shapes."""
     own = rows_of_worker(num_rows, ranks, num_replicas)
     start = min(own.start, num_rows - 1)
     return range(start, max(own.stop, start + 1))
 
 
 def _static_num_rows(rows: int | None, num_replicas: int) -> int | None:
-    """Return the rows of a replica where they are known and equal for all."""
+    """Return the static number of rows of every replica; `None` if it may differ."""
     return None if rows is None or rows % num_replicas else rows // num_replicas
 
 
 def _can_copy(tensor: tf.Tensor) -> bool:
+    """Return whether the `DeepCopy` operation supports the dtype of a tensor."""
     return tensor.dtype not in (tf.string, tf.resource, tf.variant)

@@ -1,6 +1,6 @@
 """Comparison of the workers' datasets: order, shards, length and rows of batches.
 
-The lengths give the number of steps of an epoch, the same for all.
+The lengths determine the number of steps of an epoch, the same on all workers.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from tfdp.training.data.batch_sizes import describe_sizes, sizes_of_batches
 from tfdp.training.data.element_specs import describe_spec, without_unknown_sizes
 from tfdp.training.data.fingerprints import ArrayValues, find_difference
 from tfdp.training.data.per_replica_dataset import ReadOptions
-from tfdp.training.data.stages import is_of_arrays
+from tfdp.training.data.stages import gathers_array_rows
 
 _TOPIC = "a dataset's order and length"
 ENDLESS = math.inf
 
 
-def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
+def compare_datasets(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
     """Compare a dataset with those of the other workers.
 
     Returns:
         `ReadOptions`: whether some workers may run out of data before others, and
-        whether their batches have equally many rows.
+        whether batch i has the same number of rows on all workers.
 
     Raises:
-        ValueError: If workers would shuffle differently, or have other elements, or
-            make them of tensors with other values.
+        ValueError: If workers would shuffle differently, if their elements have
+            different specs, or if their source tensors have different values.
     """
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1:
-        return ReadOptions(asks_workers=False)
+        return ReadOptions(syncs_end_of_data=False)
     values = values_of_sources(dataset)
-    own = [
+    facts = [
         _compat.shuffle_seeds(dataset),
         int(dataset.cardinality().numpy()),
         sizes_of_batches(dataset),
@@ -48,26 +48,26 @@ def compare(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
         describe_spec(dataset.element_spec),
         values.fingerprints(),
     ]
-    told = worker_group.all_gather(_TOPIC, own)
-    seeds, lengths, sizes, shards, specs, sources = zip(*told, strict=True)
+    gathered = worker_group.all_gather(_TOPIC, facts)
+    seeds, lengths, sizes, shards, specs, sources = zip(*gathered, strict=True)
     check_same_elements(worker_group, specs)
     _check_same_shuffle(list(seeds))
     check_not_sharded(shards)
     check_same_values(worker_group, _TOPIC, sources, values)
     if _lengths_differ(strategy, list(lengths)):
-        return ReadOptions(asks_workers=True, same_rows=False)
-    return ReadOptions(asks_workers=False, same_rows=_same_rows(sizes))
+        return ReadOptions(syncs_end_of_data=True, same_rows=False)
+    return ReadOptions(syncs_end_of_data=False, same_rows=_have_same_rows(sizes))
 
 
-def on_workers(values: Iterable[Any]) -> str:
-    """List what each worker has, for a message.
+def list_by_worker(values: Iterable[Any]) -> str:
+    """List a value of each worker, for a message.
 
     Args:
         values: Iterable, ordered by worker.
 
     Example:
 
-    >>> on_workers([3, "no file"])
+    >>> list_by_worker([3, "no file"])
     '3 on worker 0, no file on worker 1'
     """
     return ", ".join(f"{each} on worker {rank}" for rank, each in enumerate(values))
@@ -76,55 +76,65 @@ def on_workers(values: Iterable[Any]) -> str:
 def values_of_sources(dataset: tf.data.Dataset) -> ArrayValues:
     """Return the values of the tensors and file names that a dataset is made of.
 
-    What `map` and the like make of them may be random and differ. Arrays that `fit` was
-    given are compared before, see `tfdp.training.keras_hooks.loop_agreement`.
+    The output of `map` and later stages is left out, because it may be random. The
+    arrays passed to `fit` are left out, because
+    `tfdp.training.keras_hooks.loop_agreement` has compared them.
     """
-    is_of_fit = any(is_of_arrays(part) for part in _compat.dataset_inputs(dataset))
-    sources = {} if is_of_fit else _compat.sources_of(dataset)
+    has_fit_arrays = any(
+        gathers_array_rows(part) for part in _compat.dataset_inputs(dataset)
+    )
+    sources = {} if has_fit_arrays else _compat.sources_of(dataset)
     return ArrayValues(sources, are_sources=True)
 
 
 def check_same_values(
-    worker_group: WorkerGroup, topic: str, told: Sequence[dict], values: ArrayValues
+    worker_group: WorkerGroup,
+    topic: str,
+    fingerprints: Sequence[dict],
+    values: ArrayValues,
 ) -> None:
-    """Raise if data that all workers should read alike has other values on some.
+    """Raise if data that should be the same on all workers has different values.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
         topic: String, what is compared, for messages.
-        told: Sequence, for each worker the fingerprints of its values.
+        fingerprints: Sequence of dicts, the fingerprints of each worker's values.
         values: `ArrayValues` of this worker.
 
     Raises:
-        ValueError: If so.
+        ValueError: If the values differ by more than rounding.
     """
-    found = find_difference(worker_group, topic, told, values)
-    if found:
+    difference = find_difference(worker_group, topic, fingerprints, values)
+    if difference:
         raise worker_group.error(
             "Workers have data of different values, so that some rows would be read "
             "twice and others never. Draw, shuffle, split and list data alike on every "
             "worker, by one seed and in sorted order, or give each a `tf.data.Dataset` "
-            f"of its own with `AutoShardPolicy.OFF`. Received: {found}",
+            f"of its own with `AutoShardPolicy.OFF`. Received: {difference}",
         )
 
 
 def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> None:
-    """Raise if elements have another structure, dtype or shape on some worker.
+    """Raise if the workers' elements differ in structure, dtype or shape.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        specs: Sequence, for each worker the description of its elements.
+        specs: Sequence of dicts, the description of each worker's elements.
 
     Raises:
-        ValueError: If so: steps would differ, of which some wait for ever.
+        ValueError: If they differ. Workers would run different steps, whose
+            collectives would wait for each other indefinitely.
     """
     problem = (
         "Workers have datasets of different elements. Every worker has to make the "
         "same pipeline."
     )
     parts = without_unknown_sizes(specs)
-    named = [{f"batch{where}": part for where, part in own.items()} for own in parts]
-    require_equal(worker_group, problem, named)
+    parts_by_path = [
+        {f"batch{where}": part for where, part in described.items()}
+        for described in parts
+    ]
+    require_equal(worker_group, problem, parts_by_path)
 
 
 def _check_same_shuffle(seeds: list) -> None:
@@ -141,15 +151,18 @@ def _check_same_shuffle(seeds: list) -> None:
 
 
 def check_not_sharded(shards: Sequence[list]) -> None:
-    """Warn if each worker has a shard of the data, of which it would train on a part.
+    """Warn if the workers have different `Dataset.shard`s in their datasets.
+
+    Each worker takes its rows of each batch, so that the other rows of its shard would
+    never be read.
 
     Args:
-        shards: Sequence, for each worker the number of shards and the index of each
-            `Dataset.shard` in its dataset.
+        shards: Sequence of lists, for each worker the number of shards and the index
+            of each `Dataset.shard` in its dataset.
     """
     if all(own == shards[0] for own in shards):
         return
-    calls = on_workers(map(_shard_calls, shards))
+    calls = list_by_worker(map(_shard_calls, shards))
     user_code.warn(
         "This dataset is divided twice, so that some of its elements are never read: "
         "each worker has a shard of its own, and takes its rows of each batch of that. "
@@ -159,14 +172,16 @@ def check_not_sharded(shards: Sequence[list]) -> None:
 
 
 def _shard_calls(shards: list) -> str:
+    """Format the `Dataset.shard` calls of one worker for a message."""
     calls = [f"`shard({count}, {index})`" for count, index in shards]
     return ", ".join(calls) or "no `shard`"
 
 
 def stops_at_shortest(strategy: Any) -> bool:
-    """Return whether the data ends for all workers with the shortest.
+    """Return whether the worker with the least data ends an epoch for all workers.
 
-    Only that which a `fit` trains on: all other samples count, each by itself.
+    True only for training data with `uneven="stop"`: evaluation and prediction need
+    every sample.
     """
     is_for_training = loops.awaiting_training_data() is not None
     return is_for_training and strategy.extended.options.uneven == "stop"
@@ -175,9 +190,9 @@ def stops_at_shortest(strategy: Any) -> bool:
 def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
     """Return whether some workers may run out of data before others."""
     same = len(set(lengths)) == 1
-    # `epochs` warns of batches that are dropped, where their number is known.
+    # Where the shortest data ends the epoch, `epochs` warns of the dropped batches.
     if not same and not stops_at_shortest(strategy):
-        listed = on_workers(map(Length.of_cardinality, lengths))
+        listed = list_by_worker(map(Length.of_cardinality, lengths))
         user_code.warn(
             "Workers have datasets of different length; each should read the same "
             "global batches. All go on until the longest ends, those without data "
@@ -186,14 +201,18 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
     return not same or lengths[0] == tf.data.UNKNOWN_CARDINALITY
 
 
-def _same_rows(sizes: Sequence[dict[str, Any] | None]) -> bool:
-    """Return whether batches are known to have equally many rows on all workers."""
+def _have_same_rows(sizes: Sequence[dict[str, Any] | None]) -> bool:
+    """Return whether batches are known to have the same size on all workers.
+
+    Args:
+        sizes: Sequence, what `sizes_of_batches` returned on each worker.
+    """
     known = [each for each in sizes if each is not None]
     if len(known) < len(sizes):
         return False
     same = all(each == known[0] for each in known)
     if not same:
-        listed = on_workers(map(describe_sizes, known))
+        listed = list_by_worker(map(describe_sizes, known))
         user_code.warn(
             "Workers have datasets with batches of different sizes; each should read "
             "the same global batches, of which it takes its rows, or data of its own "
@@ -206,10 +225,11 @@ class Length(NamedTuple):
     """Length of one worker's data.
 
     Args:
-        steps: Int, `ENDLESS`, or `None` where it is not known before the end.
-        steps_per_batch: Float, number of steps for which one batch lasts.
-        batch_rows: Int, the rows of a batch of arrays, or `None` for other data.
-        last_rows: Int, the rows of a last smaller batch, or 0.
+        steps: Int, number of steps; `ENDLESS`, or `None` if only reading shows it.
+        steps_per_batch: Float, number of steps that one batch supplies. Defaults to 1.
+        batch_rows: Int, rows of a batch of arrays, or `None` for other data. Defaults
+            to `None`.
+        last_rows: Int, rows of a smaller last batch, or 0. Defaults to 0.
     """
 
     steps: float | None
@@ -226,16 +246,16 @@ class Length(NamedTuple):
         >>> [str(Length.of_cardinality(number)) for number in (4, -1, -2)]
         ['4', 'endlessly many', 'an unknown number']
         """
-        # `tf.data.INFINITE_CARDINALITY` and `tf.data.UNKNOWN_CARDINALITY`
+        # -1 is `tf.data.INFINITE_CARDINALITY`, -2 `tf.data.UNKNOWN_CARDINALITY`.
         return cls({-1: ENDLESS, -2: None}.get(cardinality, cardinality))
 
     @property
     def is_endless(self) -> bool:
-        """Bool, whether it never ends."""
+        """Bool, whether the data never ends."""
         return self.steps == ENDLESS
 
     def __str__(self) -> str:
-        return _batches(self.steps, self.steps_per_batch)
+        return _format_batches(self.steps, self.steps_per_batch)
 
 
 def agreed_steps(lengths: Sequence[Length], *, stops: bool) -> int | None:
@@ -243,10 +263,10 @@ def agreed_steps(lengths: Sequence[Length], *, stops: bool) -> int | None:
 
     Args:
         lengths: Sequence of `Length`, one for each worker.
-        stops: Bool, whether the first worker without data ends it, or the last.
+        stops: Bool, whether the epoch ends with the shortest data, or with the longest.
 
     Returns:
-        Int, or `None` where it is not known before, or never ends.
+        Int, or `None` if the number is not known before reading, or has no end.
 
     Example:
 
@@ -275,15 +295,18 @@ def dropped_batches(lengths: Sequence[Length]) -> str:
     steps = agreed_steps(lengths, stops=True)
     if steps is None:
         return ""
-    more = [
+    excess = [
         (rank, length.steps - steps, length.steps_per_batch)
         for rank, length in enumerate(lengths)
         if length.steps is not None and length.steps > steps
     ]
-    return ", ".join(f"{_batches(n, each)} of worker {rank}" for rank, n, each in more)
+    return ", ".join(
+        f"{_format_batches(n, each)} of worker {rank}" for rank, n, each in excess
+    )
 
 
-def _batches(steps: float | None, steps_per_batch: float) -> str:
+def _format_batches(steps: float | None, steps_per_batch: float) -> str:
+    """Format a number of steps as a number of batches."""
     if steps is None:
         return "an unknown number"
     if steps == ENDLESS:

@@ -1,7 +1,8 @@
-"""Uneven inputs: the step at which the data ends for all workers.
+"""Uneven inputs: agreement of the workers on the step at which the data ends.
 
-Workers ask each other at each step. Either they go on while any worker has data, and
-those without get empty batches; or they stop as soon as one has none.
+At each step an all-reduce counts the workers that have data. Either the loop continues
+while any worker has data, and workers without data get empty batches; or it stops as
+soon as one worker has no data.
 """
 
 from __future__ import annotations
@@ -18,47 +19,48 @@ from tfdp.ground import _compat
 from tfdp.ground.base.finalizers import FinalizerThread
 from tfdp.ground.forks import keep_in_forks
 
-# Batches asked for, and given, of this process: only where somebody watches them, so
-# that nothing is added to the graph otherwise.
+# The variables with the number of batches that this process has requested and received.
+# Empty until `count_reads` is called, so that graphs have no counters by default.
 _counts: list[Any] = []
 _deletions = FinalizerThread("tfdp-iterators")
-# A spec is compared by plain values, so that classes stand in a table.
+# Classes of values by their `id`: TensorFlow compares type specs by plain values, so
+# that a spec holds the `id` of a class.
 _kinds: dict[int, type] = {}
 
 
 def has_next_step(strategy: Any, has_data: tf.Tensor, *, stops: bool) -> tf.Tensor:
-    """Agree on whether there is another step.
+    """Agree between workers on whether another step follows.
 
     Args:
         strategy: A tfdp strategy.
-        has_data: Scalar bool tensor, whether this worker has data for it.
-        stops: Bool, whether all workers have to have data, or one is enough.
+        has_data: Scalar bool tensor, whether this worker has data for the step.
+        stops: Bool, whether a step requires data on all workers, or on one.
 
     Returns:
         Scalar bool tensor, the same on all workers.
     """
     group = strategy.extended.host_group
     with tf.device(group.devices[0]):
-        own = tf.cast(has_data, tf.int32)[tf.newaxis]  # [1]
-        num_workers = Member(group, 0).all_reduce(own)[0]  # [], int32
-        return num_workers == group.size if stops else num_workers > 0
+        has_data_here = tf.cast(has_data, tf.int32)[tf.newaxis]  # [1]
+        num_with_data = Member(group, 0).all_reduce(has_data_here)[0]  # [], int32
+        return num_with_data == group.size if stops else num_with_data > 0
 
 
 def raise_out_of_range(strategy: Any) -> tf.Tensor:
-    """Raise the error of the end of data, also where this worker has more.
+    """Raise the end-of-data error, even if this worker has more data.
 
     Raises:
-        tf.errors.OutOfRangeError: Always; in a graph, when it runs.
+        tf.errors.OutOfRangeError: Always; a graph raises it when it runs.
 
     Returns:
-        Scalar tensor that waits for the error.
+        Scalar tensor, whose computation raises the error in a graph.
     """
     with tf.device(strategy.extended.host_group.devices[0]):
         return iter(tf.data.Dataset.range(0)).get_next()
 
 
 class StockDataset:
-    """Distributed dataset of TensorFlow that is read by another iterator.
+    """Wrapper of a stock distributed dataset that replaces its iterator.
 
     Args:
         dataset: A distributed dataset of a tfdp strategy.
@@ -74,15 +76,15 @@ class StockDataset:
 
     @property
     def element_spec(self) -> Any:
-        """Spec of an element, per replica where there are several."""
+        """Spec of an element, per replica if there are several."""
         return self._dataset.element_spec
 
 
 class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor):
-    """Base class of iterators: Python's protocol around `get_next`.
+    """Base class of distributed iterators, with Python's protocol around `get_next`.
 
     Args:
-        iterator: The iterator of this worker, which is made of tensors.
+        iterator: Composite tensor, the iterator of this worker.
         strategy: A tfdp strategy.
     """
 
@@ -92,13 +94,13 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
         keep_in_forks(iterator)
 
     def delete_in_background(self) -> None:
-        """Delete the iterator of this worker on another thread, once this one is.
+        """Delete this worker's iterator on another thread, when `self` is deleted.
 
-        To delete it may take as long as reading it has taken, at most a minute:
-        TensorFlow's autotuning sleeps through its cancellation, of which it is notified
-        before it can see it (`Model::OptimizeLoop`, `CancellationManager`).
+        Deletion may take as long as reading has taken, up to a minute: the notification
+        of a cancellation can precede the wait of TensorFlow's autotuning, which then
+        sleeps for its whole period (`Model::OptimizeLoop`, `CancellationManager`).
         """
-        # Its last reference is that of the call.
+        # `id` only takes the reference, so that the thread drops the last one.
         _deletions.register(self, id, self._iterator)
 
     def __iter__(self) -> Any:
@@ -130,9 +132,10 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
         )
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
-        """Whether there is a next batch, alike on all workers, and what returns it.
+        """Return whether a next batch exists on any or all workers, and its reader.
 
-        Where there is none on this worker, it returns an empty one.
+        The reader is a function without arguments. On a worker that has run out of data
+        it returns an empty batch.
         """
         raise NotImplementedError
 
@@ -147,10 +150,10 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
 
 
 class StockIterator(StepIterator):
-    """Base class of iterators over what an iterator of TensorFlow's gives.
+    """Base class of wrappers of a stock distributed iterator.
 
     Args:
-        iterator: Iterator of TensorFlow's over a distributed dataset.
+        iterator: Stock iterator over a distributed dataset.
     """
 
     def __init__(self, iterator: Any) -> None:
@@ -158,7 +161,7 @@ class StockIterator(StepIterator):
 
     @property
     def element_spec(self) -> Any:
-        """Spec of an element, per replica where there are several."""
+        """Spec of an element, per replica if there are several."""
         return self._iterator.element_spec
 
     @property
@@ -167,43 +170,43 @@ class StockIterator(StepIterator):
 
 
 class CountedIterator(StockIterator):
-    """Iterator whose reads are counted, see `count_reads`."""
+    """Stock iterator whose reads are counted once `count_reads` is called."""
 
     def get_next(self) -> Any:
         """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
-        with Read() as read:
+        with CountedRead() as read:
             batch = self._iterator.get_next()
-        read.given(batch)
+        read.count_received(batch)
         return batch
 
     def get_next_as_optional(self) -> Any:
         """Return the next batch, or an empty optional at the end."""
-        with Read() as read:
+        with CountedRead() as read:
             optional = self._iterator.get_next_as_optional()
-        read.given(optional.has_value())
+        read.count_received(optional.has_value())
         return optional
 
 
 class ShortestIterator(StockIterator):
-    """Iterator that ends with the shortest data of a worker.
+    """Stock iterator that ends with the worker that has the least data.
 
-    TensorFlow's own ends with the longest, without an option.
+    TensorFlow's own iterator always ends with the most data.
     """
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
         optionals = _compat.optionals_of_replicas(self._iterator)
-        # The last batches of a worker may be fewer than its replicas.
+        # At its end a worker may have batches for only some of its replicas.
         has_data = _compat.any_has_value(optionals)
         has_next = has_next_step(self.strategy, has_data, stops=True)
         return has_next, lambda: _compat.values_or_empty(self._iterator, optionals)
 
 
 class ComponentsSpec(tf.TypeSpec):
-    """Type spec of what is made of its `components`, an argument of `tf.function`.
+    """Type spec of a class whose values `tf.function` takes apart into `components`.
 
     Args:
         inner: Spec of the components.
-        kind: Int, the number of the class of the value in a table.
+        kind: Int, key of the value's class in a module-level table.
         *settings: Further arguments of the class, of types that specs can compare.
     """
 
@@ -216,7 +219,7 @@ class ComponentsSpec(tf.TypeSpec):
 
     @classmethod
     def of(cls, value: Any, *settings: Any) -> ComponentsSpec:
-        """Return the spec of a value."""
+        """Return the spec of a value, and register its class."""
         kind = type(value)
         _kinds[id(kind)] = kind
         return cls(tf.type_spec_from_value(value.components), id(kind), *settings)
@@ -241,12 +244,12 @@ class ComponentsSpec(tf.TypeSpec):
 
 
 def count_reads() -> None:
-    """Count the reads of what is traced from now on."""
+    """Count the reads of batches in functions that are traced from now on."""
     if not _counts:
         _counts.extend(
             _compat.plain_variable(np.int64(0), tf.int64, "CPU:0") for _ in range(2)
         )
-        data_wait.read_counts = _read
+        data_wait.read_counts = _read_counts
 
 
 def is_counting() -> bool:
@@ -254,17 +257,19 @@ def is_counting() -> bool:
     return bool(_counts)
 
 
-class Read:
-    """A read of a batch, as a context manager around it.
+class CountedRead:
+    """Context manager around a read of a batch, which counts the read.
 
-    The end of the data is an error of TensorFlow, after which nothing is counted: so
-    a read takes its number from the batches asked for, and is not one more.
+    The count of received batches is set to the number of the request, not incremented:
+    at the end of the data TensorFlow raises, and a request is never received.
     """
 
-    def __enter__(self) -> Read:
+    def __enter__(self) -> CountedRead:
         if _counts:
-            asked = _counts[0]
-            self._number = _write(asked, lambda: asked.assign_add(1))
+            num_requested = _counts[0]
+            self._number = _write_count(
+                num_requested, lambda: num_requested.assign_add(1)
+            )
             self._order = tf.control_dependencies([self._number])
             self._order.__enter__()
         return self
@@ -273,29 +278,31 @@ class Read:
         if _counts:
             self._order.__exit__(*error)
 
-    def given(self, batch: Any) -> None:
-        """Count that the batch is there.
+    def count_received(self, batch: Any) -> None:
+        """Count the batch as received.
 
         Args:
-            batch: Nest of tensors, as it was read.
+            batch: Nest of tensors, the result of the read.
         """
         if _counts:
-            given = _counts[1]
+            num_received = _counts[1]
             with tf.control_dependencies(tf.nest.flatten(batch, True)):
-                _write(given, lambda: given.assign(self._number))
+                _write_count(num_received, lambda: num_received.assign(self._number))
 
 
-def _write(count: Any, assign: Callable[[], Any]) -> tf.Tensor:
+def _write_count(count: Any, assign: Callable[[], Any]) -> tf.Tensor:
+    """Assign a counter, eagerly or in a graph, and return its new value."""
     if tf.executing_eagerly():
         assign()
         return count.read_value()
     return timing.write(count, assign)
 
 
-def _read() -> ReadCounts:
+def _read_counts() -> ReadCounts:
     return ReadCounts(
         *(
-            # Without a function: that would wake other threads, and cost more.
+            # A raw operation, since `read_value` goes through a traced function, which
+            # wakes other threads.
             int(tf.raw_ops.ReadVariableOp(resource=count.handle, dtype=tf.int64))
             for count in _counts
         )

@@ -1,8 +1,8 @@
 """Keras's loops over a tfdp strategy: compile, fit, evaluate, predict, save.
 
-Each function without an underscore takes the place of one of Keras, see
-`tfdp.training.keras_hooks.install`. It is called with the original first, and hands
-over to it at once for a model of no tfdp strategy.
+Each function without an underscore replaces a Keras function; the table is in
+`tfdp.training.keras_hooks.install`. It receives that function as `original`, and only
+calls it for a model without a tfdp strategy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tfdp.ground.base.wrappers import wrapper_of
 from tfdp.training.data import checks
 from tfdp.training.data import position as data_position
 from tfdp.training.data.distribute import check_batch_size
-from tfdp.training.data.other_rows import without_marks
+from tfdp.training.data.other_rows import unwrap_other_rows
 from tfdp.training.keras_hooks import file_hooks, loop_agreement, scope_checks
 from tfdp.training.keras_hooks.logs import mean_over_workers, merge_logs
 from tfdp.training.keras_hooks.saving import save_atomically
@@ -44,8 +44,8 @@ from tfdp.training.replicas import drift_probe
 from tfdp.training.replicas.synchronized_scope import local_variables
 from tfdp.training.step.empty_step import Updates, recording
 
-# Which of a model's functions a loop of Keras calls.
-_FUNCTION_OF = {
+# The attribute of a model with the function that a loop of Keras calls for a step.
+_FUNCTION_OF_LOOP = {
     "fit": "train_function",
     "train_on_batch": "train_function",
     "evaluate": "test_function",
@@ -58,7 +58,7 @@ _FUNCTION_OF = {
 def run_loop(
     name: str, original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `fit`, `evaluate` or `predict`, on which the workers agree before."""
+    """Run `fit`, `evaluate` or `predict`, after the workers have agreed on the loop."""
     strategy = strategy_of(model)
     if strategy is not None:
         strategy.extended.worker_group.owner.check(f"`{name}`")
@@ -89,7 +89,7 @@ def _run_loop(
     features = registered()
     for feature in features:
         feature.before_loop(model)
-    each_batch = _agree(name, model, bound, strategy)
+    each_batch = _agree_on_loop(name, model, bound, strategy)
     for feature in features:
         feature.equalize_replicas(model)
     if strategy is not None:
@@ -99,7 +99,7 @@ def _run_loop(
         scope_checks.check_outside_scope(model, name)
         if fit is not None:
             scope_checks.warn_of_separate_training(model, name)
-        _choose_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
+        _set_callbacks(arguments, arguments.get("callbacks"), is_fit=name == "fit")
         return original(*bound.args, **bound.kwargs)
     worker_group = strategy.extended.worker_group
     if not worker_group.is_job_chief:
@@ -111,26 +111,27 @@ def _run_loop(
         is_fit=name == "fit",
         each_batch=each_batch,
     )
-    _choose_callbacks(arguments, chosen, is_fit=name == "fit")
+    _set_callbacks(arguments, chosen, is_fit=name == "fit")
     if fit is not None:
         _measure_links(fit)
-        _note_model(model)
-    with loops.looping(model, name), _recording(fit):
+        _register_model(model)
+    with loops.looping(model, name), _undo_recording_after(fit):
         result = original(*bound.args, **bound.kwargs)
     if fit is not None:
-        # The first worker's files are complete when the others go on.
+        # No worker returns before worker 0 has completed its files.
         worker_group.all_gather("the end of fit")
     return result
 
 
-def _note_model(model: Any) -> None:
-    """Tell an optimizer that shards parameters of what else the model has."""
+def _register_model(model: Any) -> None:
+    """Register a model with its optimizer, if the optimizer shards parameters."""
     optimizer: Any = getattr(model, "optimizer", None)
     if hasattr(optimizer, "note_model"):
         optimizer.note_model(model)
 
 
 def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
+    """Create the `Fit` of a call, and let the features change its callbacks."""
     fit = Fit(strategy, model, arguments)
     arguments["callbacks"] = add_optimizer_check(model, arguments.get("callbacks"))
     for feature in registered():
@@ -139,6 +140,7 @@ def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
 
 
 def _measure_links(fit: Fit) -> None:
+    """Load or measure the speed of links, which the choice of algorithms uses."""
     extended = fit.strategy.extended
     link_measure.load_or_measure_links(
         extended.algorithm_selector,
@@ -152,7 +154,7 @@ def _measure_links(fit: Fit) -> None:
 def _check_data(
     strategy: Any, name: str, model: Any, arguments: dict[str, Any]
 ) -> None:
-    """Raise what is wrong with the data; a generator's comes when it is read."""
+    """Raise if data is invalid; wrap generators to check their batches on reading."""
     checks.check_arrays(model, arguments)
     for key in ("x", "validation_data"):
         if key in arguments:
@@ -161,8 +163,8 @@ def _check_data(
         check_batch_size(strategy, arguments.get("batch_size"), "`batch_size`")
 
 
-def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
-    """Pass callbacks to Keras; those that save the others' state are told of them."""
+def _set_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
+    """Set the callbacks argument, and pass the other callbacks to backup callbacks."""
     arguments["callbacks"] = chosen
     resuming = backup_callbacks(chosen) if is_fit else []
     if resuming:
@@ -173,21 +175,27 @@ def _choose_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -
 
 
 def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
-    """The logs of an epoch, also of one whose batches a run before had all done."""
+    """Return the logs of an epoch.
+
+    If an interrupted run had completed all batches of the epoch, its last logs count.
+    """
     position = data_position.current()
     if not logs and position is not None and position.last_logs:
         logs = position.last_logs
     for feature in registered():
         feature.before_meeting(model)
-    found = original(model, logs)
-    if found is logs and logs and loops.in_steps_alone():
-        # What a step of the user's own returns; metrics are merged when they are read.
+    results = original(model, logs)
+    if results is logs and logs and loops.in_steps_alone():
+        # An overridden step returns logs itself. Metrics need no mean: reading them
+        # merges their states.
         return mean_over_workers(model.distribute_strategy.extended.worker_group, logs)
-    return found
+    return results
 
 
-def _agree(name: str, model: Any, bound: inspect.BoundArguments, strategy: Any) -> bool:
-    """Raise on every worker what is wrong with a loop of any of them.
+def _agree_on_loop(
+    name: str, model: Any, bound: inspect.BoundArguments, strategy: Any
+) -> bool:
+    """Raise on every worker if workers differ in a loop, or its callbacks are invalid.
 
     Returns:
         Bool, whether a callback of any worker acts after each batch.
@@ -206,31 +214,33 @@ def _agree(name: str, model: Any, bound: inspect.BoundArguments, strategy: Any) 
 
 
 @contextlib.contextmanager
-def _recording(fit: Fit | None) -> Iterator[None]:
-    """Undo after `fit` what its callbacks added to what is traced."""
+def _undo_recording_after(fit: Fit | None) -> Iterator[None]:
+    """Deactivate after `fit` the recorders and drift probes of its callbacks."""
     if fit is None:
-        with _unrecorded():
+        with _suspend_recording():
             yield
         return
     recorders, watches = timing.recorders.active(), drift_probe.probes.active()
     try:
         yield
     finally:
-        with contextlib.ExitStack() as stack:  # each, also where another one fails
+        # An exit stack calls every function, even if another one fails.
+        with contextlib.ExitStack() as stack:
             stack.callback(_stop_recording, fit.model, recorders, watches)
             for feature in registered():
                 stack.callback(feature.after_fit, fit)
 
 
 def _stop_recording(model: Any, recorders: Any, watches: Any) -> None:
+    """Deactivate later recorders and probes; retrace the step if there were any."""
     was_recorded = timing.recorders.deactivate_since(recorders)
     if drift_probe.probes.deactivate_since(watches) or was_recorded:
         model.train_function = None
 
 
 @contextlib.contextmanager
-def _unrecorded() -> Iterator[None]:
-    """Keep a loop inside a callback of `fit` out of what is recorded of its steps."""
+def _suspend_recording() -> Iterator[None]:
+    """Suspend recorders and drift probes in a loop that a callback of `fit` runs."""
     if loops.is_nested():
         with timing.recorders.suspended(), drift_probe.probes.suspended():
             yield
@@ -239,27 +249,27 @@ def _unrecorded() -> Iterator[None]:
 
 
 def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run one step on a global batch, divided over the replicas."""
+    """Run `train_on_batch` or a similar method on a global batch, divided by rows."""
     strategy, name = strategy_of(model), original.__name__
     if strategy is None:
         if name == "train_on_batch":
             scope_checks.warn_of_separate_training(model, name)
         return original(model, *args, **kwargs)
     strategy.extended.worker_group.owner.check(f"`{name}`")
-    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     with progress.looping(name), strategy.extended.explaining():
-        _note_model(model)
+        _register_model(model)
         _drop_stale_function(model, name)
-        loop_agreement.agree_on_batch(strategy, name, model, given)
-        checks.check_batch(strategy, model, given)
-        with loops.looping(model, name, whole_batches=True), _unrecorded():
+        loop_agreement.agree_on_batch(strategy, name, model, arguments)
+        checks.check_batch(strategy, model, arguments)
+        with loops.looping(model, name, whole_batches=True), _suspend_recording():
             return original(model, *args, **kwargs)
 
 
 def make_function(
     name: str, original: Callable, model: Any, force: bool = False
 ) -> Any:
-    """Make the function of a step, which tells the watchdog when it computes."""
+    """Create the function of a step, which notifies the watchdog while it computes."""
     before = getattr(model, name)
     with _without_xla(model):
         result = original(model, force)
@@ -269,7 +279,7 @@ def make_function(
         return result
     if strategy_of(model) is None:
         if is_training:
-            setattr(model, name, _ends_as_keras(model, function))
+            setattr(model, name, _with_empty_last_step(model, function))
         return result
 
     is_built = name != "predict_function"
@@ -285,7 +295,7 @@ def make_function(
 
     step: Any = compute
     if is_training:
-        step = _ends_as_keras(model, compute)
+        step = _with_empty_last_step(model, compute)
         for feature in registered():
             step = feature.wrap_step(model, step)
     step.made_after = num_conversions()
@@ -294,19 +304,22 @@ def make_function(
 
 
 def _build_for_predict(model: Any, batch: Any) -> None:
-    """Build what `predict_step` calls; Keras does before `fit` and `evaluate` only."""
+    """Build the layers of `predict_step`; Keras does so only for `fit`, `evaluate`."""
 
     def spec(part: Any) -> Any:
-        own = model.distribute_strategy.experimental_local_results(part)[0]
-        return tf.TensorSpec([None, *own.shape[1:]], own.dtype)
+        local = model.distribute_strategy.experimental_local_results(part)[0]
+        return tf.TensorSpec([None, *local.shape[1:]], local.dtype)
 
-    batch, _ = without_marks(batch)
+    batch, _ = unwrap_other_rows(batch)
     specs = keras.tree.map_structure(lambda p: None if p is None else spec(p), batch)
     _compat.build_by_steps(model, specs, ("predict_step",))
 
 
-def _ends_as_keras(model: Any, compute: Callable) -> Callable:
-    """Take Keras's step that finds no data where data of unknown length ends."""
+def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
+    """Wrap a step so that it updates without data at the end of data, as Keras does.
+
+    Keras runs one more step at the end of data of unknown length.
+    """
     updates = Updates()
 
     @functools.wraps(compute)
@@ -315,7 +328,8 @@ def _ends_as_keras(model: Any, compute: Callable) -> Callable:
             with recording(updates):
                 return compute(*args, **kwargs)
         except tf.errors.OutOfRangeError:
-            # XLA gives a step its data at once; several steps are asked for it first.
+            # With XLA, or with several steps per execution, Keras reads the data before
+            # the first update, so that no update has run.
             if not model.jit_compile and model.steps_per_execution == 1:
                 updates.take_without_data(strategy_of(model))
             raise
@@ -324,8 +338,8 @@ def _ends_as_keras(model: Any, compute: Callable) -> Callable:
 
 
 def _drop_stale_function(model: Any, loop: str) -> None:
-    """Have a step traced again that was traced before variables were sharded."""
-    name = _FUNCTION_OF[loop]
+    """Discard the function of a step if parameters were sharded after its trace."""
+    name = _FUNCTION_OF_LOOP[loop]
     function = getattr(model, name, None)
     if getattr(function, "made_after", num_conversions()) != num_conversions():
         setattr(model, name, None)
@@ -333,7 +347,10 @@ def _drop_stale_function(model: Any, loop: str) -> None:
 
 @contextlib.contextmanager
 def _without_xla(model: Any) -> Iterator[None]:
-    """Keep Keras from compiling collectives: `strategy.compiled_step` compiles."""
+    """Keep Keras from compiling a step: `strategy.compiled_step` compiles its parts.
+
+    XLA cannot compile collectives.
+    """
     compiles = strategy_of(model) is not None and model.jit_compile
     if compiles:
         model.jit_compile = False
@@ -345,7 +362,7 @@ def _without_xla(model: Any) -> Iterator[None]:
 
 
 def chosen_xla(original: Callable, model: Any) -> bool:
-    """Whether `jit_compile="auto"` compiles: as plain Keras would on these devices."""
+    """Return whether `jit_compile="auto"` compiles: on GPUs as plain Keras would."""
     if strategy_of(model) is None or not tf.config.list_physical_devices("GPU"):
         return original(model)
     return _compat.supports_jit(model)
@@ -354,7 +371,7 @@ def chosen_xla(original: Callable, model: Any) -> bool:
 def save(
     original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Save a model on all workers, each into a file of its own before it is moved."""
+    """Save a model on all workers, each into a temporary file that is then moved."""
     strategy = strategy_of(model)
     if strategy is None:
         return original(model, filepath, *args, **kwargs)
@@ -367,11 +384,11 @@ def save(
 def build_symbolically(
     original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> Any:
-    """Build from the data's spec; stock takes a batch, which generators lose."""
+    """Build a model from the spec of the data; Keras would take a generator's batch."""
     if strategy_of(model) is None or iterator is None:
         return original(model, iterator=iterator, data_batch=data_batch)
     dataset = _compat.distributed_dataset(iterator)
-    spec, _ = without_marks(_compat.local_element_spec(dataset))
+    spec, _ = unwrap_other_rows(_compat.local_element_spec(dataset))
     checks.check_element(model, spec)
     shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
     if any(shape.rank is None for shape in shapes):
@@ -382,7 +399,7 @@ def build_symbolically(
     try:
         return _compat.build_symbolically(model, spec)
     except Exception:
-        # A step of the user's own need not use `call`, which may not even exist.
+        # An overridden step need not use `call`, which may not exist.
         if not _compat.overridden(model):
             if not model.run_eagerly:
                 raise
@@ -391,7 +408,7 @@ def build_symbolically(
 
 
 def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
-    """Return the spec of a batch of which each replica has as many rows."""
+    """Return the spec of a global batch for the spec of a replica's batch."""
 
     def of_all(part: Any) -> Any:
         shape = part.shape
@@ -405,10 +422,10 @@ def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
 def reduce_per_replica(
     original: Callable, values: Any, strategy: Any, reduction: Any
 ) -> Any:
-    """Merge what the replicas return from a step: the last thing that it does.
+    """Merge the outputs of the replicas at the end of a step.
 
-    Keras interleaves the rows of several workers as stock sharding deals them
-    out; here rank r has the r-th rows.
+    Keras interleaves the rows of several workers in the order of stock sharding. Here
+    rows are concatenated in the order of ranks.
     """
     if not is_tfdp(strategy):
         return original(values, strategy, reduction)
@@ -438,7 +455,8 @@ def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> 
         result = original(*bound.args, **bound.kwargs)
         file_hooks.unwrap_loss_scaling(model)
         if (wrapper := wrapper_of(model.optimizer)) is not None:
-            # A callback has wrapped it in a `fit` before: its state is there.
+            # A callback of an earlier `fit` wrapped the optimizer, and its state is in
+            # the wrapper.
             model.optimizer = wrapper
         scope_checks.bring_into_scope(model.optimizer)
     return result

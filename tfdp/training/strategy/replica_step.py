@@ -17,7 +17,7 @@ from tfdp.ground.base import batch_weight, loops, xla
 from tfdp.ground.base.batch_weight import BatchWeight
 from tfdp.ground.base.context import strategy_of
 from tfdp.training.data import batch_weights
-from tfdp.training.data.other_rows import without_marks
+from tfdp.training.data.other_rows import unwrap_other_rows
 from tfdp.training.data.rows import count_of, first_tensor, num_rows, rows_of_rank
 from tfdp.training.keras_hooks.logs import metric_states
 from tfdp.training.program.divisions import name_of_count
@@ -43,7 +43,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         Tuple of function and arguments.
     """
     args, total = batch_weights.unpack_counted(args)
-    args, others = without_marks(args)
+    args, others = unwrap_other_rows(args)
     loop = loops.current()
     if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args
@@ -89,7 +89,7 @@ def _divided_step(
     """Return the step of a replica as its part of the program of one device."""
     if strategy.extended.balance is not None:
         total = None  # Rows are divided by weight.
-    are_alike = batch_weights.are_alike(local, merging_group(strategy))
+    are_alike = batch_weights.have_equal_rows(local, merging_group(strategy))
     divided = DividedStep(strategy, loop, fn, others)
     # Asked once for all replicas: the first one may build the model.
     compiles = xla.is_wanted()
