@@ -102,7 +102,7 @@ class RandomnessWatch:
 def rows_of_loader(strategy: Any, loader: Any) -> Any:
     """Return an adapter that loads a worker's rows only, or the loader if it cannot."""
     worker_group = strategy.extended.worker_group
-    _seed_alike(worker_group, loader)
+    _synchronize_generators(worker_group, loader)
     division = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     obstacle = why_not_split_loader(loader)
     if not obstacle and strategy.extended.balance is not None:
@@ -134,8 +134,11 @@ def rows_of_loader(strategy: Any, loader: Any) -> Any:
     return adapter
 
 
-def _seed_alike(worker_group: WorkerGroup, loader: Any) -> None:
-    """Seed torch's generators alike on all workers where their states differ."""
+def _synchronize_generators(worker_group: WorkerGroup, loader: Any) -> None:
+    """Seed torch's generators alike on all workers if their states differ.
+
+    Warn if a `DistributedSampler` divides the data in addition to tfdp.
+    """
     sampler = type(getattr(loader, "sampler", None)).__name__
     if worker_group.any("shards of a DataLoader", sampler == "DistributedSampler"):
         user_code.warn(

@@ -194,6 +194,7 @@ class DataPosition:
                 yield first, last, data
 
     def _begin_iterator(self) -> Any:
+        """Create the dataset of an epoch, and begin to count its batches."""
         self._taken.append(0)
         return self._make()
 

@@ -301,8 +301,7 @@ def _write_count(count: Any, assign: Callable[[], Any]) -> tf.Tensor:
 def _read_counts() -> ReadCounts:
     return ReadCounts(
         *(
-            # A raw operation, since `read_value` goes through a traced function, which
-            # wakes other threads.
+            # A raw operation: a traced function would cost more, and wake threads.
             int(tf.raw_ops.ReadVariableOp(resource=count.handle, dtype=tf.int64))
             for count in _counts
         )

@@ -39,16 +39,17 @@ REPLACEMENTS = (
         _compat.BaseTrainer,
         "compile",
         trainer_hooks.compile_model,
-        "An optimizer or metric that was made outside the scope has variables that no "
-        "strategy mirrors; float16 gets a loss scaler around a DistributedOptimizer.",
+        "An optimizer or metric that was created outside the scope has variables that "
+        "are not mirrored; for float16 Keras wraps a DistributedOptimizer in a loss "
+        "scaler.",
     ),
     *(
         Replacement(
             _compat.TensorFlowTrainer,
             name,
             functools.partial(trainer_hooks.run_loop, name),
-            "Every worker runs every callback; wrong data, or a callback that only one "
-            "worker has, is an error of TensorFlow's or a hang.",
+            "Every worker runs every callback; invalid data, or a callback that only "
+            "one worker has, causes an error of TensorFlow or a hang.",
             f"{_KERAS_ISSUE}/20585",
         )
         for name in ("fit", "evaluate", "predict")
@@ -58,7 +59,7 @@ REPLACEMENTS = (
             _compat.TensorFlowTrainer,
             name,
             trainer_hooks.run_on_batch,
-            "The global batch is not divided: it goes to every replica whole.",
+            "Keras does not divide the global batch: every replica receives all of it.",
         )
         for name in ("train_on_batch", "test_on_batch", "predict_on_batch")
     ),
@@ -67,9 +68,9 @@ REPLACEMENTS = (
             _compat.TensorFlowTrainer,
             f"make_{name}",
             functools.partial(trainer_hooks.make_function, name),
-            "XLA cannot compile collectives, but all else of a step, see "
-            "`tfdp.training.strategy.compiled_step`; the watchdog has to know when it "
-            "computes.",
+            "XLA cannot compile collectives, only the other parts of a step, see "
+            "`tfdp.training.strategy.compiled_step`; the watchdog has to know when a "
+            "step computes.",
             f"{_KERAS_ISSUE}/19005",
         )
         for name in ("train_function", "test_function", "predict_function")
@@ -78,29 +79,30 @@ REPLACEMENTS = (
         _compat.BaseTrainer,
         "_resolve_auto_jit_compile",
         trainer_hooks.chosen_xla,
-        "Keras compiles nothing under a strategy unless it is told to.",
+        "With `jit_compile='auto'` Keras does not compile under a strategy.",
     ),
     Replacement(
         _compat.TensorFlowTrainer,
         "_maybe_symbolic_build",
         trainer_hooks.build_symbolically,
-        "Keras takes a batch to build from, which a generator loses, and a mean of it "
-        "over the replicas, which fails on two workers, for strings, and for odd rows.",
+        "Keras builds a model from a batch, which a generator loses, and averages it "
+        "over the replicas, which fails on two workers, for strings, and for an odd "
+        "number of rows.",
         f"{_KERAS_ISSUE}/20585",
     ),
     Replacement(
         _compat.keras_trainer,
         "reduce_per_replica",
         trainer_hooks.reduce_per_replica,
-        "Logs are those of one replica; a scalar has no axis to reduce on two workers; "
-        "the rows of `predict` come in the order of stock sharding.",
+        "Keras returns the logs of one replica, cannot reduce a scalar on two workers, "
+        "and orders the rows of `predict` by stock sharding.",
         f"{_TENSORFLOW_ISSUE}/72388",
     ),
     Replacement(
         _compat.BaseTrainer,
         "_get_metrics_result_or_logs",
         trainer_hooks.epoch_logs,
-        "An epoch whose batches a run before had all done has no logs.",
+        "A resumed epoch without remaining batches has no logs.",
     ),
     *(
         Replacement(
@@ -117,7 +119,7 @@ REPLACEMENTS = (
             keras.callbacks.SwapEMAWeights,
             name,
             functools.partial(worker_callbacks.swap_or_restart_averages, method),
-            "Averages that are sharded are in no variable of Keras's optimizer.",
+            "Keras's optimizer has no variables with sharded averages.",
         )
         for name, method in (
             ("_swap_variables", "swap_averages"),
@@ -129,8 +131,8 @@ REPLACEMENTS = (
         _compat.EpochIterator,
         "__init__",
         epochs.make_iterator,
-        "Workers count the batches of their own data, and wait for ever where one "
-        "has more; each shuffles arrays in an order of its own.",
+        "Workers with different numbers of batches wait for each other indefinitely, "
+        "and each worker shuffles arrays in a different order.",
     ),
     Replacement(
         _compat.EpochIterator,
@@ -142,13 +144,13 @@ REPLACEMENTS = (
         _compat.EpochIterator,
         "__next__",
         epochs.next_step,
-        "The watchdog has to know the step that a loop has come to.",
+        "The watchdog has to know the current step of a loop.",
     ),
     Replacement(
         _compat.EpochIterator,
         "_enumerate_iterator",
         position.enumerate_batches,
-        "A run that resumes has to go on with the batch after the last it has done.",
+        "A resumed run has to continue with the batch after the last completed one.",
         "https://github.com/keras-team/keras-hub/issues/204",
     ),
     # Losses, metrics and gradients: a mean is over the rows of all replicas.
@@ -156,14 +158,14 @@ REPLACEMENTS = (
         _compat.keras_loss,
         "reduce_values",
         layer_hooks.reduce_values,
-        "A loss that is a scalar already is not divided by the number of replicas.",
+        "Keras does not divide a scalar loss by the number of replicas.",
         f"{_KERAS_ISSUE}/19891",
     ),
     Replacement(
         _compat.keras_loss,
         "scale_loss_for_distribution",
         layer_hooks.scale_loss,
-        "Keras divides by the number of replicas, which is wrong where they hold "
+        "Keras divides by the number of replicas, which is wrong if replicas have "
         "different numbers of rows.",
         f"{_KERAS_ISSUE}/19891",
     ),
@@ -171,26 +173,26 @@ REPLACEMENTS = (
         _compat.keras_loss,
         "unscale_loss_for_distribution",
         layer_hooks.unscale_loss,
-        "The logs would multiply by the number of replicas what was not divided by it.",
+        "Keras would multiply unscaled losses by the number of replicas for the logs.",
         f"{_KERAS_ISSUE}/19891",
     ),
     Replacement(
         tf.GradientTape,
         "gradient",
         runtime_hooks.gradient,
-        "Sharded parameters are gathered again in a backward pass.",
+        "Sharded parameters have to be gathered again in a backward pass.",
     ),
     Replacement(
         tf.distribute.ReplicaContext,
         "all_reduce",
         runtime_hooks.all_reduce,
-        "A step is traced as one device's.",
+        "A step is traced as the program of one device, without reductions.",
     ),
     Replacement(
         tf.distribute.ReplicaContext,
         "replica_id_in_sync_group",
         runtime_hooks.replica_id,
-        "A step is traced as one device's, on every worker.",
+        "A step is traced as the program of one device, the same on every worker.",
     ),
     # Layers: batch statistics, empty batches, and random numbers.
     Replacement(
@@ -204,14 +206,14 @@ REPLACEMENTS = (
         keras.layers.BatchNormalization,
         "call",
         layer_hooks.normalize,
-        "An eager step runs on the rows of all replicas, whose moments Keras takes for "
-        "each replica.",
+        "An eager step runs on the rows of all replicas at once, and Keras would "
+        "compute common moments.",
     ),
     Replacement(
         keras.layers.BatchNormalization,
         "_moments",
         layer_hooks.masked_moments,
-        "With a mask the moments are those of the replica's samples, also where the "
+        "With a mask Keras computes moments over the replica's samples, even if the "
         "layer is synchronized.",
     ),
     *(
@@ -219,8 +221,8 @@ REPLACEMENTS = (
             _compat.keras_nn,
             name,
             layer_hooks.pad_empty_batch,
-            "Convolutions by oneDNN return a wrong shape where there are no rows, and "
-            "the gradients of pooling end the process.",
+            "Without rows oneDNN convolutions return a wrong shape, and the gradients "
+            "of pooling end the process.",
         )
         for name in (
             "conv",
@@ -243,37 +245,38 @@ REPLACEMENTS = (
         _compat.keras_core,
         "remat",
         layer_hooks.rematerialize,
-        "Layers of a `RematScope` are called with keyword arguments where Keras builds "
-        "a model under a strategy, which `tf.recompute_grad` refuses in a graph.",
+        "When Keras builds a model under a strategy, it calls the layers of a "
+        "`RematScope` with keyword arguments, which `tf.recompute_grad` rejects in a "
+        "graph.",
     ),
     # Updates by a plain Keras optimizer.
     Replacement(
         _compat.BaseOptimizer,
         "build",
         optimizer_hooks.build,
-        "An optimizer or a model that was made outside the scope is an error of "
-        "TensorFlow's about mixed strategies.",
+        "An optimizer or a model that was created outside the scope causes an error of "
+        "TensorFlow about mixed strategies.",
     ),
     Replacement(
         _compat.BaseOptimizer,
         "apply",
         optimizer_hooks.apply,
-        "Each replica clips, accumulates and checks its own gradients before they are "
-        "added up.",
+        "Each replica clips, accumulates and checks its local gradients before they "
+        "are reduced.",
         f"{_KERAS_ISSUE}/20582",
     ),
     Replacement(
         keras.optimizers.LossScaleOptimizer,
         "apply",
         optimizer_hooks.apply_or_defer,
-        "An update waits for the end of the part of a step that XLA compiles.",
+        "An update has to wait for the end of the compiled part of a step.",
     ),
     Replacement(
         keras.optimizers.LossScaleOptimizer,
         "check_finite",
         optimizer_hooks.check_finite,
-        "A replica that overflows alone would skip an update, and its collectives, "
-        "that the others make.",
+        "If only one replica overflows, it would skip an update, whose collectives the "
+        "other replicas run.",
         f"{_KERAS_ISSUE}/18666",
     ),
     # Saving and loading: files hold the user's own optimizer.
@@ -282,8 +285,8 @@ REPLACEMENTS = (
             module,
             name,
             file_hooks.save_file,
-            "Plain Keras could not open a file with a DistributedOptimizer; sharded "
-            "state is on all workers; `keras.saving.save_model` is not atomic.",
+            "Plain Keras cannot open a file with a DistributedOptimizer; sharded state "
+            "is spread over all workers; `keras.saving.save_model` is not atomic.",
         )
         for module, name in (
             (_compat.saving_lib, "save_model"),
@@ -301,13 +304,13 @@ REPLACEMENTS = (
         _compat.BaseOptimizer,
         "save_own_variables",
         file_hooks.save_own_variables,
-        "Of Keras's accumulators, which differ, the first replica's are written.",
+        "Keras saves only the accumulators of the first replica, and replicas differ.",
     ),
     Replacement(
         _compat.BaseOptimizer,
         "load_own_variables",
         file_hooks.load_own_variables,
-        "Each replica would add all that one device had accumulated.",
+        "Each replica would load the whole sum, which would count once per replica.",
     ),
     Replacement(
         _compat.MultiDeviceSaver,
@@ -322,43 +325,43 @@ REPLACEMENTS = (
         _compat.FunctionType,
         "__hash__",
         runtime_hooks.hash_once,
-        "Every call of a traced function hashes the types of all that it captures, "
-        "once or twice for each variable.",
+        "Every call of a traced function hashes the types of all captures, once or "
+        "twice for each variable.",
     ),
     Replacement(
         _compat.AtomicFunction,
         "call_flat",
         runtime_hooks.call_flat,
-        "Collectives between processes that a failed call has begun would meet those "
-        "of the next call; why one of them has failed, TensorFlow does not know.",
+        "Collectives that a failed call has begun would pair with those of the next "
+        "call; TensorFlow does not know why a collective has failed.",
     ),
     Replacement(
         tf.data.Dataset,
         "cache",
         runtime_hooks.cache,
-        "The file of a cache is locked by the first worker that writes it; the others "
+        "The first worker that writes a cache file locks it, and the other workers "
         "fail.",
     ),
     Replacement(
         _compat.PolymorphicFunction,
         "__call__",
         runtime_hooks.call_function,
-        "A function that a step calls is traced once for all its callers, and an "
-        "update inside of it would have no place in the step.",
+        "TensorFlow traces a function once for all its callers, so that the program of "
+        "a step would miss the updates inside.",
     ),
     Replacement(
         tf.random.Generator,
         "_preprocess_key",
         runtime_hooks.key_of_generator,
-        "A generator that is made in a scope draws other numbers on each replica, and "
-        "other ones than on one device.",
+        "A generator from a strategy's scope draws different numbers on each replica, "
+        "and not those of one device.",
     ),
     Replacement(
         _compat.random_seed,
         "get_seed",
         runtime_hooks.seeds_of_operation,
         "A global seed that tfdp sets, so that workers draw alike, would change the "
-        "numbers of operations with a seed of their own.",
+        "numbers of operations that have a seed.",
     ),
 )
 

@@ -189,7 +189,7 @@ def _compare_workers(
         name: String, name of the loop or of the method for a batch.
         model: The Keras model.
         facts: Dict for JSON, this worker's settings and the description of its data.
-        own_configs: Dict, what `configs_of` returned on this worker.
+        own_configs: Dict that `configs_of` returned on this worker.
         values: `ArrayValues` of this worker.
 
     Returns:
