@@ -51,7 +51,7 @@ def made_by(share: float, *, rounds: int, at_a_time: int = 1, **outer: int) -> l
     left_out = rounds * 12 - len(made)
     # Schedules and exchanges count what is left out; the others in their own graph.
     assert int(model.optimizer.iterations) == left_out
-    assert int(model.optimizer.features.alone.updates) == left_out
+    assert int(model.optimizer.features.local_steps.updates) == left_out
     return made
 
 

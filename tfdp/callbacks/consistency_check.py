@@ -86,7 +86,7 @@ class ConsistencyCheck(StrategyCallback):
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return
         features = getattr(self.model.optimizer, "features", None)
-        if features is not None and features.alone_options is not None:
+        if features is not None and features.local_step_options is not None:
             raise ValueError(
                 "`ConsistencyCheck` compares weights that `LocalSGD` and `DiLoCo` let "
                 "differ between exchanges. Leave out one of them."

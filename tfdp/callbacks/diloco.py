@@ -203,7 +203,7 @@ class DiLoCo(LocalStepsCallback):
 
     def _exchanges(self) -> Any:
         """The exchanges of the model's optimizer, if they are delayed."""
-        local_steps = self.optimizer.features.alone
+        local_steps = self.optimizer.features.local_steps
         if local_steps is None or not self.options.delay:
             return None
         return local_steps.exchanges
@@ -216,7 +216,7 @@ class DiLoCo(LocalStepsCallback):
                 "Leave out it, or gradient accumulation. Received: "
                 f"accumulation_steps={self.optimizer.accumulation_steps}"
             )
-        local_steps = self.optimizer.features.alone
+        local_steps = self.optimizer.features.local_steps
         if local_steps is None or local_steps.pace is None:
             return
         assert self.options.outer is not None

@@ -31,7 +31,7 @@ class LocalStepsCallback(OptimizerCallback):
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
         """Make the state; begin at once where nothing comes before."""
-        optimizer.features.train_alone(
+        optimizer.features.start_local_steps(
             self.options, LocalSteps, now=self.start_step == 0
         )
         self._left = 0
@@ -39,7 +39,7 @@ class LocalStepsCallback(OptimizerCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Prepare what all workers make together, before a step is traced."""
         super().on_train_begin(logs)
-        local_steps = self.optimizer.features.alone
+        local_steps = self.optimizer.features.local_steps
         if local_steps is not None:
             local_steps.prepare(self.model.distribute_strategy)
 
@@ -49,7 +49,7 @@ class LocalStepsCallback(OptimizerCallback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Begin when `start_step` updates are made, also before a resumed run."""
-        if self.optimizer.features.steps_alone:
+        if self.optimizer.features.uses_local_steps:
             return
         self._left -= batch - self._last_batch
         self._last_batch = batch
@@ -57,13 +57,15 @@ class LocalStepsCallback(OptimizerCallback):
             return  # reading the number of updates waits for the step
         self._left = self.start_step - int(self.optimizer.iterations.numpy())
         if self._left <= 0:
-            self.optimizer.features.train_alone(self.options, LocalSteps, now=True)
+            self.optimizer.features.start_local_steps(
+                self.options, LocalSteps, now=True
+            )
             self.model.make_train_function(force=True)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Train synchronously again."""
         super().on_train_end(logs)
-        self.optimizer.features.train_together()
+        self.optimizer.features.stop_local_steps()
         self.model.train_function = None
 
 

@@ -113,7 +113,7 @@ class ResumedBatches:
         if change.can_carry(waiting):
             # Each of them is a mean over its samples.
             ratio = change.before / change.now
-            self._model.optimizer.recount(change.floor(waiting), ratio)
+            self._model.optimizer.set_accumulated_count(change.floor(waiting), ratio)
         else:
             clear_accumulated(self._model)
         return (

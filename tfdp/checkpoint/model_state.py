@@ -1,7 +1,7 @@
 """Training state of a model as named tensors, sharded or not.
 
-Names, shapes and meaning are those of plain Keras: with and without sharding, on any
-number of replicas, with tfdp's optimizer or Keras's own.
+Names, shapes and values are those of plain Keras. They do not depend on sharding, on
+the number of replicas, nor on whether the optimizer is tfdp's or Keras's.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from tfdp.training.sharding.state_tensors import (
     variable_name,
 )
 
-# What names begin with that a checkpoint may have or not.
+# Name prefixes of tensors that only some checkpoints have.
 LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
 OUTER_PREFIX = "outer"
-# What those of an optimizer beside `model.optimizer` begin with, before its attribute.
+# Name prefix for optimizers other than `model.optimizer`; their attribute follows it.
 OTHERS_PREFIX = "others"
-# What they begin with that only a backup has: the state of a `fit` that is under way.
+# Name prefix of tensors that only backups have: the state of a running `fit`.
 RUN_PREFIX = "run"
-# What Keras counts in.
+# Dtype of the counters of Keras.
 COUNTER = "int64"
 
 
 def model_state(model: keras.Model) -> list[StateTensor]:
-    """State tensors of the weights and of the optimizer, between two updates.
+    """Return state tensors of the weights and of the optimizers between two updates.
 
     Args:
         model: Built Keras model, with its optimizer if it is compiled.
 
     Returns:
-        List of `StateTensor` with unique names, in one order.
+        List of `StateTensor` with unique names, in the same order on all workers.
 
     Raises:
         ValueError: If the model has no variables yet.
@@ -78,7 +78,7 @@ def model_state(model: keras.Model) -> list[StateTensor]:
         tensors += _optimizer_state(model, optimizer)
     for name, other in other_optimizers(model).items():
         if other.built:
-            _check_no_sums(name, other)
+            _check_no_accumulation(name, other)
             tensors += [
                 renamed(tensor, f"{OTHERS_PREFIX}/{name}/{tensor.name}")
                 for tensor in _optimizer_state(model, other)
@@ -89,15 +89,16 @@ def model_state(model: keras.Model) -> list[StateTensor]:
 def replicated(
     model: keras.Model, name: str, variable: Any, dtype: str | None = None
 ) -> StateTensor:
-    """State tensor of a variable that has the same value on every worker.
+    """Return the state tensor of a variable that is equal on every worker.
 
-    Each worker writes a part of it; of a sharded parameter, what its replicas hold.
+    Each worker writes an equal share of the elements; of a sharded parameter it writes
+    the shards of its replicas.
 
     Args:
         model: Keras model, whose strategy has the workers.
-        name: String, that of the tensor.
-        variable: Variable, or what is read and assigned like one.
-        dtype: String, or by default the variable's.
+        name: String, name of the tensor.
+        variable: Variable, or an object that is read and assigned like one.
+        dtype: String, dtype of the tensor. Defaults to that of the variable.
     """
     parameter = sharded_parameter(variable)
     if parameter is not None:
@@ -112,19 +113,20 @@ def replicated(
         variable.assign(np.asarray(values).reshape(shape))
 
     everything = LocalShard(0, size, lambda: read(0, size), write, read)
-    own = dataclasses.replace(
+    share = dataclasses.replace(
         everything,
         start=start,
         stop=stop,
         read_range=lambda first, last: read(start + first, start + last),
     )
-    owned, dtype = tuple(own.split(READ_ELEMENTS)), dtype or str(variable.dtype)
+    owned, dtype = tuple(share.split(READ_ELEMENTS)), dtype or str(variable.dtype)
     return StateTensor(name, shape, dtype, owned, (everything,))
 
 
 def _optimizer_state(model: keras.Model, optimizer: Any) -> Iterator[StateTensor]:
+    """Yield the state tensors of one optimizer, the loss scale included."""
     sharded = getattr(optimizer, "shards", None)
-    scale = _scale_of(optimizer)
+    scale = _loss_scale_of(optimizer)
     if scale is not None:
         yield replicated(model, f"{LOSS_SCALE_PREFIX}/value", scale[0])
         yield replicated(model, f"{LOSS_SCALE_PREFIX}/good_steps", scale[1], COUNTER)
@@ -144,6 +146,14 @@ def _optimizer_state(model: keras.Model, optimizer: Any) -> Iterator[StateTensor
 def _param_group_state(
     model: keras.Model, group: Any, number: int, slots: list[StateTensor] | None
 ) -> Iterator[StateTensor]:
+    """Yield the state tensors of one parameter group.
+
+    Args:
+        model: Keras model.
+        group: Keras optimizer that updates the group.
+        number: Int, position of the group in the optimizer.
+        slots: List of `StateTensor` of sharded slots, or `None` if they are replicated.
+    """
     prefix = f"optimizer{number}"
     yield replicated(model, f"{prefix}/iterations", _update_counter(group), COUNTER)
     if _compat.has_rate_variable(group):
@@ -158,7 +168,8 @@ def _param_group_state(
             yield replicated(model, f"{prefix}/{name}", slot)
 
 
-def _scale_of(optimizer: Any) -> tuple[Any, Any] | None:
+def _loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:
+    """Return the variables of the loss scale and of its good steps, or `None`."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer.dynamic_scale, optimizer.step_counter
     scale = optimizer.features.scale if hasattr(optimizer, "features") else None
@@ -166,16 +177,16 @@ def _scale_of(optimizer: Any) -> tuple[Any, Any] | None:
 
 
 def _outer_state(optimizer: Any) -> dict[str, Any]:
-    """Variables of the outer step by name, where the optimizer steps locally."""
+    """Return the variables of the outer optimizer of local steps, by name."""
     features = getattr(optimizer, "features", None)
-    local_steps = None if features is None else features.alone
+    local_steps = None if features is None else features.local_steps
     if local_steps is None or local_steps.outer is None:
         return {}
     return local_steps.outer.state
 
 
-def _check_no_sums(name: str, optimizer: Any) -> None:
-    """Raise where an optimizer beside the model's own accumulates."""
+def _check_no_accumulation(name: str, optimizer: Any) -> None:
+    """Raise if an optimizer other than `model.optimizer` accumulates gradients."""
     steps = getattr(optimizer, "accumulation_steps", None)
     parts = innermost(getattr(optimizer, "inner_optimizer", optimizer))
     steps = max([steps or 1, *(p.gradient_accumulation_steps or 1 for p in parts)])
@@ -188,7 +199,7 @@ def _check_no_sums(name: str, optimizer: Any) -> None:
 
 
 def _update_counter(group: Any) -> Any:
-    """Counter of updates: Keras's, divided by the micro-batches of an update."""
+    """Return a counter of updates; Keras counts micro-batches where it accumulates."""
     counter = _compat.own_variables(group)[0]
     steps = group.gradient_accumulation_steps
     if not steps:

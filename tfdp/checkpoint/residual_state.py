@@ -1,7 +1,7 @@
 """State of compressors as tensors of a checkpoint, one for each replica.
 
-Which buckets there are is only known once a step is traced, so that what is read may
-have to wait for it. It is of no use to another number of replicas.
+The buckets are known only once a step has been traced, so restored values may wait for
+the trace. They are dropped if the number of replicas has changed.
 """
 
 from __future__ import annotations
@@ -26,28 +26,32 @@ from tfdp.ground.text import pluralize
 from tfdp.training.compression.residuals import ResidualState, RestoredResiduals
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
+# Name prefix of the tensors of compressors, and the form of their names: the identity
+# of a state, the name of its array, and the rank of the replica.
 PREFIX = "compression"
 _NAME = re.compile(rf"{PREFIX}/([0-9a-f]{{16}})/([^/]+)/replica([0-9]{{1,9}})")
 
 
 def residual_tensors(model: Any) -> list[StateTensor]:
-    """State tensors of what compressors have kept of a model's gradients.
+    """Return the state tensors of the compressors of a model's gradients.
 
     Args:
         model: Built Keras model.
 
     Returns:
-        List of `StateTensor`, empty where nothing is compressed, or no step was made.
+        List of `StateTensor`, empty without compression and before the first step.
     """
     strategy = strategy_of(model)
     if strategy is None:
         return []
-    places, replicas = _places(model), local_replicas(model)
+    positions, replicas = _positions(model), local_replicas(model)
     states = strategy.extended.reducer.residuals.states_within(
         model.trainable_variables
     )
     return [
-        _tensor_of(state, _identity(state.name_for(places)), name, rank, replicas)
+        _tensor_to_write(
+            state, _identity(state.portable_name(positions)), name, rank, replicas
+        )
         for state in states
         for name in sorted(state.initial)
         for rank in range(replicas.count)
@@ -55,14 +59,17 @@ def residual_tensors(model: Any) -> list[StateTensor]:
 
 
 def plan_residuals(model: Any, index: Index) -> LoadPlan:
-    """Plan which tensors of compressors' state to read of a checkpoint.
+    """Plan which tensors of compressors to read from a checkpoint.
 
     Args:
         model: Built Keras model.
         index: `Index` of the checkpoint.
+
+    Returns:
+        `LoadPlan` of these tensors only.
     """
-    places, replicas = _places(model), local_replicas(model)
-    restored = RestoredResiduals(places, {}, _identity)
+    positions, replicas = _positions(model), local_replicas(model)
+    restored = RestoredResiduals(positions, {}, _identity)
     saved = [entry for entry in index.tensors if entry.name.startswith(f"{PREFIX}/")]
     matches = [(entry, _NAME.fullmatch(entry.name)) for entry in saved]
     parsed = [(entry, match) for entry, match in matches if match]
@@ -82,12 +89,18 @@ def plan_residuals(model: Any, index: Index) -> LoadPlan:
     ]
     known = {tensor.name for tensor in tensors}
     left_out = [name for name in names if name not in known]
-    finish = functools.partial(_hand_over, model, restored, reason)
+    finish = functools.partial(_finish, model, restored, reason)
     return LoadPlan(tensors, left_out, finish=finish)
 
 
-def _hand_over(model: Any, restored: RestoredResiduals, reason: str) -> None:
-    """Hand over what was read; say why something was not."""
+def _finish(model: Any, restored: RestoredResiduals, reason: str) -> None:
+    """Pass restored values to the strategy's store; warn if values were dropped.
+
+    Args:
+        model: Built Keras model.
+        restored: `RestoredResiduals`.
+        reason: String, why saved values were dropped, or `""`.
+    """
     strategy = strategy_of(model)
     if strategy is None:
         return
@@ -99,36 +112,39 @@ def _hand_over(model: Any, restored: RestoredResiduals, reason: str) -> None:
         )
 
 
-def _places(model: Any) -> dict[int, int]:
-    return {id(v): place for place, v in enumerate(model.trainable_variables)}
+def _positions(model: Any) -> dict[int, int]:
+    """Return the positions of trainable variables in a model, by `id`."""
+    return {id(v): position for position, v in enumerate(model.trainable_variables)}
 
 
 def _identity(name: tuple) -> str:
+    """Hash what `ResidualState.portable_name` returns, for the names of tensors."""
     return hashlib.sha256(repr(name).encode()).hexdigest()[:16]
 
 
 def _compresses(model: Any) -> bool:
+    """Return whether gradients, or the exchange of local steps, are compressed."""
     strategy = strategy_of(model)
     if strategy is None:
         return False
     features = getattr(getattr(model, "optimizer", None), "features", None)
-    local_steps = None if features is None else features.alone
+    local_steps = None if features is None else features.local_steps
     outer = None if local_steps is None else local_steps.options.outer
-    exchange = None if outer is None else outer.compression
-    of_steps = strategy.extended.reducer.options.compression
-    return of_steps is not None or exchange is not None
+    of_exchange = None if outer is None else outer.compression
+    of_gradients = strategy.extended.reducer.options.compression
+    return of_gradients is not None or of_exchange is not None
 
 
-def _tensor_of(
+def _tensor_to_write(
     state: ResidualState, identity: str, name: str, rank: int, replicas: LocalReplicas
 ) -> StateTensor:
-    """State tensor of the value of a replica, which its own process writes."""
+    """Return the state tensor to write for one replica and one array of a state."""
     array = state.initial[name]
 
     def shard(local: int) -> LocalShard:
         read = functools.partial(_compat.elements_of, state.replicas[local][name])
         everything = functools.partial(read, 0, array.size)
-        return LocalShard(0, array.size, everything, _refuse, read)
+        return LocalShard(0, array.size, everything, _raise_unsupported, read)
 
     full_name, dtype = f"{PREFIX}/{identity}/{name}/replica{rank}", array.dtype.name
     return tensor_of_replica(full_name, array.shape, dtype, rank, replicas, shard)
@@ -142,20 +158,23 @@ def _tensor_to_read(
     replicas: LocalReplicas,
     restored: RestoredResiduals,
 ) -> StateTensor:
-    """State tensor of a replica's value, which waits until a step asks for it."""
+    """Return the state tensor to read for one replica and one array of a state.
+
+    The values that are read wait in `restored` until a step is traced.
+    """
 
     def shard(local: int) -> LocalShard:
         def write(values: Any) -> None:
             by_name = restored.values.setdefault(identity, {})
             by_name.setdefault(name, {})[local] = np.array(values)
 
-        return LocalShard(0, entry.size, _refuse, write)
+        return LocalShard(0, entry.size, _raise_unsupported, write)
 
     return tensor_of_replica(
         entry.name, entry.shape, entry.dtype, rank, replicas, shard
     )
 
 
-def _refuse(*unused: Any) -> Any:
-    """Stand for reading what is to be read from a file, or writing what is saved."""
+def _raise_unsupported(*unused: Any) -> Any:
+    """Raise: tensors to save are never written to, and tensors to load never read."""
     raise NotImplementedError

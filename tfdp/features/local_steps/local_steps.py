@@ -341,7 +341,7 @@ class LocalStepsFeature(Feature):
     def before_meeting(self, model: Any) -> None:
         """Tell late workers that this one waits for them, and they not for it."""
         if steps_alone(model):
-            local_steps = model.optimizer.features.alone
+            local_steps = model.optimizer.features.local_steps
             if local_steps is not None:
                 local_steps.rest()
 
@@ -370,7 +370,7 @@ class LocalStepsFeature(Feature):
 
         @functools.wraps(step)
         def paced(iterator: Any) -> Any:
-            own = model.optimizer.features.alone if steps_alone(model) else None
+            own = model.optimizer.features.local_steps if steps_alone(model) else None
             if own is None or own.pace is None:
                 return step(iterator)
             return own.pace.step(model, step, iterator)
@@ -393,7 +393,7 @@ class LocalStepsFeature(Feature):
         """
         if not steps_alone(model):
             return 1
-        options = model.optimizer.features.alone_options
+        options = model.optimizer.features.local_step_options
         if options.delay and (is_delayed or options.outer.min_participants is not None):
             return None
         return options.sync_every * model.optimizer.accumulation_steps

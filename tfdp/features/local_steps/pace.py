@@ -99,7 +99,7 @@ class Pace:
                 count = number  # the last execution of an epoch may be a part of one
                 break
         optimizer = model.optimizer
-        for variable in optimizer.iterations, optimizer.features.alone.updates:
+        for variable in optimizer.iterations, optimizer.features.local_steps.updates:
             for replica in range(model.distribute_strategy.extended.num_local):
                 part = _compat.local_value(variable, replica)
                 part.assign_add(tf.cast(count, part.dtype), read_value=False)
@@ -176,4 +176,4 @@ def workers_by_node(strategy: Any, scope: str) -> list[list[int]]:
 
 def _wait_for_step(model: Any) -> None:
     """Wait for the devices, which may be behind this process."""
-    model.optimizer.features.alone.updates.numpy()
+    model.optimizer.features.local_steps.updates.numpy()

@@ -283,7 +283,7 @@ def obstacle(model: Any) -> str:
         return "with `run_eagerly=True` there is no traced step to try plans with"
     if getattr(optimizer, "is_sharded", False):
         return "sharded state lies by its buckets, which have to stay"
-    if features is not None and features.alone_options is not None:
+    if features is not None and features.local_step_options is not None:
         return "replicas that step alone do not communicate in each step"
     if _compat.overridden(model, ("make_train_function",)):
         return "the model makes its own `train_function`"

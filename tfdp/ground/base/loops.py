@@ -67,7 +67,7 @@ def awaiting_training_data() -> Loop | None:
 def steps_alone(model: Any) -> bool:
     """Return whether the replicas of a model train alone for some steps."""
     features = getattr(getattr(model, "optimizer", None), "features", None)
-    return features is not None and features.steps_alone
+    return features is not None and features.uses_local_steps
 
 
 def in_steps_alone() -> bool:

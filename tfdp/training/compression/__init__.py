@@ -1,12 +1,12 @@
-"""Compressed reduction of gradients: fewer bytes on the wire, errors fed back.
+"""Compressed reduction of gradients: fewer bytes on the wire, with error feedback.
 
-- `compressor`: `Compressor`, what a bucket of gradients is reduced by.
-- `block_code`: floats as 8 or 4 bits each, with a scale for each block.
-- `block_quantized`: 8 or 4 bits an element, and errors fed back.
-- `power_sgd`: matrices of low rank.
-- `top_k`: the largest elements.
-- `replica_group`: the replicas of a reduction, as a compressor sees them.
-- `residuals`: what compressors keep from step to step, a value for each replica.
-- `step_residuals`: what a step would assign to them, if it is kept.
-- `compressed_reduce`: a bucket reduced in one level or two, with its residuals.
+- `compressor`: `Compressor`, the base class that reduces a bucket of gradients.
+- `block_code`: floats encoded in 8 or 4 bits, with a scale for each block.
+- `block_quantized`: gradients in 8 or 4 bits an element, with error feedback.
+- `power_sgd`: gradients as products of low-rank matrices.
+- `top_k`: the largest elements of each bucket.
+- `replica_group`: the collectives between replicas that a compressor can call.
+- `residuals`: the state of compressors, with a value for each replica.
+- `step_residuals`: new states of a step, assigned unless the step is skipped.
+- `compressed_reduce`: reductions of a bucket by compressors, in one or two levels.
 """

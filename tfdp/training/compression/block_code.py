@@ -1,4 +1,4 @@
-"""Floats as 8 or 4 bits each, with a float32 scale for each block."""
+"""Code of floats in 8 or 4 bits an element, with a float32 scale for each block."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import dataclasses
 import numpy as np
 import tensorflow as tf
 
-# Of int32, which every transport moves.
+# Bytes of an int32: codes travel as int32, which every transport moves.
 WORD_BYTES = 4
-# Below it a quotient by the scale may be infinite.
+# Blocks with a smaller scale are rounded to zero: a quotient by it may be infinite.
 _LEAST_SCALE = 1e-37
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockCode:
-    """Code of float32 elements, which travels as int32.
+    """Encodes float32 elements as words of int32, and decodes them.
 
     Args:
         bits: Int, 8 or 4. Defaults to 8.
-        block: Int, elements with a common scale, a multiple of 16. Defaults to 256.
+        block: Int, number of elements with a common scale, a multiple of 16. Defaults
+            to 256.
 
     Example:
 
@@ -33,42 +34,44 @@ class BlockCode:
     block: int = 256
 
     def num_words(self, size: int) -> int:
-        """Int, words of a row of whole blocks.
+        """Return the number of words of an encoded row.
 
         Args:
-            size: Int, its elements.
+            size: Int, number of elements of the row, a multiple of `block`.
         """
         return size // self.block * (self._words_per_block + 1)
 
     def encode(
         self, rows: tf.Tensor, noise: tf.Tensor | None = None
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Round rows to codes, which travel with their scales as int32.
+        """Round rows to codes, and pack them with their scales into int32 words.
 
-        An element that is not finite makes its block's scale so, and by that the
-        whole block wherever it is decoded.
+        An element that is not finite makes the scale of its block, and so the whole
+        decoded block, not finite.
 
         Args:
-            rows: Tensor of shape `[num_rows, row_size]`, float32, whole blocks.
-            noise: Tensor like `rows`, of uniform numbers from 0 to 1 by which they are
-                rounded up or down; or `None`, to the nearest. Defaults to `None`.
+            rows: Float32 tensor of shape `[num_rows, row_size]`, where `row_size` is a
+                multiple of `block`.
+            noise: Tensor like `rows` of uniform numbers from 0 to 1, for stochastic
+                rounding; or `None`, to round to the nearest. Defaults to `None`.
 
         Returns:
-            Tuple of the words, of shape `[num_rows, num_words]`, and what they decode
-            to, like `rows`.
+            Tuple of the words, of shape `[num_rows, num_words]`, and their decoded
+            values, like `rows`.
         """
         num_rows, row_size = rows.shape
         blocks = tf.reshape(rows, [num_rows, row_size // self.block, self.block])
         largest = tf.reduce_max(tf.abs(blocks), axis=2, keepdims=True)
-        # All is rounded alike in a graph and outside of one: there a division by a
-        # constant would become a product, and an inverse be approximate.
-        scales = largest * (1.0 / self._most)  # [num_rows, num_blocks, 1]
+        # These operations round alike in eager mode and in a graph. In a graph,
+        # TensorFlow would replace a division by a constant with a product, and a
+        # reciprocal with an approximation.
+        scales = largest * (1.0 / self._largest_code)  # [num_rows, num_blocks, 1]
         codes = blocks / tf.where(scales > _LEAST_SCALE, scales, np.inf)
         if noise is None:
             codes = tf.round(codes)
         else:
             codes = tf.floor(codes + tf.reshape(noise, blocks.shape))
-            codes = tf.minimum(codes, float(self._most))
+            codes = tf.minimum(codes, float(self._largest_code))
         rounded = tf.reshape(codes * scales, rows.shape)
         words = tf.concat(
             [
@@ -80,7 +83,7 @@ class BlockCode:
         return words, rounded
 
     def decode(self, words: tf.Tensor) -> tf.Tensor:
-        """Decode rows of words, the inverse of `encode`."""
+        """Decode rows of words into float32 values, the inverse of `encode`."""
         num_rows, num_words = words.shape
         num_blocks = num_words // (self._words_per_block + 1)
         num_codes = num_blocks * self._words_per_block
@@ -91,25 +94,26 @@ class BlockCode:
         return tf.reshape(blocks * scales[:, :, tf.newaxis], [num_rows, -1])
 
     @property
-    def _most(self) -> int:
-        """The largest code; the smallest is its negative."""
+    def _largest_code(self) -> int:
+        """Int, the largest code; the smallest code is its negative."""
         return 2 ** (self.bits - 1) - 1
 
     @property
     def _words_per_block(self) -> int:
-        """Words of the codes of a block; its scale is one more."""
+        """Int, number of words of a block's codes, without its scale."""
         return self.block * self.bits // (8 * WORD_BYTES)
 
     def _to_bytes(self, codes: tf.Tensor) -> tf.Tensor:
-        """Pack codes of shape `[num_rows, row_size]` into bytes."""
+        """Pack codes of shape `[num_rows, row_size]` into bytes, one or two in each."""
         if self.bits == 8:
             return tf.cast(codes, tf.int8)
-        # The first half of a row in the lower bits, the second in the upper ones.
+        # Each byte holds a code of the row's first half in its lower bits and one of
+        # the second half in its upper bits. Adding 8 makes both codes positive.
         low, high = tf.split(codes, 2, axis=1)
         return tf.cast(low + 16.0 * high + 8.0 * 17.0, tf.uint8)
 
     def _from_bytes(self, packed: tf.Tensor) -> tf.Tensor:
-        """Unpack bytes, the inverse of `_to_bytes`, into float32."""
+        """Convert bytes to float32 codes, the inverse of `_to_bytes`."""
         if self.bits == 8:
             return tf.cast(tf.bitcast(packed, tf.int8), tf.float32)
         low = tf.bitwise.bitwise_and(packed, tf.constant(15, tf.uint8))
@@ -118,6 +122,7 @@ class BlockCode:
 
 
 def _to_words(data: tf.Tensor) -> tf.Tensor:
+    """Reinterpret rows of bytes as rows of int32."""
     num_rows, num_bytes = data.shape
     shape = [num_rows, num_bytes // WORD_BYTES, WORD_BYTES]
     return tf.bitcast(tf.reshape(data, shape), tf.int32)

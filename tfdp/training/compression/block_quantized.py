@@ -1,4 +1,4 @@
-"""`BlockQuantized`: gradients of 8 or 4 bits, with a scale for each block."""
+"""`BlockQuantized`: gradients in 8 or 4 bits, with a scale for each block."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from tfdp.training.compression.compressor import Compressor, GradientBucket, Sta
 from tfdp.training.compression.replica_group import ReplicaGroup
 
 _BITS = (8, 4)
-# Of halves of a block of 4 bits, a whole number of words.
+# `block` must be a multiple: then half a block of 4-bit codes is whole int32 words.
 _BLOCK_MULTIPLE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockQuantized(Compressor):
-    """Gradients of 8 or 4 bits an element, with a float32 scale for each block.
+    """Gradients in 8 or 4 bits an element, with a float32 scale for each block.
 
-    Each replica rounds its gradients and sends to every other one the slice that is
-    the other's to sum; sums are added in float32, rounded again, and gathered. Both
-    errors are fed back: a replica adds to its next gradients what rounding took from
-    them, and to the next sum of its slice what rounding took from that.
+    Each replica sums one slice of a bucket. Replicas round their gradients and exchange
+    slices by an all-to-all; the slices are summed in float32, rounded again, and
+    gathered by an all-gather. Both rounding errors are fed back: each replica adds the
+    error of its gradients to its next gradients, and the error of its sum to the next
+    sum of its slice.
 
     Args:
         bits: Int, 8 or 4. Defaults to 8.
-        block: Int, elements with a common scale, a multiple of 16. Defaults to 256.
-        stochastic: Bool, whether to round up or down at random, so that the result is
-            right on average, instead of to the nearest with error feedback. The
-            random numbers follow from the step and the position of the replica.
-            Defaults to `False`.
+        block: Int, number of elements with a common scale, a multiple of 16. Defaults
+            to 256.
+        stochastic: Bool. If `True`, values are rounded up or down at random, so that
+            the result is unbiased. If `False`, they are rounded to the nearest with
+            error feedback. The random numbers depend on the step and on the position of
+            the replica only. Defaults to `False`.
 
     Raises:
-        ValueError: If a value is none of these.
+        ValueError: If an argument has another value.
 
     Example:
 
@@ -69,7 +71,7 @@ class BlockQuantized(Compressor):
         object.__setattr__(self, "block", plain(self.block))
 
     def state(self, bucket: GradientBucket) -> State:
-        """Return the errors to feed back, or the number of steps that were made."""
+        """Return zero errors; with stochastic rounding, the number of steps so far."""
         if self.stochastic:
             return {"steps": np.zeros([], "int64")}
         slice_size = self._slice_size(bucket)
@@ -81,7 +83,7 @@ class BlockQuantized(Compressor):
     def reduce(
         self, bucket: GradientBucket, state: State, group: ReplicaGroup
     ) -> tuple[tf.Tensor, State]:
-        """See `Compressor`: an all-to-all, and an all-gather of rounded sums."""
+        """See `Compressor`; an all-to-all, then an all-gather of rounded sums."""
         slice_size = self._slice_size(bucket)
         padded = dataclasses.replace(
             bucket,
@@ -108,7 +110,7 @@ class BlockQuantized(Compressor):
     def reduce_scatter(
         self, bucket: GradientBucket, state: State, group: ReplicaGroup
     ) -> tuple[tf.Tensor, State]:
-        """See `Compressor`: an all-to-all of rounded slices, summed in float32."""
+        """See `Compressor`; an all-to-all of rounded slices, summed in float32."""
         state = dict(state)
         flat = bucket.flat
         if not self.stochastic:
@@ -132,7 +134,7 @@ class BlockQuantized(Compressor):
         return tf.cast(piece, bucket.dtype), state
 
     def all_gather(self, piece: tf.Tensor, group: ReplicaGroup) -> tf.Tensor:
-        """See `Compressor`: sums that were rounded once are rounded to the same."""
+        """See `Compressor`; rounding sums a second time does not change them."""
         size = piece.shape[0]
         wide = tf.cast(piece, tf.float32)
         padded = _padded(wide, size + -size % self.block)
@@ -141,7 +143,7 @@ class BlockQuantized(Compressor):
         return tf.cast(tf.reshape(rows, [-1]), piece.dtype)
 
     def wire_ratio(self, bucket: GradientBucket) -> float:
-        """See `Compressor`: padding to whole blocks counts."""
+        """See `Compressor`; includes the padding to whole blocks."""
         slice_size = self._slice_size(bucket)
         sent_bytes = WORD_BYTES * self._code.num_words(slice_size)
         return bucket.num_replicas * sent_bytes / bucket.num_bytes
@@ -154,14 +156,17 @@ class BlockQuantized(Compressor):
         return BlockCode(self.bits, self.block)
 
     def _slice_size(self, bucket: GradientBucket) -> int:
-        """Elements of a slice, whole blocks."""
+        """Return the number of elements of a slice, padded to whole blocks."""
         elements = -(-bucket.size // bucket.num_replicas)
         return elements + -elements % self.block
 
     def _noise(
         self, state: State, position: int, phase: int, shape: tf.TensorShape
     ) -> tf.Tensor | None:
-        """Uniform numbers from 0 to 1, other ones in each step and on each replica."""
+        """Return uniform numbers from 0 to 1 for stochastic rounding, or `None`.
+
+        They differ between steps, replicas and the two phases of a reduction.
+        """
         if not self.stochastic:
             return None
         seed = tf.stack([state["steps"], 2 * position + phase])
@@ -169,5 +174,6 @@ class BlockQuantized(Compressor):
 
 
 def _padded(flat: tf.Tensor, size: int) -> tf.Tensor:
+    """Append zeros to a flat tensor, up to a number of elements."""
     missing = size - flat.shape[0]
     return tf.pad(flat, [[0, missing]]) if missing else flat

@@ -1,4 +1,4 @@
-"""A bucket reduced by compressors, in one level or in two."""
+"""Reductions of a bucket by compressors, in one level or in two levels."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tfdp.training.compression.step_residuals import gradient_unit
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """In which form elements travel on one level.
+    """Form in which elements travel on one level: compressed, cast or as they are.
 
     Args:
         compressor: `Compressor`, or `None`. Defaults to `None`.
-        dtype_name: String, name of the dtype that they are cast to, or `None`, their
-            own. Defaults to `None`.
-        ratio: Float, the bytes that the compressor sends over those of an all-reduce,
-            NaN where that is not known. Defaults to 1.
+        dtype_name: String, name of the dtype that elements are cast to, or `None` for
+            no cast. Defaults to `None`.
+        ratio: Float, bytes that the compressor sends divided by those of an all-reduce;
+            NaN if unknown. Defaults to 1.
     """
 
     compressor: Compressor | None = None
@@ -35,19 +35,19 @@ class Wire:
 
     @property
     def dtype(self) -> tf.DType | None:
-        """`tf.DType` that elements are cast to, or `None`, their own."""
+        """`tf.DType` that elements are cast to, or `None` for no cast."""
         return None if self.dtype_name is None else tf.as_dtype(self.dtype_name)
 
     @property
     def name(self) -> str | None:
-        """String, what travels, or `None` for elements as they are."""
+        """String, name of the compressor or dtype, or `None` if there is neither."""
         return self.dtype_name if self.compressor is None else str(self.compressor)
 
     def byte_ratio(self, itemsize: int) -> float:
-        """Bytes for each byte of an all-reduce, 1 where that is not known.
+        """Return the bytes sent divided by those of an all-reduce; 1 if unknown.
 
         Args:
-            itemsize: Int, the bytes of an element of the bucket.
+            itemsize: Int, size in bytes of an element of the bucket.
         """
         if self.dtype is not None:
             return self.dtype.size / itemsize
@@ -56,15 +56,15 @@ class Wire:
 
 @dataclasses.dataclass(frozen=True)
 class CompressedRoute:
-    """What travels on each level of a reduction, cast or compressed.
+    """Wire formats and algorithm of a reduction in one or two levels.
 
     Args:
-        inner: `Wire` inside nodes, and everywhere in one level.
+        inner: `Wire` inside nodes; with one level, between all replicas.
         outer: `Wire` across nodes.
         has_levels: Bool, whether a reduction inside nodes is followed by one across
             them.
-        sum_all: Callable such as `tfdp.communication.collectives.ring`, the all-reduce
-            for what compressors have summed over all replicas.
+        sum_all: Callable such as `tfdp.communication.collectives.ring`, the algorithm
+            of `ReplicaGroup.all_reduce` for compressors that reduce over all replicas.
     """
 
     inner: Wire
@@ -74,9 +74,9 @@ class CompressedRoute:
 
     @property
     def compressors(self) -> list[Compressor]:
-        """List of the `Compressor` of each level that has one."""
-        given = (self.inner.compressor, self.outer.compressor)
-        return [compressor for compressor in given if compressor is not None]
+        """List of `Compressor`, those of the levels that have one."""
+        of_levels = (self.inner.compressor, self.outer.compressor)
+        return [compressor for compressor in of_levels if compressor is not None]
 
     @property
     def is_compressed(self) -> bool:
@@ -93,12 +93,12 @@ class CompressedRoute:
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Who reduces a bucket: a local replica, on a channel, with its residuals.
+    """Local replica that reduces a bucket, with its channel and residuals.
 
     Args:
         replica: Int, index among the local replicas.
-        channel: Int, the chain of the launch order.
-        residuals: `BucketResiduals`.
+        channel: Int, the channel of its collectives, which run one after another.
+        residuals: `BucketResiduals`, states of the bucket on this replica.
     """
 
     replica: int
@@ -106,7 +106,13 @@ class Caller:
     residuals: BucketResiduals
 
     def member(self, group: ProcessGroup, dtype: tf.DType | None = None) -> Member:
-        """The caller as a member of a group, whose elements travel in a dtype."""
+        """Return the caller's membership in a group.
+
+        Args:
+            group: `ProcessGroup`.
+            dtype: `tf.DType` that elements travel in, or `None`, their own. Defaults
+                to `None`.
+        """
         return Member(group, self.replica, self.channel, dtype)
 
 
@@ -127,11 +133,11 @@ def all_reduce_compressed(
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of all replicas.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order. Defaults to `0`.
-        is_alone: Bool, as for `collectives.ring`; it makes no difference.
+        channel: Int, the channel of its collectives. Defaults to `0`.
+        is_alone: Bool, as for `collectives.ring`; ignored.
         route: `CompressedRoute`.
-        entries: Tuple of `Entry`, what lies in the bucket.
-        residuals: `BucketResiduals`.
+        entries: Tuple of `Entry`, the gradients in the bucket.
+        residuals: `BucketResiduals`, states of the bucket on the calling replica.
 
     Returns:
         A tensor like `flat`, identical on every replica.
@@ -139,14 +145,16 @@ def all_reduce_compressed(
     del is_alone
     caller = Caller(replica, channel, residuals)
     with tf.device(group.devices[replica]):
-        own, unit = _in_unit(flat)
+        scaled, unit = _divide_by_unit(flat)
         if route.is_one_reduction:
             members = ReplicaGroup(group, replica, channel, route.sum_all)
-            total = _call(route.outer, "reduce", "all", own, entries, members, caller)
+            total = _call_compressor(
+                route.outer, "reduce", "all", scaled, entries, members, caller
+            )
         elif all(c.cuts_buckets for c in route.compressors):
-            total = _in_two_levels(own, group, route, caller)
+            total = _in_two_levels(scaled, group, route, caller)
         else:
-            total = _across_nodes(own, group, route, entries, caller)
+            total = _across_nodes(scaled, group, route, entries, caller)
         return total if unit is None else total * unit
 
 
@@ -159,33 +167,39 @@ def reduce_scatter_in_levels(
     *,
     is_copied: bool,
 ) -> tf.Tensor:
-    """Sum a bucket over all replicas, and keep the own slice.
+    """Sum a bucket over all replicas, and keep the calling replica's slice.
 
     Args:
         flat: Tensor of shape `[num_owners * slice_size]`.
-        inner: `ProcessGroup` of the owners of slices, those of a node where there
-            are two levels.
-        outer: `ProcessGroup` across nodes, or `None` in one level.
-        route: `CompressedRoute`, whose compressors, if any, cut buckets.
+        inner: `ProcessGroup` of the owners of slices; with two levels, of the owners
+            in the node.
+        outer: `ProcessGroup` across nodes, or `None` with one level.
+        route: `CompressedRoute`. Its compressors, if any, cut buckets.
         caller: `Caller`.
-        is_copied: Bool, whether each node has the whole state, so that the second
+        is_copied: Bool, whether each node holds the whole state, so that the second
             level is an all-reduce.
 
     Returns:
         Tensor of shape `[slice_size]`.
     """
-    own, unit = _in_unit(flat) if route.is_compressed else (flat, None)
-    piece = _scatter(route.inner, "inner", own, inner, caller)
+    scaled, unit = _divide_by_unit(flat) if route.is_compressed else (flat, None)
+    piece = _reduce_scatter_level(route.inner, "inner", scaled, inner, caller)
     if outer is not None and is_copied:
         is_alone = not route.is_compressed
-        piece = _reduce(route.outer, "outer", piece, outer, caller, is_alone=is_alone)
+        piece = _all_reduce_level(
+            route.outer, "outer", piece, outer, caller, is_alone=is_alone
+        )
     elif outer is not None:
-        piece = _scatter(route.outer, "outer", piece, outer, caller)
+        piece = _reduce_scatter_level(route.outer, "outer", piece, outer, caller)
     return piece if unit is None else piece * unit
 
 
-def _in_unit(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
-    """Gradients without the loss scale and the like, and by what they had it."""
+def _divide_by_unit(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
+    """Divide gradients by their factor, such as the loss scale.
+
+    Returns:
+        Tuple of the quotient and the factor; of `flat` and `None` without a factor.
+    """
     unit = gradient_unit()
     if unit is None:
         return flat, None
@@ -196,12 +210,12 @@ def _in_unit(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
 def _in_two_levels(
     flat: tf.Tensor, group: ProcessGroup, route: CompressedRoute, caller: Caller
 ) -> tf.Tensor:
-    """Reduce slices inside each node, then across nodes, and gather them inside."""
+    """Reduce-scatter in each node, reduce across nodes, and all-gather in each node."""
     node, across = node_levels(group, caller.replica)
     size = flat.shape[0]
     padded = tf.pad(flat, [[0, -size % node.size]])
-    piece = _scatter(route.inner, "inner", padded, node, caller)
-    piece = _reduce(route.outer, "outer", piece, across, caller)
+    piece = _reduce_scatter_level(route.inner, "inner", padded, node, caller)
+    piece = _all_reduce_level(route.outer, "outer", piece, across, caller)
     if route.inner.compressor is not None and route.inner == route.outer:
         inside = ReplicaGroup(node, caller.replica, caller.channel)
         whole = route.inner.compressor.all_gather(piece, inside)
@@ -217,25 +231,30 @@ def _across_nodes(
     entries: tuple[Entry, ...],
     caller: Caller,
 ) -> tf.Tensor:
-    """Sum the bucket inside each node; all its replicas then compress the sum."""
+    """Sum the bucket in each node, and reduce the sum across nodes by the compressor.
+
+    All replicas of a node compress the same sum.
+    """
     node, across = node_levels(group, caller.replica)
     inside = caller.member(node, route.inner.dtype)
     total = ring(flat, is_alone=False, **inside.arguments)
     members = NodeGroup(across, node, caller.replica, caller.channel)
-    return _call(route.outer, "reduce", "outer", total, entries, members, caller)
+    return _call_compressor(
+        route.outer, "reduce", "outer", total, entries, members, caller
+    )
 
 
-def _scatter(
+def _reduce_scatter_level(
     wire: Wire, level: str, flat: tf.Tensor, group: ProcessGroup, caller: Caller
 ) -> tf.Tensor:
-    """Reduce-scatter on one level."""
+    """Reduce-scatter a bucket on one level, compressed or not."""
     if wire.compressor is None:
         return caller.member(group, wire.dtype).reduce_scatter(flat)
     members = ReplicaGroup(group, caller.replica, caller.channel)
-    return _call(wire, "reduce_scatter", level, flat, (), members, caller)
+    return _call_compressor(wire, "reduce_scatter", level, flat, (), members, caller)
 
 
-def _reduce(
+def _all_reduce_level(
     wire: Wire,
     level: str,
     flat: tf.Tensor,
@@ -244,15 +263,15 @@ def _reduce(
     *,
     is_alone: bool = False,
 ) -> tf.Tensor:
-    """All-reduce on one level."""
+    """All-reduce a bucket on one level, compressed or not."""
     if wire.compressor is None:
-        own = caller.member(group, wire.dtype)
-        return ring(flat, is_alone=is_alone, **own.arguments)
+        member = caller.member(group, wire.dtype)
+        return ring(flat, is_alone=is_alone, **member.arguments)
     members = ReplicaGroup(group, caller.replica, caller.channel)
-    return _call(wire, "reduce", level, flat, (), members, caller)
+    return _call_compressor(wire, "reduce", level, flat, (), members, caller)
 
 
-def _call(
+def _call_compressor(
     wire: Wire,
     method: str,
     level: str,
@@ -261,14 +280,27 @@ def _call(
     members: ReplicaGroup,
     caller: Caller,
 ) -> tf.Tensor:
-    """Call a method of a compressor with its state, and check what it returns."""
+    """Call a method of a compressor with its state, and check and assign the result.
+
+    Args:
+        wire: `Wire` with a compressor.
+        method: String, `"reduce"` or `"reduce_scatter"`.
+        level: String, name of the level, which the state belongs to.
+        flat: Tensor of shape `[bucket_size]`.
+        entries: Tuple of `Entry`, the gradients in the bucket.
+        members: `ReplicaGroup`.
+        caller: `Caller`.
+
+    Returns:
+        Tensor, the sum or the calling replica's slice of it.
+    """
     compressor = wire.compressor
     assert compressor is not None
     bucket = GradientBucket(flat.shape[0], flat.dtype.name, members.size, entries)
     variables = caller.residuals.variables_of(level, compressor, bucket)
     state = {name: variable.read_value() for name, variable in variables.items()}
-    given = dataclasses.replace(bucket, flat=flat)
-    result: Any = getattr(compressor, method)(given, dict(state), members)
+    filled = dataclasses.replace(bucket, flat=flat)
+    result: Any = getattr(compressor, method)(filled, dict(state), members)
     size = bucket.size // (members.size if method == "reduce_scatter" else 1)
     _check_result(compressor, method, result, size, flat.dtype)
     total, new = result
@@ -279,14 +311,14 @@ def _call(
 def _check_result(
     compressor: Any, method: str, result: Any, size: int, dtype: Any
 ) -> None:
-    """Raise unless a compressor returned a tensor of the right shape, and a state.
+    """Raise unless a compressor returned a tensor of the right form and a state.
 
     Args:
         compressor: `Compressor`.
         method: String, the method that was called.
-        result: What it returned.
-        size: Int, the elements that the sum must have.
-        dtype: `tf.DType` that it must have.
+        result: The value that it returned.
+        size: Int, number of elements that the tensor must have.
+        dtype: `tf.DType` that the tensor must have.
     """
     what = f"`{type(compressor).__name__}.{method}`"
     is_pair = isinstance(result, tuple) and len(result) == 2

@@ -1,4 +1,4 @@
-"""`Compressor`: the class that reduces a bucket of gradients in fewer bytes."""
+"""`Compressor`: base class of reductions that send fewer bytes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class GradientBucket:
     Args:
         size: Int, the number of elements.
         dtype: String, `"float32"` or `"float64"`.
-        num_replicas: Int, over how many they are summed.
-        entries: Tuple of what lies in the bucket: `name`, `shape`, `dtype` of each
-            gradient; empty for a part of a bucket. Defaults to `()`.
-        flat: Tensor of shape `[size]`, or `None` before there is one. Defaults to
-            `None`.
+        num_replicas: Int, number of replicas that they are summed over.
+        entries: Tuple with `name`, `shape` and `dtype` of each gradient in the bucket;
+            empty for a part of a bucket. Defaults to `()`.
+        flat: Tensor of shape `[size]`, the gradients; or `None` where only their form
+            is known. Defaults to `None`.
 
     Example:
 
@@ -47,21 +47,21 @@ class GradientBucket:
 
     @property
     def num_bytes(self) -> int:
-        """Int, its size in bytes."""
+        """Int, size of the bucket in bytes."""
         return self.size * tf.as_dtype(self.dtype).size
 
 
 class Compressor:
     """Reduction of a bucket of gradients; derive from it to write your own.
 
-    Its methods make a part of the graph of a step, once on each replica. They hold
-    no tensors: what is to be kept from step to step is `state`, variables of which
-    each replica has its own. A step that is skipped, for an overflow, leaves the
-    state as it is; backups and checkpoints hold it.
+    Its methods build a part of the graph of a step, once on each replica. They keep
+    no tensors between steps: values that last are `state`, with separate variables on
+    each replica. A step that is skipped because of an overflow does not change
+    the state. Backups and checkpoints hold it.
 
-    Where the loss is scaled or gradients are accumulated, a compressor gets the
-    gradients as they were without, so that its state keeps its meaning when the
-    scale or the number of micro-batches changes.
+    With a scaled loss or accumulated gradients, a compressor receives the gradients
+    divided by the factor, so that its state stays valid when the loss scale or the
+    number of micro-batches changes.
 
     Example: gradients that travel by their signs, with error feedback.
 
@@ -87,11 +87,11 @@ class Compressor:
     https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
     """
 
-    # Whether a bucket may be cut anywhere: every element is by itself, or one of some
-    # block. Then each level of a hierarchical reduction compresses its own slices.
+    # Whether a bucket may be cut anywhere: elements are compressed one by one or in
+    # blocks. Then each level of a hierarchical reduction compresses its own slices.
     cuts_buckets = False
-    # Whether it compresses what `all_gather` puts together, too. Then a hierarchical
-    # reduction compresses on both of its levels; else all replicas reduce at once.
+    # Whether `all_gather` compresses, too. Then a hierarchical reduction compresses on
+    # both levels; otherwise all replicas reduce in one level.
     compresses_gathers = False
 
     def state(self, bucket: GradientBucket) -> State:
@@ -113,13 +113,13 @@ class Compressor:
 
         Args:
             bucket: `GradientBucket`.
-            state: Dict of tensors, with the names that `state` gave.
+            state: Dict of tensors, with the names that `state` returned.
             group: `ReplicaGroup`.
 
         Returns:
-            Tuple of a tensor like `bucket.flat`, bit for bit alike on all replicas
-            and not finite where any replica's gradients are not; and a dict, the
-            new state.
+            Tuple of the sum and a dict, the new state. The sum is a tensor like
+            `bucket.flat`, bit for bit equal on all replicas, and not finite if the
+            gradients of any replica are not finite.
         """
         raise NotImplementedError
 
@@ -130,7 +130,7 @@ class Compressor:
 
         Args:
             bucket: `GradientBucket` with a multiple of `group.size` elements.
-            state: Dict of tensors, with the names that `state` gave.
+            state: Dict of tensors, with the names that `state` returned.
             group: `ReplicaGroup`.
 
         Returns:
@@ -143,39 +143,42 @@ class Compressor:
         return total[begin : begin + slice_size], state
 
     def all_gather(self, piece: tf.Tensor, group: ReplicaGroup) -> tf.Tensor:
-        """Put together slices that this compressor has reduced already.
+        """Concatenate slices that this compressor has reduced already.
 
         Args:
             piece: Tensor of shape `[n]`.
             group: `ReplicaGroup`.
 
         Returns:
-            Tensor of shape `[group.size * n]`, alike on all replicas.
+            Tensor of shape `[group.size * n]`, equal on all replicas.
         """
         return group.all_gather(piece)
 
     @property
     def replaces_momentum(self) -> bool:
-        """Bool, whether it acts as the optimizer's momentum: all has to pass by it."""
+        """Bool, whether it applies the momentum of the optimizer.
+
+        Then all buckets are compressed, whatever their `wire_ratio`.
+        """
         return False
 
     def wire_ratio(self, bucket: GradientBucket) -> float | None:
-        """Return the bytes that a bucket travels in, over those of an all-reduce.
+        """Return the bytes that a bucket needs, divided by those of an all-reduce.
 
         Args:
             bucket: `GradientBucket` without `flat`.
 
         Returns:
-            Float, by which it is decided whether a bucket gains from it; or `None`
-            where that is not known, and all buckets are compressed.
+            Float, which decides whether a bucket is compressed; or `None` if unknown:
+            then all buckets are compressed.
         """
         del bucket
         return None
 
     def __repr__(self) -> str:
-        # Workers compare their options by it.
-        given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({given})"
+        # Workers compare their options by this string.
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({settings})"
 
     def __str__(self) -> str:
         return type(self).__name__

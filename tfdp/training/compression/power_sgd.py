@@ -1,4 +1,4 @@
-"""`PowerSGD`: gradients of matrices as products of two thin ones."""
+"""`PowerSGD`: gradients of matrices as products of two low-rank matrices."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from tfdp.ground.arguments import checked_integer
 from tfdp.training.compression.compressor import Compressor, GradientBucket, State
 from tfdp.training.compression.replica_group import ReplicaGroup
 
-# A matrix is compressed where its factors have at most this part of its elements.
-_MOST_SHARE = 0.5
-# Of the first guess, alike on all replicas.
+# Largest size of the factors of a matrix, as a fraction of its elements. Matrices with
+# larger factors are not compressed.
+_LARGEST_SHARE = 0.5
+# Seed of the initial factors, which must be equal on all replicas.
 _SEED = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class _Matrix:
-    """Where a matrix of a bucket lies, and the rank that it is reduced in."""
+    """Range and shape of a matrix in a bucket, and the rank of its factors."""
 
     begin: int
     num_rows: int
@@ -31,31 +32,33 @@ class _Matrix:
 
     @property
     def size(self) -> int:
+        """Int, number of elements."""
         return self.num_rows * self.num_columns
 
     @property
     def stop(self) -> int:
+        """Int, one after the last element in the bucket."""
         return self.begin + self.size
 
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """Gradients of matrices in a low rank, by a step of power iteration.
+    """Low-rank gradients of matrices, by a step of power iteration.
 
-    The gradient M of a variable, a matrix of its first axes and its last ones, cut
-    where the factors are smallest, travels as P = M Q and then, with P made
-    orthonormal, as Q = M^T P: two all-reduces of thin matrices, by whatever algorithm
-    the bucket has. The next step begins with this Q.
-    What P Q^T lacks of a replica's gradient is added to its next one. Vectors and
-    matrices that would gain less than a half travel as they are.
+    The gradient of a variable is reshaped to a matrix M, split between the axes where
+    the factors are smallest. It travels as P = M Q and then, after P is made
+    orthonormal, as Q = M^T P: two all-reduces of thin matrices, by the algorithm that
+    is chosen for the bucket. The next step begins with this Q. The error M - P Q^T of
+    each replica is added to its next gradient. Vectors, and matrices that would shrink
+    to more than half their size, are not compressed.
 
     Args:
-        rank: Int, columns of P and Q. Defaults to 4.
-        start_step: Int, updates at the beginning that are not compressed. Defaults
-            to 10.
+        rank: Int, number of columns of P and Q. Defaults to 4.
+        start_step: Int, number of updates at the beginning that are not compressed.
+            Defaults to 10.
 
     Raises:
-        ValueError: If a value is not an integer, or too small.
+        ValueError: If an argument is not an integer, or too small.
 
     Example:
 
@@ -74,14 +77,14 @@ class PowerSGD(Compressor):
         object.__setattr__(self, "start_step", start_step)
 
     def state(self, bucket: GradientBucket) -> State:
-        """Return the errors to feed back, the factors Q, and the updates made."""
+        """Return zero errors, initial factors Q, and the number of updates so far."""
         matrices = self._matrices(bucket)
         count = sum(matrix.size for matrix in matrices)
         return {
             "residual": np.zeros([count], bucket.dtype),
             "factors": np.concatenate(
                 [np.zeros([0], bucket.dtype)]
-                + [_first_guess(matrix).astype(bucket.dtype) for matrix in matrices]
+                + [_initial_factors(matrix).astype(bucket.dtype) for matrix in matrices]
             ),
             "steps": np.zeros([], "int64"),
         }
@@ -89,7 +92,7 @@ class PowerSGD(Compressor):
     def reduce(
         self, bucket: GradientBucket, state: State, group: ReplicaGroup
     ) -> tuple[tf.Tensor, State]:
-        """See `Compressor`: two all-reduces, or one at the beginning."""
+        """See `Compressor`; two all-reduces, or one in the first updates."""
         matrices = self._matrices(bucket)
         if not matrices:
             return group.all_reduce(bucket.flat), state
@@ -98,13 +101,15 @@ class PowerSGD(Compressor):
         )
 
         def plain() -> list[tf.Tensor]:
+            """Reduce without compression; the state stays."""
             return [group.all_reduce(bucket.flat), residual, factors]
 
         def compressed() -> list[tf.Tensor]:
+            """Reduce by the factors, and return the new state."""
             return _reduce(bucket, matrices, residual, factors, group)
 
         if self.start_step:
-            # The counter is alike on all replicas, which take one branch.
+            # The counter is equal on all replicas, so all take the same branch.
             flat, residual, factors = tf.cond(
                 steps < self.start_step, plain, compressed
             )
@@ -113,7 +118,7 @@ class PowerSGD(Compressor):
         return flat, {"residual": residual, "factors": factors, "steps": steps + 1}
 
     def wire_ratio(self, bucket: GradientBucket) -> float:
-        """See `Compressor`: factors, and what is not compressed."""
+        """See `Compressor`; counts the factors and the gradients sent as they are."""
         matrices = self._matrices(bucket)
         saved = sum(
             matrix.size - matrix.rank * (matrix.num_rows + matrix.num_columns)
@@ -125,23 +130,25 @@ class PowerSGD(Compressor):
         return f"PowerSGD of rank {self.rank}"
 
     def _matrices(self, bucket: GradientBucket) -> list[_Matrix]:
+        """Return the matrices of a bucket that are compressed."""
         return list(self._find_matrices(bucket))
 
     def _find_matrices(self, bucket: GradientBucket) -> Iterator[_Matrix]:
+        """Yield the matrices of a bucket that are compressed."""
         begin = 0
         for entry in bucket.entries:
             size = entry.num_elements
             rows, columns = _rows_and_columns(entry.shape)
             rank = min(self.rank, rows, columns)
-            if rank * (rows + columns) <= _MOST_SHARE * size:
+            if rank * (rows + columns) <= _LARGEST_SHARE * size:
                 yield _Matrix(begin, rows, columns, rank)
             begin += size
 
 
 def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Cut the axes of a variable in two, so that factors are the smallest.
+    """Split the axes of a variable into rows and columns with the smallest sum.
 
-    Example: the projection of an attention layer to heads.
+    Example: the projection of an attention layer to its heads.
 
     >>> _rows_and_columns((512, 8, 64))
     (512, 512)
@@ -153,7 +160,8 @@ def _rows_and_columns(shape: tuple[int, ...]) -> tuple[int, int]:
     return min(cuts, key=sum, default=(1, math.prod(shape)))
 
 
-def _first_guess(matrix: _Matrix) -> np.ndarray:
+def _initial_factors(matrix: _Matrix) -> np.ndarray:
+    """Return the random elements of the first Q of a matrix."""
     random = np.random.default_rng(_SEED)
     return random.standard_normal(matrix.num_columns * matrix.rank)
 
@@ -166,6 +174,13 @@ def _reduce(
     group: ReplicaGroup,
 ) -> list[tf.Tensor]:
     """Reduce a bucket by the factors of its matrices.
+
+    Args:
+        bucket: `GradientBucket`.
+        matrices: List of `_Matrix`.
+        residual: Tensor, the errors of all matrices end to end.
+        factors: Tensor, the factors Q of all matrices end to end.
+        group: `ReplicaGroup`.
 
     Returns:
         List of the sum, the new residual and the new factors.
@@ -186,13 +201,15 @@ def _reduce(
     *left, rest = _sum_together(
         [*left, tf.concat([flat[a:b] for a, b in rests] + [flat[:0]], axis=0)], group
     )
-    # In one thread, so that all replicas get the same.
+    # Each replica computes the same decomposition: `qr` of one matrix uses one thread.
     left = [tf.linalg.qr(p).q for p in left]
-    own = [tf.matmul(m, p, transpose_a=True) for m, p in zip(wanted, left, strict=True)]
-    sums = _sum_together(own, group)
+    local = [
+        tf.matmul(m, p, transpose_a=True) for m, p in zip(wanted, left, strict=True)
+    ]
+    sums = _sum_together(local, group)
     errors = [
         m - tf.matmul(p, q, transpose_b=True)
-        for m, p, q in zip(wanted, left, own, strict=True)
+        for m, p, q in zip(wanted, left, local, strict=True)
     ]
     products = [
         tf.matmul(p, q, transpose_b=True) for p, q in zip(left, sums, strict=True)
@@ -203,7 +220,7 @@ def _reduce(
 
 
 def _rests(matrices: list[_Matrix], size: int) -> list[tuple[int, int]]:
-    """Ranges of a bucket between its matrices."""
+    """Return the ranges of a bucket before, between and after its matrices."""
     begins = [0, *(matrix.stop for matrix in matrices)]
     stops = [*(matrix.begin for matrix in matrices), size]
     return list(zip(begins, stops, strict=True))
@@ -215,7 +232,14 @@ def _in_order(
     rests: list[tuple[int, int]],
     rest: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Parts of a bucket as they lie in it: rests and matrices in turn."""
+    """Return the parts of a bucket in its order: rests and matrices alternate.
+
+    Args:
+        matrices: List of `_Matrix`.
+        products: List of tensors, the reduced gradients of the matrices.
+        rests: List of ranges, from `_rests`.
+        rest: Tensor, the reduced elements of all these ranges end to end.
+    """
     parts = tf.split(rest, [stop - begin for begin, stop in rests])
     ordered = [parts[0]]
     for product, part in zip(products, parts[1:], strict=True):
@@ -224,6 +248,7 @@ def _in_order(
 
 
 def _sum_together(tensors: list[tf.Tensor], group: ReplicaGroup) -> list[tf.Tensor]:
+    """Sum tensors over the replicas by one all-reduce."""
     total = group.all_reduce(_flattened(tensors))
     parts = tf.split(total, [tensor.shape.num_elements() for tensor in tensors])
     return [
@@ -233,4 +258,5 @@ def _sum_together(tensors: list[tf.Tensor], group: ReplicaGroup) -> list[tf.Tens
 
 
 def _flattened(tensors: list[tf.Tensor]) -> tf.Tensor:
+    """Concatenate the elements of tensors."""
     return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)

@@ -1,4 +1,4 @@
-"""The replicas of a reduction, as a compressor sees them."""
+"""Groups of replicas that compressors reduce over, with their collectives."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ class ReplicaGroup:
     """Replicas that a compressor reduces over, and collectives between them.
 
     Every replica has to call the same collectives in the same order. Integers and
-    floats travel in as many bytes as they have; TensorFlow's own transport moves
-    no integers of less than 32 bits, so that smaller ones are sent as `tf.bitcast`
-    makes int32 of them.
+    floats travel in their own dtypes. TensorFlow's own transport moves no integers of
+    less than 32 bits; send them as int32, converted by `tf.bitcast`.
 
     Args:
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order.
+        channel: Int, the channel of its collectives, which run one after another.
         sum_all: Callable such as `tfdp.communication.collectives.ring`, the algorithm
             of `all_reduce`. Defaults to that of the group's transport.
 
@@ -45,36 +44,40 @@ class ReplicaGroup:
 
     @property
     def position(self) -> int:
-        """Int, the calling replica's position, from 0 to `size - 1`."""
+        """Int, position of the calling replica, from 0 to `size - 1`."""
         return self._member.position
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a tensor over the replicas, alike on all of them."""
+        """Sum a tensor over the replicas; the sum is equal on all of them."""
         group, replica = self._member.group, self._member.replica
         channel = self._member.channel
         return self._sum_all(tensor, group, replica, channel=channel, is_alone=False)
 
     def all_gather(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Concatenate the replicas' tensors along the first axis, by position."""
+        """Concatenate the tensors of all replicas along the first axis, by position."""
         return self._member.all_gather(tensor)
 
     def all_to_all(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Send row i of a tensor of shape `[size, ...]` to position i."""
+        """Send row i of a tensor of shape `[size, ...]` to position i.
+
+        Returns:
+            Tensor like `tensor`: row i is from position i.
+        """
         return self._member.all_to_all(tensor)
 
     def reduce_scatter(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Sum a tensor of shape `[size * n, ...]` and keep the own `n` rows."""
+        """Sum a tensor of shape `[size * n, ...]`, and keep this replica's `n` rows."""
         return self._member.reduce_scatter(tensor)
 
 
 class NodeGroup(ReplicaGroup):
-    """Nodes that a compressor reduces over, where all replicas of a node do the same.
+    """Nodes that a compressor reduces over; a node's replicas all hold its sum.
 
     Args:
-        across: `ProcessGroup` of the replicas with one index in their nodes.
+        across: `ProcessGroup` of the replicas with the same index in their nodes.
         node: `ProcessGroup` of the calling replica's node.
         replica: Int, index of the calling replica among the local ones.
-        channel: Int, the chain of the launch order.
+        channel: Int, the channel of its collectives, which run one after another.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class NodeGroup(ReplicaGroup):
         slice_size = -(-length // size)
         padded = tf.pad(flat, [[0, size * slice_size - length]])
         begin = self._node.position * slice_size
-        own = padded[begin : begin + slice_size]
-        total = self._member.all_reduce(own, is_alone=False)
+        piece = padded[begin : begin + slice_size]
+        total = self._member.all_reduce(piece, is_alone=False)
         whole = self._node.all_gather(total)
         return tf.reshape(whole[:length], tensor.shape)

@@ -1,7 +1,7 @@
-"""State of compressors: variables with a value of their own on each replica.
+"""State of compressors: variables whose values differ between replicas.
 
-A step reads them when it reduces a bucket, and assigns what is new only once it is
-known that the step is kept, see `step_residuals`.
+A step reads them when it reduces a bucket. New values are assigned only when the step
+is known not to be skipped, see `step_residuals`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tfdp.training.compression.step_residuals import assign_if_kept
 
 @dataclasses.dataclass(frozen=True)
 class BucketKey:
-    """Which bucket of which variables a state belongs to.
+    """Identity of a bucket in this process.
 
     Args:
-        kind: String, what is done with the bucket.
-        number: Int, the bucket's place in its plan.
+        kind: String, name of the reduction that uses the bucket.
+        number: Int, position of the bucket in its plan.
         variables: Tuple of ints, the `id`s of the variables in it, in order.
     """
 
@@ -41,10 +41,10 @@ class ResidualState:
 
     Args:
         key: `BucketKey`.
-        level: String, the level of the reduction that it belongs to.
-        compressor: String, whose it is.
+        level: String, level of the reduction.
+        compressor: String, the `repr` of the compressor.
         refs: Tuple of weak references to the variables of the bucket.
-        initial: Dict from names to arrays.
+        initial: Dict from names to arrays, the initial values.
         replicas: List with a dict from names to variables for each local replica.
     """
 
@@ -57,45 +57,55 @@ class ResidualState:
 
     @property
     def is_alive(self) -> bool:
-        """Bool, whether the variables of the bucket are still there."""
+        """Bool, whether the variables of the bucket still exist."""
         return all(ref() is not None for ref in self.refs)
 
-    def name_for(self, places: Mapping[int, int]) -> tuple:
-        """What identifies it in another process.
+    def portable_name(self, positions: Mapping[int, int]) -> tuple:
+        """Return a name of the state that is valid in other processes.
 
         Args:
-            places: Dict from the `id` of a variable to its place in the model.
+            positions: Dict from the `id` of a variable to its position in the model.
         """
-        members = tuple(places[variable] for variable in self.key.variables)
+        members = tuple(positions[variable] for variable in self.key.variables)
         return self.key.kind, self.key.number, members, self.level, self.compressor
 
     def reset(self) -> None:
-        """Set it to its initial value on each local replica."""
-        for own in self.replicas:
-            for name, variable in own.items():
+        """Set the state to its initial value on each local replica."""
+        for by_name in self.replicas:
+            for name, variable in by_name.items():
                 assign(variable, self.initial[name])
 
 
 @dataclasses.dataclass(eq=False)
 class RestoredResiduals:
-    """States that were read for a model, until a traced step asks for them.
+    """Restored states of a model, which wait until the trace of a step creates them.
 
     Args:
-        places: Dict from the `id` of a variable to its place in the model.
-        values: Dict from what `ResidualState.name_for` returns, as an identity of
-            `identify`, to arrays by name and local replica.
-        identify: Callable from what `name_for` returns to that identity.
+        positions: Dict from the `id` of a variable to its position in the model.
+        values: Dict from the identity of a state to its arrays, by name and local
+            replica.
+        identify: Callable that takes the result of `ResidualState.portable_name` and
+            returns the identity of the state.
     """
 
-    places: dict[int, int]
+    positions: dict[int, int]
     values: dict[str, dict[str, dict[int, np.ndarray]]]
     identify: Callable[[tuple], str]
 
     def fill(self, state: ResidualState) -> bool:
-        """Give a state its values; return whether this is of its variables."""
-        if not self.places.keys() >= set(state.key.variables):
+        """Assign a state its restored values.
+
+        Args:
+            state: `ResidualState`.
+
+        Returns:
+            Bool, whether the state belongs to the model of these values.
+        """
+        if not self.positions.keys() >= set(state.key.variables):
             return False
-        found = self.values.pop(self.identify(state.name_for(self.places)), None)
+        found = self.values.pop(
+            self.identify(state.portable_name(self.positions)), None
+        )
         if found is None or not _fits(found, state):
             if self.values or found:
                 user_code.warn(
@@ -115,7 +125,7 @@ class RestoredResiduals:
 
 
 class ResidualStore:
-    """States of all compressors of a strategy.
+    """Store of the states of all compressors of a strategy.
 
     Args:
         devices: Sequence of strings, the device of each local replica.
@@ -148,7 +158,14 @@ class ResidualStore:
         compressor: Compressor,
         bucket: GradientBucket,
     ) -> ResidualState:
-        """Return a state, made with its initial value where there is none yet."""
+        """Return the state of a bucket on one level; create it if it does not exist.
+
+        Args:
+            own: `BucketResiduals`.
+            level: String, level of the reduction.
+            compressor: `Compressor`.
+            bucket: `GradientBucket` without `flat`.
+        """
         with self._lock:
             found = self._states.get((own.key, level))
             text = repr(compressor)
@@ -156,26 +173,38 @@ class ResidualStore:
                 return found
             self._drop_dead()
             with tf.init_scope():
-                given = {n: np.asarray(v) for n, v in compressor.state(bucket).items()}
-            made = ResidualState(
+                initial = {
+                    n: np.asarray(v) for n, v in compressor.state(bucket).items()
+                }
+            created = ResidualState(
                 own.key,
                 level,
                 text,
                 tuple(map(weakref.ref, own.variables)),
-                given,
+                initial,
                 [
-                    {name: _variable(array, device) for name, array in given.items()}
+                    {
+                        name: _create_variable(array, device)
+                        for name, array in initial.items()
+                    }
                     for device in self._devices
                 ],
             )
-            self._states[own.key, level] = made
+            self._states[own.key, level] = created
             for restored in reversed(self._restored):
-                if restored.fill(made):
+                if restored.fill(created):
                     break
-            return made
+            return created
 
     def states_within(self, variables: Sequence[Any]) -> list[ResidualState]:
-        """Return the states of buckets of some variables, in the order of creation."""
+        """Return the states whose variables are all among some variables.
+
+        Args:
+            variables: Sequence of Keras variables.
+
+        Returns:
+            List of `ResidualState`, in the order of creation.
+        """
         known = set(map(id, variables))
         return [
             state
@@ -186,21 +215,25 @@ class ResidualStore:
         ]
 
     def restore(self, restored: RestoredResiduals) -> None:
-        """Take values that were read: now where there is a state, later elsewhere.
+        """Assign restored values to existing states, and keep the rest for later ones.
 
-        States of the same variables that have none begin again.
+        Existing states of the same model without a restored value are reset.
+
+        Args:
+            restored: `RestoredResiduals`.
         """
         self._restored = [
-            other for other in self._restored if other.places != restored.places
+            other for other in self._restored if other.positions != restored.positions
         ]
         for state in self._states.values():
-            if state.is_alive and restored.places.keys() >= set(state.key.variables):
+            if state.is_alive and restored.positions.keys() >= set(state.key.variables):
                 state.reset()
                 restored.fill(state)
         if restored.values:
             self._restored.append(restored)
 
     def _drop_dead(self) -> None:
+        """Remove the states of variables that no longer exist."""
         dead = [key for key, state in self._states.items() if not state.is_alive]
         for key in dead:
             del self._states[key]
@@ -213,7 +246,7 @@ class BucketResiduals:
     Args:
         store: `ResidualStore`.
         key: `BucketKey`.
-        variables: Tuple of Keras variables.
+        variables: Tuple of Keras variables, those in the bucket.
         replica: Int, index among the local replicas.
     """
 
@@ -225,7 +258,7 @@ class BucketResiduals:
     def variables_of(
         self, level: str, compressor: Compressor, bucket: GradientBucket
     ) -> dict[str, Any]:
-        """The state of a level: variables by name."""
+        """Return the variables of a level's state on this replica, by name."""
         state = self.store.state_of(self, level, compressor, bucket)
         return state.replicas[self.replica]
 
@@ -236,13 +269,13 @@ def assign_state(
     old: Mapping[str, tf.Tensor],
     new: Mapping[str, Any],
 ) -> None:
-    """Assign a new state, once it is known that the step is kept.
+    """Assign a new state, unless the step turns out to be skipped.
 
     Args:
         compressor: `Compressor` that returned it.
-        variables: Dict from names to variables.
-        old: Dict from names to tensors, what they held.
-        new: Dict from names to tensors.
+        variables: Dict from names to the variables of the state.
+        old: Dict from names to tensors, the current values.
+        new: Dict from names to tensors, the new values.
     """
     _check_state(compressor, new, old)
     assign_if_kept(
@@ -255,16 +288,17 @@ def assign_state(
 
 
 def assign(variable: Any, value: np.ndarray) -> None:
-    """Assign an array to a variable, outside a step or while one is traced."""
+    """Assign an array to a variable at once, even while a step is traced."""
     with tf.init_scope(), tf.device(variable.device):
         variable.assign(value)
 
 
-def _variable(array: np.ndarray, device: str) -> Any:
+def _create_variable(array: np.ndarray, device: str) -> Any:
     return _compat.plain_variable(array, tf.as_dtype(array.dtype), device)
 
 
 def _fits(found: dict[str, dict[int, np.ndarray]], state: ResidualState) -> bool:
+    """Return whether restored arrays have the names, sizes and dtypes of a state."""
     return found.keys() == state.initial.keys() and all(
         array.size == state.initial[name].size
         and array.dtype == state.initial[name].dtype

@@ -1,4 +1,4 @@
-"""What a step would assign to the state of compressors, if it is kept."""
+"""New states of compressors that a step assigns, unless it is skipped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tfdp.ground.base import step_context
 
 @dataclasses.dataclass
 class StepResiduals:
-    """What a step would assign to the states of compressors.
+    """Pending assignments of a step to the states of compressors.
 
     Args:
-        unit_of: Callable that returns a scalar tensor, by which gradients are larger
-            than those of the loss, or `None`. Defaults to that of `None`.
-        assignments: List with lists of pairs, a variable and its new value: one for
-            each level of each bucket. Defaults to none.
+        unit_of: Callable that returns the factor of the gradients, such as the loss
+            scale, as a scalar tensor, or `None`. By default it returns `None`.
+        assignments: List with a list for each level of each bucket, of pairs of a
+            variable and its new value. Defaults to an empty list.
     """
 
     unit_of: Callable[[], tf.Tensor | None] = lambda: None
@@ -29,13 +29,16 @@ class StepResiduals:
     )
 
     def keep(self) -> None:
-        """Assign it: the step is kept."""
+        """Assign all new values: the step is not skipped."""
         for group in self.assignments:
             for variable, value in group:
                 variable.assign(value, read_value=False)
 
     def keep_finite(self) -> None:
-        """Assign what is finite, where nobody knows yet if the step will be kept."""
+        """Assign the new values of each level that are all finite.
+
+        For steps in which no check for overflow tells whether they are skipped.
+        """
         for group in self.assignments:
             floats = [value for _, value in group if value.dtype.is_floating]
             flags = [tf.reduce_all(tf.math.is_finite(value)) for value in floats]
@@ -49,11 +52,10 @@ class StepResiduals:
 def step_residuals(
     unit_of: Callable[[], tf.Tensor | None] = lambda: None,
 ) -> Iterator[StepResiduals]:
-    """Collect what the reductions of this thread would assign.
+    """Collect the assignments of this thread's reductions instead of making them.
 
     Args:
-        unit_of: Callable, see `StepResiduals`. It is called where a bucket is
-            compressed.
+        unit_of: Callable, see `StepResiduals`; called when a bucket is compressed.
     """
     collected = StepResiduals(unit_of)
     with step_context.using(residuals=collected):
@@ -61,23 +63,25 @@ def step_residuals(
 
 
 def gradient_unit() -> tf.Tensor | None:
-    """Return by how much this step's gradients are larger than those of the loss."""
-    collected = _collected()
+    """Return the factor of this step's gradients, such as the loss scale, or `None`."""
+    collected = _current()
     return None if collected is None else collected.unit_of()
 
 
 def assign_if_kept(changed: list[tuple[Any, tf.Tensor]]) -> None:
-    """Assign new values once it is known that this thread's step is kept.
+    """Assign new values, unless this thread's step turns out to be skipped.
 
     Args:
-        changed: List of pairs, a variable and its new value: one level of a bucket.
+        changed: List of pairs of a variable and its new value, on one level of a
+            bucket.
     """
-    collected = _collected()
+    collected = _current()
     if collected is not None:
         collected.assignments.append(changed)
     else:
         StepResiduals(assignments=[changed]).keep_finite()
 
 
-def _collected() -> StepResiduals | None:
+def _current() -> StepResiduals | None:
+    """Return the pending assignments of this thread's step, or `None`."""
     return step_context.current().residuals

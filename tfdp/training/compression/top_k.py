@@ -1,4 +1,4 @@
-"""`TopK`: the largest elements of a bucket, and what is left for later."""
+"""`TopK`: the largest elements of a bucket; the others are fed back."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from tfdp.ground.arguments import checked_number
 from tfdp.training.compression.compressor import Compressor, GradientBucket, State
 from tfdp.training.compression.replica_group import ReplicaGroup
 
-_ELEMENT_BYTES = 8  # a float32 and an int32
+# Bytes of an element that is sent: its value, a float32, and its place, an int32.
+_ELEMENT_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK(Compressor):
-    """The largest elements of each bucket; the others wait until they are large.
+    """The largest elements of each bucket; the others accumulate for later steps.
 
-    Every replica sends its largest elements to all others, by an all-gather of values
-    and places. So the bytes grow with the number of replicas: with a ratio above 1 /
-    replicas they are more than those of an all-reduce of everything, and buckets
-    travel as they are.
+    Every replica sends its largest elements to all others by an all-gather of values
+    and places, so the number of bytes grows with the number of replicas. With a ratio
+    above 1 / replicas it would exceed that of an all-reduce, and buckets are not
+    compressed.
 
     Args:
-        ratio: Float, the fraction of a bucket that a replica sends in a step.
-            Defaults to 0.01.
-        momentum: Float, momentum correction: the momentum of an SGD that has none of
-            its own any more. It acts on each replica before elements are chosen, so
-            that those which wait lose none; all buckets are compressed then, also
-            those that gain nothing. Defaults to 0.0: without.
+        ratio: Float, fraction of a bucket that a replica sends in a step. Defaults
+            to 0.01.
+        momentum: Float, momentum for momentum correction, to be used in place of the
+            momentum of SGD. Each replica applies it before it selects elements, so that
+            elements that are sent later do not lose momentum. All buckets are
+            compressed then, even those that travel in more bytes. Defaults to 0.0,
+            without momentum correction.
 
     Raises:
-        ValueError: If `ratio` is not above 0 and at most 1, or `momentum` not from 0
-            and below 1.
+        ValueError: If `ratio` is not above 0 and at most 1, or `momentum` is not from 0
+            to below 1.
 
     Example:
 
@@ -62,22 +64,23 @@ class TopK(Compressor):
         object.__setattr__(self, "momentum", momentum)
 
     def state(self, bucket: GradientBucket) -> State:
-        """Return what waits to be sent, and the momentum."""
+        """Return zeros for the unsent elements, and for the momentum if it is used."""
         names = ["residual", *(["momentum"] if self.momentum else [])]
         return {name: np.zeros([bucket.size], bucket.dtype) for name in names}
 
     def reduce(
         self, bucket: GradientBucket, state: State, group: ReplicaGroup
     ) -> tuple[tf.Tensor, State]:
-        """See `Compressor`: an all-gather of values and places."""
+        """See `Compressor`; an all-gather of values and places."""
         added = bucket.flat
         if self.momentum:
             added += self.momentum * state["momentum"]
         waiting = state["residual"] + added
-        count = self._count(bucket)
+        count = self._num_sent(bucket)
         places = tf.math.top_k(tf.abs(waiting), count, sorted=False).indices  # [count]
         values = tf.gather(waiting, places)
-        # Zero, or NaN where an element is infinite or NaN: all replicas must see it.
+        # The sum is zero, or NaN if any element is infinite or NaN. Added to the values
+        # sent, it shows the overflow to all replicas.
         values += tf.reduce_sum(waiting * 0.0)
         sent = tf.cast(values, tf.float32)
         words = tf.concat([tf.bitcast(sent, tf.int32), places], axis=0)
@@ -91,25 +94,34 @@ class TopK(Compressor):
 
     @property
     def replaces_momentum(self) -> bool:
-        """See `Compressor`: with momentum correction."""
+        """See `Compressor`; true with momentum correction."""
         return self.momentum > 0
 
     def wire_ratio(self, bucket: GradientBucket) -> float:
-        """See `Compressor`: an all-reduce sends everything about twice."""
-        sent_bytes = _ELEMENT_BYTES * self._count(bucket)
+        """See `Compressor`; an all-reduce sends each element about twice."""
+        sent_bytes = _ELEMENT_BYTES * self._num_sent(bucket)
         return bucket.num_replicas * sent_bytes / (2 * bucket.num_bytes)
 
     def __str__(self) -> str:
         return f"top {100 * self.ratio:g} %"
 
-    def _count(self, bucket: GradientBucket) -> int:
+    def _num_sent(self, bucket: GradientBucket) -> int:
+        """Return the number of elements of a bucket that a replica sends."""
         return math.ceil(self.ratio * bucket.size)
 
 
 def _sum_of(
     rows: tf.Tensor, num_rows: int, count: int, bucket: GradientBucket
 ) -> tf.Tensor:
-    """Add up the elements of all replicas, in one order on each of them."""
+    """Add up the elements of all replicas, in the same order on each replica.
+
+    Args:
+        rows: Int32 tensor of shape `[num_rows, 2 * count]`. Each row has the bits of
+            the values, then the places.
+        num_rows: Int, number of replicas.
+        count: Int, number of elements of each replica.
+        bucket: `GradientBucket`.
+    """
     total = tf.zeros([bucket.size], bucket.dtype)
     for number in range(num_rows):
         values = tf.bitcast(rows[number, :count], tf.float32)
@@ -119,4 +131,5 @@ def _sum_of(
 
 
 def _set_at(tensor: tf.Tensor, places: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
+    """Return a flat tensor with new values at some places."""
     return tf.tensor_scatter_nd_update(tensor, places[:, tf.newaxis], values)

@@ -167,7 +167,7 @@ def add_optimizer_check(model: Any, callbacks: Any) -> Any:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and hasattr(optimizer, "features"):
         # An earlier `fit` may have raised while its replicas used local steps.
-        optimizer.features.train_together()
+        optimizer.features.stop_local_steps()
     if getattr(optimizer, "needs_trace", False):
         model.train_function = None
     is_needed = hasattr(optimizer, "check_progress") or any(

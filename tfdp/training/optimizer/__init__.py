@@ -1,6 +1,6 @@
-"""`tfdp.DistributedOptimizer`, a wrapper that gives any Keras optimizer the path.
+"""`tfdp.DistributedOptimizer`, which wraps any Keras optimizer for many replicas.
 
-Read `distributed` (what Keras calls), `settings` (settings and counters), `features`
-(the state of what is in use), `shardable` (where the state lies) and `arguments`
-(checks).
+Read `distributed` (the methods that Keras calls), `settings` (settings and counters),
+`features` (optional features and their variables), `shardable` (sharding of the state)
+and `arguments` (checks of arguments).
 """

@@ -14,10 +14,10 @@ from tfdp.training.step.loss_scale import LossScaling
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Check that something is a Keras optimizer that is not wrapped yet.
+    """Check that a value is a Keras optimizer that is not wrapped yet.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If it is not an optimizer, or is wrapped already.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(
@@ -34,23 +34,23 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def checked_steps(steps: Any) -> int:
-    """A number of micro-batches.
+    """Return the number of micro-batches of an update, after a check.
 
     Raises:
-        ValueError: If it is no integer of at least one.
+        ValueError: If it is not an integer of at least one.
     """
     return checked_integer("accumulation_steps", steps, 1)
 
 
 def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
-    """The number of micro-batches, which may be given in one place only.
+    """Return the number of micro-batches, which may be set in one place only.
 
     Args:
-        accumulation_steps: What tfdp was given.
-        own_steps: Int, what the optimizer was given.
+        accumulation_steps: Argument of `DistributedOptimizer`.
+        own_steps: Int, setting of the Keras optimizer.
 
     Raises:
-        ValueError: If both were given.
+        ValueError: If both are above one.
     """
     steps = checked_steps(accumulation_steps)
     if own_steps > 1 and steps > 1:
@@ -63,13 +63,14 @@ def agreed_steps(accumulation_steps: Any, own_steps: int) -> int:
 
 
 def check_accumulation(optimizer: Any) -> None:
-    """Raise if an optimizer accumulates by itself, once it is built.
+    """Raise if a built optimizer accumulates gradients itself.
 
     Args:
         optimizer: Keras optimizer that a `DistributedOptimizer` wraps.
 
     Raises:
-        ValueError: If it was not known before: a `MultiOptimizer` made by a function.
+        ValueError: For a `MultiOptimizer` that creates its optimizers when it is built,
+            so that the setting could not be moved to the wrapper before.
     """
     if any(part.gradient_accumulation_steps for part in innermost(optimizer)):
         raise ValueError(
@@ -80,10 +81,10 @@ def check_accumulation(optimizer: Any) -> None:
 
 
 def checked_loss_scale(loss_scale: Any) -> LossScaling | None:
-    """Check the loss scale of the constructor.
+    """Convert the argument `loss_scale` to a `LossScaling`, or `None`.
 
     Raises:
-        ValueError: If it is no scale.
+        ValueError: If it is not a loss scale.
     """
     if loss_scale is None or isinstance(loss_scale, LossScaling):
         return loss_scale
@@ -97,10 +98,10 @@ def checked_loss_scale(loss_scale: Any) -> LossScaling | None:
 
 
 def check_strategy(strategy: Any) -> None:
-    """Check that a strategy is tfdp's, or one device.
+    """Check that a strategy is one of tfdp, or TensorFlow's for one device.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If it is another strategy.
     """
     if is_tfdp(strategy) or _compat.is_one_device(strategy):
         return
@@ -112,7 +113,7 @@ def check_strategy(strategy: Any) -> None:
 
 
 def check_variables(variables: list) -> None:
-    """Check that tfdp knows how to reduce what is trained.
+    """Check that tfdp can train variables on several replicas.
 
     Raises:
         ValueError: For float8 training, which overwrites variables by gradients.

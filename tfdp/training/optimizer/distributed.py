@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: any Keras optimizer, exact on any number of replicas."""
+"""`DistributedOptimizer`: wraps any Keras optimizer, for any number of replicas."""
 
 from __future__ import annotations
 
@@ -46,43 +46,45 @@ from tfdp.training.step.step import Schedule, Step, checked_gradients
 
 @keras.saving.register_keras_serializable(package="tfdp")
 class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
-    """Gives any Keras optimizer the result of one device on many replicas.
+    """Wraps a Keras optimizer: many replicas get the same result as one device.
 
     Gradients are accumulated on each replica, reduced, unscaled, checked for
-    overflow, clipped and applied, in this order; `tfdp.training.step.path` shows it.
-    Under no strategy it does the same on one device.
+    overflow, clipped and applied, in this order; see `tfdp.training.step.path`.
+    Without a strategy it does the same on one device.
 
     Args:
         optimizer: Keras optimizer. Its `gradient_accumulation_steps` become
             `accumulation_steps`; a `LossScaleOptimizer` is unwrapped and its
             settings are kept.
-        accumulation_steps: Int, micro-batches of an update. Defaults to 1.
+        accumulation_steps: Int, number of micro-batches of an update. Defaults to 1.
         loss_scale: `None`, a float, or `"dynamic"`. Defaults to `None`.
         sharding: String: `"none"`; `"optimizer"`, each replica holds and updates
             a part of the optimizer's state (ZeRO-1); `"gradients"`, accumulated
             gradients are sharded too (ZeRO-2); or `"parameters"`, the weights too
             (ZeRO-3). Defaults to `"none"`.
-        shard_scope: String, who shares one state: `"all"` replicas, or those of a
-            `"node"`. Defaults to `"all"`.
+        shard_scope: String, the replicas that share one state: `"all"` replicas, or
+            those of a `"node"`. Defaults to `"all"`.
         offload: `"cpu"`: sharded state is kept and updated in the memory of the
             host (ZeRO-Offload); or `None`. Defaults to `None`.
-        gather_groups: With sharded parameters, a sequence of strings: names of
-            layers, the parameters of each of which are gathered together. Those of
-            other layers are grouped by size. Defaults to none.
-        reshard_after_forward: With sharded parameters, `True`: what was gathered is
-            freed when its layers have run, and gathered again for the backward pass;
-            `False`: it is kept until then, for fewer bytes and more memory; or
-            `"node"`: it is gathered again inside of nodes only. Defaults to `True`.
-        prefetch: With sharded parameters, an int: groups that are gathered ahead of
-            the one that computes. Defaults to 1.
-        gather_compression: With sharded parameters, `"int8"`: matrices and the like
-            are gathered in 8 bits an element, and computed with as rounded; each
-            replica's part of them is not rounded. Or `None`. Defaults to `None`.
+        gather_groups: With sharded parameters, a sequence of strings, names of layers.
+            The parameters of each of these layers are gathered together. Those of other
+            layers are grouped by size. Defaults to `()`.
+        reshard_after_forward: With sharded parameters, `True`: gathered parameters are
+            freed when their layers have run, and gathered again for the backward pass;
+            `False`: they are kept until the backward pass, which needs fewer bytes and
+            more memory; or `"node"`: they are gathered again inside nodes only.
+            Defaults to `True`.
+        prefetch: With sharded parameters, an int, number of groups that are gathered
+            ahead of the group that computes. Defaults to 1.
+        gather_compression: With sharded parameters, `"int8"`: large parameters with
+            two or more dimensions are gathered in 8 bits an element, and layers compute
+            with the rounded values; the shards are not rounded. Or `None`, without
+            rounding. Defaults to `None`.
         units: The old name of `gather_groups`.
         name: String or `None`.
 
     Raises:
-        ValueError: If an argument is none of these.
+        ValueError: If an argument has another value.
 
     Example:
 
@@ -140,13 +142,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         note_wrapper(optimizer, self)
         if optimizer.built:
             self.build(_compat.trained_by(optimizer))
-            self._inherit(outer if loss_scale is None else None, own_steps)
+            self._copy_keras_state(outer if loss_scale is None else None, own_steps)
             self._shard()
 
-    # Called by Keras.
+    # Methods that Keras or custom training loops call.
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make the variables of the wrapped optimizer and its own.
+        """Create the variables of the wrapped optimizer and of the wrapper.
 
         Raises:
             ValueError: For variables of float8 training.
@@ -159,7 +161,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         if is_new:
             self._warn_of_one_replica()
         if is_new and self._can_shard():
-            self.shards = self._sharding(list(variables))
+            self.shards = self._create_shards(list(variables))
         elif is_new:
             self.inner_optimizer.build(list(variables))
         arguments.check_accumulation(self.inner_optimizer)
@@ -170,13 +172,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             slices = self.shards.accumulated_slices
         self.features.build(trained, slices)
 
-    # AutoGraph has nothing to convert here; the loops that call it, it may convert.
+    # AutoGraph may convert a training loop, and would then convert this method, too.
     @tf.autograph.experimental.do_not_convert
     def scale_loss(self, loss: Any) -> Any:
-        """Multiply a loss by the loss scale, before its gradient is taken.
+        """Multiply a loss by the loss scale, before its gradient is computed.
 
         Returns:
-            Tensor like `loss`, but in float32 if that is a half.
+            Tensor like `loss`; in float32 if `loss` has 16 bits.
         """
         features = self.features
         if features.scaling is not None:
@@ -191,13 +193,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
     @tf.autograph.experimental.do_not_convert
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Take in the gradients of a micro-batch, in replica context.
+        """Accumulate or apply the gradients of a micro-batch, in replica context.
 
         Args:
-            grads: Sequence of gradients of this replica, `None` where there is
-                none.
-            trainable_variables: Sequence of variables or `None`, those that
-                the optimizer was built for.
+            grads: Sequence of gradients of this replica, with `None` for variables
+                without a gradient.
+            trainable_variables: Sequence of variables, or `None` for those that the
+                optimizer was built for.
 
         Raises:
             ValueError: If it is called outside `strategy.run`.
@@ -214,37 +216,41 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         scope_checks.bring_into_scope(self)
         loops.check_steps_alone(self)
         gradients, variables = checked_gradients(self, grads, trainable_variables)
-        # On one device, as on replicas, nothing is done before there is data.
-        with keras.name_scope(self.name), tf.control_dependencies(_first_of(gradients)):
+        # On one device the step waits for a gradient. Without data it then fails before
+        # it changes a variable, as a step on replicas does.
+        with (
+            keras.name_scope(self.name),
+            tf.control_dependencies(_first_traced(gradients)),
+        ):
             self._traces.note(self._traced_parts, variables)
             note_update(self, lambda: self._step(variables))
             take_step(self._step(variables), gradients)
             self._iterations.assign_add(1)
 
     def flush(self) -> None:
-        """Make an update of the micro-batches that wait, outside a step.
+        """Apply an update of the accumulated micro-batches now, outside a step.
 
-        Without any it does nothing.
+        Does nothing if no micro-batches are accumulated.
         """
         if self.accumulated_steps:
             self._traces.run(self, "flush", self._flush)
             self.average_replicas()
 
     def average_replicas(self) -> None:
-        """Exchange what replicas have learned alone, so that all have one state.
+        """Synchronize replicas after local steps, so that all have the same state.
 
-        Outside a step, on all workers. Where they train together it does nothing.
+        Call it outside a step, on all workers. It does nothing in synchronous training.
         """
-        alone = self.features.alone
-        if alone is None:
+        local_steps = self.features.local_steps
+        if local_steps is None:
             return
-        alone.rest()
-        if int(alone.updates.numpy()):
+        local_steps.rest()
+        if int(local_steps.updates.numpy()):
             self._traces.run(self, "average", self._average_replicas)
-        alone.meet()
+        local_steps.meet()
 
     def finalize_variable_values(self, var_list: Any) -> None:
-        """Give variables their averages at the end of training, as Keras does."""
+        """Overwrite variables with their moving averages at the end of training."""
         if self.is_sharded:
             if any(part.use_ema for part in innermost(self.inner_optimizer)):
                 self.overwrite_with_averages(var_list)
@@ -273,20 +279,20 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         )
 
     def as_keras(self, whole: FullState | None = None) -> keras.optimizers.Optimizer:
-        """The user's own optimizer, as files hold it, sharing this one's state.
+        """Return the optimizer as Keras files hold it, sharing this one's state.
 
         Args:
-            whole: `FullState`, what was collected of sharded state, or `None`.
-                Defaults to `None`.
+            whole: `FullState`, the gathered sharded state, or `None`. Defaults to
+                `None`.
 
         Returns:
-            A Keras optimizer: the wrapped one with `gradient_accumulation_steps`,
-            in a `LossScaleOptimizer` where the loss is scaled.
+            Keras optimizer: the wrapped one with `gradient_accumulation_steps`, inside
+            a `LossScaleOptimizer` if the loss is scaled.
         """
         return file_view.keras_view(self, whole or FullState())
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments of the constructor, as Keras serializes them."""
+        """Return the arguments of the constructor, as Keras serializes them."""
         scaling = self.loss_scaling
         return {
             "optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
@@ -298,7 +304,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
-        """Make an optimizer from its config."""
+        """Create an optimizer from its config."""
         config = dict(config)
         optimizer = keras.saving.deserialize_keras_object(
             config.pop("optimizer"), custom_objects=custom_objects
@@ -307,10 +313,15 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         loss_scale = None if scaling is None else LossScaling(**scaling)
         return cls(optimizer, loss_scale=loss_scale, **config)
 
-    # The rest is private.
+    # Private methods.
 
-    def _inherit(self, outer: Any, steps: int) -> None:
-        """Take over the state of a built optimizer."""
+    def _copy_keras_state(self, outer: Any, steps: int) -> None:
+        """Copy loss scale and accumulated gradients from a built Keras optimizer.
+
+        Args:
+            outer: `LossScaleOptimizer` that was unwrapped, or `None`.
+            steps: Int, number of micro-batches that the Keras optimizer accumulates.
+        """
         scale = self.features.scale
         if outer is not None and outer.built and scale is not None:
             scale.value.assign(outer.dynamic_scale.numpy())
@@ -324,24 +335,30 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         )
 
     def _flush(self) -> None:
+        """Apply the accumulated gradients on the calling replica."""
         variables = self._traces.variables or _compat.trained_by(self)
         take_step(self._step(variables), None)
 
     def _average_replicas(self) -> None:
+        """Exchange local updates and agree on one loss scale, on each replica."""
         features, reducer = self.features, replica_reducer()
-        features.alone.exchange(self.inner_optimizer, reducer, decay_and_update)
+        features.local_steps.exchange(self.inner_optimizer, reducer, decay_and_update)
         scale, accumulation = features.scale, features.accumulation
         if scale is None:
             return
         before = scale.read()
         scale.agree(reducer)
-        if accumulation is not None:  # of another scale on each replica until now
+        if accumulation is not None:  # scales may have differed between replicas
             accumulation.rescale_own(scale.read() / before)
 
-    def _alone(self) -> Any:
-        """The feature by which replicas train alone in this step, or `None`."""
+    def _active_local_steps(self) -> Any:
+        """Return the `StepFeature` of local steps if they are active, else `None`.
+
+        Raises:
+            ValueError: If an active feature needs all replicas in every step.
+        """
         features = self.features
-        if not features.steps_alone:
+        if not features.uses_local_steps:
             return None
         others = [
             ("sharded state", self.sharding != "none"),
@@ -354,29 +371,35 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 f"{' and '.join(found)}: these need what all replicas have in every "
                 "step. Leave out `LocalSGD` or `DiLoCo`, or the other."
             )
-        return features.alone
+        return features.local_steps
 
     def _step(self, variables: list) -> Step:
+        """Return the settings and state of a step on the calling replica."""
         features = self.features
         for feature in features.installed.values():
             feature.check(self)
         param_groups = param_groups_of(self.inner_optimizer, variables)
         reducer = _reducer()
-        alone = self._alone()
+        local_steps = self._active_local_steps()
         sharded = None if self.shards is None else self.shards.on_replica()
-        own_reducer = alone.reducer() if alone else reducer
-        layout = sharded or StateLayout(own_reducer)
+        step_reducer = local_steps.reducer() if local_steps else reducer
+        layout = sharded or StateLayout(step_reducer)
         return Step(
             optimizer=self.inner_optimizer,
             param_groups=param_groups,
             variables=variables,
             positions=[_compat.index_in(self, variable) for variable in variables],
-            accumulator=self._accumulator(layout, param_groups, variables, own_reducer),
+            accumulator=self._accumulator(
+                layout, param_groups, variables, step_reducer
+            ),
             reducer=reducer,
             layout=layout,
             schedules=[self._schedule(group) for group in param_groups],
             scale=features.scale,
-            features=[*features.installed.values(), *([alone] if alone else [])],
+            features=[
+                *features.installed.values(),
+                *([local_steps] if local_steps else []),
+            ],
             fixed_scale=self.inner_optimizer.loss_scale_factor,
         )
 
@@ -387,11 +410,13 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         variables: list,
         reducer: GradientReducer,
     ) -> Accumulator:
+        """Return the accumulator of a step, which weighs and sums its gradients."""
         weight, num_groups = reducer.gradient_weight(), 1
-        alone = self._alone()
-        # Elsewhere than in Keras's loops a loss is a part of the global mean.
-        if alone and batch_weight.is_part_of_sum():
-            num_groups = alone.num_groups
+        local_steps = self._active_local_steps()
+        # In a custom loop the loss is a part of the global mean already, so only
+        # gradients of Keras's loops are divided by the number of groups.
+        if local_steps and batch_weight.is_part_of_sum():
+            num_groups = local_steps.num_groups
         state = self.features.accumulation
         if state is None:
             return NoAccumulation(weight)
@@ -401,6 +426,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         return ShardedAccumulation(state, layout, param_groups, variables, weight)
 
     def _schedule(self, group: ParamGroup) -> Schedule:
+        """Return the learning rate of a group and its growth during a warmup."""
         warmup = self.features.warmup
         if warmup is None:
             return Schedule()
@@ -414,8 +440,11 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         )
 
 
-def _first_of(gradients: list) -> list:
-    """The gradient of a traced step that is there first, without replicas."""
+def _first_traced(gradients: list) -> list:
+    """Return the gradient that was traced first, for control dependencies.
+
+    The list is empty in eager mode and on a replica.
+    """
     if tf.executing_eagerly() or replica_context() is not None:
         return []
     traced = [tf.nest.flatten(g, expand_composites=True)[0] for g in gradients]
@@ -423,6 +452,7 @@ def _first_of(gradients: list) -> list:
 
 
 def _reducer() -> GradientReducer:
+    """Return the reducer of the replica, after a check of the strategy."""
     if replica_context() is None:
         arguments.check_strategy(tf.distribute.get_strategy())
     return replica_reducer()

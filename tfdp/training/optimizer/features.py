@@ -1,4 +1,4 @@
-"""Features of an optimizer that are in use, with their variables."""
+"""Optional features of a `DistributedOptimizer`, with their variables."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tfdp.training.step.warmup import Warmup, WarmupOptions
 
 
 class Features:
-    """Settings, and once the optimizer is built the state that belongs to them.
+    """Settings of the features in use; once the optimizer is built, also their state.
 
     Args:
         optimizer: `DistributedOptimizer`.
-        steps: Int, micro-batches of an update.
-        scaling: `LossScaling` or `None`.
+        steps: Int, number of micro-batches of an update.
+        scaling: `LossScaling`, or `None` for no loss scale.
     """
 
     def __init__(self, optimizer: Any, steps: int, scaling: LossScaling | None) -> None:
@@ -33,126 +33,134 @@ class Features:
         self.scale: LossScale | None = None
         self.warmup: Warmup | None = None
         self.installed: dict[type[StepFeature], Any] = {}
-        # With what replicas train alone, if they do; and whether they do now.
-        self.alone_options: Any = None
-        self.alone: Any = None
-        self._make_alone: Callable | None = None
-        self.steps_alone = False
+        # Options and feature of local steps, or `None`, and whether they are active.
+        self.local_step_options: Any = None
+        self.local_steps: Any = None
+        self._make_local_steps: Callable | None = None
+        self.uses_local_steps = False
 
     @property
     def traced_parts(self) -> tuple:
-        """State that a traced step refers to: with other state it is traced again."""
-        parts = self.accumulation, self.scale, self.warmup, self.alone
-        return *parts, self.steps_alone, *self.installed.values()
+        """Tuple of the state that a traced step uses; a change requires a new trace."""
+        parts = self.accumulation, self.scale, self.warmup, self.local_steps
+        return *parts, self.uses_local_steps, *self.installed.values()
 
     def build(
         self, variables: Sequence[Any], accumulated: Sequence[Any] | None = None
     ) -> None:
-        """Make the variables of the features in use.
+        """Create the variables of the features in use.
 
         Args:
             variables: Sequence of the trained variables.
-            accumulated: Sequence of what is accumulated, with a path, a shape and
-                a dtype each, or `None` for the gradients of the variables.
+            accumulated: Sequence of objects with a path, a shape and a dtype, one for
+                each accumulator; or `None` for one accumulator for each variable.
                 Defaults to `None`.
         """
         self._trained = list(variables)
         self._accumulated = list(variables if accumulated is None else accumulated)
-        self._complete()
+        self._create_missing()
 
     def accumulate(self, accumulated: Sequence[Any]) -> None:
-        """Accumulate other things from now on; what was accumulated is dropped."""
+        """Replace the accumulators; accumulated gradients are dropped.
+
+        Args:
+            accumulated: Sequence, as for `build`.
+        """
         self._accumulated = list(accumulated)
         if self.accumulation is not None:
-            self._forget(self.accumulation.variables)
+            self._untrack(self.accumulation.variables)
             self.accumulation = None
-        self._complete()
+        self._create_missing()
 
     def set_steps(self, steps: int) -> None:
         """Change the number of micro-batches of an update."""
         self.steps = steps
         if self.accumulation is not None:
             self.accumulation.steps.assign(steps)
-        self._complete()
+        self._create_missing()
 
     def set_scaling(self, scaling: LossScaling | None) -> None:
-        """Change how the loss is scaled; what is accumulated keeps its meaning."""
+        """Change the loss scaling, and rescale accumulated gradients accordingly."""
         if scaling == self.scaling:
             return
         before = 1.0 if self.scale is None else float(self.scale.value.numpy())
         if self.scale is not None:
-            self._forget(self.scale.variables)
+            self._untrack(self.scale.variables)
         self.scaling, self.scale = scaling, None
-        self._complete()
+        self._create_missing()
         after = 1.0 if self.scale is None else float(self.scale.value.numpy())
         if self.accumulation is not None and after != before:
             self.accumulation.rescale(after / before)
 
     def set_warmup(self, options: WarmupOptions | None) -> None:
-        """Start a warmup, change it, or end it."""
+        """Start a warmup, change it, or end it if `options` is `None`."""
         self.warmup_options = options
         if self.warmup is None:
-            self._complete()
+            self._create_missing()
         elif options is None:
             self.warmup.switch_off()
         elif options.momentum_correction == self.warmup.momentum_correction:
             self.warmup.set(options)
         else:
-            self._forget(self.warmup.variables)
+            self._untrack(self.warmup.variables)
             self.warmup = None
-            self._complete()
+            self._create_missing()
 
     def install(self, kind: type, **settings: Any) -> None:
-        """Add a feature to each step from now on, in place of another of its class.
+        """Add a feature to all later steps; it replaces a feature of the same class.
 
         Args:
-            kind: Subclass of `StepFeature`, which is called with what creates a
-                variable of the optimizer, and the settings.
-            **settings: Kept as its attributes, too.
+            kind: Subclass of `StepFeature`. It is called with a function that creates
+                variables of the optimizer, and with the settings.
+            **settings: Keyword arguments of `kind`, which has them as attributes, too.
         """
         found = self.installed.get(kind)
         if found is not None:
             if all(getattr(found, name) == settings[name] for name in settings):
                 return
-            self._forget(found.variables)
+            self._untrack(found.variables)
         self.installed[kind] = kind(self._make_variable, **settings)
 
-    def train_alone(self, options: Any, make: Callable, *, now: bool) -> None:
-        """Let replicas, or nodes, train alone, and meet every so many updates.
+    def start_local_steps(self, options: Any, make: Callable, *, now: bool) -> None:
+        """Enable local steps: replicas or nodes synchronize after several updates.
 
         Args:
-            options: What says when they meet.
-            make: Callable of what creates a variable of the optimizer, the options and
-                the trained variables, which returns a `StepFeature`.
-            now: Bool, whether from now on; else the state for it is only made.
+            options: Options of `LocalSGD` or `DiLoCo`, with the synchronization period.
+            make: Callable that returns a `StepFeature`. Its arguments are a function
+                that creates variables of the optimizer, the options, and the trained
+                variables.
+            now: Bool, whether steps are local from now on; otherwise only the variables
+                are created.
 
         Raises:
-            ValueError: If this `fit` lets them train alone in another way.
+            ValueError: If local steps with other options are enabled in this `fit`.
         """
-        if self.alone_options not in (None, options):
+        if self.local_step_options not in (None, options):
             raise ValueError(
                 "Give `fit` one of `LocalSGD` and `DiLoCo`, once: each says when the "
                 "replicas meet."
             )
-        self.alone_options, self.steps_alone = options, now
-        self._make_alone = make
-        if self.alone is not None and self.alone.options != options:
-            self._forget(self.alone.variables)
-            self.alone = None
-        self._complete()
+        self.local_step_options, self.uses_local_steps = options, now
+        self._make_local_steps = make
+        if self.local_steps is not None and self.local_steps.options != options:
+            self._untrack(self.local_steps.variables)
+            self.local_steps = None
+        self._create_missing()
 
-    def train_together(self) -> None:
-        """Train synchronously from now on; what replicas hold in common is kept."""
-        self.alone_options, self.steps_alone = None, False
+    def stop_local_steps(self) -> None:
+        """Disable local steps: steps are synchronous from now on; variables stay."""
+        self.local_step_options, self.uses_local_steps = None, False
 
     def _make_variable(self, **arguments: Any) -> Any:
         with _compat.scope_of_optimizer(self._optimizer):
             return self._optimizer.add_variable(**arguments)
 
-    def _forget(self, variables: Sequence[Any]) -> None:
+    def _untrack(self, variables: Sequence[Any]) -> None:
+        """Remove variables from those of the optimizer."""
         _compat.untrack(self._optimizer, list(variables))
 
-    def _complete(self) -> None:
+    def _create_missing(self) -> None:
+        """Create the state of features in use that have none, once built."""
         if self._trained is None:
             return
         if self.steps > 1 and self.accumulation is None:
@@ -165,9 +173,10 @@ class Features:
             )
         if self.warmup_options is not None and self.warmup is None:
             self.warmup = Warmup(self._make_variable, self.warmup_options)
-        if self.alone_options is not None and self.alone is None:
-            assert self._make_alone is not None
-            with _compat.scope_of_optimizer(self._optimizer):  # of an outer one, too
-                self.alone = self._make_alone(
-                    self._make_variable, self.alone_options, self._trained
+        if self.local_step_options is not None and self.local_steps is None:
+            assert self._make_local_steps is not None
+            # The scope is entered here, since `DiLoCo` also creates an outer optimizer.
+            with _compat.scope_of_optimizer(self._optimizer):
+                self.local_steps = self._make_local_steps(
+                    self._make_variable, self.local_step_options, self._trained
                 )

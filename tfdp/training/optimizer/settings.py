@@ -1,4 +1,4 @@
-"""Settings and counters of a `DistributedOptimizer`."""
+"""Settings and counters of a `DistributedOptimizer`, and its traced functions."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ class InnerAttribute:
         return None if inner is None else getattr(inner, self._name)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        # Keras's constructor sets its defaults before there is one inside.
+        # Keras's constructor sets its defaults before `inner_optimizer` is set.
         inner = vars(instance).get("inner_optimizer")
         if inner is not None:
             setattr(inner, self._name, value)
 
 
 class OptimizerSettings:
-    """The settings of a `DistributedOptimizer`, its counters and its variables.
+    """Settings, counters and variables of a `DistributedOptimizer`.
 
-    Those of the wrapped optimizer show through.
+    Settings of Keras optimizers are read and set on the wrapped optimizer.
     """
 
-    # Whether a warmup has ended: no other one begins.
+    # Whether a warmup has ended; a second warmup does not start then.
     has_warmed_up = False
     weight_decay = InnerAttribute()
     clipnorm = InnerAttribute()
@@ -49,7 +49,7 @@ class OptimizerSettings:
     loss_scale_factor = InnerAttribute()
 
     inner_optimizer: Any
-    # Those in use, with their variables.
+    # The features in use, with their variables.
     features: Features
     _traces: Traces
 
@@ -57,7 +57,7 @@ class OptimizerSettings:
 
     @property
     def accumulation_steps(self) -> int:
-        """Int, micro-batches of an update."""
+        """Int, number of micro-batches of an update."""
         return self.features.steps
 
     @accumulation_steps.setter
@@ -66,7 +66,7 @@ class OptimizerSettings:
 
     @property
     def accumulation_plan(self) -> Any:
-        """Micro-batches of an update, or a dict from epochs to them."""
+        """Int, micro-batches of an update; or a dict from epochs to such ints."""
         return self.features.plan or self.accumulation_steps
 
     @accumulation_plan.setter
@@ -75,7 +75,7 @@ class OptimizerSettings:
 
     @property
     def loss_scaling(self) -> LossScaling | None:
-        """`LossScaling`, or `None`."""
+        """`LossScaling`, or `None` without loss scaling."""
         return self.features.scaling
 
     @loss_scaling.setter
@@ -91,12 +91,12 @@ class OptimizerSettings:
     def warmup(self, options: WarmupOptions | None) -> None:
         self.features.set_warmup(options)
 
-    def recount(self, count: int, factor: float) -> None:
+    def set_accumulated_count(self, count: int, factor: float) -> None:
         """Set the number of accumulated micro-batches, outside a step.
 
         Args:
-            count: Int, how many.
-            factor: Float, of their sums.
+            count: Int, the new number.
+            factor: Float, by which the accumulated sums are multiplied.
         """
         accumulation = self.features.accumulation
         if accumulation is not None:
@@ -104,17 +104,17 @@ class OptimizerSettings:
             accumulation.count.assign(count)
 
     def finish_warmup(self) -> bool:
-        """Hand the rate over if the warmup is over, outside a step.
+        """End the warmup if its last step was made, outside a step.
 
-        A rate that is a variable gets the product of base rate and last factor
-        as its value. One that is a schedule stays multiplied.
+        A learning rate that is a variable is set to the product of the base rate and
+        the last factor. A schedule stays multiplied by the last factor.
 
         Returns:
-            Bool, whether it is over.
+            Bool, whether the warmup is over.
         """
         options = self.warmup
-        made = int(self.iterations.numpy())
-        if options is None or made <= options.start + options.steps:
+        num_updates = int(self.iterations.numpy())
+        if options is None or num_updates <= options.start + options.steps:
             return options is None
         if self._has_rate_variables():
             for part in innermost(self.inner_optimizer):
@@ -124,9 +124,9 @@ class OptimizerSettings:
         return True
 
     def leave_warmup(self) -> None:
-        """End a warmup whose last factor is in the rate already.
+        """End a warmup after its last factor was multiplied into the learning rate.
 
-        A schedule never gets it, so that there it goes on.
+        A schedule cannot hold the factor, so with a schedule the warmup stays active.
         """
         self.has_warmed_up = True
         if self._has_rate_variables():
@@ -135,7 +135,7 @@ class OptimizerSettings:
     def exclude_from_weight_decay(
         self, var_list: Any = None, var_names: Any = None
     ) -> None:
-        """Exclude variables from weight decay, as in Keras."""
+        """Exclude variables from weight decay, see `keras.optimizers.Optimizer`."""
         parts = innermost(self.inner_optimizer)
         if not parts:
             raise ValueError(
@@ -149,7 +149,7 @@ class OptimizerSettings:
 
     @property
     def was_traced(self) -> bool:
-        """Whether a step was ever traced."""
+        """Bool, whether a step was ever traced."""
         return self._traces.features is not None
 
     @property
@@ -160,30 +160,30 @@ class OptimizerSettings:
 
     @property
     def skipped_steps(self) -> int:
-        """Int, updates that were left out because of an overflow."""
+        """Int, number of updates that were skipped because of an overflow."""
         scale = self.features.scale
         return 0 if scale is None else int(scale.skipped_steps.numpy())
 
     @property
     def accumulated_steps(self) -> int:
-        """Int, micro-batches that wait for the next update."""
+        """Int, number of micro-batches accumulated for the next update."""
         accumulation = self.features.accumulation
         return 0 if accumulation is None else int(accumulation.count.numpy())
 
     @property
     def variables(self) -> list:
-        """The wrapped optimizer's variables after those of its own."""
+        """List of the wrapper's own variables, then those of the wrapped optimizer."""
         own = super().variables  # type: ignore[misc]
         return own + self.inner_optimizer.variables
 
     @property
     def iterations(self) -> Any:
-        """The number of updates."""
+        """Keras variable, the number of updates."""
         return self.inner_optimizer.iterations
 
     @property
     def learning_rate(self) -> Any:
-        """The wrapped optimizer's."""
+        """Learning rate of the wrapped optimizer."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -191,12 +191,16 @@ class OptimizerSettings:
         self.inner_optimizer.learning_rate = value
 
     def _has_rate_variables(self) -> bool:
+        """Return whether all learning rates are variables, not schedules."""
         parts = innermost(self.inner_optimizer)
         return all(_compat.has_rate_variable(part) for part in parts)
 
 
 class Traces:
-    """Settings of the last trace, out of reach of Keras's tracking."""
+    """Features and variables of the last trace, and traced functions.
+
+    They are in an object of their own since Keras tracks attributes of an optimizer.
+    """
 
     def __init__(self) -> None:
         self.features: tuple | None = None
@@ -204,21 +208,27 @@ class Traces:
         self._functions: dict[tuple, Any] = {}
 
     def note(self, features: tuple, variables: list) -> None:
-        """Remember what is being traced."""
+        """Remember the features and the variables of the step that is being traced."""
         self.features = features
         self.variables = list(variables)
 
     def drop(self) -> None:
-        """Forget the functions, and with them the variables that they use.
+        """Drop the traced functions, which keep the variables that they use alive.
 
-        A step that was traced is traced again.
+        It also marks a step that was traced as outdated, so that it is traced again.
         """
         self._functions.clear()
         if self.features is not None:
             self.features = ()
 
     def run(self, optimizer: Any, name: str, function: Any) -> None:
-        """Run a function on every replica, as a graph that is made once."""
+        """Run a function on every replica, as a graph that is traced once.
+
+        Args:
+            optimizer: `DistributedOptimizer`.
+            name: String, which identifies the function.
+            function: Callable without arguments, called in replica context.
+        """
         strategy = _compat.strategy_of_optimizer(optimizer)
         key = (
             name,

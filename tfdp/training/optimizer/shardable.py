@@ -1,4 +1,4 @@
-"""Sharding of a `DistributedOptimizer`: state that is there is kept and spread."""
+"""Sharding of the state of a `DistributedOptimizer`, before or after it is built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tfdp.training.sharding.sharded_state import ShardedState
 
 
 class ShardableOptimizer(OptimizerSettings):
-    """The part of a `DistributedOptimizer` that decides where its state lies."""
+    """Base class of `DistributedOptimizer` that shards the optimizer's state."""
 
     built: bool
     name: str
@@ -33,7 +33,7 @@ class ShardableOptimizer(OptimizerSettings):
     _model: weakref.ref[Any] | None = None
 
     sharding_options: ShardingOptions
-    # `None` where every replica has all of the state.
+    # `None` if every replica holds the whole state.
     shards: ShardedState | None = None
 
     @property
@@ -42,16 +42,16 @@ class ShardableOptimizer(OptimizerSettings):
         return self.sharding_options.sharding
 
     def note_model(self, model: Any) -> None:
-        """Remember whose parameters are trained, without keeping it alive.
+        """Remember the model that is trained, by a weak reference.
 
         Args:
-            model: Keras model that was compiled with the optimizer.
+            model: Keras model that was compiled with this optimizer.
         """
         self._model = weakref.ref(model)
 
     @property
     def frozen_parameters(self) -> list:
-        """Keras variables of the model's frozen layers."""
+        """List of Keras variables, the parameters of the model's frozen layers."""
         model = self._model and self._model()
         if model is None:
             return []
@@ -62,17 +62,17 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def needs_trace(self) -> bool:
-        """Whether a step was traced with other settings than now."""
+        """Bool, whether a step was traced with settings that have changed since."""
         return self._traces.features not in (None, self._traced_parts)
 
     @property
     def accumulates_sums(self) -> bool:
-        """Whether slices of the sum over replicas are accumulated (ZeRO-2)."""
+        """Bool, whether sums over replicas are accumulated in shards (ZeRO-2)."""
         return self.shards is not None and self.sharding_options.shards_gradients
 
     @property
-    def own_by_replica(self) -> list:
-        """Variables of which each replica has another value: slices of sums."""
+    def per_replica_variables(self) -> list:
+        """List of variables whose values differ between replicas: sharded sums."""
         accumulation = self.features.accumulation
         if accumulation is None or not self.accumulates_sums:
             return []
@@ -80,24 +80,24 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no replica holds the whole state."""
+        """Bool, whether the state is sharded: no replica holds all of it."""
         return self.shards is not None
 
     def shard(self, options: ShardingOptions) -> None:
-        """Shard the state from now on; what is there is kept.
+        """Shard the state from now on; existing values are kept.
 
         Args:
             options: `ShardingOptions`.
 
         Raises:
-            ValueError: If it is sharded already, in another way.
+            ValueError: If the state is sharded already with other options.
         """
-        own = self.sharding_options
-        if options == own:
+        current = self.sharding_options
+        if options == current:
             return
-        if own.sharding != "none":
+        if current.sharding != "none":
             raise ValueError(
-                f"The optimizer is sharded already, in another way: {own.text}. "
+                f"The optimizer is sharded already, in another way: {current.text}. "
                 f"Received: {options.text}"
             )
         self.sharding_options = options
@@ -105,7 +105,7 @@ class ShardableOptimizer(OptimizerSettings):
             self._shard()
 
     def memory_report(self) -> MemoryReport:
-        """Bytes of the training state on a replica, with and without sharding.
+        """Return the bytes of the training state on a replica, sharded and whole.
 
         Returns:
             `MemoryReport`; print it.
@@ -121,9 +121,10 @@ class ShardableOptimizer(OptimizerSettings):
         return memory_report(self)
 
     def redistribute_accumulated(self) -> None:
-        """Give every replica an equal part of what waits, outside a step.
+        """Give every replica an equal part of accumulated gradients, outside a step.
 
-        The sum stays; any one worker can then write it to a file.
+        The sum over replicas does not change. Afterwards any worker can compute it, and
+        write it to a file.
         """
         accumulation, strategy = self.features.accumulation, self._distribution_strategy
         if self.accumulated_steps and not self.accumulates_sums and is_tfdp(strategy):
@@ -137,7 +138,7 @@ class ShardableOptimizer(OptimizerSettings):
             weights: Sequence of arrays, one for each of `variables`.
 
         Raises:
-            ValueError: If there are more or fewer of them, or state is sharded.
+            ValueError: If the number of arrays is wrong, or the state is sharded.
         """
         variables = self.variables
         if self.is_sharded or len(weights) != len(variables):
@@ -152,10 +153,10 @@ class ShardableOptimizer(OptimizerSettings):
             variable.assign(value)
 
     def save_own_variables(self, store: Any) -> None:
-        """Write the variables to a Keras file, where this is not `model.optimizer`.
+        """Write the variables to a Keras file, for optimizers beside `model.optimizer`.
 
         Raises:
-            ValueError: If not all of its state is in them.
+            ValueError: If the state is sharded, or gradients are accumulated.
         """
         if self.is_sharded or self.accumulated_steps:
             raise ValueError(
@@ -175,7 +176,7 @@ class ShardableOptimizer(OptimizerSettings):
         self._on_averages("restart", ShardedLayout.restart_average)
 
     def overwrite_with_averages(self, variables: Sequence[Any]) -> None:
-        """Give some variables the values of their averages, outside a step.
+        """Overwrite variables with their moving averages, outside a step.
 
         Args:
             variables: Sequence of Keras variables.
@@ -191,7 +192,12 @@ class ShardableOptimizer(OptimizerSettings):
     def _on_averages(
         self, name: str, action: Callable[[ShardedLayout, ParamGroup], None]
     ) -> None:
-        """Do something with each parameter group that has averages, on all replicas."""
+        """Run an action on all replicas for each parameter group with moving averages.
+
+        Args:
+            name: String, which identifies the action among traced functions.
+            action: Callable that takes the `ShardedLayout` and a `ParamGroup`.
+        """
 
         def on_replica() -> None:
             assert self.shards is not None
@@ -204,8 +210,12 @@ class ShardableOptimizer(OptimizerSettings):
         self._traces.run(self, name, on_replica)
 
     def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        """Objects that TensorFlow saves: a checkpoint would lose sharded state."""
-        # Older Keras looks at the model like this when it exports one.
+        """Return the objects that TensorFlow saves.
+
+        Raises:
+            ValueError: For `tf.train.Checkpoint`, which would lose sharded state.
+        """
+        # Older versions of Keras also call this with "checkpoint" to export a model.
         is_checkpoint = save_type == "checkpoint" and not is_saving()
         if self.is_sharded and is_checkpoint:
             raise ValueError(
@@ -216,11 +226,12 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def _combines_means(self) -> bool:
-        """Whether the strategy combines gradients by Adasum."""
+        """Bool, whether the strategy combines gradients by Adasum."""
         strategy = self._distribution_strategy
         return is_tfdp(strategy) and strategy.extended.reducer.combines_means
 
     def _warn_of_one_replica(self) -> None:
+        """Warn if parameters are to be sharded over one replica only."""
         strategy = self._distribution_strategy
         is_alone = is_tfdp(strategy) and strategy.num_replicas_in_sync == 1
         if is_alone and self.sharding_options.shards_parameters:
@@ -230,12 +241,13 @@ class ShardableOptimizer(OptimizerSettings):
             )
 
     def _can_shard(self) -> bool:
-        """Whether there are replicas to spread the state over."""
+        """Return whether the state is to be sharded now, over several replicas."""
         strategy = self._distribution_strategy
         wanted = self.sharding != "none" and self.shards is None
         return wanted and is_tfdp(strategy) and strategy.num_replicas_in_sync > 1
 
-    def _sharding(self, variables: list[Any]) -> ShardedState:
+    def _create_shards(self, variables: list[Any]) -> ShardedState:
+        """Create the sharded state of the wrapped optimizer for these variables."""
         if self.sharding_options.shards_parameters and not tf.executing_eagerly():
             raise ValueError(
                 "A step builds an optimizer that shards parameters, which the step has "
@@ -243,7 +255,7 @@ class ShardableOptimizer(OptimizerSettings):
                 "strategy: `optimizer.build(model.trainable_variables)`."
             )
         strategy = self._distribution_strategy
-        synchronize_new_variables(strategy)  # slots may start as copies of weights
+        synchronize_new_variables(strategy)  # initial slots may be copies of weights
         model = self._model and self._model()
         return ShardedState(
             self.inner_optimizer,
@@ -254,16 +266,16 @@ class ShardableOptimizer(OptimizerSettings):
         )
 
     def _shard(self) -> None:
-        """Shard the state that is there."""
+        """Shard the existing state, if there are several replicas."""
         self._warn_of_one_replica()
         if not self._can_shard():
             return
-        self.shards = self._sharding(_compat.trained_by(self))
+        self.shards = self._create_shards(_compat.trained_by(self))
         if self.accumulates_sums:
             self._shard_accumulated()
 
     def _shard_accumulated(self) -> None:
-        """Turn each replica's own sums into slices of the sums of all."""
+        """Replace the sum of each replica by a shard of the sum over replicas."""
         assert self.shards is not None
         count, totals = self.accumulated_steps, []
         if count:
@@ -275,9 +287,10 @@ class ShardableOptimizer(OptimizerSettings):
                 _compat.local_value(item, 0).numpy().ravel() * replicas
                 for item in self.features.accumulation.sums
             ]
-        self._traces.drop()  # it would keep the whole sums alive
+        self._traces.drop()  # traced functions would keep the whole sums alive
         self.features.accumulate(self.shards.accumulated_slices)
-        # What was made in the scope waits for worker 0's values, and has its own.
+        # New variables of a scope would later receive worker 0's values. Synchronized
+        # now, they keep the shards that are written below.
         synchronize_new_variables(self._distribution_strategy)
         accumulation = self.features.accumulation
         if accumulation is None or not count:
@@ -290,4 +303,5 @@ class ShardableOptimizer(OptimizerSettings):
 
     @property
     def _traced_parts(self) -> tuple:
+        """Tuple of the state that a traced step uses, sharded state included."""
         return (*self.features.traced_parts, self.shards)

@@ -1,14 +1,14 @@
-"""Sharded parameters (ZeRO-3): each replica holds a part, a step gathers what it reads.
+"""Sharded parameters (ZeRO-3): replicas hold parts, and steps gather whole parameters.
 
 Reading order:
-    shard_groups: the process groups of those who share parameters or state
-    packing: parts of several variables as one flat tensor, and back
-    sharded_parameter: the variable: parts on the replicas, the whole to a model
-    host_gathers: a whole parameter on the hosts of workers, or on one that reads alone
-    gathers: reads of it, in a step and outside of one
-    quantized_gathers: parameters that travel in 8 bits an element
-    step_gathers: the units that the step of a replica gathers while it is traced
-    backward_gathers: the same units gathered again for the backward pass
-    conversion: variables of a model made sharded, when they are made or later, and
-        whole again
+    shard_groups: the process groups of the replicas that share parameters or state
+    packing: parts of several variables packed into one flat tensor, and unpacked
+    sharded_parameter: the variable, which has a part on each replica
+    host_gathers: gathers of a whole parameter in host memory, outside of a step
+    gathers: reads of sharded parameters, in a step and outside of one
+    quantized_gathers: gathers of parameters in 8 bits an element
+    step_gathers: the units that a step of a replica gathers, built during its trace
+    backward_gathers: second gathers of the same units for the backward pass
+    conversion: conversions of a model's variables to sharded parameters, at creation
+        or later, and back to whole variables
 """

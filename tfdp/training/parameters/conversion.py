@@ -1,7 +1,7 @@
-"""Variables of a model made sharded, one at a time, and divided in another way.
+"""Conversions of a model's variables to sharded parameters, one at a time, and back.
 
 In `strategy.scope(init="deferred")` no replica ever holds a whole model: the initial
-value of each trainable variable is divided before the next one is made.
+value of each trainable variable is divided before the next variable is created.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ from tfdp.training.parameters.sharded_parameter import (
 )
 from tfdp.training.replicas.synchronized_scope import first_workers_bytes
 
-# Of all conversions in this process: a function traced before one has old variables.
+# Number of conversions in this process. A function that was traced before the latest
+# one uses variables that no longer hold the parameters.
 _num_conversions = 0
 
 
 def num_conversions() -> int:
-    """Return how often variables were given another storage in this process."""
+    """Return how often variables were converted or divided anew in this process."""
     return _num_conversions
 
 
@@ -49,14 +50,14 @@ def _count_conversion() -> None:
 
 
 def parameters_in_order(model: Any, trained: Sequence[Any]) -> list[Any]:
-    """The parameters of a model that an optimizer shards, in the order of its layers.
+    """Return the parameters of a model that an optimizer shards, in order of layers.
 
     Args:
         model: Keras model.
-        trained: Sequence of Keras variables, those of the optimizer.
+        trained: Sequence of Keras variables that the optimizer trains.
 
     Returns:
-        List of Keras variables: those that are trained, and those of frozen layers.
+        List of Keras variables: trained ones, and floating ones of frozen layers.
     """
     known = {id(variable) for variable in trained}
     return [
@@ -75,18 +76,18 @@ def shard_variables(
     unit_bytes: int,
     options: UnitOptions,
 ) -> None:
-    """Let each replica keep its part of some variables, and free the rest.
+    """Convert variables to sharded parameters, and free the whole values.
 
-    Variables are converted one at a time, so that never more than one is there
-    beside its parts.
+    Variables are converted one at a time, so that at most one of them is in memory
+    both whole and sharded.
 
     Args:
         variables: Sequence of Keras variables, in the order in which a forward pass
-            reads them. Those that have a unit stay as they are.
-        strategy: The tfdp strategy that made them.
-        gathers: `Gathers`.
-        devices: Sequence of strings, where each local replica keeps its parts.
-        unit_bytes: Int, largest size of a unit of several layers.
+            reads them. Variables that have a unit already are skipped.
+        strategy: The tfdp strategy that created them.
+        gathers: `Gathers`, which reads the parameters.
+        devices: Sequence of strings, the device of each local replica's parts.
+        unit_bytes: Int, largest size in bytes of a unit of several layers.
         options: `UnitOptions`.
 
     Raises:
@@ -98,21 +99,21 @@ def shard_variables(
         _count_conversion()
     for variable in new:
         if sharded_parameter(variable) is None:
-            _shard(variable, strategy, gathers, devices)
+            _convert(variable, strategy, gathers, devices)
         else:
-            _take_over(variable, gathers, devices)
+            _adopt(variable, gathers, devices)
     entries = [entry_of(variable) for variable in new]
     for unit in plan_units(entries, unit_bytes, options.layers):
         gathers.add_unit([parameter_of(new[index]) for index in unit], options)
 
 
-def divide_again(parameter: ShardedParameter, ranges: Ranges) -> None:
-    """Divide the elements of a parameter in another way. All workers call it.
+def repartition(parameter: ShardedParameter, ranges: Ranges) -> None:
+    """Assign the elements of a parameter to owners anew. All workers call it.
 
     Args:
         parameter: `ShardedParameter`.
-        ranges: `Ranges`, which elements each owner holds from now on. The part of an
-            owner of all elements has the shape of the whole.
+        ranges: `Ranges`, the new range of elements of each owner. The part of an owner
+            of all elements has the shape of the whole parameter.
     """
     whole = parameter.reader.gather_on_hosts(parameter)
     parts = []
@@ -127,9 +128,10 @@ def divide_again(parameter: ShardedParameter, ranges: Ranges) -> None:
 
 @contextlib.contextmanager
 def whole_variables(model: Any) -> Iterator[None]:
-    """Give a model whole variables for a while. All workers call it.
+    """Replace sharded parameters of a model by whole variables in a context.
 
-    What is exported has no replicas to gather from.
+    All workers call it. An exported model needs whole variables, since it has no
+    replicas to gather from.
 
     Args:
         model: Keras model.
@@ -150,16 +152,17 @@ def whole_variables(model: Any) -> Iterator[None]:
 
 
 def _has_unit(variable: Any) -> bool:
+    """Return whether a variable is a sharded parameter of a unit."""
     parameter = sharded_parameter(variable)
     return parameter is not None and parameter.unit is not None
 
 
-def _take_over(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
-    """Let parts that no optimizer has planned lie where this one updates them."""
+def _adopt(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
+    """Move a sharded parameter to the owners and devices of an optimizer."""
     parameter = parameter_of(variable)
     parameter.casts = _compat.is_cast_when_read(variable)
-    places = [part.device for part in parameter.values]
-    if parameter.reader is gathers and places == list(devices):
+    old_devices = [part.device for part in parameter.values]
+    if parameter.reader is gathers and old_devices == list(devices):
         return
     whole = parameter.reader.gather_on_hosts(parameter)
     ranges = equal_ranges(parameter.num_elements, gathers.groups.num_owners)
@@ -169,9 +172,10 @@ def _take_over(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
     parameter.replace_parts(parts, ranges)
 
 
-def _shard(
+def _convert(
     variable: Any, strategy: Any, gathers: Gathers, devices: Sequence[str]
 ) -> None:
+    """Convert a whole variable to a sharded parameter."""
     shape = tf.TensorShape(variable.shape)
     ranges = equal_ranges(shape.num_elements(), gathers.groups.num_owners)
     copies = variable.value.values
@@ -189,7 +193,16 @@ def _parts_of(
     gathers: Gathers,
     devices: Sequence[str],
 ) -> list[tf.Variable]:
-    """What each local replica keeps of its copy of a whole, one copy at a time."""
+    """Create the part of each local replica from its copy of the whole.
+
+    Args:
+        wholes: Iterable of tensors, the copy of each local replica; one at a time is in
+            memory if it is a generator.
+        likes: Sequence of variables, whose attributes the parts get.
+        ranges: `Ranges` of all owners.
+        gathers: `Gathers`, which knows the owner of each replica.
+        devices: Sequence of strings, the device of each part.
+    """
     owner = gathers.groups.owner
     return [
         _compat.variable_like(
@@ -202,10 +215,10 @@ def _parts_of(
 
 
 def is_deferred(extended: Any, arguments: dict[str, Any]) -> bool:
-    """Whether a variable that is about to be made is to be sharded at once.
+    """Return whether a new variable is to be created as a sharded parameter.
 
     Args:
-        extended: Extended class of a tfdp strategy.
+        extended: Extended object of a tfdp strategy.
         arguments: Dict, the arguments of the variable's creator.
     """
     dtype = arguments.get("dtype")
@@ -214,12 +227,12 @@ def is_deferred(extended: Any, arguments: dict[str, Any]) -> bool:
         and dtype is not None
         and tf.as_dtype(dtype).is_floating
     )
-    is_here = tf.executing_eagerly() and not in_replica_thread()
-    return extended.defers_parameters and is_here and is_parameter
+    is_outside_step = tf.executing_eagerly() and not in_replica_thread()
+    return extended.defers_parameters and is_outside_step and is_parameter
 
 
 def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParameter:
-    """Make a sharded parameter of the first worker's initial value.
+    """Create a sharded parameter from the first worker's initial value.
 
     All workers call it.
 
@@ -231,13 +244,14 @@ def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParam
         `ShardedParameter`.
 
     Raises:
-        ValueError: On all workers, if they make different variables.
+        ValueError: On all workers, if they create different variables.
     """
     extended = strategy.extended
     name = (arguments.get("name") or "Variable").partition(":")[0]
     with tf.init_scope(), tf.device(extended.host_group.devices[0]):
         whole = _initial_value(extended, name, arguments)
-    # After the workers have agreed: the first one is a collective.
+    # Creating the first `Gathers` is a collective call, so it follows the check that
+    # all workers create the same variable.
     gathers = gathers_of(extended, shard_groups_of(extended, "all"))
     ranges = equal_ranges(whole.shape.num_elements(), gathers.groups.num_owners)
     unique_id = _compat.unique_name(name)
@@ -250,19 +264,20 @@ def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParam
         )
         for replica, device in enumerate(extended.group.devices)
     ]
-    # Keras's variable is not there yet, which knows whether it is cast when read.
+    # Whether reads are cast is known to the Keras variable, which does not exist yet;
+    # `_adopt` sets it later.
     return ShardedParameter(strategy, parts, whole.shape, ranges, gathers, casts=False)
 
 
 def _initial_value(extended: Any, name: str, arguments: dict[str, Any]) -> tf.Tensor:
-    """The first worker's initial value of a variable, whole."""
-    given, dtype = arguments["initial_value"], tf.as_dtype(arguments["dtype"])
-    own = tf.convert_to_tensor(given() if callable(given) else given, dtype)
+    """Return the first worker's whole initial value of a variable."""
+    initial, dtype = arguments["initial_value"], tf.as_dtype(arguments["dtype"])
+    own = tf.convert_to_tensor(initial() if callable(initial) else initial, dtype)
     worker_group = extended.worker_group
     if worker_group.num_workers == 1:
         return own
-    made = tf.TensorSpec(own.shape, own.dtype, name)
-    check_same_variables(worker_group, f"making {name!r}", [made], "creates")
+    spec = tf.TensorSpec(own.shape, own.dtype, name)
+    check_same_variables(worker_group, f"making {name!r}", [spec], "creates")
     first = first_workers_bytes(extended, own.numpy().tobytes())
     if worker_group.rank == 0:
         return own

@@ -1,4 +1,4 @@
-"""Reads of sharded parameters: in a step that is traced, in an eager one, outside."""
+"""Reads of sharded parameters, in traced steps, in eager steps and outside of steps."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from tfdp.ground.base.program_trace import ProgramTrace
 from tfdp.ground.plans.units import UnitOptions, most_gathered
 from tfdp.training.parameters.backward_gathers import BackwardGathers
 from tfdp.training.parameters.host_gathers import gather_parameter, serve_parameter
-from tfdp.training.parameters.quantized_gathers import rounded, travels_quantized
+from tfdp.training.parameters.quantized_gathers import (
+    round_parameter,
+    travels_quantized,
+)
 from tfdp.training.parameters.shard_groups import ShardGroups
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
 from tfdp.training.parameters.step_gathers import StepGathers, Unit, read_dtype
 
 
 class Gathers:
-    """Reads of the parameters that share the same owners.
+    """Gathers the parameters that are divided among the same owners.
 
-    All workers make it at the same time.
+    All workers create it together.
 
     Args:
-        extended: Extended class of a tfdp strategy.
+        extended: Extended object of a tfdp strategy.
         groups: `ShardGroups`, the owners of parts.
     """
 
     def __init__(self, extended: Any, groups: ShardGroups) -> None:
         self.groups = groups
-        # The parameters keep their units: those of a model that is gone go with it.
+        # Only the parameters keep a unit alive, so that it is freed with its model.
         self._units: list[weakref.ref[Unit]] = []
         self._host_group = extended.host_group
         self._worker_group = extended.worker_group
@@ -45,7 +48,7 @@ class Gathers:
     def add_unit(
         self, parameters: Sequence[ShardedParameter], options: UnitOptions
     ) -> None:
-        """Let parameters be gathered together."""
+        """Add a unit of parameters that are gathered together."""
         unit = Unit(len(self._units), tuple(parameters), options)
         self._units.append(weakref.ref(unit))
         for parameter in parameters:
@@ -53,19 +56,22 @@ class Gathers:
 
     @property
     def units(self) -> list[Unit]:
-        """The units, in the order in which they were added."""
+        """List of the existing `Unit`s, in the order in which they were added."""
         found = [reference() for reference in self._units]
         return [unit for unit in found if unit is not None]
 
     @property
     def most_gathered(self) -> int:
-        """Int, bytes that a step has gathered at a time."""
+        """Int, the most bytes that a step has gathered at a time."""
         sizes = [unit.num_bytes for unit in self.units]
         prefetch = max((unit.options.prefetch for unit in self.units), default=0)
         return most_gathered(sizes, prefetch)
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
-        """The tensor whose gradient is that of the parameter, for gradient tapes."""
+        """Return the tensor that stands for the parameter on gradient tapes.
+
+        Its gradient is that of the whole parameter.
+        """
         if (trace := program_trace.traced()) is not None:
             return trace.source(
                 parameter, lambda: tf.zeros(parameter.whole_shape, parameter.dtype)
@@ -78,7 +84,7 @@ class Gathers:
         return parameter.eager_source
 
     def read(self, parameter: ShardedParameter) -> tf.Tensor:
-        """Gather the whole, or take what was gathered."""
+        """Return the whole parameter, gathered at the first read."""
         if (trace := program_trace.traced()) is not None:
             return _read_in_program(trace, parameter)
         step = self.step()
@@ -91,7 +97,7 @@ class Gathers:
         return value
 
     def forget(self, parameter: ShardedParameter) -> None:
-        """Gather again when the parameter is read next: it has been assigned to."""
+        """Drop gathered values of a parameter after an assignment to it."""
         if program_trace.traced() is not None:
             return
         parameter.eager_value = None
@@ -100,10 +106,10 @@ class Gathers:
             step.forget(_unit_of(parameter))
 
     def step(self) -> StepGathers | None:
-        """What the running replica's step has gathered, or `None` outside of one.
+        """Return the `StepGathers` of the running replica, or `None` outside of a step.
 
         Raises:
-            ValueError: In a `tf.function` that the step calls.
+            ValueError: In a `tf.function` that a step calls.
         """
         context = tf.distribute.get_replica_context()
         if (
@@ -127,7 +133,7 @@ class Gathers:
         )
 
     def gather_on_hosts(self, parameter: ShardedParameter) -> tf.Tensor:
-        """Gather the whole outside of a step. All workers call it.
+        """Gather the whole parameter outside of a step. All workers call it.
 
         Returns:
             Tensor of the parameter's shape.
@@ -135,24 +141,28 @@ class Gathers:
         return gather_parameter(parameter, self._owners, self._host_group)
 
     def serve(self, parameter: ShardedParameter) -> None:
-        """Take part where another worker calls `gather_on_hosts`."""
+        """Take part in `gather_on_hosts` of another worker, without its result."""
         serve_parameter(parameter, self._owners, self._host_group)
 
     def _eager_value(self, parameter: ShardedParameter) -> tf.Tensor:
+        """Return the whole parameter in eager mode, gathered once for each run."""
         if replica_context() is None:
-            self._meet(parameter)
+            self._announce_read(parameter)
             return self.gather_on_hosts(parameter)
-        # The first local replica of a step gathers for all of them.
+        # The first local replica of an eager step gathers for all local replicas.
         run = _compat.run_of_replicas()
         if parameter.eager_value is None or parameter.eager_value[0] is not run:
             whole = self.gather_on_hosts(parameter)
             if travels_quantized(parameter, _unit_of(parameter).options):
-                whole = rounded(parameter, whole)
+                whole = round_parameter(parameter, whole)
             parameter.eager_value = run, whole
         return parameter.eager_value[1]
 
-    def _meet(self, parameter: ShardedParameter) -> None:
-        """Let the others know what is gathered; who waits alone says for what."""
+    def _announce_read(self, parameter: ShardedParameter) -> None:
+        """Announce a read to the other workers, which have to take part.
+
+        If they do not, the timeout error of this worker names the parameter.
+        """
         if id(parameter) in self.announcements:
             self.announcements[id(parameter)]()
         elif self._worker_group.num_workers > 1:
@@ -162,7 +172,7 @@ class Gathers:
             )
 
     def _owners_of_all(self, num_local: int) -> list[int]:
-        """The part of every replica, in the order in which workers gather."""
+        """Gather the owner index of every replica on all workers."""
         own = tf.constant([self.groups.owner(replica) for replica in range(num_local)])
         if self._host_group.size > 1:
             own = Member(self._host_group, 0).all_gather(own)
@@ -171,7 +181,7 @@ class Gathers:
 
 @contextlib.contextmanager
 def backward_pass() -> Iterator[None]:
-    """Mark what a gradient tape traces in a replica's step as its backward pass."""
+    """Mark the operations traced in this context as a backward pass of the step."""
     steps = _steps_of_replica()
     for step in steps:
         step.begin_backward_pass()
@@ -180,20 +190,20 @@ def backward_pass() -> Iterator[None]:
         step.end_backward_pass()
 
 
-def gather_again_so_far() -> None:
-    """Gather again what the backward pass has used until now: a collective follows.
+def regather_used_units() -> None:
+    """Trace the second gathers that the backward pass has needed so far.
 
-    It needs gradients of what was gathered again, and collectives of one channel run in
-    the order in which they are traced.
+    Call it before another collective is traced: the collective may need gradients that
+    depend on these gathers, and collectives of one channel run in trace order.
     """
     for step in _steps_of_replica():
         with step.between_backward_passes() as is_in_one:
             if is_in_one:
-                BackwardGathers(step).all()
+                BackwardGathers(step).gather_rest()
 
 
 def _steps_of_replica() -> list[StepGathers]:
-    """What the step of the running replica has gathered, if it is traced."""
+    """Return the `StepGathers` of the running replica's step, if it is traced."""
     context = replica_context()
     graph = None if tf.executing_eagerly() else _compat.step_graph()
     if context is None or graph is None:
@@ -204,7 +214,7 @@ def _steps_of_replica() -> list[StepGathers]:
 
 @contextlib.contextmanager
 def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
-    """Mark the backward pass of a program, as each replica will build it."""
+    """Mark operations of a program as the backward pass of each replica's step."""
     passes: list[contextlib.ExitStack] = []
 
     def begin(_: list) -> None:
@@ -220,7 +230,7 @@ def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
 
 
 def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
-    """The reads of all parameters of a strategy that the same replicas share."""
+    """Return a strategy's `Gathers` for some owners, created at the first call."""
     found = vars(extended).setdefault("_parameter_gathers", {})
     key = groups.num_copies, groups.has_two_levels, groups.group.nodes
     if key not in found:
@@ -229,14 +239,15 @@ def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
 
 
 def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Tensor:
-    """Note that each replica reads a parameter here, and return a stand-in for it."""
+    """Record a read of each replica in a program, and return a stand-in tensor."""
     dtype = read_dtype(parameter)
 
     def read() -> tf.Tensor:
         with _compat.autocasting(dtype if parameter.casts else None):
             return parameter.reader.read(parameter)
 
-    # Around a loop, through which a gradient reaches what its body reads.
+    # The read is traced outside of loops: gradients reach the reads of a loop's body
+    # through its captures.
     with trace.graph.as_default():
         value = tf.identity(trace.read(parameter.whole_shape, dtype, read))
     _compat.record_read(parameter, value)
@@ -244,5 +255,5 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
 
 
 def _unit_of(parameter: ShardedParameter) -> Unit:
-    """The unit of a parameter; it is one by itself until an optimizer plans them."""
+    """Return the unit of a parameter; one of its own until an optimizer plans units."""
     return Unit(0, (parameter,)) if parameter.unit is None else parameter.unit

@@ -1,7 +1,7 @@
-"""Whole parameters gathered outside of a step, between workers, in small messages.
+"""Gathers of whole parameters outside of a step, between workers, in small messages.
 
-The first worker alone writes a file, and reads one variable after the other in whatever
-order Keras does. The others learn from it which one they gather with it next.
+Only the first worker writes a file. It reads the variables in the order of Keras, which
+the other workers do not know, so it announces each parameter that they gather with it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from tfdp.training.parameters.sharded_parameter import (
 )
 from tfdp.training.replicas.synchronized_scope import MESSAGE_BYTES
 
-# What is announced when nothing more is read.
+# Number that is announced instead of a parameter after the last read.
 _END = -1
 
 
 def gather_parameter(
     parameter: ShardedParameter, owners: Sequence[int], host_group: ProcessGroup
 ) -> tf.Tensor:
-    """Gather a parameter on the host of each worker. All workers call it, or serve.
+    """Gather a parameter in the host memory of each worker.
+
+    All workers call it, or `serve_parameter`.
 
     Args:
         parameter: `ShardedParameter`.
-        owners: Sequence of ints, the part that each replica has, of all workers.
+        owners: Sequence of ints, the owner index of each replica on all workers.
         host_group: `ProcessGroup` with one member for each worker.
 
     Returns:
@@ -48,9 +50,9 @@ def gather_parameter(
 def serve_parameter(
     parameter: ShardedParameter, owners: Sequence[int], host_group: ProcessGroup
 ) -> None:
-    """Take part in `gather_parameter`, and keep no more than a message of it.
+    """Take part in `gather_parameter` without keeping more than one message.
 
-    Arguments are those of `gather_parameter`.
+    The arguments are those of `gather_parameter`.
     """
     for _ in _messages(parameter, owners, host_group):
         pass
@@ -59,32 +61,36 @@ def serve_parameter(
 def _messages(
     parameter: ShardedParameter, owners: Sequence[int], host_group: ProcessGroup
 ) -> Iterator[tf.Tensor]:
-    """Columns of all owners, `[num_owners, columns]`, or of the only one."""
+    """Yield the elements of all owners in messages.
+
+    Each message is a tensor of shape `[num_owners, columns]`, or of shape
+    `[1, columns]` if one owner has all elements.
+    """
     sizes = [stop - start for start, stop in parameter.ranges]
     bucket = unit_bucket([0], [parameter.ranges], parameter.dtype.name)
-    only = [owner for owner, size in enumerate(sizes) if size]
-    num_rows = 1 if len(only) == 1 else len(owners)
+    holders = [owner for owner, size in enumerate(sizes) if size]
+    num_rows = 1 if len(holders) == 1 else len(owners)
     width = max(1, MESSAGE_BYTES // (num_rows * parameter.dtype.size))
     if host_group.size == 1:
         width = max(1, bucket.slice_size)
     for begin in range(0, bucket.slice_size, width):
         end = min(begin + width, bucket.slice_size)
-        if len(only) == 1:
-            place = owners.index(only[0])
-            yield _columns_of_one(parameter, place, begin, end, host_group)
+        if len(holders) == 1:
+            rank = owners.index(holders[0])
+            yield _columns_of_one(parameter, rank, begin, end, host_group)
         else:
-            own = [_columns(part, begin, end) for part in parameter.values]
-            rows = tf.stack(own)  # [local replicas, columns]
+            local = [_columns(part, begin, end) for part in parameter.values]
+            rows = tf.stack(local)  # [local replicas, columns]
             if host_group.size > 1:
                 rows = Member(host_group, 0).all_gather(rows)  # [replicas, columns]
             yield tf.gather(rows, [owners.index(owner) for owner in range(len(sizes))])
 
 
 def _columns_of_one(
-    parameter: ShardedParameter, place: int, begin: int, end: int, hosts: ProcessGroup
+    parameter: ShardedParameter, rank: int, begin: int, end: int, hosts: ProcessGroup
 ) -> tf.Tensor:
-    """Elements of a parameter that one replica has alone: `[1, columns]`."""
-    source, replica = divmod(place, len(parameter.values))
+    """Broadcast elements of a parameter that one replica holds: `[1, columns]`."""
+    source, replica = divmod(rank, len(parameter.values))
     if source == hosts.position(0):
         own = _columns(parameter.values[replica], begin, end)
     else:
@@ -93,13 +99,13 @@ def _columns_of_one(
 
 
 def _columns(part: tf.Variable, begin: int, end: int) -> tf.Tensor:
-    """Elements of a part, and zeros where it has fewer."""
+    """Return the elements `begin` to `end` of a part, padded with zeros."""
     found = tf.reshape(part.read_value(), [-1])[begin:end]
     return tf.pad(found, [[0, end - begin - found.shape[0]]])
 
 
 def parameters_of(model: Any) -> list[ShardedParameter]:
-    """The sharded parameters of a Keras model, in one order, each once."""
+    """Return the sharded parameters of a Keras model, each once, in its order."""
     found = [sharded_parameter(variable) for variable in model.variables]
     return list({id(item): item for item in found if item is not None}.values())
 
@@ -108,11 +114,12 @@ def parameters_of(model: Any) -> list[ShardedParameter]:
 def reading_alone(
     parameters: Sequence[ShardedParameter], host_group: ProcessGroup
 ) -> Iterator[None]:
-    """Let this worker read parameters while all others call `serve_reads`.
+    """Allow this worker to read parameters alone, while the others call `serve_reads`.
 
     Args:
         parameters: Sequence of `ShardedParameter`, the same on all workers.
-        host_group: `ProcessGroup` with one member for each worker, this one the first.
+        host_group: `ProcessGroup` with one member for each worker; this worker is the
+            first.
     """
     if host_group.size == 1 or not parameters:
         yield
@@ -135,9 +142,9 @@ def reading_alone(
 def serve_reads(
     parameters: Sequence[ShardedParameter], host_group: ProcessGroup
 ) -> None:
-    """Gather with the first worker what it reads, until it has read all it needs.
+    """Take part in the reads of the first worker until it has finished.
 
-    What is gathered is not kept here.
+    The gathered values are not kept on this worker.
 
     Args:
         parameters: Sequence of `ShardedParameter`, the same on all workers.

@@ -1,4 +1,4 @@
-"""Packing of variables into the rows of a shard plan, and unpacking."""
+"""Packing of variables into the rows of a shard plan's buckets, and unpacking."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from tfdp.ground.plans.shards import Segment, ShardBucket, ShardPlan
 def pack_rows(
     bucket: ShardBucket, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
 ) -> tf.Tensor:
-    """Lay all rows of a bucket end to end, as they lie in `bucket.moved`.
+    """Concatenate all rows of a bucket in the layout of `bucket.moved`.
 
-    Each is padded to the size of a slice, unless the bucket is lopsided.
+    Each row is padded to the size of a slice, unless the bucket is lopsided.
 
     Args:
         bucket: `ShardBucket`.
-        tensors: Dict from position to tensor; those that are not in it count as
-            zeros.
+        tensors: Dict from position to tensor; missing tensors count as zeros.
         dtype: `tf.DType` of the tensors.
 
     Returns:
@@ -33,12 +32,12 @@ def pack_rows(
 def pack_row(
     bucket: ShardBucket, owner: int, tensors: Mapping[int, tf.Tensor], dtype: tf.DType
 ) -> tf.Tensor:
-    """Lay one row of a bucket end to end, as `pack_rows` does with all.
+    """Concatenate the segments of one row of a bucket, padded to a slice.
 
     Args:
         bucket: `ShardBucket`.
-        owner: Int.
-        tensors: Dict from position to tensor, see `pack_rows`.
+        owner: Int, index of the row.
+        tensors: Dict from position to tensor; missing tensors count as zeros.
         dtype: `tf.DType` of the tensors.
 
     Returns:
@@ -48,12 +47,12 @@ def pack_row(
 
 
 def place_row(bucket: ShardBucket, owner: int, row: tf.Tensor) -> tf.Tensor:
-    """Lay an owner's row where it is in `bucket.joined`, among zeros.
+    """Pad an owner's row with zeros to the layout of `bucket.joined`.
 
     Args:
         bucket: `ShardBucket`.
-        owner: Int.
-        row: Tensor of shape `[slice_size]`, or without the padding.
+        owner: Int, index of the row.
+        row: Tensor of shape `[slice_size]`, or without its padding.
 
     Returns:
         Tensor of shape `[bucket.num_elements]`.
@@ -63,13 +62,17 @@ def place_row(bucket: ShardBucket, owner: int, row: tf.Tensor) -> tf.Tensor:
 
 
 def take_row(bucket: ShardBucket, owner: int, flat: tf.Tensor) -> tf.Tensor:
-    """Take an owner's row out of `bucket.joined`: a tensor of shape `[slice_size]`."""
+    """Cut an owner's row out of a tensor in the layout of `bucket.joined`.
+
+    Returns:
+        Tensor of shape `[slice_size]`, padded with zeros.
+    """
     start, stop = bucket.range_in_joined(owner)
     return tf.pad(flat[start:stop], [[0, bucket.padding(owner)]])
 
 
 def elements_of(tensor: tf.Tensor, segment: Segment) -> tf.Tensor:
-    """Flat tensor of a segment's elements; the whole is not copied."""
+    """Return a segment's elements as a flat tensor; a whole tensor is not copied."""
     flat = tf.reshape(tensor, [-1])
     if segment.start == 0 and segment.stop == flat.shape[0]:
         return flat
@@ -79,15 +82,15 @@ def elements_of(tensor: tf.Tensor, segment: Segment) -> tf.Tensor:
 def unpack_rows(
     plan: ShardPlan, flats: Sequence[tf.Tensor | None]
 ) -> dict[int, tf.Tensor]:
-    """Take the variables out of gathered buckets.
+    """Unpack the variables from gathered buckets.
 
     Args:
         plan: `ShardPlan`.
-        flats: Sequence with a tensor for each bucket, all rows end to end as they lie
-            in `bucket.moved`, or `None` for one that was not gathered.
+        flats: Sequence with a tensor for each bucket, all rows in the layout of
+            `bucket.moved`; or `None` for a bucket that was not gathered.
 
     Returns:
-        Dict from position to flat tensor, of all that lie in gathered buckets.
+        Dict from position to flat tensor, for the variables in gathered buckets.
     """
     ranges: dict[int, list[tuple[int, int, int, int]]] = {}
     for number, bucket in enumerate(plan.buckets):
@@ -105,6 +108,13 @@ def unpack_rows(
 def _join(
     parts: list[tuple[int, int, int, int]], flats: Sequence[tf.Tensor | None]
 ) -> tf.Tensor:
+    """Concatenate the ranges of gathered buckets that make up one variable.
+
+    Args:
+        parts: List of tuples of the first element, the number of the bucket, and the
+            range in the bucket; in order of elements.
+        flats: Sequence of tensors, as for `unpack_rows`.
+    """
     merged: list[list[int]] = []
     for _, number, begin, end in parts:
         if merged and merged[-1][0] == number and merged[-1][2] == begin:
@@ -118,7 +128,7 @@ def _join(
 
 
 def _append(runs: list[Segment | int], item: Segment | int) -> None:
-    """Append elements, or a number of zeros, joined to what they continue."""
+    """Append a segment or a number of zeros; merge it with a run that it continues."""
     last = runs[-1] if runs else None
     if isinstance(item, int):
         if isinstance(last, int):
@@ -141,6 +151,7 @@ def _pack(
     tensors: Mapping[int, tf.Tensor],
     dtype: tf.DType,
 ) -> tf.Tensor:
+    """Concatenate the padded rows of some owners, see `pack_rows`."""
     runs: list[Segment | int] = []
     for owner in owners:
         for segment in bucket.rows[owner]:

@@ -1,11 +1,11 @@
-"""Units of sharded parameters that travel in 8 bits an element (qwZ).
+"""Gathers of sharded parameters in 8 bits an element (qwZ).
 
-Each replica rounds its part of a parameter, in blocks that have nothing of another
-part, and all of them, the owner too, compute with what the codes decode to. The part
-itself stays as it is: what rounding takes from it is there for the next update.
+Each replica encodes its part of a parameter in blocks that hold elements of this part
+only. All replicas, the owner included, compute with the decoded values. The part itself
+is not rounded, so that rounding errors do not accumulate over updates.
 
-    part of each member, padded to whole blocks -> codes and scales, one row an owner
-      -> all-gather -> decode -> the parts of each member, end to end
+    part of each member, padded to whole blocks -> codes and scales, one row per owner
+      -> all-gather -> decode -> whole members from the parts of all owners
 
 Source: Wang et al. 2023, ZeRO++, https://arxiv.org/abs/2306.10209, section 3.1.
 """
@@ -23,15 +23,16 @@ from tfdp.ground.plans.units import UnitOptions
 from tfdp.training.compression.block_code import WORD_BYTES, BlockCode
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
 
+# The code of all quantized gathers: 8 bits and the default block size.
 _CODE = BlockCode()
 
 
 def travels_quantized(parameter: ShardedParameter, options: UnitOptions) -> bool:
-    """True if a parameter is rounded where its unit is gathered.
+    """Return whether a parameter is rounded when its unit is gathered.
 
-    Vectors, such as biases and the factors of a normalization, are not: they are few,
-    and layers are sensitive to them. Nor is what has fewer elements than a block for
-    each owner, and would be mostly padding.
+    Vectors, such as biases and scales of normalization layers, are not rounded: they
+    are small, and layers are sensitive to them. Parameters with fewer elements than a
+    block for each owner are not rounded either, since they would be mostly padding.
 
     Args:
         parameter: `ShardedParameter`.
@@ -40,15 +41,15 @@ def travels_quantized(parameter: ShardedParameter, options: UnitOptions) -> bool
     dtype = parameter.dtype
     is_wide = dtype.is_floating and dtype.size >= tf.float32.size
     is_large = parameter.num_elements >= _CODE.block * len(parameter.ranges)
-    is_asked_for = options.gather_compression is not None
-    return is_asked_for and is_wide and is_large and len(parameter.whole_shape) > 1
+    is_requested = options.gather_compression is not None
+    return is_requested and is_wide and is_large and len(parameter.whole_shape) > 1
 
 
 def check_constraints(variables: Sequence[Any], options: UnitOptions) -> None:
     """Check that no constraint would write rounded values into a parameter.
 
     Args:
-        variables: Sequence of Keras variables, trained ones.
+        variables: Sequence of trained Keras variables.
         options: `UnitOptions`.
 
     Raises:
@@ -64,15 +65,15 @@ def check_constraints(variables: Sequence[Any], options: UnitOptions) -> None:
             )
 
 
-def own_words(members: Sequence[ShardedParameter], replica: int) -> tf.Tensor:
-    """Encode what a replica has of some parameters.
+def encode_parts(members: Sequence[ShardedParameter], replica: int) -> tf.Tensor:
+    """Encode a replica's parts of some parameters.
 
     Args:
         members: Sequence of `ShardedParameter`.
         replica: Int, index of the replica among the local ones.
 
     Returns:
-        Tensor of shape `[num_words]`, int32, as long on all replicas.
+        Int32 tensor of shape `[num_words]`, the same size on all replicas.
     """
     parts = [_compat.local_value(parameter, replica) for parameter in members]
     padded = [_whole_blocks(part.read_value()) for part in parts if _size(part)]
@@ -82,15 +83,17 @@ def own_words(members: Sequence[ShardedParameter], replica: int) -> tf.Tensor:
     return words[0]
 
 
-def decoded(members: Sequence[ShardedParameter], words: tf.Tensor) -> list[tf.Tensor]:
-    """Decode the words of all owners, the inverse of `own_words`.
+def decode_parts(
+    members: Sequence[ShardedParameter], words: tf.Tensor
+) -> list[tf.Tensor]:
+    """Decode the words of all owners, the inverse of `encode_parts`.
 
     Args:
         members: Sequence of `ShardedParameter`.
-        words: Tensor of shape `[num_owners * num_words]`, int32.
+        words: Int32 tensor of shape `[num_owners * num_words]`.
 
     Returns:
-        List of tensors, the rounded parameters in their own shapes, float32.
+        List of float32 tensors, the rounded parameters in their own shapes.
     """
     num_owners = len(members[0].ranges)
     row_words = _CODE.num_words(_row_size(members))
@@ -107,12 +110,12 @@ def decoded(members: Sequence[ShardedParameter], words: tf.Tensor) -> list[tf.Te
     return wholes
 
 
-def rounded(parameter: ShardedParameter, whole: tf.Tensor) -> tf.Tensor:
-    """Round a parameter that was gathered as it is to what a quantized gather makes.
+def round_parameter(parameter: ShardedParameter, whole: tf.Tensor) -> tf.Tensor:
+    """Round a whole parameter to the values of a quantized gather.
 
     Args:
         parameter: `ShardedParameter`.
-        whole: Tensor of its shape.
+        whole: Tensor of the parameter's shape, not rounded yet.
 
     Returns:
         Tensor like `whole`.
@@ -127,13 +130,13 @@ def rounded(parameter: ShardedParameter, whole: tf.Tensor) -> tf.Tensor:
 
 
 def sent_bytes(members: Sequence[ShardedParameter]) -> int:
-    """Bytes of what all owners send of some parameters, instead of their own."""
+    """Return the bytes that all owners send in a quantized gather of parameters."""
     row_bytes = WORD_BYTES * _CODE.num_words(_row_size(members))
     return row_bytes * len(members[0].ranges)
 
 
 def _row_size(members: Sequence[ShardedParameter]) -> int:
-    """Elements of a row: the most that an owner has, in whole blocks."""
+    """Return the elements of a row: the largest sum of an owner's padded parts."""
     by_owner = zip(*(parameter.ranges for parameter in members), strict=True)
     return max(
         sum(_padded_size(stop - start) for start, stop in ranges) for ranges in by_owner
@@ -141,11 +144,12 @@ def _row_size(members: Sequence[ShardedParameter]) -> int:
 
 
 def _padded_size(size: int) -> int:
+    """Round a number of elements up to whole blocks."""
     return size + -size % _CODE.block
 
 
 def _whole_blocks(part: tf.Tensor) -> tf.Tensor:
-    """A part as flat float32, padded with zeros."""
+    """Return a part as a flat float32 tensor, padded to whole blocks with zeros."""
     flat = tf.reshape(tf.cast(part, tf.float32), [-1])
     return tf.pad(flat, [[0, -flat.shape[0] % _CODE.block]])
 

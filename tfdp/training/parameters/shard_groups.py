@@ -1,4 +1,4 @@
-"""Process groups of sharded state: the owners of shards, in one or two levels."""
+"""Process groups of the owners of sharded state, in one or two levels."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tfdp.training.parameters.packing import place_row, take_row
 class ShardGroups:
     """Owners of shards: all replicas, or those of a node, in one or two levels.
 
-    Across nodes a reduce-scatter is made of one inside the nodes and one across
-    them, so that a node's link carries each element once.
+    In two levels, a reduce-scatter inside nodes is followed by one across nodes, so
+    that the link of a node carries each element once.
 
     Args:
         group: `ProcessGroup` of all replicas.
-        scope: String, `"all"`, or `"node"`: each node has the whole state, and
-            its replicas a slice each. Defaults to `"all"`.
-        is_hierarchical: Bool, whether slices travel in two levels. Needs nodes of
+        scope: String, `"all"`; or `"node"`: each node holds the whole state, divided
+            among its replicas. Defaults to `"all"`.
+        is_hierarchical: Bool, whether slices travel in two levels, which needs nodes of
             equal size. Defaults to `False`.
     """
 
@@ -36,19 +36,20 @@ class ShardGroups:
         self, group: ProcessGroup, scope: str = "all", *, is_hierarchical: bool = False
     ) -> None:
         self.group = group
-        several = len(group.nodes) > 1
-        self._is_copied = scope == "node" and several
-        self.has_two_levels = several and is_hierarchical and not self._is_copied
-        # By local replica: the group of its node, or of all, and the one across nodes.
+        has_nodes = len(group.nodes) > 1
+        self._is_copied = scope == "node" and has_nodes
+        self.has_two_levels = has_nodes and is_hierarchical and not self._is_copied
+        # Process groups of each local replica. The inner group is its node, or all
+        # replicas with one level; the outer group reaches across nodes.
         self._inner: Sequence[ProcessGroup] = (group,) * len(group.devices)
         self._outer: Sequence[ProcessGroup | None] = (None,) * len(group.devices)
-        if several and (is_hierarchical or self._is_copied):
+        if has_nodes and (is_hierarchical or self._is_copied):
             levels = [node_levels(group, r) for r in range(len(group.devices))]
             self._inner, self._outer = zip(*levels, strict=True)
 
     @property
     def num_copies(self) -> int:
-        """Int, number of replicas that have the same slices."""
+        """Int, number of replicas that hold the same slices."""
         outer = self._outer[0]
         return outer.size if outer is not None and self._is_copied else 1
 
@@ -58,7 +59,7 @@ class ShardGroups:
         return self.group.size // self.num_copies
 
     def owner(self, replica: int) -> int:
-        """Index of the slice that a local replica owns.
+        """Return the index of the slice that a local replica owns.
 
         Args:
             replica: Int, index among the local replicas.
@@ -73,7 +74,7 @@ class ShardGroups:
         return position * outer.size + outer.position(replica)
 
     def is_first_copy(self, replica: int) -> bool:
-        """True if no replica with the same slices comes before a local one."""
+        """Return whether a local replica is the first with its slices."""
         outer = self._outer[replica]
         is_only = outer is None or not self._is_copied
         return is_only or (outer is not None and outer.position(replica) == 0)
@@ -81,11 +82,11 @@ class ShardGroups:
     def reduce_scatter(
         self, flat: tf.Tensor, route: CompressedRoute, caller: Caller
     ) -> tf.Tensor:
-        """Sum over all replicas and keep the calling one's slice.
+        """Sum a tensor over all replicas, and keep the calling replica's slice.
 
         Args:
             flat: Tensor of shape `[num_owners * slice_size]`.
-            route: `CompressedRoute`, what travels inside and across nodes.
+            route: `CompressedRoute`, the wire formats inside and across nodes.
             caller: `Caller`.
 
         Returns:
@@ -99,16 +100,16 @@ class ShardGroups:
     def gather_across_nodes(
         self, piece: tf.Tensor, replica: int, *, channel: int = 0
     ) -> tf.Tensor:
-        """Gather slices across nodes, after which a node has all of them.
+        """Gather slices across nodes, so that each node holds all slices.
 
         Args:
             piece: Tensor of shape `[slice_size]`.
             replica: Int, index of the calling replica among the local ones.
-            channel: Int, the chain of the launch order. Defaults to `0`.
+            channel: Int, the channel of its collectives. Defaults to `0`.
 
         Returns:
-            Tensor of shape `[slices of a replica * slice_size]`, one slice where
-            there is one level.
+            Tensor of shape `[num_nodes * slice_size]`; of shape `[slice_size]` with one
+            level.
         """
         outer = self._outer[replica]
         if outer is None or self._is_copied:
@@ -118,15 +119,15 @@ class ShardGroups:
     def gather_in_node(
         self, piece: tf.Tensor, replica: int, *, channel: int = 0
     ) -> tf.Tensor:
-        """Gather the slices of all owners, as far as they are in the node.
+        """Gather slices between the replicas of a node; with one level, between all.
 
         Args:
-            piece: Tensor, what `gather_across_nodes` returns.
+            piece: Tensor, the result of `gather_across_nodes`.
             replica: Int, index of the calling replica among the local ones.
-            channel: Int, the chain of the launch order. Defaults to `0`.
+            channel: Int, the channel of its collectives. Defaults to `0`.
 
         Returns:
-            Tensor of shape `[num_owners * slice_size]`, alike on all replicas.
+            Tensor of shape `[num_owners * slice_size]`, equal on all replicas.
         """
         return Member(self._inner[replica], replica, channel).all_gather(piece)
 
@@ -137,12 +138,12 @@ class ShardGroups:
         route: CompressedRoute,
         caller: Caller,
     ) -> tf.Tensor:
-        """Sum a bucket over all replicas and keep the calling one's slice.
+        """Sum a bucket over all replicas, and keep the calling replica's slice.
 
         Args:
-            bucket: `ShardBucket`. Where it is lopsided, an all-reduce moves less.
-            flat: Tensor, its elements as they lie in `bucket.moved`.
-            route: See `reduce_scatter`. An all-reduce does without.
+            bucket: `ShardBucket`. A lopsided one is all-reduced, which moves less.
+            flat: Tensor, the elements in the layout of `bucket.moved`.
+            route: `CompressedRoute`; not used by an all-reduce.
             caller: `Caller`.
 
         Returns:
@@ -159,35 +160,36 @@ class ShardGroups:
         """Gather the slices of a bucket, the inverse of `scatter_bucket`.
 
         Args:
-            bucket: `ShardBucket`. Where it is lopsided, each owner adds its row to
-                zeros.
+            bucket: `ShardBucket`. A lopsided one is gathered by an all-reduce of rows
+                padded with zeros.
             piece: Tensor of shape `[slice_size]`.
             replica: Int, index of the calling replica among the local ones.
-            channel: Int, the chain of the launch order. Defaults to `0`.
+            channel: Int, the channel of its collectives. Defaults to `0`.
 
         Returns:
-            Tensor, alike on all replicas, the elements as they lie in `bucket.moved`.
+            Tensor, equal on all replicas, in the layout of `bucket.moved`.
         """
         if not bucket.is_lopsided:
             piece = self.gather_across_nodes(piece, replica, channel=channel)
             return self.gather_in_node(piece, replica, channel=channel)
-        # A node that has a copy of everything needs no other.
+        # A node that holds the whole state gathers among its own replicas.
         group = self._inner[replica] if self._is_copied else self.group
         placed = place_row(bucket, self.owner(replica), piece)
         return ring(placed, group, replica, channel=channel, is_alone=False)
 
     def all_reduce(self, tensor: tf.Tensor, replica: int) -> tf.Tensor:
-        """Sum over the owners of different slices.
+        """Sum a tensor over the owners; each slice counts once, whatever its copies.
 
         Args:
             tensor: Tensor of known shape.
             replica: Int, index of the calling replica among the local ones.
 
         Returns:
-            A tensor like `tensor`, alike on all replicas.
+            Tensor like `tensor`, equal on all replicas.
         """
         if not self.is_first_copy(replica):
-            # Nodes that add up by themselves may round differently, and drift apart.
+            # One sum over all replicas: sums of each node could be rounded differently,
+            # and the copies would drift apart.
             tensor = tf.zeros_like(tensor)
         return Member(self.group, replica).all_reduce(tensor)
 
@@ -195,12 +197,12 @@ class ShardGroups:
 def shard_groups_of(
     extended: Any, scope: str, *, needs_two_levels: bool = False
 ) -> ShardGroups:
-    """The owners of shards among the replicas of a strategy.
+    """Return the owners of shards among the replicas of a strategy.
 
     Args:
-        extended: Extended class of a tfdp strategy.
+        extended: Extended object of a tfdp strategy.
         scope: String, `"all"` or `"node"`.
-        needs_two_levels: Bool, whether slices travel in two levels also where one is
+        needs_two_levels: Bool, whether slices travel in two levels even if one level is
             as fast. Defaults to `False`.
 
     Returns:

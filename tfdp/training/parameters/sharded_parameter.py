@@ -1,4 +1,4 @@
-"""A variable of which each replica holds a part, and that is read as the whole."""
+"""Variables that are divided among replicas, and read as a whole."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tfdp.training.replicas.variables import MirroredVariable
 
 
 class ShardedParameter(MirroredVariable):
-    """Variable of which each replica holds some elements.
+    """Variable whose elements are divided among replicas.
 
-    To a model it is the whole: a step that reads it gathers it, with the rest of its
+    A model sees the whole parameter: a step that reads it gathers it, together with its
     unit, and its gradient is that of the whole. Its components, one for each local
     replica, are the parts.
 
     Args:
         strategy: A tfdp strategy.
-        parts: Sequence of `tf.Variable`, what each local replica holds.
+        parts: Sequence of `tf.Variable`, the part of each local replica.
         shape: `tf.TensorShape` of the whole.
-        ranges: `Ranges`, the elements of each owner.
-        reader: `Gathers`, by which it is read.
+        ranges: `Ranges`, the range of elements of each owner.
+        reader: `Gathers`, which reads it.
         casts: Bool, whether Keras reads it in the dtype of an autocast scope.
     """
 
@@ -50,7 +50,8 @@ class ShardedParameter(MirroredVariable):
         self.ranges = ranges
         self.reader = reader
         self.casts = casts
-        # What it is gathered with, and what of it was gathered outside of a graph.
+        # The unit of the parameter. In eager mode also its whole value, with the run
+        # that has gathered it, and its tensor on gradient tapes.
         self.unit: Any = None
         self.eager_value: tuple[Any, tf.Tensor] | None = None
         self.eager_source: tf.Tensor | None = None
@@ -59,16 +60,16 @@ class ShardedParameter(MirroredVariable):
 
     @property
     def num_elements(self) -> int:
-        """Int, elements of the whole."""
+        """Int, number of elements of the whole."""
         return self.whole_shape.num_elements()
 
     def replace_parts(self, parts: Sequence[tf.Variable], ranges: Ranges) -> None:
-        """Hold other elements from now on."""
+        """Replace the parts of the local replicas and the ranges of all owners."""
         self._values = tuple(parts)
         self.ranges = ranges
         self.reader.forget(self)
 
-    # To TensorFlow and Keras it is the whole.
+    # Methods through which TensorFlow and Keras see the whole parameter.
 
     @property
     def trainable(self) -> bool:
@@ -83,7 +84,7 @@ class ShardedParameter(MirroredVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        """By which gradient tapes know it, see `_compat.record_read`."""
+        """Tensor that identifies it on gradient tapes, see `_compat.record_read`."""
         return self.reader.source(self)
 
     def _get(self) -> tf.Tensor:
@@ -102,7 +103,7 @@ class ShardedParameter(MirroredVariable):
         return np.asarray(self._get().numpy())
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
-        """Set the whole; each replica takes its part of it."""
+        """Assign a whole value; each replica assigns its part."""
         del args, kwargs
         value = tf.convert_to_tensor(value, self.dtype)
         value.shape.assert_is_compatible_with(self.whole_shape)
@@ -110,31 +111,37 @@ class ShardedParameter(MirroredVariable):
         return self._update_parts(lambda part, own: part.assign(own), value)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
-        """Add to the whole; each replica takes its part of it."""
+        """Add a whole value; each replica adds its part."""
         del args, kwargs
         delta = tf.convert_to_tensor(delta, self.dtype)
         self.record(delta, replaces=False)
         return self._update_parts(lambda part, own: part.assign_add(own), delta)
 
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
-        """Subtract from the whole; each replica takes its part of it."""
+        """Subtract a whole value; each replica subtracts its part."""
         return self.assign_add(-tf.convert_to_tensor(delta, self.dtype))
 
     def assign_part(self, value: tf.Tensor) -> None:
-        """Set the part of the replica that is running.
+        """Assign the part of the running replica.
 
         Args:
-            value: Tensor of shape `[size of the part]`.
+            value: Tensor with as many elements as the part.
         """
         part = _compat.local_part(self)
         part.assign(tf.reshape(value, part.shape), read_value=False)
         self.reader.forget(self)
 
     def _update_parts(self, update: Callable, value: tf.Tensor) -> ShardedParameter:
+        """Update the part of the running replica, or all local parts outside of one.
+
+        Args:
+            update: Callable that takes a part and its new elements.
+            value: Tensor of the whole shape.
+        """
         if (trace := program_trace.current()) is not None:
 
-            def run(given: list) -> None:
-                self._update_parts(update, given[0])
+            def run(values: list) -> None:
+                self._update_parts(update, values[0])
 
             trace.add([value], run)
             return self
@@ -146,14 +153,14 @@ class ShardedParameter(MirroredVariable):
             part = self.values[replica]
             start, stop = self.ranges[self.reader.groups.owner(replica)]
             with tf.device(part.device):
-                own = copy_of_elements(value, start, stop)
-                update(part, tf.reshape(own, part.shape))
+                elements = copy_of_elements(value, start, stop)
+                update(part, tf.reshape(elements, part.shape))
         self.reader.forget(self)
         return self
 
 
 def sharded_parameter(variable: Any) -> ShardedParameter | None:
-    """The sharded parameter behind a Keras variable, or `None` if it is whole."""
+    """Return the `ShardedParameter` of a Keras variable, or `None` if it is whole."""
     value = _compat.value_of(variable)
     return value if isinstance(value, ShardedParameter) else None
 
@@ -166,22 +173,21 @@ def parameter_of(variable: Any) -> ShardedParameter:
 
 
 def check_reader(variables: Sequence[Any], reader: Any) -> None:
-    """Check that an optimizer updates its variables where their parts lie.
+    """Check that variables are sharded by an optimizer's `Gathers`, or whole.
 
     Args:
         variables: Sequence of Keras variables.
-        reader: `Gathers` of those that an optimizer has sharded, or `None` where all
-            must be whole.
+        reader: `Gathers` of the optimizer, or `None` if all variables must be whole.
 
     Raises:
-        ValueError: If one is sharded in another way.
+        ValueError: If a variable is sharded in another way.
     """
     for variable in variables:
         parameter = sharded_parameter(variable)
         if parameter is None or parameter.reader is reader:
             continue
         if parameter.unit is None and reader is not None:
-            continue  # No optimizer has planned it: this one may.
+            continue  # No optimizer has added it to a unit, so this one may.
         if parameter.unit is None:
             raise ValueError(
                 'The model was made in `strategy.scope(init="deferred")`: each replica '
@@ -197,20 +203,20 @@ def check_reader(variables: Sequence[Any], reader: Any) -> None:
 
 
 def copy_of_elements(whole: tf.Tensor, start: int, stop: int) -> tf.Tensor:
-    """Elements of a flattened tensor, in memory of their own.
+    """Return a copy of a range of elements of a flattened tensor.
 
-    A slice shares the memory of the tensor that it is cut out of: a variable that is
-    given one would keep the whole.
+    A slice shares the memory of its tensor, so a variable with the slice as its value
+    would keep the whole tensor alive.
     """
     return tf.raw_ops.DeepCopy(x=tf.reshape(whole, [-1])[start:stop])
 
 
 def own_elements(variable: Any, segment: Segment, replica: int) -> tf.Tensor:
-    """Elements of a variable that a local replica holds.
+    """Return the elements of a segment from the value on a local replica.
 
     Args:
         variable: Keras variable, whole on every replica or sharded.
-        segment: `Segment`; of a sharded variable, all that the replica holds.
+        segment: `Segment`; for a sharded variable it must be the replica's part.
         replica: Int, index of the replica among the local ones.
 
     Returns:

@@ -1,12 +1,13 @@
-"""Units that one replica's step gathers, while the step is traced.
+"""Gathers of units in one replica's step, built while the step is traced.
 
     first read of unit 0: gather 0, 1            (one is prefetched)
-    first read of unit 1:       gather 2, when what unit 0 computes has begun
-    first read of unit 2:             gather 3, when what unit 1 computes has begun
+    first read of unit 1:       gather 2, after unit 0 has begun to compute
+    first read of unit 2:             gather 3, after unit 1 has begun to compute
 
-TensorFlow starts every operation as soon as its inputs are there, so it would gather
+TensorFlow starts every operation as soon as its inputs are ready, so it would gather
 all units at once. Here each gather waits for an operation of an earlier unit, and for
-the gather before it: a unit under way takes memory twice, as it travels and unpacked.
+the previous gather, since a unit needs memory twice while it is gathered: packed and
+unpacked.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from tfdp.ground.plans.shards import ShardBucket, ShardPlan
 from tfdp.ground.plans.units import DEFAULT_UNITS, UnitOptions, unit_bucket
 from tfdp.training.parameters.packing import unpack_rows
 from tfdp.training.parameters.quantized_gathers import (
-    decoded,
-    own_words,
+    decode_parts,
+    encode_parts,
     sent_bytes,
     travels_quantized,
 )
@@ -39,9 +40,9 @@ class Unit:
     """Parameters that are gathered together.
 
     Args:
-        number: Int, its place in the order of the forward pass.
+        number: Int, position of the unit in the forward pass.
         parameters: Tuple of `ShardedParameter`.
-        options: `UnitOptions`. Defaults to that of no arguments.
+        options: `UnitOptions`. Defaults to `UnitOptions()`.
     """
 
     number: int
@@ -50,24 +51,24 @@ class Unit:
 
     @property
     def num_bytes(self) -> int:
-        """Int, the size of its parameters."""
+        """Int, size of its parameters in bytes."""
         return sum(item.num_elements * item.dtype.size for item in self.parameters)
 
     @property
     def sent_bytes(self) -> int:
-        """Int, what all owners send of it, where layers compute in its own dtypes."""
+        """Int, bytes that all owners send to gather it, in its parameters' dtypes."""
         options = self.options
         members = [p for p in self.parameters if travels_quantized(p, options)]
         saved = sum(item.num_elements * item.dtype.size for item in members)
         return self.num_bytes - saved + (sent_bytes(members) if members else 0)
 
 
-class Form(NamedTuple):
-    """In which form parameters travel.
+class GatherFormat(NamedTuple):
+    """Format in which parameters are gathered.
 
     Args:
-        dtype: `tf.DType`, in which they are read.
-        is_quantized: Bool, whether they travel in 8 bits.
+        dtype: `tf.DType` in which layers read the parameters.
+        is_quantized: Bool, whether they travel in 8 bits an element.
     """
 
     dtype: tf.DType
@@ -76,29 +77,29 @@ class Form(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class GatheredUnit:
-    """A unit as a step has gathered it.
+    """Result of one gather of a unit in a step.
 
     Args:
         unit: `Unit`.
-        dtypes: Tuple of `tf.DType`, in which each parameter is read.
+        dtypes: Tuple of `tf.DType`, the dtype in which each parameter is read.
         values: Dict from the `id` of a parameter to its whole value.
-        pieces: Dict from a `Form` to what the replica has of the unit when its node
-            has all of it, see `ShardGroups.gather_across_nodes`.
-        age: Int, age of the last operation before it was first read.
+        pieces: Dict from `GatherFormat` to the result of
+            `ShardGroups.gather_across_nodes` on the replica.
+        age: Int, age of the last operation before the first read.
     """
 
     unit: Unit
     dtypes: tuple[tf.DType, ...]
     values: dict[int, tf.Tensor]
-    pieces: dict[Form, tf.Tensor]
+    pieces: dict[GatherFormat, tf.Tensor]
     age: int
 
 
 class StepGathers:
-    """What the step of one replica has gathered, in one graph.
+    """Gathers units in the step of one replica, and keeps their values.
 
     Args:
-        graph: The graph of the step, around its loops and branches.
+        graph: The graph of the step, outside of its loops and branches.
         groups: `ShardGroups`.
         replica: Int, index of the replica among the local ones.
     """
@@ -108,18 +109,18 @@ class StepGathers:
         self.groups = groups
         self.replica = replica
         self.order = ComputeOrder(graph)
-        # All that was gathered, in order, and what is up to date.
+        # All gathers in order, and the current one by parameter and dtype.
         self.gathered: list[GatheredUnit] = []
         self._current: dict[tuple[int, str], GatheredUnit] = {}
         self._sources: dict[int, tf.Tensor] = {}
         self._backward_passes: list[tuple[int, int]] = []
-        # Ages of the last operations before those that are being traced.
+        # Ages of the last operations before the backward passes that are being traced.
         self._open_passes: list[int] = []
 
     def source(self, parameter: ShardedParameter) -> tf.Tensor:
-        """The tensor whose gradient is that of the parameter.
+        """Return the tensor that stands for the parameter on gradient tapes.
 
-        It is never computed.
+        Its gradient is that of the whole parameter; its value is never computed.
         """
         key = id(parameter)
         if key not in self._sources:
@@ -128,7 +129,7 @@ class StepGathers:
         return self._sources[key]
 
     def read(self, parameter: ShardedParameter, unit: Unit) -> tf.Tensor:
-        """Read a parameter, and gather its unit at the first read.
+        """Return the value of a parameter; gather its unit at the first read.
 
         Returns:
             Tensor of the parameter's shape, in the dtype that the model computes in.
@@ -142,19 +143,19 @@ class StepGathers:
         return value
 
     def forget(self, unit: Unit) -> None:
-        """Gather a unit again when it is read next."""
+        """Drop the values of a unit, so that the next read gathers it again."""
         members = {id(parameter) for parameter in unit.parameters}
         for key in [key for key in self._current if key[0] in members]:
             del self._current[key]
 
     def begin_backward_pass(self) -> None:
-        """Take the operations from now on for those of a backward pass."""
+        """Mark all operations that are traced from now on as a backward pass."""
         self._open_passes.append(self.order.newest())
 
     def end_backward_pass(self) -> None:
         """End the backward pass that began last.
 
-        It contains those that began in it, of layers that are computed again.
+        Passes inside of it, of layers that are computed again, become a part of it.
         """
         begin, end = self._open_passes.pop(), self.order.newest()
         others = [known for known in self._backward_passes if known[0] < begin]
@@ -162,7 +163,11 @@ class StepGathers:
 
     @contextlib.contextmanager
     def between_backward_passes(self) -> Iterator[bool]:
-        """Interrupt the backward pass that is being traced, if there is one."""
+        """End the backward passes that are being traced, and begin them again on exit.
+
+        Yields:
+            Bool, whether a backward pass was being traced.
+        """
         depth = len(self._open_passes)
         for _ in range(depth):
             self.end_backward_pass()
@@ -171,11 +176,16 @@ class StepGathers:
             self.begin_backward_pass()
 
     def take_backward_passes(self) -> list[tuple[int, int]]:
-        """The backward passes since they were taken last."""
+        """Return and clear the list of backward passes.
+
+        Returns:
+            List of pairs of ages, before and at the end of each backward pass.
+        """
         taken, self._backward_passes = self._backward_passes, []
         return taken
 
     def _gather(self, unit: Unit) -> None:
+        """Gather a unit, and keep its values as the current ones."""
         dtypes = tuple(map(read_dtype, unit.parameters))
         age = self.order.newest()
         gate = self._gate(len(self.gathered) - 1 - unit.options.prefetch)
@@ -189,7 +199,11 @@ class StepGathers:
             self._current[id(parameter), dtype.name] = found
 
     def _gate(self, before: int) -> list[tf.Operation]:
-        """What comes before the first read of a unit, see the top of this file."""
+        """Return the last operation before the first read of a gathered unit.
+
+        Args:
+            before: Int, number of the gather; if negative, the list is empty.
+        """
         if before < 0:
             return []
         return self.order.last_until(self.gathered[before].age)
@@ -200,37 +214,39 @@ def gather_unit(
     unit: Unit,
     dtypes: Sequence[tf.DType],
     gate: Sequence[tf.Operation],
-    pieces: Mapping[Form, tf.Tensor] | None = None,
+    pieces: Mapping[GatherFormat, tf.Tensor] | None = None,
     *,
     label: str = timing.UNIT,
-) -> tuple[dict[int, tf.Tensor], dict[Form, tf.Tensor]]:
-    """Gather a unit on the calling replica, by one all-gather for each form.
+) -> tuple[dict[int, tf.Tensor], dict[GatherFormat, tf.Tensor]]:
+    """Gather a unit on the calling replica, by one all-gather for each format.
 
     Args:
         step: `StepGathers`.
         unit: `Unit`.
-        dtypes: Sequence of `tf.DType`, in which each parameter is read.
-        gate: Sequence of operations that come before.
-        pieces: Dict from a `Form` to what the replica has of the unit where its node
-            has all of it; or `None`: its own part only. Defaults to `None`.
-        label: String, what monitors call it. Defaults to that of the forward pass.
+        dtypes: Sequence of `tf.DType`, the dtype in which each parameter is read.
+        gate: Sequence of operations that the gather waits for.
+        pieces: Dict from `GatherFormat` to the result of an earlier gather across
+            nodes, so that only a gather in the node is needed; or `None`. Defaults to
+            `None`.
+        label: String, name of the gather in monitors. Defaults to that of the forward
+            pass.
 
     Returns:
-        Tuple of a dict from the `id` of a parameter to its whole value, and one from
-        a `Form` to a piece, like `pieces`.
+        Tuple of a dict from the `id` of a parameter to its whole value, and a dict from
+        `GatherFormat` to the result of the gather across nodes.
     """
     values: dict[int, tf.Tensor] = {}
-    kept: dict[Form, tf.Tensor] = {}
-    members_of: dict[Form, list[ShardedParameter]] = {}
+    kept: dict[GatherFormat, tf.Tensor] = {}
+    members_of: dict[GatherFormat, list[ShardedParameter]] = {}
     for parameter, dtype in zip(unit.parameters, dtypes, strict=True):
-        form = Form(dtype, travels_quantized(parameter, unit.options))
+        form = GatherFormat(dtype, travels_quantized(parameter, unit.options))
         members_of.setdefault(form, []).append(parameter)
     device = step.groups.group.devices[step.replica]
     with tf.control_dependencies(list(gate)), tf.device(device):
         for form, members in members_of.items():
             with timing.labelled(f"{label} {unit.number}"):
-                given = (pieces or {}).get(form)
-                wholes, piece = _gather(step, unit, members, form, given)
+                known = (pieces or {}).get(form)
+                wholes, piece = _gather_members(step, unit, members, form, known)
             if piece is not None:
                 kept[form] = piece
             step.order.begin_with(wholes)
@@ -238,41 +254,50 @@ def gather_unit(
     return values, kept
 
 
-def _gather(
+def _gather_members(
     step: StepGathers,
     unit: Unit,
     members: list[ShardedParameter],
-    form: Form,
+    form: GatherFormat,
     piece: tf.Tensor | None,
 ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-    """Gather parameters in one form, and return the piece that they are made of, too.
+    """Gather parameters of one format: across nodes, then inside of nodes.
 
-    It is gathered across nodes, unless that has been done, and then inside of them. In
-    8 bits, rows of unequal length are padded: that is still less.
+    Args:
+        step: `StepGathers`.
+        unit: `Unit`.
+        members: List of `ShardedParameter` of the unit.
+        form: `GatherFormat` of the members.
+        piece: Tensor, the result of an earlier gather across nodes; or `None`.
+
+    Returns:
+        Tuple of the list of whole parameters, and the result of the gather across
+        nodes; `None` for a lopsided bucket, which is gathered at once. Quantized rows
+        are padded instead, which still takes fewer bytes.
     """
-    place: dict[str, int] = {"replica": step.replica, "channel": unit.number}
+    caller: dict[str, int] = {"replica": step.replica, "channel": unit.number}
     ranges = [parameter.ranges for parameter in members]
     bucket = unit_bucket(range(len(members)), ranges, form.dtype.name)
     if bucket.is_lopsided and not form.is_quantized:
-        own = _own_slice(step, members, bucket)
-        flat = step.groups.gather_bucket(bucket, own, **place)
-        return _wholes(members, bucket, flat), None
+        piece = _local_slice(step, members, bucket)
+        flat = step.groups.gather_bucket(bucket, piece, **caller)
+        return _unpack_members(members, bucket, flat), None
     if piece is None:
         if form.is_quantized:
-            own = own_words(members, step.replica)
+            part = encode_parts(members, step.replica)
         else:
-            own = _own_slice(step, members, bucket)
-        piece = step.groups.gather_across_nodes(own, **place)
-    flat = step.groups.gather_in_node(piece, **place)
+            part = _local_slice(step, members, bucket)
+        piece = step.groups.gather_across_nodes(part, **caller)
+    flat = step.groups.gather_in_node(piece, **caller)
     if not form.is_quantized:
-        return _wholes(members, bucket, flat), piece
-    return [tf.cast(whole, form.dtype) for whole in decoded(members, flat)], piece
+        return _unpack_members(members, bucket, flat), piece
+    return [tf.cast(whole, form.dtype) for whole in decode_parts(members, flat)], piece
 
 
-def _own_slice(
+def _local_slice(
     step: StepGathers, members: list[ShardedParameter], bucket: ShardBucket
 ) -> tf.Tensor:
-    """What the replica has of a bucket: a tensor of shape `[slice_size]`."""
+    """Return the replica's slice of a bucket, a tensor of shape `[slice_size]`."""
     dtype = tf.as_dtype(bucket.dtype)
     parts = [_compat.local_value(parameter, step.replica) for parameter in members]
     piece = [tf.cast(tf.reshape(part.read_value(), [-1]), dtype) for part in parts]
@@ -280,10 +305,10 @@ def _own_slice(
     return tf.concat([*piece, tf.zeros([padding], dtype)], axis=0)
 
 
-def _wholes(
+def _unpack_members(
     members: list[ShardedParameter], bucket: ShardBucket, flat: tf.Tensor
 ) -> list[tf.Tensor]:
-    """The parameters of a bucket, in their own shapes."""
+    """Unpack the parameters of a gathered bucket, in their own shapes."""
     found = unpack_rows(ShardPlan((bucket,), len(bucket.rows)), [flat])
     return [
         tf.reshape(found[index], parameter.whole_shape)
@@ -294,20 +319,20 @@ def _wholes(
 
 
 def read_dtype(parameter: ShardedParameter) -> tf.DType:
-    """The dtype in which Keras reads a parameter where the model is computing."""
+    """Return the dtype of a parameter's reads in the current autocast scope."""
     casts = parameter.casts and parameter.dtype.is_floating
     scope = _compat.autocast_dtype() if casts else None
     return parameter.dtype if scope is None else tf.as_dtype(scope)
 
 
-# Operations that are done as soon as their input is there, whatever it holds.
-_IMMEDIATE = frozenset(
+# Types of operations that take no time to compute, so that no gather waits for them.
+_INSTANT_OPS = frozenset(
     ("Const", "Identity", "IdentityN", "NoOp", "Rank", "Reshape", "Shape", "ShapeN")
 )
 
 
 class ComputeOrder:
-    """Operations that depend on gathered parameters, found while a step is traced.
+    """Order of the operations that depend on gathered parameters, in a traced step.
 
     Args:
         graph: The graph of the step.
@@ -317,7 +342,7 @@ class ComputeOrder:
         self._graph = graph
         self._num_scanned = len(graph.get_operations())
         self._dependent: set[tf.Operation] = set()
-        # Those that compute, and their ages.
+        # Dependent operations that take time to compute, and their ages.
         self._ages: list[int] = []
         self._computing: list[tf.Operation] = []
 
@@ -327,23 +352,24 @@ class ComputeOrder:
         return _compat.op_age(traced[-1]) if traced else 0
 
     def begin_with(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Take what is computed of these tensors for computing, too."""
+        """Count operations that depend on these tensors from now on."""
         self._scan()
         self._dependent.update(tensor.op for tensor in tensors)
 
     def last_until(self, age: int) -> list[tf.Operation]:
-        """The last operation of at most an age that computes: none, or one."""
+        """Return the last computing operation up to an age: a list of one or none."""
         self._scan()
         index = bisect.bisect_right(self._ages, age)
         return self._computing[index - 1 : index] if index else []
 
     def _scan(self) -> None:
+        """Find dependent operations among those traced since the last scan."""
         new = self._graph.get_operations()[self._num_scanned :]
         for op in new:
             if not any(tensor.op in self._dependent for tensor in op.inputs):
                 continue
             self._dependent.add(op)
-            if op.outputs and op.type not in _IMMEDIATE:
+            if op.outputs and op.type not in _INSTANT_OPS:
                 self._ages.append(_compat.op_age(op))
                 self._computing.append(op)
         self._num_scanned += len(new)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import timing
 from tfdp.ground import _compat
 from tfdp.ground.base import xla
-from tfdp.training.parameters.gathers import gather_again_so_far
+from tfdp.training.parameters.gathers import regather_used_units
 from tfdp.training.reduction.training_group import TrainingGroup
 
 # The local reduction that combines the gathered results of all replicas.
@@ -71,7 +71,7 @@ class Replica:
         sent = [
             tf.cast(part, tf.int32) if part.dtype == tf.bool else part for part in parts
         ]
-        gather_again_so_far()
+        regather_used_units()
         with timing.labelled(timing.current_label() or "sums"):
             sums = self._group.reducer.sum(list(sent))
         return [
@@ -94,7 +94,7 @@ class Replica:
 
     def _gather(self, rows: tf.Tensor) -> tf.Tensor:
         """All-gather rows that are numbers, along the first axis."""
-        gather_again_so_far()
+        regather_used_units()
         return self._group.gather(rows)
 
     def _gather_strings(self, rows: tf.Tensor, axis: int) -> tf.Tensor:

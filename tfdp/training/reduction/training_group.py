@@ -103,4 +103,4 @@ def merging_group(strategy: Any) -> ProcessGroup:
 
 def _local_steps() -> Any:
     """Return the local steps of the optimizer of the running loop's model."""
-    return loops.current().model.optimizer.features.alone  # type: ignore[union-attr]
+    return loops.current().model.optimizer.features.local_steps  # type: ignore[union-attr]

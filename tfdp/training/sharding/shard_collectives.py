@@ -126,7 +126,7 @@ class ShardCollectives:
     def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:
         """Gather parameters that operations before some gradients need again."""
         if self.backward is not None:
-            self.backward.up_to(max(map(_compat.op_position, tensors)))
+            self.backward.gather_until(max(map(_compat.op_position, tensors)))
 
     def _note_reduced(self, slices: Slices) -> None:
         for piece in slices:

@@ -69,7 +69,7 @@ class ShardedLayout(StateLayout):
         }
         slices = self._collectives.reduce_scatter(own, dense, weight)
         if self._collectives.backward is not None:
-            self._collectives.backward.all()
+            self._collectives.backward.gather_rest()
         rows = self._reducer.gather_rows(
             [
                 gradient if weight is None else weighted(gradient, weight)

@@ -25,7 +25,7 @@ from tfdp.ground.plans.shards import (
 )
 from tfdp.ground.plans.units import range_of_owner, unit_bucket
 from tfdp.training.parameters.backward_gathers import BackwardGathers
-from tfdp.training.parameters.conversion import divide_again, shard_variables
+from tfdp.training.parameters.conversion import repartition, shard_variables
 from tfdp.training.parameters.gathers import Gathers, gathers_of
 from tfdp.training.parameters.quantized_gathers import check_constraints
 from tfdp.training.parameters.shard_groups import shard_groups_of
@@ -352,7 +352,7 @@ def plan_of_parameters(
     if plan.owners is not None:
         for parameter, owner in zip(parameters, plan.owners, strict=True):
             size = parameter.num_elements
-            divide_again(parameter, range_of_owner(size, plan.num_owners, owner))
+            repartition(parameter, range_of_owner(size, plan.num_owners, owner))
     return ShardPlan(
         tuple(
             bucket

@@ -47,7 +47,7 @@ class StepFeature:
             no other feature uses.
         needs_all_replicas: Bool, whether it needs what all replicas have in every step.
         trains_alone: Bool, whether replicas update by themselves, so that an update
-            that one of them skips is counted on all: what `Features.train_alone` makes.
+            that one of them skips is counted on all; see `Features.start_local_steps`.
         measures_norm: Bool, whether it reads the norm of the reduced gradients.
     """
 
