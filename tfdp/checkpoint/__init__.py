@@ -1,22 +1,22 @@
-"""Checkpoints and backups that move between any number of replicas.
+"""Checkpoints and backups, which restore on any number of replicas.
 
 A save goes through these files from top to bottom, a restore from `api` to `reader`:
 
-- `api`: `save` and `restore`, on all workers together.
-- `on_all_workers`: what succeeds on all workers or fails on all.
-- `training_state`: the tensors of a checkpoint and of a backup; what is read of them.
+- `api`: `save` and `restore`, called on all workers together.
+- `on_all_workers`: actions that succeed on all workers or fail on all.
+- `training_state`: tensors of checkpoints and backups; load plans for both.
 - `model_state`: weights and optimizers as named state tensors.
 - `accumulated_gradients`: gradients accumulated for the next update.
-- `index`, `index_file`: which file holds which elements; the index as JSON.
-- `schema`: types and bounds of what is read from a file.
-- `storage`, `object_store`: where the files are.
-- `files`: sizes, tensor keys and checksums of the shards' files.
-- `writer`, `reader`: shards to the disk, and back into variables.
-- `backups`: a directory of backups of one run.
-- `replica_state`: variables with a value of their own on each replica.
-- `residual_state`: what compressors have kept of gradients.
-- `run_schema`: what a backup may say of its run.
-- `callback_state`, `random_state`: state of callbacks and of random generators.
+- `index`, `index_file`: the index, which maps elements to files; its JSON file.
+- `schema`: checks of the types and bounds of values read from a file.
+- `storage`, `object_store`: folders of files on a disk or in an object store.
+- `files`: sizes, tensor keys and checksums of shard files.
+- `writer`, `reader`: shards written to storage, and read into variables.
+- `backups`: the directory with the backups of one run.
+- `replica_state`: tensors of variables whose values differ between replicas.
+- `residual_state`: tensors of the state of compressors.
+- `run_schema`: the schema of the run metadata in a backup.
+- `callback_state`, `random_state`: states of callbacks and of random generators.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["restore", "save"]
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of this package
+# A type checker that sees `__getattr__` accepts any attribute of the package.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        # The command line reads indexes without TensorFlow, which `api` needs.
+        # `api` imports TensorFlow, and the command line reads indexes without it.
         if name in __all__:
             return getattr(importlib.import_module("tfdp.checkpoint.api"), name)
         raise AttributeError(f"module 'tfdp.checkpoint' has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Accumulated gradients as tensors of a checkpoint.
 
-That is as one device would have them: summed over all replicas, without the loss
-scale, which the next run may have or not.
+They are stored as one device would hold them: summed over all replicas and divided
+by the loss scale, since the next run may use another scale or none.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tfdp.training.sharding.state_tensors import (
 
 
 def accumulated_state(model: keras.Model) -> list[StateTensor]:
-    """State tensors of the accumulated gradients, without the loss scale.
+    """Return state tensors of the accumulated gradients, without the loss scale.
 
     Args:
         model: Built Keras model, with its optimizer if it is compiled.
 
     Returns:
-        List of `StateTensor`, empty where nothing can be accumulated. Where each
-        replica has a sum of its own, call `redistribute_accumulated_gradients` before
-        they are read.
+        List of `StateTensor`, empty if the optimizer does not accumulate. If each
+        replica has its own sum, call `redistribute_accumulated_gradients` before
+        reading them.
     """
     count = accumulation_counter(model)
     if count is None:
@@ -46,30 +46,32 @@ def accumulated_state(model: keras.Model) -> list[StateTensor]:
     if _shards_gradients(model):
         sums, replicas = accumulated_shards(model), 1
     else:
-        # Of these sums each replica has an equal fraction.
-        sums = [replicated(model, name, total) for name, total in _sums(model)]
+        # After redistribution each replica holds 1/replicas of each sum.
+        sums = [
+            replicated(model, name, total) for name, total in _named_accumulators(model)
+        ]
         strategy = strategy_of(model)
         replicas = 1 if strategy is None else strategy.num_replicas_in_sync
     return tensors + [
         _scaled(
             renamed(tensor, f"{ACCUMULATED_PREFIX}/{tensor.name}"),
-            lambda: replicas / _scale_of(model),
+            lambda: replicas / _current_loss_scale(model),
         )
         for tensor in sums
     ]
 
 
 def num_accumulated(model: keras.Model) -> int:
-    """Number of micro-batches accumulated since the last update."""
+    """Return the number of micro-batches accumulated since the last update."""
     count = accumulation_counter(model)
     return 0 if count is None else int(count.numpy())
 
 
 def redistribute_accumulated_gradients(model: keras.Model) -> None:
-    """Give every replica an equal fraction of the sum. All workers call it.
+    """Give every replica an equal fraction of the accumulated sum.
 
-    What all of them have together stays as it is. Gradients are summed one after the
-    other, so that it takes the memory of the largest.
+    All workers call it. The sum over all replicas does not change. Gradients are
+    summed one after another, which needs memory for the largest one only.
 
     Args:
         model: As for `accumulated_state`.
@@ -77,17 +79,17 @@ def redistribute_accumulated_gradients(model: keras.Model) -> None:
     strategy = strategy_of(model)
     if strategy is None or _shards_gradients(model) or not num_accumulated(model):
         return
-    redistribute_sums(strategy, [total for _, total in _sums(model)])
+    redistribute_sums(strategy, [total for _, total in _named_accumulators(model)])
 
 
 def accumulated_shards(model: keras.Model) -> list[StateTensor]:
-    """State tensors of sums that are accumulated in shards (ZeRO-2), as they are.
+    """Return state tensors of sharded accumulated sums (ZeRO-2), scaled as they are.
 
     Args:
         model: As for `accumulated_state`.
 
     Returns:
-        List of `StateTensor`, named by the variables, empty where there are none.
+        List of `StateTensor`, named after the variables; empty without sharded sums.
     """
     if not _shards_gradients(model):
         return []
@@ -101,21 +103,21 @@ def accumulated_shards(model: keras.Model) -> list[StateTensor]:
 
 
 def per_replica_sums(model: keras.Model) -> list[tuple[str, Any]]:
-    """Accumulators in which each replica has a sum of its own.
+    """Return the accumulators that hold a different sum on each replica.
 
     Args:
         model: As for `accumulated_state`.
 
     Returns:
-        List of pairs: the name of the trained variable, and the Keras variable that
-        holds another value on each replica. It is empty where there are none.
+        List of pairs of the trained variable's name and its accumulator, a Keras
+        variable. The list is empty if there are no such accumulators.
     """
     is_empty = accumulation_counter(model) is None or _shards_gradients(model)
-    return [] if is_empty else list(_sums(model))
+    return [] if is_empty else list(_named_accumulators(model))
 
 
 def clear_accumulated(model: keras.Model) -> None:
-    """Clear accumulated gradients, in which each replica may have a sum of its own."""
+    """Set accumulated gradients and their counter to zero on all local replicas."""
     count = accumulation_counter(model)
     if count is None:
         return
@@ -128,12 +130,12 @@ def clear_accumulated(model: keras.Model) -> None:
 
 
 def _shards_gradients(model: keras.Model) -> bool:
-    """True if the sum over replicas is accumulated in shards (ZeRO-2)."""
+    """Return whether sums over replicas are accumulated in shards (ZeRO-2)."""
     return getattr(model.optimizer, "accumulates_sums", False)
 
 
 def accumulation_counter(model: keras.Model) -> Any:
-    """Counter of accumulated micro-batches, like a variable; `None` without any."""
+    """Return the counter of accumulated micro-batches, variable-like, or `None`."""
     optimizer: Any = getattr(model, "optimizer", None)
     if hasattr(optimizer, "as_keras"):
         accumulation = optimizer.features.accumulation
@@ -142,8 +144,8 @@ def accumulation_counter(model: keras.Model) -> Any:
     if not groups:
         return None
     counters = [_compat.own_variables(group)[0] for group in groups]
-    if is_multi(_inner(optimizer)):
-        counters.append(_compat.own_variables(_inner(optimizer))[0])
+    if is_multi(_without_loss_scaling(optimizer)):
+        counters.append(_compat.own_variables(_without_loss_scaling(optimizer))[0])
     steps = groups[0].gradient_accumulation_steps
 
     def write(value: Any) -> None:
@@ -156,55 +158,59 @@ def accumulation_counter(model: keras.Model) -> Any:
     )
 
 
-def _sums(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """Name and accumulator of each trained variable, of tfdp or of Keras."""
+def _named_accumulators(model: keras.Model) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the accumulator, tfdp's or Keras's, of trained variables."""
     optimizer: Any = model.optimizer
-    trained = _compat.trained_by(_inner(optimizer))
+    trained = _compat.trained_by(_without_loss_scaling(optimizer))
     if hasattr(optimizer, "as_keras"):
         for index, total in enumerate(optimizer.features.accumulation.sums):
             yield variable_name(index, trained), total
         return
-    places = {id(v): variable_name(index, trained) for index, v in enumerate(trained)}
+    names = {id(v): variable_name(index, trained) for index, v in enumerate(trained)}
     for group in _accumulating_groups(optimizer):
         pairs = zip(_compat.trained_by(group), _compat.accumulators(group), strict=True)
         for variable, total in pairs:
             if total is not None:
-                yield places[id(variable)], total
+                yield names[id(variable)], total
 
 
-def _inner(optimizer: Any) -> Any:
-    """The optimizer without a `LossScaleOptimizer` around it."""
+def _without_loss_scaling(optimizer: Any) -> Any:
+    """Return the optimizer inside a `LossScaleOptimizer`, or the optimizer itself."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _accumulating_groups(optimizer: Any) -> list[Any]:
-    inner = _inner(optimizer)
+    """Return the Keras optimizers that accumulate gradients themselves."""
+    inner = _without_loss_scaling(optimizer)
     groups = [] if inner is None else innermost(inner)
     return [group for group in groups if _compat.has_accumulators(group)]
 
 
-def _scale_of(model: keras.Model) -> float:
-    """Loss scale to divide accumulated gradients by; it is restored before them."""
+def _current_loss_scale(model: keras.Model) -> float:
+    """Return the loss scale of accumulated gradients; it is restored before them."""
     optimizer: Any = model.optimizer
     return (hasattr(optimizer, "as_keras") and optimizer.loss_scale) or 1.0
 
 
 def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
-    """State tensor that a checkpoint holds multiplied by a factor."""
+    """Return a state tensor whose values are saved multiplied by a factor."""
 
-    def scale(given: LocalShard) -> LocalShard:
+    def scale(shard: LocalShard) -> LocalShard:
         def read() -> np.ndarray:
-            values = given.read()
-            values = values * np.asarray(factor(), values.dtype)  # a copy
-            # An overflow would be skipped; whoever reads this may not look for one.
+            values = shard.read()
+            # A product in place would change the accumulator, which `read` may share.
+            values = values * np.asarray(factor(), values.dtype)
+            # The loss scale skips overflows; a run that restores may not check them.
             values[~np.isfinite(values)] = 0
             return values
 
         def write(values: Any) -> None:
-            values /= np.asarray(factor(), values.dtype)  # no copy of a large one
-            given.write(values)
+            values /= np.asarray(
+                factor(), values.dtype
+            )  # divided in place to save memory
+            shard.write(values)
 
-        return LocalShard(given.start, given.stop, read, write)
+        return LocalShard(shard.start, shard.stop, read, write)
 
     return dataclasses.replace(
         tensor,

@@ -1,4 +1,4 @@
-"""`save` and `restore`: checkpoints for any number of replicas."""
+"""`save` and `restore` of checkpoints, on any number of replicas."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ from tfdp.training.keras_hooks.file_hooks import plain_optimizer
 from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.training.sharding.state_tensors import StateTensor
 
+# Sentences of error messages about the state after a failure.
 _INTACT = "What the directory held before is intact."
 _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = "The model may hold some of it; restore again before you go on."
 
 
 def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
-    """Write the training state into a directory, each worker its own shards.
+    """Write the training state into a directory; each worker writes its shards.
 
     All workers call it together, with a directory that all of them share, or with a
-    URL of an object store (`pip install tfdp[fsspec]`). The checkpoint that was there
-    stays until the new one is complete, and is then deleted.
+    URL of an object store (`pip install tfdp[fsspec]`). An earlier checkpoint in the
+    directory stays until the new one is complete, and is then deleted.
 
     Args:
         model: Built Keras model, with its optimizer.
-        directory: String or path-like. It is made if it is not there. Or a URL such as
-            `"s3://bucket/run/latest"`, a string.
+        directory: String or path-like, created if it does not exist; or a string, a
+            URL such as `"s3://bucket/run/latest"`.
 
     Raises:
         ValueError: If `directory` cannot hold a checkpoint, or the workers have
             different models.
-        OSError: On every worker, if one of them cannot write. What was there
-            before is intact.
+        OSError: On every worker, if one of them cannot write. The earlier
+            checkpoint is intact.
 
     Example:
 
@@ -64,16 +65,16 @@ def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     ['data-...', 'index.json']
     """
     state = checkpoint_tensors(model)
-    prepare = functools.partial(_make_alike, model)
+    prepare = functools.partial(_equalize_state, model)
     serialize = functools.partial(serialize_model, model)
     save_state(state, directory, worker_group_of(model), serialize, prepare)
 
 
-def _make_alike(model: keras.Model) -> None:
-    """Have one state of all replicas, on any worker."""
+def _equalize_state(model: keras.Model) -> None:
+    """Make the state equal on all replicas, so that any worker can write it."""
     strategy = strategy_of(model)
     if strategy is not None:
-        synchronize_new_variables(strategy)  # of a scope that is not left yet
+        synchronize_new_variables(strategy)  # `save` may run inside the scope
     equalize_replicas(model)
     redistribute_accumulated_gradients(model)
 
@@ -81,15 +82,15 @@ def _make_alike(model: keras.Model) -> None:
 def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     """Read the training state that `save` wrote, on any number of replicas.
 
-    All workers call it together. Each reads only the files that hold something
-    it needs, and nothing is loaded anywhere unless all of these are intact.
+    All workers call it together. Each worker reads only the files that it needs.
+    Nothing is loaded on any worker unless all of these files are intact.
 
     Args:
         model: Built Keras model, compiled with the same optimizer.
-        directory: String or path-like, what `save` was given.
+        directory: String or path-like, the directory or URL of the checkpoint.
 
     Raises:
-        ValueError: On every worker, if there is no checkpoint, if it is one of
+        ValueError: On every worker, if there is no checkpoint, if it belongs to
             another model, or if a file is missing or damaged.
         OSError: On every worker, if an object store does not answer one of them.
 
@@ -106,7 +107,8 @@ def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     >>> bool((model.get_weights()[0] == before[0]).all())
     True
     """
-    # Builds the optimizer, for which workers meet: before any of them may fail to read.
+    # This builds the optimizer, which synchronizes the workers, so it runs before a
+    # worker can fail to read its files.
     model_state(model)
     plan = functools.partial(plan_checkpoint, model)
     restore_state(plan, directory, worker_group_of(model))
@@ -122,8 +124,16 @@ def save_state(
 ) -> None:
     """Write state tensors, and the model as a string, into a directory.
 
-    All workers `prepare` the tensors together, once it is known that they are alike.
-    The index gets what the first worker gives as `run`.
+    All workers call it together.
+
+    Args:
+        state: Sequence of `StateTensor`.
+        directory: String or path-like, as for `save`.
+        worker_group: `WorkerGroup` between the workers.
+        serialize: Callable that returns the model as a string, or `None`.
+        prepare: Callable that makes the state equal on all replicas. It is called
+            after the check that all workers save the same tensors.
+        run: Metadata of the run, as JSON can hold it; worker 0's is written.
     """
     path, rank = os.fspath(directory), worker_group.rank
     entries = files.metadata_of(state)
@@ -132,6 +142,7 @@ def save_state(
     act = functools.partial(run_on_all_workers, worker_group, path, "saved", _INTACT)
 
     def begin() -> tuple[Storage, str]:
+        """Open the storage, and create the data folder on worker 0."""
         storage = open_storage(path)
         token = writing.make_data_folder(storage) if worker_group.is_chief else ""
         return storage, token
@@ -141,12 +152,13 @@ def save_state(
     folder = storage.below(token)
 
     def publish() -> None:
+        """Write the index on worker 0, and remove older checkpoints."""
         if worker_group.is_chief:
             shards = writing.collect_shard_lists(folder, worker_group.num_workers)
-            made_by = versions() | cpu_kernels.versions()
-            index = Index(token, entries, shards, made_by, serialize(), run)
+            package_versions = versions() | cpu_kernels.versions()
+            index = Index(token, entries, shards, package_versions, serialize(), run)
             text = to_text(index)
-            from_text(text)  # what cannot be read is no checkpoint
+            from_text(text)  # an unreadable index must not replace a good one
             writing.replace_index(storage, token, text)
             writing.remove_old_folders(storage, keep=token)
 
@@ -154,7 +166,7 @@ def save_state(
         act("the files", lambda: writing.write_local_shards(state, folder, rank))
         act("the index", publish)
     except (OSError, ValueError) as error:
-        # A store that does not answer may yet put the index that it was sent.
+        # An object store that timed out may still put the index, so its files stay.
         if worker_group.is_chief and not isinstance(error.__cause__, StoreError):
             writing.discard_save(storage, token)
         raise
@@ -165,10 +177,19 @@ def restore_state(
     directory: str | os.PathLike[str],
     worker_group: Any,
 ) -> None:
-    """Read from a directory what is planned once its index is known."""
+    """Restore from a directory what `make_plan` selects from its index.
+
+    All workers call it together.
+
+    Args:
+        make_plan: Callable that takes the `Index` and returns the `LoadPlan`.
+        directory: String or path-like, as for `restore`.
+        worker_group: `WorkerGroup` between the workers.
+    """
     path = os.fspath(directory)
 
     def find() -> tuple[Index, LoadPlan, Storage]:
+        """Read the index, plan what to load, and verify the files."""
         storage = open_storage(path)
         index = load_index(path)
         load_plan, folder = make_plan(index), storage.below(index.token)
@@ -194,9 +215,13 @@ def restore_state(
 
 
 def serialize_model(model: keras.Model) -> str | None:
-    """Serialize the model, with the user's own optimizer, for `tfdp convert`."""
+    """Serialize the model with the user's optimizer, for `tfdp convert`.
+
+    Returns:
+        String, or `None` if the model cannot be serialized.
+    """
     try:
         with plain_optimizer(model):
             return json.dumps(keras.saving.serialize_keras_object(model))
-    except Exception:  # noqa: BLE001 a class of one's own may raise anything
+    except Exception:  # noqa: BLE001 user-defined layers may raise anything
         return None

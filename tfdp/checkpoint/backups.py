@@ -1,7 +1,7 @@
-"""Directory of backups: save one, find the newest that is intact, delete old ones.
+"""Directory of backups: save one, find the newest intact one, delete old ones.
 
-Each is a checkpoint in a directory of its own, `step-<batches so far>`, and counts
-once its index is in place.
+Each backup is a checkpoint in its own subdirectory, `step-<batches so far>`. It is
+valid once its index is written.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from tfdp.ground import user_code
 from tfdp.ground.base.temporary import temporary_name
 from tfdp.training.sharding.state_tensors import StateTensor
 
+# Names of the directories of backups, and of damaged backups that were renamed.
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
-_ASIDE = re.compile(rf"{_NAME.pattern}\.damaged")
+_DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
 _NOTHING_LOADED = "Nothing was loaded."
+# Verdicts on a backup, which workers exchange.
 _INTACT, _DAMAGED, _INCOMPATIBLE, _UNREADABLE = "intact", "damaged", "wrong", "unread"
 
 
 class IncompatibleBackup(ValueError):
-    """Intact backup that the run cannot resume from."""
+    """The backup is intact, but this run cannot resume from it."""
 
 
 class Backups:
-    """Backups of one run. All workers make the same calls.
+    """Backups of one run. All workers call each method together.
 
     Args:
-        directory: String, which all workers share, or a URL of an object store.
-        keep: Int, how many are kept.
+        directory: String, a path that all workers share, or a URL of an object store.
+        keep: Int, number of backups that are kept.
         worker_group: `WorkerGroup` between the workers.
     """
 
@@ -55,36 +57,39 @@ class Backups:
         return open_storage(self.directory)
 
     def prepare(self) -> None:
-        """Make the directory, and check that files can be written there and removed.
+        """Create the directory, and check that files can be written and removed.
 
         Raises:
-            ValueError: On every worker, if there can be no such directory, or a
+            ValueError: On every worker, if the directory cannot be created, or a
                 worker does not see it.
-            OSError: On every worker, if it cannot be written.
+            OSError: On every worker, if the directory cannot be written.
         """
-        act = functools.partial(
+        run_together = functools.partial(
             run_on_all_workers,
             self._worker_group,
             self.directory,
             "saved",
             "Nothing was trained.",
         )
-        probe = act("the directory of backups", self._make_directory)
+        probe = run_together("the directory of backups", self._make_directory)
         probe = self._worker_group.all_gather("a backup: its directory", probe)[0]
 
         def remove() -> None:
+            """Remove the probe, and temporary files of killed processes."""
             if self._worker_group.is_chief:
                 self._storage.remove_file(probe)
-                with contextlib.suppress(OSError):  # the next start tries again
+                with contextlib.suppress(OSError):  # the next run tries again
                     self._storage.remove_left_over()
 
         try:
-            act("what workers see of it", lambda: _check_probe(self._storage, probe))
+            run_together(
+                "what workers see of it", lambda: _check_probe(self._storage, probe)
+            )
         except (OSError, ValueError):
             with contextlib.suppress(OSError):
                 remove()
             raise
-        act("what can be removed from it", remove)
+        run_together("what can be removed from it", remove)
 
     def save(
         self,
@@ -93,16 +98,16 @@ class Backups:
         run: Any,
         serialize: Callable[[], str | None],
     ) -> None:
-        """Add a backup, and remove those that are not kept.
+        """Write a backup, and remove the oldest ones beyond `keep`.
 
         Args:
-            step: Int, batches so far.
+            step: Int, number of batches so far, which names the backup.
             state: Sequence of `StateTensor`.
-            run: What else there is, as JSON can hold it.
+            run: Metadata of the run, as JSON can hold it.
             serialize: Callable that returns the model as a string.
 
         Raises:
-            OSError: On every worker, if one cannot write; those before are intact.
+            OSError: On every worker, if one cannot write; earlier backups are intact.
         """
         backup = self._storage.below(f"step-{step}")
         if backup.is_link:
@@ -120,20 +125,21 @@ class Backups:
         """Find the newest intact backup, the same one on all workers.
 
         Args:
-            make_plan: Callable that takes the `Index` of a backup and returns what is
-                read of it, or raises `IncompatibleBackup`.
+            make_plan: Callable that takes the `Index` of a backup and returns its
+                `LoadPlan`, or raises `IncompatibleBackup`.
 
         Returns:
-            Tuple of its `Index` and the load plan, or `None` if there is none.
+            Tuple of its `Index` and `LoadPlan`, or `None` if there are no backups.
 
         Raises:
-            ValueError: On every worker, if it is not one to go on from, or if there
-                are some and none is whole.
-            OSError: On every worker, if one of them cannot read what there is.
+            ValueError: On every worker, if the run cannot resume from it, or if all
+                backups are damaged.
+            OSError: On every worker, if one of them cannot read a backup.
         """
         group = self._worker_group
 
         def find() -> list[int]:
+            """List the steps of the backups on worker 0."""
             return _steps_of(self._storage) if self._worker_group.is_chief else []
 
         found_steps = run_on_all_workers(
@@ -145,7 +151,7 @@ class Backups:
             name = f"step-{step}"
             found, fault = self._inspect(name, make_plan)
             if found is not None:
-                self._set_aside(damaged, name)
+                self._rename_damaged(damaged, name)
                 return found
             damaged.append((name, fault))
         if damaged:
@@ -159,9 +165,14 @@ class Backups:
     def load(self, index: Index, step: int, load_plan: LoadPlan) -> None:
         """Read a backup into the variables of this worker.
 
+        Args:
+            index: `Index` of the backup.
+            step: Int, number of batches in the backup's name.
+            load_plan: `LoadPlan`, as `find_newest` returned it.
+
         Raises:
-            ValueError: On every worker, if one of them cannot.
-            OSError: The same.
+            ValueError: On every worker, if a file is wrong on one of them.
+            OSError: On every worker, if one of them cannot read a file.
         """
         backup = self._storage.below(f"step-{step}")
         folder = backup.below(index.token)
@@ -173,24 +184,26 @@ class Backups:
         load_plan.finish()
 
     def delete(self) -> None:
-        """Remove all backups, and the directory if nothing else is in it.
+        """Remove all backups, and the directory if it is empty then.
 
-        What no backup has written stays, whatever its name is.
+        Files that were not written by a backup stay, even under a backup's name.
         """
         self._worker_group.all_gather("the end of the backups")
         if not self._worker_group.is_chief:
             return
         with contextlib.suppress(OSError):
-            for step in reversed(_steps_of(self._storage)):  # the newest goes last
+            # The oldest first: if this is interrupted, the newest backup stays.
+            for step in reversed(_steps_of(self._storage)):
                 remove_checkpoint(self._storage.below(f"step-{step}"))
             for name in self._storage.names():
-                if _NAME.fullmatch(name) or _ASIDE.fullmatch(name):
+                if _NAME.fullmatch(name) or _DAMAGED_NAME.fullmatch(name):
                     remove_checkpoint(self._storage.below(name))
             self._storage.remove_left_over()
             self._storage.remove_if_empty()
 
     def _make_directory(self) -> str:
-        storage = self._storage  # on every worker: one may lack what it needs
+        """Create the directory on worker 0, and return the name of a probe file."""
+        storage = self._storage  # fails on a worker that lacks the store's package
         if not self._worker_group.is_chief:
             return ""
         storage.make()
@@ -201,13 +214,19 @@ class Backups:
     def _inspect(
         self, name: str, make_plan: Callable[[Index], LoadPlan]
     ) -> tuple[tuple[Index, LoadPlan] | None, str]:
-        """Index and load plan of a backup, or why no worker can use it."""
+        """Return the index and load plan of a backup, or `None` and its fault.
+
+        Raises:
+            ValueError: On every worker, if the backup is incompatible with the run.
+            OSError: On every worker, if one of them cannot read it.
+        """
         backup = self._storage.below(name)
         found, kind, text = None, _INTACT, ""
         try:
             index = load_index(backup.path)
             folder = backup.below(index.token)
-            # Before anything is made that is as large as the index says.
+            # The plan allocates arrays of the sizes in the index, so the sizes are
+            # compared with those of the files first.
             files.verify_files(index.shards, folder, contents=False)
             load_plan = make_plan(index)
             if name != f"step-{index.run['steps']}":
@@ -219,24 +238,24 @@ class Backups:
             kind, text = _INCOMPATIBLE, str(error)
         except StoreError as error:
             kind, text = _UNREADABLE, str(error)
-        except Exception as error:  # noqa: BLE001 whatever it is, all must hear of it
+        except Exception as error:  # noqa: BLE001 workers must exchange any failure
             kind, text = _DAMAGED, files.error_text(error)
         verdicts = self._worker_group.all_gather(
             "a backup", [kind, text], storage_timeout(self._worker_group)
         )
         self._raise_if_unusable(backup.path, verdicts)
-        are_alike = all(verdict == verdicts[0] for verdict in verdicts)
+        is_same_everywhere = all(verdict == verdicts[0] for verdict in verdicts)
         faults = [
-            text if are_alike else f"worker {rank}: {text}"
+            text if is_same_everywhere else f"worker {rank}: {text}"
             for rank, (kind, text) in enumerate(verdicts)
             if kind == _DAMAGED
         ]
-        if not faults and not are_alike:
+        if not faults and not is_same_everywhere:
             faults = ["workers find different files in it"]
         return (None, faults[0]) if faults else (found, "")
 
     def _raise_if_unusable(self, path: str, verdicts: list) -> None:
-        """Raise what no older backup would help against."""
+        """Raise for an incompatible or unreadable backup: older ones would not help."""
         for rank, (kind, text) in enumerate(verdicts):
             text = text.rstrip(".")
             if kind == _INCOMPATIBLE:
@@ -246,14 +265,14 @@ class Backups:
                     f"{_NOTHING_LOADED} Run what made it, or give another directory. "
                     f"Received: {path!r}"
                 )
-            if kind == _UNREADABLE:  # which is no fault of the backup
+            if kind == _UNREADABLE:  # the store failed; the backup may be intact
                 self._worker_group.leave()
                 raise OSError(
                     f"The backup was not read: worker {rank}: {text}. "
                     f"{_NOTHING_LOADED} Received: {path!r}"
                 )
 
-    def _set_aside(self, damaged: list[tuple[str, str]], used: str) -> None:
+    def _rename_damaged(self, damaged: list[tuple[str, str]], used: str) -> None:
         """Rename damaged backups, so that later ones can take their names."""
         if not damaged:
             return
@@ -261,7 +280,7 @@ class Backups:
             for name, _ in damaged:
                 with contextlib.suppress(OSError):
                     self._storage.rename(name, f"{name}.damaged")
-        # An object store copies them.
+        # The chief may take long: an object store renames by copying.
         self._worker_group.all_gather(
             "what is damaged", "", storage_timeout(self._worker_group)
         )
@@ -271,7 +290,7 @@ class Backups:
         )
 
     def _prune(self, newest: str) -> None:
-        """Remove old backups, and what interrupted saves have left."""
+        """Remove old backups, and files that interrupted saves have left."""
         with contextlib.suppress(OSError):  # the next save tries again
             names = self._storage.names()
             kept = [f"step-{step}" for step in _steps_of(self._storage)[: self._keep]]
@@ -281,6 +300,7 @@ class Backups:
 
 
 def _check_probe(storage: Storage, name: str) -> None:
+    """Raise if this worker does not see the probe file that worker 0 has written."""
     if not storage.has(name):
         raise ValueError(
             "it does not see what worker 0 has written there; give a directory that "
@@ -289,7 +309,7 @@ def _check_probe(storage: Storage, name: str) -> None:
 
 
 def _steps_of(storage: Storage) -> list[int]:
-    """Steps of the backups that have an index, the newest first."""
+    """Return the steps of the backups that have an index, the newest first."""
     found = []
     for name in storage.names():
         match, backup = _NAME.fullmatch(name), storage.below(name)
@@ -299,4 +319,5 @@ def _steps_of(storage: Storage) -> list[int]:
 
 
 def _describe(damaged: list[tuple[str, str]]) -> str:
+    """Format the names and faults of damaged backups as one line."""
     return "; ".join(f"{name}: {fault}" for name, fault in damaged)

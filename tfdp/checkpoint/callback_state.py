@@ -1,7 +1,8 @@
-"""State of callbacks: Keras's by a table, others' by `get_state` and `set_state`.
+"""State of callbacks, saved in backups and restored from them.
 
-A callback that has `get_state()`, which returns what JSON can hold, and
-`set_state(state)`, which takes it, is asked. Those of Keras have neither.
+Callbacks with the methods `get_state()`, which returns a value that JSON can hold,
+and `set_state(state)` are saved through these. The callbacks of Keras have neither,
+so a table lists the attributes that are their state.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 from tfdp.checkpoint.index import DTYPES, Index
 from tfdp.checkpoint.schema import COUNT, check, list_of, mapping, optional, refuse
 
-# What each holds that changes in training.
-_KERAS: dict[type, tuple[str, ...]] = {
+# Attributes that change during training, by callback class.
+_KERAS_STATE: dict[type, tuple[str, ...]] = {
     keras.callbacks.EarlyStopping: (
         *("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
     ),
@@ -30,12 +31,16 @@ _KERAS: dict[type, tuple[str, ...]] = {
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch"),
 }
-# Lists of arrays, which are tensors of a backup.
-_LISTS = {"best_weights"}
-_NAMES = {name for names in _KERAS.values() for name in names} - _LISTS
-# Before the first epoch that Keras looks at, and the first batch.
+# Attributes that are lists of arrays, which a backup holds as tensors.
+_ARRAY_LISTS = {"best_weights"}
+_VALUE_NAMES = {
+    name for names in _KERAS_STATE.values() for name in names
+} - _ARRAY_LISTS
+# Attributes that are `None` until Keras has seen a first epoch or batch.
 _MAY_BE_NONE = {"best", "_last_batch_seen"}
+# Keys of the JSON objects that encode arrays and dicts.
 _ARRAY, _PAIRS = "__array__", "__pairs__"
+# Matches the strings of NumPy dtypes that are decoded.
 _DTYPE = re.compile(r"[<>=|][?a-zA-Z][0-9]{1,9}(\[[a-zA-Z0-9]+\])?")
 
 
@@ -46,11 +51,12 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str,
         callbacks: Iterable of Keras callbacks.
 
     Returns:
-        Tuple of a dict that JSON can hold, and a dict from names to arrays.
+        Tuple of a dict of states by callback, as JSON can hold it, and a dict from
+        names to the arrays of the states.
     """
     states: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
-    for key, callback in _named(callbacks):
+    for key, callback in _with_keys(callbacks):
         if _has_state_methods(callback):
             states[key] = {"own": to_json(callback.get_state())}
             continue
@@ -61,7 +67,7 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str,
         specs: dict[str, Any] = {}
         for name in names:
             found = getattr(callback, name, None)
-            if name in _LISTS:
+            if name in _ARRAY_LISTS:
                 specs[name] = None if found is None else _array_specs(found)
                 for number, array in enumerate(found or ()):
                     arrays[f"{key}/{name}/{number}"] = np.asarray(array)
@@ -72,10 +78,14 @@ def callback_states(callbacks: Iterable[Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def check_value(value: Any, where: str) -> Any:
-    """Decode a value that is said to be one that `to_json` encoded.
+    """Check and decode a value that `to_json` encoded.
+
+    Args:
+        value: Value from a file, as JSON has it.
+        where: String, the place of the value in the file.
 
     Raises:
-        Malformed: If it is not.
+        Malformed: If `to_json` cannot have encoded it.
     """
     try:
         return from_json(value)
@@ -84,24 +94,25 @@ def check_value(value: Any, where: str) -> Any:
 
 
 def check_callback_states(states: Any, where: str) -> None:
-    """Raise `Malformed` if it is not what `callback_states` returned."""
+    """Raise `Malformed` unless states have the form of `callback_states`."""
     mapping(_check_state)(states, where)
 
 
 def _check_state(state: Any, where: str) -> None:
+    """Raise `Malformed` unless a value is the saved state of one callback."""
     if isinstance(state, dict) and "own" in state:
         check(state, {"own": check_value}, where)
         return
     check(state, {"values": mapping(check_value), "arrays": mapping(_SPECS)}, where)
     for name, value in state["values"].items():
-        if not _is_value(name, from_json(value)):
+        if not _is_allowed_value(name, from_json(value)):
             refuse(value, f"{where}.{name}", "a value of such a callback")
     for name in state["arrays"]:
-        check(name, _LISTS, where)
+        check(name, _ARRAY_LISTS, where)
 
 
-def _is_value(name: str, value: Any) -> bool:
-    """Whether a callback of Keras may hold that value under that name."""
+def _is_allowed_value(name: str, value: Any) -> bool:
+    """Return whether a Keras callback may have this value as that attribute."""
     if value is None:
         return name in _MAY_BE_NONE
     if name == "history":
@@ -109,22 +120,22 @@ def _is_value(name: str, value: Any) -> bool:
             isinstance(item, list) for item in value.values()
         )
     kinds = (list,) if name == "epoch" else (int, float, np.number)
-    return name in _NAMES and isinstance(value, kinds)
+    return name in _VALUE_NAMES and isinstance(value, kinds)
 
 
 _SPECS = optional([(list_of(COUNT, most=64), set(DTYPES))])
 
 
 def check_arrays(states: dict[str, Any], index: Index, prefix: str) -> None:
-    """Raise if a backup does not have the arrays that callbacks are said to have had.
+    """Raise if a backup lacks an array that the states of its callbacks list.
 
     Args:
-        states: Dict, the first that `callback_states` returned.
+        states: Dict of states, the first result of `callback_states`.
         index: `Index` of the backup.
-        prefix: String, what the names of their tensors begin with.
+        prefix: String, the prefix of the names of the arrays' tensors.
 
     Raises:
-        Malformed: Naming the first that is not there.
+        Malformed: If an array is missing; names the first one.
     """
     saved = {entry.name: (entry.shape, entry.dtype) for entry in index.tensors}
     for name, shape, dtype in _array_entries(states):
@@ -133,10 +144,10 @@ def check_arrays(states: dict[str, Any], index: Index, prefix: str) -> None:
 
 
 def empty_arrays(states: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Zero arrays to load the arrays of states into.
+    """Create zero arrays, into which the arrays of callbacks are loaded.
 
     Args:
-        states: Dict, the first that `callback_states` returned.
+        states: Dict of states, the first result of `callback_states`.
 
     Returns:
         Dict from names to arrays.
@@ -147,7 +158,7 @@ def empty_arrays(states: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _array_entries(states: dict[str, Any]) -> Iterator[tuple[str, list, str]]:
-    """Name, shape and dtype of each array of the states."""
+    """Yield name, shape and dtype of each array that the states list."""
     for key, state in states.items():
         for name, specs in state.get("arrays", {}).items():
             for number, (shape, dtype) in enumerate(specs or ()):
@@ -160,20 +171,21 @@ def set_callback_states(
     """Restore the state of callbacks.
 
     Args:
-        callbacks: Iterable of Keras callbacks, of which some may have no state.
-        states: Dict, what `callback_states` returned.
-        arrays: Dict, the arrays that it returned.
+        callbacks: Iterable of Keras callbacks. Those without a saved state are
+            skipped.
+        states: Dict of states, the first result of `callback_states`.
+        arrays: Dict from names to arrays, its second result.
     """
-    for key, callback in _named(callbacks):
+    for key, callback in _with_keys(callbacks):
         state = states.get(key)
         if state is None:
             continue
         if "own" in state:
             if _has_state_methods(callback):
-                _set_own_state(callback, key, state["own"])
+                _call_set_state(callback, key, state["own"])
             continue
         for name in _state_attributes(callback):
-            if name in _LISTS:
+            if name in _ARRAY_LISTS:
                 specs = state["arrays"].get(name)
                 items = [f"{key}/{name}/{number}" for number in range(len(specs or ()))]
                 found = [arrays[item] for item in items]
@@ -182,7 +194,8 @@ def set_callback_states(
                 setattr(callback, name, from_json(state["values"][name]))
 
 
-def _set_own_state(callback: Any, key: str, state: Any) -> None:
+def _call_set_state(callback: Any, key: str, state: Any) -> None:
+    """Call the `set_state` of a callback, and name the callback in its error."""
     try:
         callback.set_state(from_json(state))
     except Exception as error:
@@ -193,10 +206,10 @@ def _set_own_state(callback: Any, key: str, state: Any) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """Encode a value for JSON, arrays and keys that are no strings included.
+    """Encode a value for JSON, including arrays and dict keys that are not strings.
 
     Raises:
-        TypeError: If it cannot.
+        TypeError: If the value, or one in it, has another type.
 
     Example:
 
@@ -204,14 +217,14 @@ def to_json(value: Any) -> Any:
     {1: np.float32(0.5), 'a': [None, True]}
     """
     if value is None or isinstance(value, (bool, int, float, str)):
-        # A number of NumPy that is a float, too, stays what it is.
-        return _of_array(value) if isinstance(value, np.generic) else value
+        # `np.float64` is a subclass of `float`; encoded as an array it keeps its type.
+        return _encode_array(value) if isinstance(value, np.generic) else value
     if isinstance(value, (list, tuple)):
         return [to_json(item) for item in value]
     if isinstance(value, dict):
         return {_PAIRS: [[to_json(k), to_json(v)] for k, v in value.items()]}
     if isinstance(value, (np.ndarray, np.generic)) or hasattr(value, "numpy"):
-        return _of_array(value)
+        return _encode_array(value)
     raise TypeError(
         "The state of a callback must be numbers, strings, arrays, lists and dicts. "
         f"Received: {type(value).__name__}"
@@ -234,7 +247,8 @@ def from_json(value: Any) -> Any:
     return array if shape else array[()]
 
 
-def _of_array(value: Any) -> dict[str, list]:
+def _encode_array(value: Any) -> dict[str, list]:
+    """Encode an array or NumPy number as dtype, shape and Base64 text."""
     array = np.asarray(value.numpy() if hasattr(value, "numpy") else value)
     if array.dtype.hasobject:
         raise TypeError(
@@ -246,11 +260,16 @@ def _of_array(value: Any) -> dict[str, list]:
 
 
 def _array_specs(arrays: Iterable[Any]) -> list:
+    """Return shape and dtype name of each array."""
     return [[list(a.shape), np.dtype(a.dtype).name] for a in map(np.asarray, arrays)]
 
 
-def _named(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Name callbacks by class and number: some workers lack those that write files."""
+def _with_keys(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield callbacks with a key of class name and count within the class.
+
+    Positions in the list would differ between workers: callbacks that write files are
+    on some workers only.
+    """
     counts: dict[str, int] = {}
     for callback in callbacks:
         name = type(callback).__qualname__
@@ -263,5 +282,8 @@ def _has_state_methods(callback: Any) -> bool:
 
 
 def _state_attributes(callback: Any) -> tuple[str, ...]:
-    found = (names for kind, names in _KERAS.items() if isinstance(callback, kind))
+    """Return the names of the state attributes of a Keras callback; others: none."""
+    found = (
+        names for kind, names in _KERAS_STATE.items() if isinstance(callback, kind)
+    )
     return next(found, ())

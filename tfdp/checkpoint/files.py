@@ -1,7 +1,7 @@
-"""Files of a checkpoint: sizes, tensor keys, checksums.
+"""Files of a checkpoint: shard sizes, tensor keys and checksums.
 
-The bytes are in TensorFlow's own checkpoint format. Each shard is a checkpoint of
-its own, so that a reader opens only what it needs and a damaged file has a name.
+Shards have TensorFlow's checkpoint format. Each shard is a separate TensorFlow
+checkpoint, so that a reader opens only what it needs and a damaged file has a name.
 Within a shard each chunk of elements is a one-dimensional tensor, not a slice of a
 larger one: TensorFlow cannot read slices of float16 and of unsigned integers.
 """
@@ -22,44 +22,46 @@ from tfdp.ground.base.files import NotRegularFile, open_regular
 from tfdp.ground.text import pluralize
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# The largest shard, and the largest chunk of elements in it. A shard is in memory
-# when it is written and when it is read; so is TensorFlow's buffer of 8 MB, and a
-# second copy of each chunk for a moment. Together it is less than a bucket of
-# gradients.
+# Largest sizes in bytes of a shard, and of a chunk of elements in it. Writing and
+# reading need memory for one shard, for TensorFlow's buffer of 8 MB and for a copy of a
+# chunk: together less than a bucket of gradients.
 SHARD_BYTES = 8 * 2**20
 CHUNK_BYTES = 2**20
+# Bytes that are read at a time to compute a checksum.
 _READ_BYTES = 2**20
+# Parts of the messages of TensorFlow that name an op and not the cause.
 _OP_NOISE = re.compile(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\].*", re.DOTALL)
 
 
 def metadata_of(state: Sequence[StateTensor]) -> tuple[TensorMetadata, ...]:
-    """Metadata of state tensors, as an index lists them."""
+    """Return the metadata of state tensors, as an index lists them."""
     return tuple(TensorMetadata(t.name, tuple(t.shape), t.dtype) for t in state)
 
 
 def tensor_key(name: str, extent: Extent) -> str:
-    """Key of a chunk of elements inside a shard."""
+    """Return the key of a chunk of elements in a shard."""
     return f"{name}:{extent.start}"
 
 
 def dtype_of(tensor: StateTensor) -> tf.DType:
-    """TensorFlow dtype of a tensor's elements."""
+    """Return the TensorFlow dtype of a state tensor."""
     return tf.as_dtype(tensor.dtype)
 
 
 def verify_files(
     shards: Iterable[Shard], folder: Storage, *, contents: bool = True
 ) -> None:
-    """Raise if a file is not as it was written.
+    """Raise if a file of a shard is missing or differs from what was written.
 
     Args:
         shards: Iterable of `Shard`.
         folder: `Storage`, the subdirectory of the checkpoint.
-        contents: Bool, whether the bytes are looked at, and not only their
-            number.
+        contents: Bool, whether checksums are compared too, and not only sizes.
+            Defaults to `True`.
 
     Raises:
-        ValueError: Naming the file, what is wrong with it, and who wrote it.
+        ValueError: If a file is wrong; names the file, the fault and the worker that
+            wrote it.
         StoreError: If the object store cannot be read.
     """
     sizes = folder.sizes()
@@ -83,6 +85,7 @@ def verify_files(
 
 
 def _fault_of_contents(file: File, fetch: Fetch) -> str | None:
+    """Return what is wrong with a file of the right size, or `None`."""
     try:
         path = os.path.join(fetch([file.name]), file.name)
         with open_regular(path) as opened:
@@ -93,14 +96,14 @@ def _fault_of_contents(file: File, fetch: Fetch) -> str | None:
     except NotRegularFile:
         return "is no regular file"
     except StoreError:
-        raise  # the file may be as it was
+        raise  # the store failed; the file may be intact
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return None
 
 
 def checksum(file: Any) -> int:
-    """CRC-32 of the rest of an open file."""
+    """Return the CRC-32 of the rest of an open file."""
     value = 0
     while chunk := file.read(_READ_BYTES):
         value = zlib.crc32(chunk, value)
@@ -108,7 +111,7 @@ def checksum(file: Any) -> int:
 
 
 def error_text(error: Exception) -> str:
-    """Text of an error, in one line and without what TensorFlow puts around it."""
+    """Format an error as one line, without the op names that TensorFlow adds."""
     if isinstance(error, (OSError, ValueError)):
         return str(error)
     text = error.message if isinstance(error, tf.errors.OpError) else str(error)

@@ -1,7 +1,7 @@
 """Index of a checkpoint: which file holds which elements of which tensor.
 
-Elements are counted in the flattened tensor, so that neither the number of
-workers nor the way in which they had sliced it shows.
+Elements are counted in the flattened tensor, so that the index does not depend on the
+number of workers, nor on how they had sharded the tensor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class TensorMetadata(NamedTuple):
     """Name, shape and dtype of a tensor of the training state.
 
     Args:
-        name: String, unique among all.
+        name: String, unique in the checkpoint.
         shape: Tuple of ints.
-        dtype: String.
+        dtype: String, name of the dtype.
     """
 
     name: str
@@ -35,12 +35,12 @@ class TensorMetadata(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Elements `start` to `stop` of a flattened tensor.
+    """Range of elements of a flattened tensor.
 
     Args:
-        tensor: Int, its position in the list of all.
+        tensor: Int, position of the tensor in the index.
         start: Int, the first element.
-        stop: Int, one after the last.
+        stop: Int, one after the last element.
     """
 
     tensor: int
@@ -53,7 +53,7 @@ class File(NamedTuple):
 
     Args:
         name: String, without the directory.
-        num_bytes: Int.
+        num_bytes: Int, its size.
         checksum: Int, the CRC-32 of its bytes.
     """
 
@@ -63,11 +63,11 @@ class File(NamedTuple):
 
 
 class Shard(NamedTuple):
-    """Small checkpoint of TensorFlow's, with some elements of some tensors.
+    """Small TensorFlow checkpoint that holds some elements of some tensors.
 
     Args:
-        prefix: String, what its files are called.
-        worker: Int, who wrote it.
+        prefix: String, the common prefix of the names of its files.
+        worker: Int, rank of the worker that wrote it.
         files: Tuple of `File`.
         extents: Tuple of `Extent`.
     """
@@ -86,11 +86,10 @@ class Index:
         token: String, name of the subdirectory with the shards.
         tensors: Tuple of `TensorMetadata`.
         shards: Tuple of `Shard`.
-        versions: Dict of strings, what it was written with.
-        model: String, the model as Keras serializes it, or `None` if it cannot
-            be.
-        run: What is known of the run that saved it and is no tensor, as JSON can
-            hold it, or `None`.
+        versions: Dict from packages to the versions that wrote the checkpoint.
+        model: String, the serialized Keras model, or `None` if it cannot be
+            serialized.
+        run: Metadata of the run that saved a backup, as JSON can hold it, or `None`.
     """
 
     token: str
@@ -101,14 +100,14 @@ class Index:
     run: Any = None
 
     def find(self, wanted: Extent) -> list[tuple[Shard, Extent]]:
-        """Find the shards that hold some elements.
+        """Find the shards that hold the elements of an extent.
 
         Args:
             wanted: `Extent`.
 
         Returns:
-            List of pairs, ordered by element: a shard, and an extent in it that
-            holds some of them.
+            List of pairs of a shard and an extent in it that overlaps `wanted`,
+            ordered by element.
 
         Example:
 
@@ -127,7 +126,7 @@ class Index:
 
     @functools.cached_property
     def _by_tensor(self) -> list[list[tuple[Shard, Extent]]]:
-        """Shards and extents of each tensor, ordered by element."""
+        """List of the shards and extents of each tensor, ordered by element."""
         by_tensor: list[list[tuple[Shard, Extent]]] = [[] for _ in self.tensors]
         for shard in self.shards:
             for extent in shard.extents:
@@ -140,12 +139,12 @@ class Index:
 def plan_shards(
     extents: Iterable[tuple[Extent, int]], shard_bytes: int, chunk_bytes: int
 ) -> list[tuple[Extent, ...]]:
-    """Divide what a worker writes into shards.
+    """Divide the extents that a worker writes into shards.
 
     Args:
-        extents: Iterable of pairs: an `Extent`, and the bytes of an element.
-        shard_bytes: Int, the largest size of a shard.
-        chunk_bytes: Int, the largest size of an extent in it.
+        extents: Iterable of pairs of an `Extent` and the size of an element in bytes.
+        shard_bytes: Int, the largest size of a shard in bytes.
+        chunk_bytes: Int, the largest size of an extent in a shard in bytes.
 
     Returns:
         List of tuples of `Extent`, one tuple for each shard, in order.
@@ -173,15 +172,14 @@ def plan_shards(
 
 
 def check_complete(tensors: Sequence[TensorMetadata], shards: Iterable[Shard]) -> None:
-    """Raise if the shards do not hold every element once.
+    """Raise unless the shards hold every element exactly once.
 
     Args:
         tensors: Sequence of `TensorMetadata`.
         shards: Iterable of `Shard`.
 
     Raises:
-        ValueError: Naming the first tensor of which elements are missing or
-            there twice.
+        ValueError: If elements are missing or duplicated; names the first tensor.
     """
     reached = [0] * len(tensors)
     for extent in sorted(_extents(shards)):
@@ -197,7 +195,7 @@ def check_complete(tensors: Sequence[TensorMetadata], shards: Iterable[Shard]) -
             raise ValueError(f"Elements of {entry.name!r} are {fault}, at {begin}.")
 
 
-# Bytes of an element of what a variable can be.
+# Bytes of an element, by each dtype that a variable can have.
 _ITEM_BYTES = {
     **dict.fromkeys(("bool", "int4", "uint4", "int8", "uint8"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 1),
@@ -211,13 +209,13 @@ FILE_ENDINGS = (".index", ".data-00000-of-00001")
 
 
 def check_index(index: Index) -> None:
-    """Raise if an index says what no save writes, or leaves elements out.
+    """Raise if an index is inconsistent or incomplete, as no save writes it.
 
     Args:
         index: `Index` whose values have the right types.
 
     Raises:
-        ValueError: Naming the first fault.
+        ValueError: With the first fault.
     """
     names = {entry.name for entry in index.tensors}
     if len(names) < len(index.tensors):
@@ -232,11 +230,14 @@ def check_index(index: Index) -> None:
 
 
 def _check_shard(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
-    """Check a shard's file names, which are paths, and the size of its data."""
-    own, _, number = shard.prefix.rpartition("-")
+    """Raise if a shard has file names of another form, or data of another size.
+
+    File names are checked since they are opened as paths.
+    """
+    writer, _, number = shard.prefix.rpartition("-")
     names = tuple(file.name for file in shard.files)
     if (
-        own != f"worker-{shard.worker}"
+        writer != f"worker-{shard.worker}"
         or not (number.isascii() and number.isdecimal())
         or names != tuple(shard.prefix + ending for ending in FILE_ENDINGS)
     ):
@@ -253,20 +254,21 @@ def _check_shard(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
 
 
 def _extents(shards: Iterable[Shard]) -> Iterable[Extent]:
+    """Iterate over the extents of all shards."""
     return (extent for shard in shards for extent in shard.extents)
 
 
 def first_difference(
     saved: Sequence[TensorMetadata], own: Sequence[TensorMetadata]
 ) -> str | None:
-    """Describe the first difference between a checkpoint and a model.
+    """Describe the first difference between the tensors of a checkpoint and a model.
 
     Args:
-        saved: Sequence of `TensorMetadata`, those of the checkpoint.
-        own: Sequence of `TensorMetadata`, those of the model.
+        saved: Sequence of `TensorMetadata` of the checkpoint.
+        own: Sequence of `TensorMetadata` of the model.
 
     Returns:
-        String that names the first tensor that differs and how, or `None`.
+        String that names the first tensor that differs, and how; or `None`.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""File of a checkpoint's index: JSON with a checksum of its own."""
+"""Index file of a checkpoint: JSON with a checksum of its content."""
 
 from __future__ import annotations
 
@@ -23,31 +23,35 @@ from tfdp.checkpoint.index import (
 )
 from tfdp.checkpoint.object_store import open_storage
 
+# Version of the format that this tfdp reads and writes.
 FORMAT = 1
 INDEX_FILE = "index.json"
-# So much of one is read, and so many values of it are made: about 1 GB of memory at
-# most, and enough for the state of a model of 2 TB.
+# Limits on the bytes and the JSON values of an index file. Parsing one at the limits
+# takes about 1 GB of memory; an index within them describes up to 2 TB of state.
 INDEX_BYTES = 2**28
 _VALUES = 2**23
 _FOLDER = re.compile(r"data-[0-9a-f]{12}")
+# Largest number of dimensions of a tensor.
 _RANK = 64
 
 
 class UnknownFormat(ValueError):
-    """Index file that a newer version of tfdp has written."""
+    """The index file was written by a newer version of tfdp."""
 
 
 def is_folder_name(name: str) -> bool:
-    """Whether a save may have given that name to its folder of data."""
+    """Return whether a name has the form of a save's data folder."""
     return _FOLDER.fullmatch(name) is not None
 
 
-def _folder_name(value: Any, where: str) -> None:
+def _check_folder_name(value: Any, where: str) -> None:
+    """Raise `Malformed` unless a value is the name of a data folder."""
     if type(value) is not str or not is_folder_name(value):
         schema.refuse(value, where, "the name of a folder of data")
 
 
-def _shape(value: Any, where: str) -> None:
+def _check_shape(value: Any, where: str) -> None:
+    """Raise `Malformed` unless a value is the shape of a tensor."""
     _SIZES(value, where)
     if math.prod(value) >= 2**63:
         schema.refuse(value, where, "a shape")
@@ -57,9 +61,9 @@ _SIZES = schema.list_of(schema.COUNT, most=_RANK)
 _FILE = (schema.name, schema.COUNT, schema.COUNT)
 _EXTENT = (schema.COUNT, schema.COUNT, schema.COUNT)
 _CONTENT = {
-    "token": _folder_name,
+    "token": _check_folder_name,
     "versions": schema.mapping(schema.name),
-    "tensors": [(schema.name, _shape, set(DTYPES))],
+    "tensors": [(schema.name, _check_shape, set(DTYPES))],
     "parts": [(schema.name, schema.COUNT, (_FILE, _FILE), [_EXTENT])],
     "model": schema.optional(schema.string),
     "run?": schema.check_depth,
@@ -67,7 +71,7 @@ _CONTENT = {
 
 
 def shards_from_json(rows: list) -> tuple[Shard, ...]:
-    """Shards of what JSON has made of a sequence of `Shard`."""
+    """Convert a sequence of `Shard` that was parsed from JSON back to `Shard`s."""
     return tuple(
         Shard(
             prefix,
@@ -80,7 +84,7 @@ def shards_from_json(rows: list) -> tuple[Shard, ...]:
 
 
 def to_text(index: Index) -> str:
-    """Text of an index file, with a checksum of its own."""
+    """Return the text of the index file, with a checksum of its content."""
     content = {
         "token": index.token,
         "versions": index.versions,
@@ -101,10 +105,10 @@ def from_text(text: str) -> Index:
         text: String.
 
     Returns:
-        `Index`, whole: every element of its tensors is in one of its files.
+        `Index`, which is complete: every element of its tensors is in one file.
 
     Raises:
-        ValueError: If it is not one, was altered, or is of another format.
+        ValueError: If the text is not an index, was altered, or has another format.
 
     Example:
 
@@ -128,7 +132,7 @@ def from_text(text: str) -> Index:
 
 
 def _content_of(text: str) -> Any:
-    """What an index file holds, as JSON has it, with a checksum that fits."""
+    """Return the parsed content of an index file, after its checksum was compared."""
     if len(text) > INDEX_BYTES or sum(map(text.count, "[{,")) > _VALUES:
         raise ValueError(f"it has more than {INDEX_BYTES} bytes or {_VALUES} values")
     try:
@@ -146,7 +150,7 @@ def _content_of(text: str) -> Any:
 
 
 def load_index(directory: str) -> Index:
-    """Read the index of a directory.
+    """Read the index of the checkpoint in a directory.
 
     Args:
         directory: String, a path or a URL.
@@ -155,8 +159,8 @@ def load_index(directory: str) -> Index:
         `Index`.
 
     Raises:
-        ValueError: If there is none, or it is damaged.
-        OSError: If it cannot be read.
+        ValueError: If there is no index, or it is damaged.
+        OSError: If the index cannot be read.
     """
     storage = open_storage(directory)
     path = os.path.join(directory, INDEX_FILE)
@@ -172,12 +176,12 @@ def load_index(directory: str) -> Index:
         raise UnknownFormat(
             f"The file {path!r} is damaged, or of a newer tfdp: {error}."
         ) from error
-    except ValueError as error:  # also bytes that are no text
+    except ValueError as error:  # `UnicodeDecodeError` is one, too
         raise ValueError(f"The file {path!r} is damaged: {error}.") from error
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that write a checkpoint."""
+    """Return the installed versions of the packages that write a checkpoint."""
     found = {}
     for name in ("tfdp", "keras", "tensorflow", "tensorflow-cpu"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,7 +1,7 @@
 """Storage in an object store, through fsspec: `s3://`, `gs://` and others.
 
-A PUT of an object is seen whole or not at all, and nothing can be moved: so files have
-a folder that no other save uses, and the index, which is put last, makes them count.
+A PUT makes an object visible whole or not at all, and objects cannot be moved. So each
+save uses a folder of its own, and its index, which is put last, makes it valid.
 
 Source: https://filesystem-spec.readthedocs.io/en/latest/api.html
 """
@@ -23,43 +23,47 @@ from tfdp.checkpoint.storage import Fetch, Publish, Storage, StoreError
 from tfdp.ground.base.temporary import TemporaryFolder, is_left_over
 from tfdp.ground.text import pluralize
 
-# Who speaks to a store. fsspec knows more of them, and says so itself.
+# Package with the fsspec implementation of a protocol, which an error message names.
+# For other protocols fsspec's own message names it.
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
     **dict.fromkeys(("az", "abfs", "abfss"), "adlfs"),
 }
-# Whose files are seen while they are written: half of an index would be found.
+# Protocols of file systems, not object stores: their files are visible while they are
+# written, so that a reader could find half of an index.
 _FILE_SYSTEMS = frozenset(
     ("file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "webdav", "dbfs")
 )
-# So much of what was downloaded is kept on the local disk, for whoever reads it next.
+# Bytes of downloaded objects that are cached on the local disk, for variables that need
+# the same shard later.
 _KEPT_BYTES = 2**26
-# A request may take so long, with all that the client tries again: 8 MB at 30 kB/s.
+# Timeout in seconds of a request with all retries of the client: a shard of 8 MB
+# arrives in time at 30 kB/s.
 _REQUEST_SECONDS = 300.0
-# What `pathlib` makes of `s3://bucket/run`.
-_CUT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
+# Matches `s3:/bucket/run`: `pathlib` merges the two slashes of a URL.
+_MERGED_SLASHES = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)")
 
 
 def open_storage(path: str) -> Storage:
-    """Storage at a path or a URL. Nothing is asked of it yet.
+    """Return the storage of a path or a URL, without a request to it.
 
     Args:
-        path: String.
+        path: String, a path or a URL.
 
     Returns:
         `Storage`.
 
     Raises:
-        ValueError: If it is no URL of an object store, or what speaks to that store
-            is not installed.
+        ValueError: If it is no URL of an object store, or fsspec or its
+            package for that store is not installed.
 
     Example:
 
     >>> open_storage("checkpoints").below("latest").path
     'checkpoints/latest'
     """
-    if _CUT_URL.match(path):
+    if _MERGED_SLASHES.match(path):
         raise ValueError(
             "a URL has two slashes; give it as a string, and not as a Path"
         )
@@ -67,17 +71,17 @@ def open_storage(path: str) -> Storage:
 
 
 class ObjectStore(Storage):
-    """Objects whose names begin alike.
+    """Folder of an object store: the objects with a common name prefix.
 
     Credentials, endpoints and timeouts are those of fsspec's configuration. A request
-    without an answer is given up after 5 minutes.
+    times out after 5 minutes.
 
     Args:
         path: String, a URL.
 
     Raises:
-        ValueError: If it is no URL of an object store, or what speaks to that store
-            is not installed.
+        ValueError: If it is no URL of an object store, or fsspec or its
+            package for that store is not installed.
 
     Example:
 
@@ -98,26 +102,26 @@ class ObjectStore(Storage):
 
     @property
     def is_link(self) -> bool:
-        """False: there are none."""
+        """False: object stores have no links."""
         return False
 
     def below(self, name: str) -> ObjectStore:
-        """Objects whose names go on with that name."""
+        """Return the subfolder with this name."""
         return ObjectStore(f"{self.path}/{name}")
 
     def make(self, *, exist_ok: bool = True) -> None:
-        """Do nothing: a folder is there when there is an object in it."""
+        """Do nothing: a folder exists while an object is in it."""
 
     def is_folder(self) -> bool:
-        """True: anything may become one."""
+        """True: objects can be put under any prefix."""
         return True
 
     def names(self) -> list[str]:
-        """Names of all that is in it."""
+        """Return the names of the objects and subfolders in it."""
         return list(self._list())
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each object."""
+        """Return the size in bytes of each object, by name."""
         return {
             name: entry["size"]
             for name, entry in self._list().items()
@@ -125,7 +129,7 @@ class ObjectStore(Storage):
         }
 
     def has(self, name: str) -> bool:
-        """Whether there is an object of that name."""
+        """Return whether an object of that name exists."""
         with contextlib.suppress(FileNotFoundError):
             return self._info(name)["type"] == "file"
         return False
@@ -135,13 +139,15 @@ class ObjectStore(Storage):
         num_bytes = self._info(name)["size"]
         if num_bytes > most_bytes:
             raise ValueError(f"it has more than {pluralize(most_bytes, 'byte')}")
-        content = self._ask("read", lambda s, path: s.cat_file(f"{path}/{name}"), name)
+        content = self._request(
+            "read", lambda s, path: s.cat_file(f"{path}/{name}"), name
+        )
         return content.decode()
 
     def write_text(self, name: str, text: str) -> None:
         """Put an object."""
         content = text.encode()
-        self._ask(
+        self._request(
             "written", lambda s, path: s.pipe_file(f"{path}/{name}", content), name
         )
 
@@ -151,7 +157,7 @@ class ObjectStore(Storage):
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[tuple[str, Publish]]:
-        """Yield a temporary folder, and what uploads files and removes them there."""
+        """Yield a temporary folder, and a function that uploads files from it."""
         with TemporaryFolder("store") as folder:
 
             def publish(names: Sequence[str]) -> None:
@@ -163,9 +169,12 @@ class ObjectStore(Storage):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Fetch]:
-        """Yield what downloads objects into a temporary folder of limited size."""
+        """Yield a function that downloads objects into a temporary folder.
+
+        Downloads of earlier calls are removed when they exceed a limit in size.
+        """
         with TemporaryFolder("store") as folder:
-            kept: dict[str, int] = {}  # bytes by name, the latest used last
+            kept: dict[str, int] = {}  # size by name, least recently used first
 
             def fetch(names: Sequence[str]) -> str:
                 for name in names:
@@ -180,13 +189,15 @@ class ObjectStore(Storage):
             yield fetch
 
     def rename(self, name: str, new_name: str) -> None:
-        """Copy the objects within the store, and remove those that were copied."""
-        for path in self._ask("listed", lambda s, path: s.find(f"{path}/{name}"), name):
+        """Copy the objects of a folder to a new name, and remove the old objects."""
+        for path in self._request(
+            "listed", lambda s, path: s.find(f"{path}/{name}"), name
+        ):
             self._move(path, name, new_name)
 
     def remove_file(self, name: str) -> None:
         """Remove an object."""
-        self._ask("removed", lambda s, path: s.rm_file(f"{path}/{name}"), name)
+        self._request("removed", lambda s, path: s.rm_file(f"{path}/{name}"), name)
 
     def remove_left_over(self) -> None:
         """Remove the temporary objects of processes that were killed."""
@@ -199,76 +210,87 @@ class ObjectStore(Storage):
         names = self.sizes()
         if not names:
             return
-        self._ask("removed", lambda s, path: s.rm([f"{path}/{n}" for n in names]))
-        if names.keys() & self.sizes().keys():  # s3fs says nothing
+        self._request("removed", lambda s, path: s.rm([f"{path}/{n}" for n in names]))
+        if names.keys() & self.sizes().keys():  # s3fs ignores refused deletions
             raise StoreError(f"{self.path!r} cannot be removed (the store keeps it)")
 
     def remove_if_empty(self) -> None:
-        """Do nothing: a folder goes with its last object."""
+        """Do nothing: a folder ceases to exist with its last object."""
 
     def _list(self) -> dict[str, dict[str, Any]]:
-        """What fsspec knows of all that is in it, by name."""
+        """Return fsspec's entries of the objects and subfolders in it, by name."""
         try:
-            path, entries = self._ask(
+            path, entries = self._request(
                 "listed", lambda s, path: (path, s.ls(path, detail=True))
             )
         except FileNotFoundError:
             return {}
-        own = path.strip("/") + "/"
-        # Some stores list the folder itself, too, and what only begins alike.
+        folder = path.strip("/") + "/"
+        # Some stores also list the folder itself, and names that only share the prefix.
         return {
-            entry["name"].strip("/").removeprefix(own): entry
+            entry["name"].strip("/").removeprefix(folder): entry
             for entry in entries
-            if entry["name"].strip("/").startswith(own)
+            if entry["name"].strip("/").startswith(folder)
         }
 
     def _info(self, name: str) -> dict[str, Any]:
-        return self._ask("read", lambda s, path: s.info(f"{path}/{name}"), name)
+        """Return fsspec's entry of one object."""
+        return self._request("read", lambda s, path: s.info(f"{path}/{name}"), name)
 
     def _age(self, name: str) -> float | None:
-        """Seconds since an object was put, or `None` where the store does not tell."""
+        """Return the seconds since an object was put, or `None` if unknown."""
         with contextlib.suppress(OSError):
-            put = self._ask("read", lambda s, path: s.modified(f"{path}/{name}"), name)
-            zone = put.tzinfo or datetime.timezone.utc
+            put_time = self._request(
+                "read", lambda s, path: s.modified(f"{path}/{name}"), name
+            )
+            zone = put_time.tzinfo or datetime.timezone.utc
             return (
-                datetime.datetime.now(zone) - put.replace(tzinfo=zone)
+                datetime.datetime.now(zone) - put_time.replace(tzinfo=zone)
             ).total_seconds()
         return None
 
     def _upload(self, file: str, name: str) -> None:
-        self._ask("written", lambda s, path: s.put_file(file, f"{path}/{name}"), name)
+        self._request(
+            "written", lambda s, path: s.put_file(file, f"{path}/{name}"), name
+        )
 
     def _download(self, name: str, file: str) -> None:
-        self._ask("read", lambda s, path: s.get_file(f"{path}/{name}", file), name)
+        self._request("read", lambda s, path: s.get_file(f"{path}/{name}", file), name)
 
     def _move(self, path: str, name: str, new_name: str) -> None:
-        """Move an object, given its whole path, from one folder to another."""
-
-        def move(store: Any, own: str) -> None:
-            store.cp_file(path, f"{own}/{new_name}" + path[len(f"{own}/{name}") :])
-            store.rm_file(path)
-
-        self._ask("moved", move, name)
-
-    def _ask(
-        self, verb: str, request: Callable[[Any, str], Any], name: str = ""
-    ) -> Any:
-        """Make a request of the store, and translate its errors.
+        """Move one object to the renamed folder.
 
         Args:
-            verb: String, what it does.
-            request: Callable that takes fsspec's file system and the path in it.
-            name: String, what it does it to. Defaults to `""`, the folder.
+            path: String, full path of the object.
+            name: String, old name of its folder.
+            new_name: String, new name of its folder.
+        """
+
+        def move(store: Any, root: str) -> None:
+            store.cp_file(path, f"{root}/{new_name}" + path[len(f"{root}/{name}") :])
+            store.rm_file(path)
+
+        self._request("moved", move, name)
+
+    def _request(
+        self, verb: str, request: Callable[[Any, str], Any], name: str = ""
+    ) -> Any:
+        """Send a request to the store, and convert its errors.
+
+        Args:
+            verb: String, past participle of the request for error messages.
+            request: Callable that takes fsspec's file system and this folder's path.
+            name: String, the object of the request. Defaults to `""`, the folder.
 
         Returns:
             What `request` returns.
 
         Raises:
-            FileNotFoundError: If what is read or listed is not there.
-            StoreError: For anything else: each store has errors of its own.
+            FileNotFoundError: If the object to read or the folder to list is missing.
+            StoreError: For any other error, whose classes differ between stores.
         """
         try:
-            return _in_time(lambda: request(*self._open()))
+            return _with_timeout(lambda: request(*self._open()))
         except Exception as error:
             if isinstance(error, FileNotFoundError) and verb in ("read", "listed"):
                 raise
@@ -278,24 +300,24 @@ class ObjectStore(Storage):
             ) from error
 
     def _open(self) -> tuple[Any, str]:
-        """File system of fsspec, and the path in it."""
-        # Other workers write, too: what was listed before is of no use.
+        """Return fsspec's file system and the path of this folder in it."""
+        # Other workers write to the same folder, so a cached listing may be stale.
         core = importlib.import_module("fsspec.core")
         return core.url_to_fs(self.path, use_listings_cache=False)
 
 
-def _in_time(request: Callable[[], Any]) -> Any:
-    """Make a request in a thread, which is left behind when it takes too long.
+def _with_timeout(request: Callable[[], Any]) -> Any:
+    """Call a request in a thread, which is abandoned after a timeout.
 
-    s3fs waits without end, whatever its timeouts are, for the answer of a server that
-    takes the beginning of a PUT and then stands still.
+    Whatever its timeouts are, s3fs waits indefinitely for a server that receives the
+    beginning of a PUT and then hangs.
     """
     answer: concurrent.futures.Future = concurrent.futures.Future()
 
     def run() -> None:
         try:
             answer.set_result(request())
-        except BaseException as error:  # noqa: BLE001 raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 raised by `answer.result()`
             answer.set_exception(error)
 
     threading.Thread(target=run, name="tfdp-store", daemon=True).start()
@@ -306,7 +328,13 @@ def _in_time(request: Callable[[], Any]) -> Any:
 
 
 def _drop_oldest(folder: str, kept: dict[str, int], needed: Sequence[str]) -> None:
-    """Remove files that were used longest ago, until the others are few enough."""
+    """Remove the least recently used files, until the rest is within the limit.
+
+    Args:
+        folder: String, the folder of the files.
+        kept: Dict from names to sizes, the least recently used first.
+        needed: Sequence of strings, names of files that must stay.
+    """
     for name in list(kept):
         if sum(kept.values()) <= _KEPT_BYTES or name in needed:
             return
@@ -315,7 +343,7 @@ def _drop_oldest(folder: str, kept: dict[str, int], needed: Sequence[str]) -> No
 
 
 def _check_protocol(protocol: str) -> None:
-    """Raise unless fsspec is there, with what speaks to the store."""
+    """Raise unless fsspec and its package for a protocol are installed."""
     if protocol in _FILE_SYSTEMS or "::" in protocol:
         raise ValueError(
             f"`{protocol}://` is no object store; mount it, and give the directory"
@@ -341,5 +369,6 @@ def _check_protocol(protocol: str) -> None:
 
 
 def _in_one_line(error: BaseException) -> str:
+    """Format the class and the message of an error as one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

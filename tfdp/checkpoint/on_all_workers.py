@@ -1,4 +1,4 @@
-"""What workers do together with a checkpoint: it succeeds on all or fails on all."""
+"""Checkpoint actions that all workers run: they succeed on all or fail on all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tfdp.checkpoint import files
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground.base.context import strategy_of
 
-# A timeout is meant for messages; a slow disk or store may take longer than that.
+# Least timeout in seconds for reads and writes of files. The timeout of a worker group
+# is meant for messages; a slow disk or store may take longer.
 _STORAGE_SECONDS = 3600.0
 
 
@@ -27,23 +28,26 @@ def run_on_all_workers(
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        path: String, the directory that it is done in.
-        verb: String, what was not done to the checkpoint if it fails.
-        aftermath: String, a sentence on what is left then.
-        topic: String, what it is about.
+        path: String, the directory of the checkpoint, for the error message.
+        verb: String, past participle of the action for the error message, such as
+            `"saved"`.
+        aftermath: String, a sentence for the error message on the state after a
+            failure.
+        topic: String, what the action reads or writes, for error messages.
         action: Callable without arguments.
 
     Returns:
         What `action` returns.
 
     Raises:
-        ValueError: On every worker, if that is what one of them raised.
-        OSError: On every worker, if one raised anything else.
+        ValueError: On every worker, if `action` raised a `ValueError` on the first
+            worker that failed.
+        OSError: On every worker, if it raised another exception there.
     """
     result, error = None, None
     try:
         result = action()
-    except Exception as caught:  # noqa: BLE001 whatever it is, all must hear of it
+    except Exception as caught:  # noqa: BLE001 workers must exchange any failure
         error = caught
     failure = error and [isinstance(error, ValueError), files.error_text(error)]
     limit = storage_timeout(worker_group)
@@ -62,12 +66,12 @@ def run_on_all_workers(
 
 
 def storage_timeout(worker_group: Any) -> float | None:
-    """Seconds that workers wait for one that reads or writes, or `None`: any time."""
+    """Return the timeout in seconds for file operations, or `None` for no timeout."""
     seconds = worker_group.timeout_seconds
     return seconds and max(seconds, _STORAGE_SECONDS)
 
 
 def worker_group_of(model: keras.Model) -> WorkerGroup:
-    """Worker group of a model's strategy."""
+    """Return the worker group of a model's strategy; of one worker without any."""
     strategy = strategy_of(model)
     return WorkerGroup(0, 1) if strategy is None else strategy.extended.worker_group

@@ -1,4 +1,4 @@
-"""State of the random generators that a training script draws from."""
+"""State of the global random generators that a training script uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdp.ground.base import stand_in_seed
 
 
 def random_states() -> dict[str, Any]:
-    """States of Python's, NumPy's, TensorFlow's and Keras's global generators.
+    """Return the global random states of Python, NumPy, TensorFlow and Keras.
 
     Returns:
         Dict that JSON can hold.
@@ -22,16 +22,16 @@ def random_states() -> dict[str, Any]:
     return {
         "python": [version, list(words), gauss],
         "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "tensorflow": _state_of_tensorflow(),
+        "tensorflow": _tensorflow_state(),
         "keras": _compat.keras_seed_state(),
     }
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Restore the states of the generators.
+    """Restore the states of the global random generators of this process.
 
     Args:
-        states: Dict, what `random_states` returned.
+        states: Dict, as `random_states` returns it.
     """
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
@@ -44,30 +44,30 @@ def set_random_states(states: dict[str, Any]) -> None:
     _compat.set_keras_seed_state(states["keras"])
 
 
-def _state_of_tensorflow() -> dict[str, Any]:
-    """TensorFlow's state, and whether its seed is one that the user has not set."""
+def _tensorflow_state() -> dict[str, Any]:
+    """Return TensorFlow's state, with `stands_in`: tfdp, not the user, set its seed."""
     state = _compat.tensorflow_random_state()
     seed = state["seed"]
     return {**state, "stands_in": seed is not None and seed == stand_in_seed.seed()}
 
 
 def gather_random_states(worker_group: Any) -> list[dict[str, Any]]:
-    """Gather the random states of each worker, or one if all are alike.
+    """Gather the random states of all workers; a single one if all are equal.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
     """
     states = worker_group.all_gather("random states", random_states())
-    alike = all(state == states[0] for state in states)
-    return states[:1] if alike else states
+    are_equal = all(state == states[0] for state in states)
+    return states[:1] if are_equal else states
 
 
 def restore_random_states(states: list[dict[str, Any]], worker_group: Any) -> None:
-    """Restore this worker's random states, or the first's on other numbers of workers.
+    """Restore this worker's random states; with another number of workers, the first.
 
     Args:
-        states: List of dicts, what `gather_random_states` returned.
+        states: List of dicts, as `gather_random_states` returned it when saving.
         worker_group: `WorkerGroup` between the workers.
     """
-    is_own = len(states) == worker_group.num_workers
-    set_random_states(states[worker_group.rank if is_own else 0])
+    has_own_state = len(states) == worker_group.num_workers
+    set_random_states(states[worker_group.rank if has_own_state else 0])

@@ -1,4 +1,4 @@
-"""Read a checkpoint: each process opens the shards that it needs, some at a time."""
+"""Read a checkpoint: each process opens only the shards that it needs."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def _nothing() -> None:
 
 @dataclasses.dataclass
 class LoadPlan:
-    """What to read of a checkpoint or a backup, and what to leave out.
+    """Tensors to read from a checkpoint or a backup, and tensors to skip.
 
     Args:
-        tensors: List of `StateTensor`, what is read.
-        left_out: List of strings, names of what is not.
-        clear: Callable, called before variables are written. Defaults to one that does
-            nothing.
-        finish: Callable, called when all workers have read all. Defaults to the same.
-        arrays: Dict from names to arrays, those of callbacks that are read into.
-        label: String, what all workers have to decide alike. Defaults to `""`.
+        tensors: List of `StateTensor` to read into.
+        left_out: List of strings, names of saved tensors that are not read.
+        clear: Callable, called before variables are written. Does nothing by default.
+        finish: Callable, called when all workers have read their shards. Does nothing
+            by default.
+        arrays: Dict from names to the arrays that state of callbacks is read into.
+        label: String, a decision that must be equal on all workers. Defaults to `""`.
     """
 
     tensors: list[StateTensor]
@@ -42,10 +42,14 @@ class LoadPlan:
 
 
 def check_model(index: Index, load_plan: LoadPlan) -> None:
-    """Check that a checkpoint is of this model, by its index alone.
+    """Check that the tensors of a checkpoint match those of a load plan.
+
+    Args:
+        index: `Index` of the checkpoint.
+        load_plan: `LoadPlan` for the model.
 
     Raises:
-        ValueError: If it is not.
+        ValueError: If they differ: the checkpoint belongs to another model.
     """
     saved = [entry for entry in index.tensors if entry.name not in load_plan.left_out]
     difference = first_difference(saved, files.metadata_of(load_plan.tensors))
@@ -54,7 +58,7 @@ def check_model(index: Index, load_plan: LoadPlan) -> None:
 
 
 def needed_shards(state: Sequence[StateTensor], index: Index) -> list[Shard]:
-    """Shards of the checkpoint that this process has to read."""
+    """Return the shards of a checkpoint that this process has to read."""
     positions = _positions(index)
     found = {}
     for tensor in state:
@@ -69,7 +73,7 @@ def read_shards(load_plan: LoadPlan, index: Index, folder: Storage) -> None:
 
     Args:
         load_plan: `LoadPlan`.
-        index: `Index` of its tensors.
+        index: `Index` of the checkpoint.
         folder: `Storage`, the subdirectory of the checkpoint.
     """
     load_plan.clear()
@@ -84,7 +88,7 @@ def read_shards(load_plan: LoadPlan, index: Index, folder: Storage) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _ReadItem:
-    """Local shard to fill, with the elements that have been read for it."""
+    """Local shard to restore, with a buffer for the elements that are read for it."""
 
     local: LocalShard
     extent: Extent
@@ -94,7 +98,7 @@ class _ReadItem:
 def _read_batches(
     state: Sequence[StateTensor], positions: dict[str, int]
 ) -> Iterator[list[_ReadItem]]:
-    """Read items, as many at a time as a shard of a checkpoint may hold."""
+    """Yield read items in batches, whose buffers fit into the size of a shard."""
     batch: list[_ReadItem] = []
     room = files.SHARD_BYTES
     for tensor in state:
@@ -114,7 +118,7 @@ def _read_batches(
 def _items_by_shard(
     items: list[_ReadItem], index: Index
 ) -> Iterable[tuple[Shard, dict[Extent, list[_ReadItem]]]]:
-    """Group read items by shard and extent."""
+    """Group read items by the shards and extents that hold their elements."""
     by_shard: dict[str, tuple[Shard, dict[Extent, list[_ReadItem]]]] = {}
     for item in items:
         for shard, extent in index.find(item.extent):
@@ -126,10 +130,11 @@ def _items_by_shard(
 def _read_shard(
     shard: Shard, extents: dict[Extent, list[_ReadItem]], index: Index, folder: str
 ) -> None:
+    """Read extents of a shard into the buffers of the read items that need them."""
     entries = [index.tensors[extent.tensor] for extent in extents]
     prefix = os.path.join(folder, shard.prefix)
     keys = [files.tensor_key(e.name, x) for e, x in zip(entries, extents, strict=True)]
-    # TensorFlow takes as much memory as the file says.
+    # TensorFlow allocates the sizes in the file, so a forged file must be found first.
     shapes = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()
     for key, extent in zip(keys, extents, strict=True):
         if shapes.get(key) != [extent.stop - extent.start]:
@@ -153,4 +158,5 @@ def _read_shard(
 
 
 def _positions(index: Index) -> dict[str, int]:
+    """Return the position of each tensor in the index, by name."""
     return {entry.name: number for number, entry in enumerate(index.tensors)}

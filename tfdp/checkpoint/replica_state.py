@@ -1,7 +1,8 @@
-"""Variables with a value of their own on each replica, as tensors of a backup.
+"""Tensors of variables whose values differ between replicas, for backups.
 
-A backup holds every replica's value, so that as many replicas go on bit for bit.
-Where there are more or fewer, the first one gets what all of them had together.
+A backup holds the value of every replica, so that a run with the same number of
+replicas continues bit for bit. With another number of replicas, the first one restores
+the merged values of all saved replicas.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from tfdp.ground import _compat
 from tfdp.ground.base.context import strategy_of
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
+# Functions that merge the values of two replicas.
 _MERGES: dict[str, Callable] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 @dataclasses.dataclass(frozen=True)
 class PerReplicaVariable:
-    """Variable with a value of its own on each replica.
+    """Variable whose value differs between replicas.
 
     Args:
-        name: String, unique among all.
-        variable: Keras variable, or what is mirrored like one.
-        merge: String, how the values of all replicas make one: `"sum"`, `"max"` or
-            `"min"`. Defaults to `"sum"`.
+        name: String, unique in the backup.
+        variable: Keras variable, or another mirrored variable.
+        merge: String, the function that merges the values of all replicas: `"sum"`,
+            `"max"` or `"min"`. Defaults to `"sum"`.
     """
 
     name: str
@@ -39,12 +41,12 @@ class PerReplicaVariable:
 
 @dataclasses.dataclass(frozen=True)
 class LocalReplicas:
-    """Replicas of this process among all.
+    """Ranks of the replicas of this process.
 
     Args:
-        first: Int, the rank of its first one.
-        num_local: Int, how many it has.
-        count: Int, how many there are on all workers.
+        first: Int, rank of the first local replica.
+        num_local: Int, number of local replicas.
+        count: Int, number of replicas on all workers.
     """
 
     first: int = 0
@@ -53,7 +55,7 @@ class LocalReplicas:
 
 
 def local_replicas(model: Any) -> LocalReplicas:
-    """Replicas of this process in a model's strategy."""
+    """Return the ranks of this process's replicas in a model's strategy."""
     strategy = strategy_of(model)
     if strategy is None:
         return LocalReplicas()
@@ -68,16 +70,17 @@ def per_replica_tensors(
     replicas: LocalReplicas,
     saved_count: int | None = None,
 ) -> list[StateTensor]:
-    """One state tensor for each replica's value of each variable.
+    """Return a state tensor for each variable and replica.
 
     Args:
         items: Iterable of `PerReplicaVariable`.
         replicas: `LocalReplicas`.
-        saved_count: Int, how many replicas had saved them, to be read by those that
-            there are now. Defaults to `None`: as many.
+        saved_count: Int, number of replicas in the backup to read; with a number
+            other than the current one, values are merged. Defaults to `None`, the
+            current number.
 
     Returns:
-        List of `StateTensor`, the same on every worker but for its shards.
+        List of `StateTensor`, equal on every worker except for the local shards.
     """
     count = replicas.count if saved_count is None else saved_count
     merges = count != replicas.count
@@ -86,7 +89,7 @@ def per_replica_tensors(
             f"{item.name}/replica{rank}",
             tuple(item.variable.shape),
             str(item.variable.dtype),
-            # The first replica has all values merged.
+            # Values of another number of replicas are merged into the first replica.
             0 if merges else rank,
             replicas,
             functools.partial(_shard_of, item, merges=merges),
@@ -104,15 +107,16 @@ def tensor_of_replica(
     replicas: LocalReplicas,
     make_shard: Callable[[int], LocalShard],
 ) -> StateTensor:
-    """State tensor of a replica's value, of which only its own process has elements.
+    """Return the state tensor of one replica's value, owned by that replica's process.
 
     Args:
-        name: String, unique among all.
+        name: String, unique in the backup.
         shape: Tuple of ints.
-        dtype: String.
-        rank: Int, the rank of the replica.
+        dtype: String, name of the dtype.
+        rank: Int, rank of the replica.
         replicas: `LocalReplicas`.
-        make_shard: Callable of the number of the local replica.
+        make_shard: Callable that takes the index of a local replica and returns the
+            `LocalShard` of its value.
     """
     local = rank - replicas.first
     shards = (make_shard(local),) if 0 <= local < replicas.num_local else ()
@@ -120,7 +124,7 @@ def tensor_of_replica(
 
 
 def zero_local_values(variable: Any, replicas: LocalReplicas) -> None:
-    """Set a variable's value of each local replica to zero."""
+    """Set the variable to zero on each local replica."""
     for replica in range(replicas.num_local):
         component = _compat.local_value(variable, replica)
         with tf.device(component.device):
@@ -128,7 +132,13 @@ def zero_local_values(variable: Any, replicas: LocalReplicas) -> None:
 
 
 def _shard_of(item: PerReplicaVariable, local: int, *, merges: bool) -> LocalShard:
-    """Local shard of a local replica, into which several values may be merged."""
+    """Return the local shard of a variable's value on a local replica.
+
+    Args:
+        item: `PerReplicaVariable`.
+        local: Int, index of the local replica.
+        merges: Bool, whether writing merges a value into the current one.
+    """
     component = _compat.local_value(item.variable, local)
 
     def read() -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Schema of what a backup tells of its run, beside tensors."""
+"""Schema of the run metadata that a backup holds beside tensors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from tfdp.checkpoint import schema
 from tfdp.checkpoint.callback_state import check_callback_states, check_value
 from tfdp.checkpoint.schema import COUNT, POSITIVE, optional
 
+# Words and seeds of random generators.
 _WORD = range(2**32)
 _SEED = range(-(2**63), 2**64 + 1)
 
 
-def _words_and_position(value: Any, where: str) -> None:
+def _check_words_and_position(value: Any, where: str) -> None:
+    """Raise `Malformed` unless a value has the words and position of a twister."""
     schema.list_of(_WORD, least=625, most=625)(value, where)
     schema.check(value[-1], range(625), f"{where}[624]")
 
 
-# Mersenne twisters: Python has the position after the words, and NumPy beside them.
-_TWISTER = (range(3, 4), _words_and_position, optional(schema.number))
+# State of a Mersenne twister: Python appends the position to the list of words, NumPy
+# stores it as a value of its own.
+_TWISTER = (range(3, 4), _check_words_and_position, optional(schema.number))
 _WORDS = schema.list_of(_WORD, least=624, most=624)
 _RANDOM = {
     "python": _TWISTER,
@@ -48,17 +51,19 @@ _WARMUP = {
 }
 
 
-def _description(value: Any, where: str) -> None:
+def _check_description(value: Any, where: str) -> None:
+    """Check the description of the data: one for all workers, or a list of them."""
     workers = schema.list_of(_DESCRIPTION, least=1)
     schema.check(value, workers if type(value) is list else _DESCRIPTION, where)
 
 
-def _logs(value: Any, where: str) -> None:
+def _check_logs(value: Any, where: str) -> None:
+    """Raise `Malformed` unless a value encodes a dict, the logs of a batch."""
     if not isinstance(check_value(value, where), dict):
         schema.refuse(value, where, "the logs of a batch")
 
 
-# The first versions did not write `rates` and `accumulation`.
+# `rates` and `accumulation` are optional: the first versions did not write them.
 _RUN = {
     "format": COUNT,
     "identity": {
@@ -76,7 +81,7 @@ _RUN = {
     "batches": COUNT,
     "steps": COUNT,
     "is_stopped": schema.boolean,
-    "logs": _logs,
+    "logs": _check_logs,
     "callbacks": check_callback_states,
     "random": schema.list_of(_RANDOM, least=1),
     "data": {
@@ -84,19 +89,19 @@ _RUN = {
         "num_batches": optional(COUNT),
         "taken": [COUNT],
         "order": optional(_SEED),
-        "description": _description,
+        "description": _check_description,
     },
 }
 
 
 def check_run(run: Any) -> None:
-    """Raise if it is not what a backup tells of its run.
+    """Raise unless run metadata has the form and bounds of a backup's.
 
     Args:
-        run: As JSON has it.
+        run: Parsed JSON, as `Index.run` holds it.
 
     Raises:
-        Malformed: Naming the first field that cannot be.
+        Malformed: With the first field that is wrong.
     """
     schema.check(run, _RUN, "run")
     if run["batches"] > run["steps"]:
@@ -105,7 +110,8 @@ def check_run(run: Any) -> None:
         )
     if run["batches"] and run["is_stopped"]:
         schema.refuse(True, "run.is_stopped", "false within an epoch")
-    # All of them are skipped; an epoch may have had a second iterator.
+    # A resumed run skips all batches that were taken, so their number is bounded. An
+    # epoch may have created a second iterator.
     epochs = 2 * (run["epoch"] + 2)
     per_epoch = run["identity"]["steps_per_epoch"]
     taken = run["data"]["taken"]

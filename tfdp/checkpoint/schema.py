@@ -1,14 +1,14 @@
-"""Schemas of what is read from a file: types and bounds, checked before use.
+"""Schemas of values read from a file: types and bounds, checked before use.
 
-A schema has the form of what it describes:
+A schema has the form of the values that it describes:
 
-    dict       object with these fields and no other; one with a "?" may be missing
-    list       list of any length, of values of the one schema in it
-    tuple      list of as many values, with a schema for each
+    dict       object with exactly these fields; a field with a "?" may be missing
+    list       list of any length; its one item is the schema of all values
+    tuple      list of the same length, with a schema for each value
     set        one of these strings
-    range      integer in it, and no bool
-    callable   function of a value, as JSON has it, and of where it stands in the file,
-               which raises `Malformed` if the value is not what it has to be
+    range      integer in this range, not a bool
+    callable   function of a parsed JSON value and of its place in the file, a string;
+               raises `Malformed` if the value is wrong
 """
 
 from __future__ import annotations
@@ -22,26 +22,33 @@ from tfdp.ground.text import pluralize
 _NO_BOUND = 2**63
 COUNT = range(_NO_BOUND)
 POSITIVE = range(1, _NO_BOUND)
+# Largest number of characters of a name, and largest depth of nested values.
 _NAME_LENGTH = 4096
 _DEPTH = 200
 
 
 class Malformed(ValueError):
-    """Value in a file that nothing could have written there."""
+    """A value in a file violates the schema, so tfdp cannot have written it."""
 
 
 def refuse(value: Any, where: str, wanted: str) -> None:
-    """Raise `Malformed`, in one line whatever the value is."""
+    """Raise `Malformed` with a message of one line.
+
+    Args:
+        value: The wrong value, as JSON has it.
+        where: String, its place in the file.
+        wanted: String, what the value must be.
+    """
     raise Malformed(f"its {where} must be {wanted}, and is {_shown(value)}")
 
 
 def check(value: Any, schema: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is as a schema describes.
+    """Raise `Malformed` unless a value matches a schema.
 
     Args:
-        value: As JSON has it.
-        schema: See above.
-        where: String, where it stands in the file.
+        value: Value, as JSON has it.
+        schema: Schema in the form that the docstring of this module describes.
+        where: String, place of the value in the file.
 
     Example:
 
@@ -91,33 +98,33 @@ def _check_items(pairs: Iterable[tuple[Any, Any]], where: str) -> None:
 
 
 def number(value: Any, where: str) -> None:
-    """Finite number, and no bool."""
+    """Raise `Malformed` unless a value is a finite number and not a bool."""
     is_number = type(value) in (int, float) and abs(value) < 2**1023
     if not is_number or not math.isfinite(value):
         refuse(value, where, "a finite number")
 
 
 def boolean(value: Any, where: str) -> None:
-    """True or false."""
+    """Raise `Malformed` unless a value is a bool."""
     if type(value) is not bool:
         refuse(value, where, "true or false")
 
 
 def name(value: Any, where: str) -> None:
-    """String for a name: printable, of limited length."""
+    """Raise `Malformed` unless a value is a printable string of limited length."""
     is_name = type(value) is str and len(value) <= _NAME_LENGTH
     if not is_name or not value.isprintable():
         refuse(value, where, "a name")
 
 
 def string(value: Any, where: str) -> None:
-    """Any string."""
+    """Raise `Malformed` unless a value is a string."""
     if type(value) is not str:
         refuse(value, where, "a string")
 
 
 def optional(schema: Any) -> Callable:
-    """`None`, or what a schema describes."""
+    """Return a schema for `None` or a value of the given schema."""
 
     def check_optional(value: Any, where: str) -> None:
         if value is not None:
@@ -127,7 +134,7 @@ def optional(schema: Any) -> Callable:
 
 
 def list_of(schema: Any, least: int = 0, most: float = math.inf) -> Callable:
-    """List of values of one schema, whose number is from `least` to `most`."""
+    """Return a schema for lists of `least` to `most` values of one schema."""
 
     def check_list(value: Any, where: str) -> None:
         check(value, [schema], where)
@@ -138,7 +145,7 @@ def list_of(schema: Any, least: int = 0, most: float = math.inf) -> Callable:
 
 
 def mapping(schema: Any) -> Callable:
-    """Object with any names, and values of one schema."""
+    """Return a schema for objects with any names and values of one schema."""
 
     def check_mapping(value: Any, where: str) -> None:
         if type(value) is not dict:
@@ -151,7 +158,13 @@ def mapping(schema: Any) -> Callable:
 
 
 def check_depth(value: Any, where: str, depth: int = _DEPTH) -> None:
-    """Check that values are not nested so deeply that reading them would fail."""
+    """Raise `Malformed` if values are nested so deeply that recursion would fail.
+
+    Args:
+        value: Value, as JSON has it.
+        where: String, place of the value in the file.
+        depth: Int, levels of nesting that are allowed. Defaults to the limit.
+    """
     if depth == 0:
         refuse(value, where, f"nested less than {_DEPTH} deep")
     if isinstance(value, (list, dict)):
@@ -160,6 +173,7 @@ def check_depth(value: Any, where: str, depth: int = _DEPTH) -> None:
 
 
 def _shown(value: Any) -> str:
+    """Format a value for an error message, abbreviated to one short line."""
     if isinstance(value, (list, dict)):
         kind = "a list" if isinstance(value, list) else "an object"
         return f"{kind} of {len(value)}"

@@ -1,7 +1,7 @@
-"""Storage of checkpoints: a folder with files, and folders below it.
+"""Storage of checkpoints: a folder with files and subfolders.
 
-Writer, reader and backups do not know whether it is on a file system or in an object
-store, see `tfdp.checkpoint.object_store`.
+Writer, reader and backups use the same interface for a folder of a file system and for
+one of an object store (`tfdp.checkpoint.object_store`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from tfdp.ground.base.files import (
 )
 from tfdp.ground.base.temporary import remove_left_over
 
-# Takes files that were written into a local folder to the storage.
+# Function that moves named files from a local folder to the storage.
 Publish = Callable[[Sequence[str]], None]
-# Makes files of the storage readable in a local folder, and returns its path.
+# Function that makes named files of the storage readable in a local folder, and returns
+# the path of the folder.
 Fetch = Callable[[Sequence[str]], str]
 
 
 class StoreError(OSError):
-    """Object store that does not answer, or refuses."""
+    """A request to an object store failed or timed out."""
 
 
 class Storage:
-    """Folder on a file system; an object store has another class of its own.
+    """Folder of a file system; `ObjectStore` is the subclass for object stores.
 
     Args:
-        path: String, its path or URL.
+        path: String, path or URL of the folder.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,48 +43,49 @@ class Storage:
 
     @property
     def name(self) -> str:
-        """String, the last part of its path."""
+        """String, the last component of the path."""
         return os.path.basename(self.path)
 
     @property
     def is_link(self) -> bool:
-        """Whether it is a link to a folder."""
+        """Bool, whether the path is a symbolic link."""
         return os.path.islink(self.path)
 
     def below(self, name: str) -> Storage:
-        """Folder of that name in it."""
+        """Return the subfolder with this name."""
         return Storage(self._path(name))
 
     def make(self, *, exist_ok: bool = True) -> None:
-        """Make the folder, for its owner alone."""
+        """Create the folder with access for its owner only."""
         if exist_ok and os.path.exists(self.path) and not os.path.isdir(self.path):
             raise ValueError("there is a file of that name; give a directory")
         make_private_folder(self.path, exist_ok=exist_ok)
 
     def is_folder(self) -> bool:
-        """Whether files can be written into it: it was made, and is no link."""
+        """Return whether the path is an existing folder, and not a link to one."""
         return os.path.isdir(self.path) and not self.is_link
 
     def names(self) -> list[str]:
-        """Names of all that is in it; none if it is not there."""
+        """Return the names of files and subfolders; none if the folder is missing."""
         with contextlib.suppress(FileNotFoundError):
             return os.listdir(self.path)
         return []
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file.
+        """Return the size in bytes of each file, by name.
 
-        TensorFlow opens files of the folder by name, and follows links.
+        TensorFlow opens the files by name and follows links, so links are refused.
 
         Raises:
-            ValueError: If it leads elsewhere, or reading would hang.
+            ValueError: If the folder is a link, or has an entry that is not a regular
+                file: it may lead elsewhere, or block readers.
         """
         if self.is_link:
             raise ValueError(
                 f"The folder {self.name!r} is a link. Put the folder itself there."
             )
         if not os.path.isdir(self.path):
-            return {}  # each of its files is missing
+            return {}  # the caller reports each file as missing
         sizes = {}
         with os.scandir(self.path) as entries:
             for entry in entries:
@@ -96,7 +98,7 @@ class Storage:
         return sizes
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of that name."""
+        """Return whether a file, folder or link of that name exists."""
         return os.path.lexists(self._path(name))
 
     def read_text(self, name: str, most_bytes: int) -> str:
@@ -104,38 +106,39 @@ class Storage:
         return read_text(self._path(name), most_bytes)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a new file, all the way to the disk."""
+        """Write a new file, and sync it to the disk."""
         write_text(self._path(name), text)
 
     def replace_text(self, name: str, text: str, scratch: str) -> None:
-        """Replace a file: whoever reads meanwhile finds the old text or the new one.
+        """Replace a file atomically: readers see the old text or the new one.
 
         Args:
-            name: String.
-            text: String.
-            scratch: String, a folder in this one, for a temporary file.
+            name: String, name of the file.
+            text: String, its new content.
+            scratch: String, name of a subfolder for a temporary file.
         """
-        own = os.path.join(self.path, scratch, name)
-        with replaced(self._path(name), own) as temporary:
+        scratch_path = os.path.join(self.path, scratch, name)
+        with replaced(self._path(name), scratch_path) as temporary:
             write_text(temporary, text)
         sync_folder(self.path)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[tuple[str, Publish]]:
-        """Yield a local folder to write into, and what takes files of it here.
+        """Yield a local folder to write into, and a function that publishes its files.
 
-        It is the folder itself; in the end its names reach the disk.
+        Here the local folder is the folder itself, which is synced to the disk at the
+        end, and publishing does nothing.
         """
         yield self.path, lambda names: None
         sync_folder(self.path)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Fetch]:
-        """Yield what makes files readable in a local folder, which it returns."""
+        """Yield a function that makes files readable in a local folder."""
         yield lambda names: self.path
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a folder in it."""
+        """Rename a subfolder."""
         os.rename(self._path(name), self._path(new_name))
 
     def remove_file(self, name: str) -> None:
@@ -147,11 +150,15 @@ class Storage:
         remove_left_over(self.path)
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it, as far as that can be done."""
+        """Remove the folder and its content; errors are ignored."""
         shutil.rmtree(self.path, ignore_errors=True)
 
     def remove_if_empty(self) -> None:
-        """Remove the folder, where there are folders and nothing is in it."""
+        """Remove the folder if it is empty.
+
+        Raises:
+            OSError: If it is not empty.
+        """
         os.rmdir(self.path)
 
     def _path(self, name: str) -> str:

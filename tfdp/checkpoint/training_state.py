@@ -1,9 +1,9 @@
-"""Tensors of a checkpoint and of a backup, and what is read of either.
+"""Tensors of a checkpoint and of a backup, and load plans for both.
 
-Both have the state of a model between two updates, and what compressors have kept. A
-checkpoint has accumulated gradients as one device would have them. A backup has the
-state of a running `fit`: what replicas have accumulated, each by itself; metrics in the
-middle of an epoch; counters that the logs show; and arrays that callbacks keep.
+Both hold the state of a model between two updates, and the state of compressors. A
+checkpoint holds accumulated gradients as one device would have them. A backup also
+holds the state of a running `fit`: the accumulated gradients of each replica, metrics
+in the middle of an epoch, counters that the logs show, and arrays of callbacks.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.training.keras_hooks.file_view import VariableView
 from tfdp.training.sharding.state_tensors import StateTensor, renamed
 
+# Name prefixes of the tensors of a running `fit`.
 _METRICS = f"{RUN_PREFIX}/metrics"
 CALLBACKS_PREFIX = f"{RUN_PREFIX}/callbacks/"
 _SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
-# What a model may lack that a checkpoint has, and what is said of it then. A callback
-# may switch loss scaling on later, so that a checkpoint may lack it as well.
+# Name prefixes of tensors that a model may lack, and the warning if a checkpoint has
+# them. A checkpoint may lack them too: a callback may enable loss scaling later.
 _OPTIONAL = {
     f"{LOSS_SCALE_PREFIX}/": (
         "The checkpoint has a loss scale and the optimizer has none, so that it is "
@@ -70,32 +71,34 @@ _OPTIONAL = {
 
 
 def checkpoint_tensors(model: keras.Model) -> list[StateTensor]:
-    """Tensors of a checkpoint that is made now."""
+    """Return the tensors of a checkpoint of the current state."""
     tensors = model_state(model) + residual_tensors(model)
     return tensors + (accumulated_state(model) if num_accumulated(model) else [])
 
 
 def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
-    """Plan what to read of a checkpoint, which may be a backup.
+    """Plan which tensors to read from a checkpoint, or from a backup as one.
 
     Args:
         model: Built Keras model.
         index: `Index` of the checkpoint.
 
     Raises:
-        ValueError: If it has what the model has no place for.
+        ValueError: If the checkpoint has accumulated gradients or optimizers that the
+            model has no variables for.
     """
     saved = [entry.name for entry in index.tensors]
-    _check_others_are_built(model, saved)
+    _check_other_optimizers_built(model, saved)
     accumulated = accumulated_state(model)
     if not accumulated and any(n.startswith(f"{ACCUMULATED_PREFIX}/") for n in saved):
         raise ValueError(
             "it was saved between the micro-batches of an update, and the optimizer "
             "does not accumulate; give it `accumulation_steps` before `restore`"
         )
-    tensors, left_out = _match_others(model_state(model), saved)
+    tensors, left_out = _match_other_optimizers(model_state(model), saved)
     names, may_miss = set(saved), (*_OPTIONAL, f"{ACCUMULATED_PREFIX}/")
-    # Accumulated gradients after the loss scale, by which they are multiplied.
+    # Accumulated gradients come last: they are multiplied by the loss scale, which must
+    # be restored before them.
     tensors = [
         tensor
         for tensor in (*tensors, *accumulated)
@@ -112,7 +115,7 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
 
 
 def run_facts(model: Any) -> dict[str, Any]:
-    """Metadata needed to restore the tensors of a backup, as JSON can hold it."""
+    """Return the metadata that restoring a backup's tensors needs, for JSON."""
     return {
         "replicas": local_replicas(model).count,
         "merges": [item.merge for item in metric_variables(model)],
@@ -122,12 +125,12 @@ def run_facts(model: Any) -> dict[str, Any]:
 def backup_tensors(
     model: Any, arrays: dict[str, np.ndarray], *, in_epoch: bool
 ) -> list[StateTensor]:
-    """Tensors of a backup that is made now.
+    """Return the tensors of a backup of the current state.
 
     Args:
         model: Built Keras model, in `fit`.
-        arrays: Dict from names to arrays, those of callbacks.
-        in_epoch: Bool, whether metrics are needed: the epoch is not over.
+        arrays: Dict from names to the arrays of callbacks.
+        in_epoch: Bool, whether the epoch is unfinished, so that metrics are saved.
     """
     replicas = local_replicas(model)
     tensors = _common_tensors(model, arrays) + residual_tensors(model)
@@ -146,21 +149,22 @@ def plan_backup(
     *,
     with_metrics: bool,
 ) -> LoadPlan:
-    """Plan what to read of a backup.
+    """Plan which tensors to read from a backup.
 
     Args:
         model: Built Keras model, in `fit`.
-        arrays: Dict from names to arrays, into which those of callbacks are read.
+        arrays: Dict from names to arrays, into which the arrays of callbacks are read.
         index: `Index` of the backup.
-        facts: Dict, what `run_facts` had returned.
-        with_metrics: Bool, whether training goes on within the epoch.
+        facts: Dict, the result of `run_facts` in the saved run.
+        with_metrics: Bool, whether training continues in the middle of an epoch.
     """
     saved = [entry.name for entry in index.tensors]
-    tensors, left_out = _match_others(_common_tensors(model, arrays), saved)
+    tensors, left_out = _match_other_optimizers(_common_tensors(model, arrays), saved)
     has_sums = any(name.startswith(f"{_SUMS}/") for name in saved)
     count = facts["replicas"]
     if has_sums or with_metrics:
-        # As many tensors are made; a number alone could be any.
+        # A state tensor is created for each replica, so a forged number must not
+        # exceed the number of tensors in the file.
         most = max(len(index.tensors), 1)
         schema.check(count, range(1, most + 1), "run.facts.replicas")
     if has_sums:
@@ -181,6 +185,7 @@ def _load_plan(
     left_out: list[str],
     **more: Any,
 ) -> LoadPlan:
+    """Create a load plan of these tensors and of the state of compressors."""
     residuals = plan_residuals(model, index)
     return LoadPlan(
         tensors + residuals.tensors,
@@ -191,9 +196,9 @@ def _load_plan(
     )
 
 
-def _check_others_are_built(model: keras.Model, saved: Sequence[str]) -> None:
-    """Raise where a file has the state of an optimizer that has no variables yet."""
-    names = {_other_of(name) for name in saved}
+def _check_other_optimizers_built(model: keras.Model, saved: Sequence[str]) -> None:
+    """Raise if a file has the state of another optimizer that is not built yet."""
+    names = {_other_optimizer(name) for name in saved}
     for name, optimizer in other_optimizers(model).items():
         if name in names and not optimizer.built:
             raise ValueError(
@@ -203,16 +208,16 @@ def _check_others_are_built(model: keras.Model, saved: Sequence[str]) -> None:
             )
 
 
-def _match_others(
+def _match_other_optimizers(
     tensors: Sequence[StateTensor], saved: Sequence[str]
 ) -> tuple[list[StateTensor], list[str]]:
-    """Leave out optimizers, beside the model's own, that only one side has.
+    """Skip optimizers beside `model.optimizer` that only the model or the file has.
 
     Returns:
-        Tuple of the tensors to read, and the names in the file that are not read.
+        Tuple of the tensors to read, and the names of saved tensors to skip.
     """
-    own = {_other_of(tensor.name) for tensor in tensors} | {None}
-    theirs = {_other_of(name) for name in saved} | {None}
+    own = {_other_optimizer(tensor.name) for tensor in tensors} | {None}
+    theirs = {_other_optimizer(name) for name in saved} | {None}
     for names, text in (
         (theirs - own, "is left out: it is not there, or built by its first step"),
         (own - theirs, "was not saved, and goes on as it is"),
@@ -222,29 +227,34 @@ def _match_others(
             user_code.warn(
                 f"The state of another optimizer of the model {text}: {listed}."
             )
-    kept = [tensor for tensor in tensors if _other_of(tensor.name) in theirs]
-    return kept, [name for name in saved if _other_of(name) not in own]
+    kept = [tensor for tensor in tensors if _other_optimizer(tensor.name) in theirs]
+    return kept, [name for name in saved if _other_optimizer(name) not in own]
 
 
-def _other_of(name: str) -> str | None:
-    """The attribute of another optimizer that a tensor belongs to, or `None`."""
+def _other_optimizer(name: str) -> str | None:
+    """Return the attribute of the other optimizer that has a tensor, or `None`."""
     first, _, rest = name.partition("/")
     return rest.partition("/")[0] if first == OTHERS_PREFIX else None
 
 
 def _common_tensors(model: Any, arrays: dict[str, np.ndarray]) -> list[StateTensor]:
-    """Tensors that every backup has."""
+    """Return the tensors that every backup has."""
     tensors = model_state(model)
     for name, variable in _counters(model).items():
         tensors.append(replicated(model, f"{RUN_PREFIX}/counters/{name}", variable))
     for name, array in arrays.items():
-        view, full_name = _view_of(array), f"{CALLBACKS_PREFIX}{name}"
+        view, full_name = _array_view(array), f"{CALLBACKS_PREFIX}{name}"
         tensors.append(replicated(model, full_name, view, array.dtype.name))
     return tensors
 
 
 def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
-    """Accumulated sums with the loss scale in them: it is restored, too."""
+    """Return the tensors of accumulated sums, with the loss scale, which is saved too.
+
+    Args:
+        model: Built Keras model.
+        saved_count: Int, number of replicas in the backup.
+    """
     count = accumulation_counter(model)
     if count is None:
         return []
@@ -260,22 +270,22 @@ def _accumulated_tensors(model: Any, saved_count: int) -> list[StateTensor]:
 def metric_variables(
     model: Any, merges: list[str] | None = None
 ) -> list[PerReplicaVariable]:
-    """Variables of a model's metrics.
+    """Return the variables of a model's metrics.
 
     Args:
         model: Keras model.
-        merges: List of strings, how each one's values make one, if the step that
-            would tell has not been traced yet. Defaults to `None`.
+        merges: List of strings, the function that merges the values of each variable.
+            Defaults to `None`: those that the trace of a step has found.
 
     Returns:
         List of `PerReplicaVariable`.
     """
     variables = [v for metric in model.metrics for v in metric.variables]
-    own = [getattr(variable.value, "merge", "sum") for variable in variables]
-    kinds = own if merges is None or len(merges) != len(own) else merges
+    traced = [getattr(variable.value, "merge", "sum") for variable in variables]
+    kinds = traced if merges is None or len(merges) != len(traced) else merges
     for variable, kind in zip(variables, kinds, strict=True):
         if hasattr(variable.value, "merge"):
-            variable.value.merge = kind  # also where no step is left to be traced
+            variable.value.merge = kind  # a resumed run may not trace a step to find it
     return [
         PerReplicaVariable(f"{_METRICS}/{number}", variable, kind)
         for number, (variable, kind) in enumerate(zip(variables, kinds, strict=True))
@@ -283,7 +293,7 @@ def metric_variables(
 
 
 def _counters(model: Any) -> dict[str, Any]:
-    """Counters that the logs show, which a checkpoint of the model leaves out."""
+    """Return the counters that only logs show, by name; checkpoints skip them."""
     features = getattr(model.optimizer, "features", None)
     if features is None:
         return {}
@@ -296,8 +306,8 @@ def _counters(model: Any) -> dict[str, Any]:
     return found
 
 
-def _view_of(array: np.ndarray) -> VariableView:
-    """An array of a callback, like a variable."""
+def _array_view(array: np.ndarray) -> VariableView:
+    """Return a variable-like view of a callback's array."""
 
     def write(value: Any) -> None:
         array[...] = np.asarray(value).reshape(array.shape)

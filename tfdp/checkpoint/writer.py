@@ -1,4 +1,4 @@
-"""Write a checkpoint: the shards first, and last the index that makes it valid."""
+"""Write a checkpoint: first the shards, then the index, which makes it valid."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.ground import user_code
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# What a save writes into its folder of data, TensorFlow's temporary files included.
-_OWN_FILE = re.compile(r"index\.json|worker-[0-9]+(\.json|-[0-9]+\..+)")
+# Names of files in a data folder, including the temporary files of TensorFlow.
+_DATA_FILE = re.compile(r"index\.json|worker-[0-9]+(\.json|-[0-9]+\..+)")
 
 
 def make_data_folder(storage: Storage) -> str:
-    """Make the data folder of a new checkpoint.
+    """Create the data folder of a new checkpoint.
 
     Args:
         storage: `Storage` of the checkpoint.
 
     Returns:
-        String, the name of the folder in it, which no other save uses.
+        String, name of the data folder, which is unique.
 
     Raises:
-        ValueError: If there can be none.
+        ValueError: If the folder of the checkpoint cannot be created.
     """
     token = f"data-{uuid.uuid4().hex[:12]}"
     storage.make()
@@ -49,22 +49,32 @@ def make_data_folder(storage: Storage) -> str:
 
 
 def discard_save(storage: Storage, token: str) -> None:
-    """Remove what a failed save has written, unless it had succeeded by then."""
+    """Remove the data folder of a failed save, unless its index was written.
+
+    Args:
+        storage: `Storage` of the checkpoint.
+        token: String, name of the data folder.
+    """
     try:
         if load_index(storage.path).token == token:
             return
     except ValueError:
-        pass  # there is none
+        pass  # without a valid index no checkpoint uses the folder
     except OSError:
-        return  # it may have succeeded; if not, the next one removes what is left
+        return  # the save may have succeeded; if not, the next save cleans up
     with contextlib.suppress(OSError):
         storage.below(token).remove()
 
 
 def remove_old_folders(storage: Storage, keep: str) -> None:
-    """Remove the data of older checkpoints and of interrupted saves."""
+    """Remove the data folders of older checkpoints and of interrupted saves.
+
+    Args:
+        storage: `Storage` of the checkpoint.
+        keep: String, name of the data folder that stays.
+    """
     try:
-        for folder in _own_folders(storage):
+        for folder in _data_folders(storage):
             if folder.name != keep:
                 folder.remove()
     except StoreError as error:
@@ -74,21 +84,21 @@ def remove_old_folders(storage: Storage, keep: str) -> None:
             f"Received: directory={storage.path!r}"
         )
     except OSError:
-        pass  # the next save tries again
+        pass  # the next save removes the rest
 
 
 def remove_checkpoint(storage: Storage) -> None:
-    """Remove what saves have written, and the directory if nothing else is in it.
+    """Remove the files of all saves, and the directory if it is empty then.
 
-    A directory in which no save has written stays as it is.
+    A directory without files of saves does not change.
     """
     with contextlib.suppress(OSError):
         if storage.is_link:
             return
-        folders = _own_folders(storage)
+        folders = _data_folders(storage)
         if not folders and not _has_index(storage):
             return
-        # The index first: without one it does not count.
+        # The index is removed first, so that no valid index names missing files.
         with contextlib.suppress(OSError):
             storage.remove_file(INDEX_FILE)
         for folder in folders:
@@ -96,17 +106,18 @@ def remove_checkpoint(storage: Storage) -> None:
         storage.remove_if_empty()
 
 
-def _own_folders(storage: Storage) -> list[Storage]:
-    """Folders of data that saves have written, by their names and all that they hold.
+def _data_folders(storage: Storage) -> list[Storage]:
+    """Return the data folders, recognized by their names and by their files' names.
 
-    A save that was interrupted has left no index that would name them.
+    The index is no help: interrupted saves have left folders that it does not name.
     """
     named = [storage.below(name) for name in storage.names() if is_folder_name(name)]
     folders = [folder for folder in named if folder.is_folder()]
-    return [each for each in folders if all(map(_OWN_FILE.fullmatch, each.names()))]
+    return [each for each in folders if all(map(_DATA_FILE.fullmatch, each.names()))]
 
 
 def _has_index(storage: Storage) -> bool:
+    """Return whether the directory has a valid index."""
     with contextlib.suppress(OSError, ValueError):
         return bool(load_index(storage.path).token)
     return False
@@ -115,7 +126,13 @@ def _has_index(storage: Storage) -> bool:
 def write_local_shards(
     state: Sequence[StateTensor], folder: Storage, worker: int
 ) -> None:
-    """Write this worker's shards, and the list of them for the first worker."""
+    """Write this worker's shards, and a file that lists them for worker 0.
+
+    Args:
+        state: Sequence of `StateTensor`.
+        folder: `Storage`, the data folder.
+        worker: Int, rank of this worker.
+    """
     if not folder.is_folder():
         raise ValueError(
             "it does not see the folder that worker 0 has made; give a directory "
@@ -126,7 +143,7 @@ def write_local_shards(
 
 
 def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
-    """Collect the shards that all workers have listed, and check their files."""
+    """Read the lists of shards of all workers, and check the sizes of the files."""
     shards: list[Shard] = []
     for worker in range(num_workers):
         name = _list_name(worker)
@@ -138,7 +155,9 @@ def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
                 "that all workers share"
             ) from error
         shards.extend(shards_from_json(json.loads(text)))
-        with contextlib.suppress(StoreError):  # goes with the rest, some day
+        with contextlib.suppress(
+            StoreError
+        ):  # a later save removes the list with its folder
             folder.remove_file(name)
     files.verify_files(shards, folder, contents=False)
     return tuple(shards)
@@ -147,7 +166,7 @@ def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
 def write_shards(
     state: Sequence[StateTensor], folder: Storage, worker: int
 ) -> list[Shard]:
-    """Write what this process owns of the training state.
+    """Write the shards of the training state that this process owns.
 
     Args:
         state: Sequence of `StateTensor`.
@@ -155,14 +174,14 @@ def write_shards(
         worker: Int, the rank of this worker.
 
     Returns:
-        List of `Shard`, all of them on the disk or in the object store.
+        List of `Shard`, written to the disk or to the object store.
     """
     owned = (
         (Extent(number, local.start, local.stop), files.dtype_of(tensor).size)
         for number, tensor in enumerate(state)
         for local in tensor.owned_shards
     )
-    reader = _Reader(state)
+    reader = _ShardReader(state)
     shards = []
     with folder.writing() as (path, publish):
         for number, extents in enumerate(
@@ -178,7 +197,7 @@ def write_shards(
                     shape_and_slices=[""] * len(names),
                     tensors=tensors,
                 )
-            del tensors  # before the next are read
+            del tensors  # frees memory before the next shard is read
             written = tuple(_sync(path, prefix + ending) for ending in FILE_ENDINGS)
             publish([file.name for file in written])
             shards.append(Shard(prefix, worker, written, extents))
@@ -186,12 +205,18 @@ def write_shards(
 
 
 def replace_index(storage: Storage, token: str, text: str) -> None:
-    """Put an index in place: from here on the checkpoint is the new one."""
+    """Write the index, which replaces the old checkpoint by the new one.
+
+    Args:
+        storage: `Storage` of the checkpoint.
+        token: String, name of the new data folder.
+        text: String, the text of the index.
+    """
     storage.replace_text(INDEX_FILE, text, token)
 
 
-class _Reader:
-    """Reader of local shards: reads each once, and holds one at a time."""
+class _ShardReader:
+    """Reads local shards for writing: each shard once, with one in memory at a time."""
 
     def __init__(self, state: Sequence[StateTensor]) -> None:
         self._state = state
@@ -199,11 +224,15 @@ class _Reader:
         self._values: Any = None
 
     def values(self, extent: Extent) -> tf.Tensor:
-        """Elements of an extent, which lies in one local shard. [stop - start]."""
+        """Return the elements of an extent that lies in one local shard.
+
+        Returns:
+            Tensor of shape `[stop - start]`, on the CPU.
+        """
         tensor = self._state[extent.tensor]
         local = next(p for p in tensor.owned_shards if p.start <= extent.start < p.stop)
         if local is not self._local_shard:
-            self._values = None  # freed before the next is there
+            self._values = None  # frees the old shard before the next one is read
             self._values = np.asarray(local.read())
             if self._values.shape != (local.stop - local.start,):
                 raise ValueError(
@@ -219,11 +248,12 @@ class _Reader:
 
 
 def _sync(folder: str, name: str) -> File:
-    """Sync a file to the disk, and compute its checksum."""
+    """Sync a file to the disk, and return its name, size and checksum."""
     with open(os.path.join(folder, name), "rb") as file:
         os.fsync(file.fileno())
         return File(name, os.fstat(file.fileno()).st_size, files.checksum(file))
 
 
 def _list_name(worker: int) -> str:
+    """Return the name of the file that lists a worker's shards."""
     return f"worker-{worker}.json"

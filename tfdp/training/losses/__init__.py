@@ -1,5 +1,5 @@
-"""Losses that compare the rows of a batch, outside of Keras's loops.
+"""Support for losses that compare the rows of a batch, outside of Keras's loops.
 
 Reading order:
-    all_gather: `tfdp.all_gather`, the rows of all replicas
+    all_gather: `tfdp.all_gather`, which gathers the rows of all replicas
 """

@@ -1,4 +1,4 @@
-"""`tfdp.all_gather`: rows of all replicas, for losses that compare rows."""
+"""`tfdp.all_gather`: gathers the rows of all replicas, with gradients."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tfdp.ground.base.context import in_tfdp_scope, replica_context
 def all_gather(value: Any) -> tf.Tensor:
     """Concatenate the rows of all replicas, with gradients to each of them.
 
-    It is for a function that you give to `strategy.run`. There a loss that compares
+    Call it in a function that runs under `strategy.run`. There a loss that compares
     the samples of a batch with each other, such as one with in-batch negatives, sees
-    only the rows of its replica. Computed from the gathered rows it is, on each
-    replica, the loss of the global batch.
+    only the rows of its replica. Computed from the gathered rows, it is the loss of the
+    global batch on each replica.
 
-    In a step of `fit`, `evaluate` and `predict`, which is that of one device, and on
-    one device it returns what it is given.
+    It returns `value` unchanged on one device, and in a step of `fit`, `evaluate` and
+    `predict`, which sees the global batch as on one device.
 
     Args:
-        value: Tensor with the rows of this replica along its first axis. Replicas
-            may have different numbers of rows; all other dimensions agree.
+        value: Tensor with the rows of this replica along its first axis. The number of
+            rows may differ between replicas; the other dimensions must be equal.
 
     Returns:
         Tensor with the rows of all replicas, in the order of the global batch.
 
     Raises:
-        ValueError: If `value` has no rows, or it is called outside of a replica,
-            such as directly in `strategy.scope()`.
+        ValueError: If `value` is a scalar, or the call is outside of a replica, such as
+            directly in `strategy.scope()`.
 
     Example:
 
@@ -59,17 +59,18 @@ def all_gather(value: Any) -> tf.Tensor:
     if not in_tfdp_scope() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return value
     if _compat.is_built_symbolically():
-        return tf.concat([value, value], axis=0)  # of an unknown number of rows
+        return tf.concat([value, value], axis=0)  # stands for an unknown number of rows
     context = replica_context()
     if context is None:
         raise ValueError(
             "`tfdp.all_gather` is for code that runs on each replica: a `train_step`, "
             "a loss, the `call` of a layer, or what is given to `strategy.run`."
         )
-    return _gathered(value, context)
+    return _gather_with_gradient(value, context)
 
 
-def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
+def _gather_with_gradient(value: tf.Tensor, context: Any) -> tf.Tensor:
+    """Gather rows; the gradient is the sum of all replicas' gradients for them."""
     rank = context.replica_id_in_sync_group
 
     @tf.custom_gradient
@@ -77,11 +78,11 @@ def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
         joined, counts = _gather_rows(rows, context)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            """Sum the gradients of all replicas for this one's rows."""
+            """Sum the gradients of all replicas for this replica's rows."""
             total = context.all_reduce(tf.distribute.ReduceOp.SUM, upstream)
             begin = tf.reduce_sum(counts[:rank])
-            own = tf.reshape(total, [-1])[begin : begin + tf.size(rows)]
-            return tf.reshape(own, tf.shape(rows))
+            piece = tf.reshape(total, [-1])[begin : begin + tf.size(rows)]
+            return tf.reshape(piece, tf.shape(rows))
 
         return joined, gradient
 
@@ -89,9 +90,13 @@ def _gathered(value: tf.Tensor, context: Any) -> tf.Tensor:
 
 
 def _gather_rows(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Gather the rows of all replicas, and the number of elements of each."""
+    """Gather the rows of all replicas, and the number of elements of each replica.
+
+    Returns:
+        Tuple of the rows and a tensor of shape `[num_replicas]`.
+    """
     if tf.executing_eagerly():
-        # Eager replicas run one after the other and have to meet first.
+        # Eager replicas run one after another, so each collective needs a merge call.
         sizes = tf.size(rows)[tf.newaxis]
         return context.all_gather(rows, axis=0), context.all_gather(sizes, axis=0)
     reducer = tf.distribute.get_strategy().extended.reducer
