@@ -1,11 +1,11 @@
-"""Variables on several replicas: kinds, initial values, merged states, drift.
+"""Variables on several replicas: classes, initial values, merged states, drift.
 
 Reading order:
-    variables: the variables that a strategy creates
+    variables: classes of variables that a strategy creates
     synchronized_scope: broadcast of the first worker's initial values
-    random_seed: agreement on one seed
-    state_merge: metric states and statistics of all replicas as one
+    random_seed: agreement of all workers on one seed
+    state_merge: merge of metric states and statistics over all replicas
     checksum: checksums of weights
-    assigned_values: what workers have assigned to sharded parameters
+    assigned_values: record of assignments to sharded parameters outside of steps
     drift, drift_probe: detection of replicas with different weights
 """

@@ -1,9 +1,9 @@
-"""Record of what a worker has assigned outside of steps, where state is sharded.
+"""Record of a worker's assignments outside of steps, where state is sharded.
 
-Of a sharded parameter each worker holds other elements, and of one whose optimizer
-state is sharded it updates other elements, which the others get: after a step no
-checksum tells whether all workers have made the same assignments. These are compared
-instead.
+Each worker holds different elements of a sharded parameter. If only the optimizer
+state is sharded, each worker updates different elements and sends them to the others.
+In both cases a checksum of the weights after a step does not show whether all workers
+have made the same assignments, so the workers compare records of the assignments.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def num_assigned() -> int:
 
 
 class AssignedValues:
-    """What a worker has assigned to one weight since all compared it last."""
+    """Record of a worker's assignments to one weight since the last comparison."""
 
     def __init__(self) -> None:
         self._count = 0
         self._digest = ""
-        # Whether workers are known to hold parts of different wholes.
+        # Whether the workers' parts are known to come from different values.
         self.is_mixed = False
 
     def add(self, value: tf.Tensor, *, replaces: bool) -> None:
@@ -39,14 +39,15 @@ class AssignedValues:
 
         Args:
             value: Tensor, the whole value.
-            replaces: Bool, whether nothing of what was there before stays.
+            replaces: Bool, whether the assignment replaces the previous value entirely.
         """
         global _num_assigned
         _num_assigned += 1
         self._count += 1
         self.is_mixed &= not replaces
         before = "" if replaces else self._digest
-        # In a function that is traced a value is not known, but that there is one.
+        # While a function is traced, the value is unknown: only the fact of an
+        # assignment is recorded.
         content = b"" if tf.is_symbolic_tensor(value) else _bytes_of(value)
         text = hashlib.sha256(content).hexdigest()
         self._digest = hashlib.sha256(
@@ -54,40 +55,40 @@ class AssignedValues:
         ).hexdigest()
 
     def compared(self, *, are_alike: bool) -> None:
-        """Begin anew, after the workers have compared this parameter.
+        """Clear the record after the workers have compared this parameter.
 
         Args:
-            are_alike: Bool, whether all had assigned the same. If not, they are not
-                alike again before all have replaced the whole.
+            are_alike: Bool, whether all workers had made the same assignments. If not,
+                the parameter counts as mixed until an assignment replaces it.
         """
         self.is_mixed |= not are_alike
         self._count, self._digest = 0, ""
 
     @property
     def digest(self) -> str:
-        """String that differs where workers have assigned different values, or `""`."""
+        """String, equal on workers with the same assignments; `""` without any."""
         return f"{self._count} {self._digest}" if self._count else ""
 
     @property
     def checksum(self) -> int:
-        """Int, of the digest, like those of weights."""
+        """Int, checksum of the digest, in the range of checksums of weights."""
         return checksum_of_text(self.digest)
 
     @property
     def text(self) -> str:
-        """String for people: how often, and a few digits of the digest."""
+        """String for messages: the number of assignments and the digest's beginning."""
         if not self._count:
             return "nothing"
         return f"{pluralize(self._count, 'value')} ({self._digest[:8]})"
 
 
 def recorded_weights(model: Any) -> list[Any]:
-    """Return the weights of a model of which it is recorded what is assigned."""
+    """Return the weights of a model that record assignments outside of steps."""
     return [w for w in model.weights if getattr(w.value, "assigned", None) is not None]
 
 
 def checksum_of_text(text: str) -> int:
-    """Return an int below the modulus of the checksums of weights."""
+    """Return a checksum of a string, an int below `MODULUS`."""
     return int(hashlib.sha256(text.encode()).hexdigest(), 16) % MODULUS
 
 

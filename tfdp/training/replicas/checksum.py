@@ -1,10 +1,10 @@
 """Checksums of tensors, computed on their device; any changed bit changes them.
 
-The bits are taken as integers x_i of 32 bits at most, and the checksum is the sum of
-w_i x_i modulo a prime that is larger than any of them, with weights w_i that are no
-multiples of it. So another value of one x_i is always another checksum, and of several
-almost always. All sums are of integers and below 2**63: nothing is rounded, nothing
-wraps, and the order of adding does not matter.
+The bits are read as integers x_i of at most 32 bits. The checksum is the sum of
+w_i x_i modulo a prime that is larger than any x_i; no weight w_i is a multiple of the
+prime. A change of one x_i therefore always changes the checksum, and a change of
+several almost always. All sums are of integers and below 2**63: nothing is rounded or
+wraps, and the order of summation does not matter.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-# The smallest prime above 2**32.
+# The modulus of all checksums: the smallest prime above 2**32.
 MODULUS = 2**32 + 15
-# 2**12 products of 33 and 18 bits are below 2**63.
+# Numbers that are summed before the modulo, and the bits of each weight: a sum of
+# 2**12 products of a number of 33 bits and a weight of 18 bits is below 2**63.
 _ROW = 2**12
 _FACTOR_BITS = 18
-# Elements that are widened to int64 at once, which bounds the memory that it takes.
+# The number of elements that are widened to int64 at a time, which bounds the memory
+# of the copy.
 _CHUNK = _ROW * 2**10
-# Elements of a row, rows of a chunk, chunks of a tensor, tensors: each with weights of
-# its own, whose products are the weights of the elements.
+# The levels of summation: elements of a row, rows of a chunk, chunks of a tensor,
+# tensors. Each level has its own weights; their product is the weight of an element.
 _ELEMENTS, _ROWS, _CHUNKS, _TENSORS = range(4)
 _NUM_LEVELS = 4
 
@@ -45,12 +47,12 @@ def checksums(values: Sequence[tf.Tensor]) -> tf.Tensor:
     False
     """
     factors = [tf.constant(_factors()[level]) for level in range(_TENSORS)]
-    found: list[tf.Tensor] = []
+    sums: list[tf.Tensor] = []
     for value in values:
-        # One after the other, so that not all are widened at the same time.
-        with tf.control_dependencies(found[-1:]):
-            found.append(_of_tensor(value, factors))
-    return tf.stack(found) if found else tf.zeros([0], tf.int64)
+        # Dependencies serialize the tensors, so that only one is widened at a time.
+        with tf.control_dependencies(sums[-1:]):
+            sums.append(_tensor_checksum(value, factors))
+    return tf.stack(sums) if sums else tf.zeros([0], tf.int64)
 
 
 def combined(sums: tf.Tensor) -> tf.Tensor:
@@ -68,17 +70,18 @@ def combined(sums: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(sums)
 
 
-def _of_tensor(value: tf.Tensor, factors: Sequence[tf.Tensor]) -> tf.Tensor:
+def _tensor_checksum(value: tf.Tensor, factors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Compute the checksum of one tensor from the weights of each level."""
     words = _words(value)  # [num_words]
-    found: list[tf.Tensor] = []
+    sums: list[tf.Tensor] = []
     for begin in range(0, words.shape[0], _CHUNK):
-        with tf.control_dependencies(found[-1:]):
+        with tf.control_dependencies(sums[-1:]):
             chunk = tf.cast(words[begin : begin + _CHUNK], tf.int64)
         rows = _sums_of_rows(chunk, factors[_ELEMENTS])
-        found.append(_sums_of_rows(rows, factors[_ROWS]))  # [1]
-    if not found:
+        sums.append(_sums_of_rows(rows, factors[_ROWS]))  # [1]
+    if not sums:
         return tf.zeros([], tf.int64)
-    return tf.reduce_sum(_sums_of_rows(tf.concat(found, 0), factors[_CHUNKS]))
+    return tf.reduce_sum(_sums_of_rows(tf.concat(sums, 0), factors[_CHUNKS]))
 
 
 def _words(value: tf.Tensor) -> tf.Tensor:
@@ -91,7 +94,7 @@ def _words(value: tf.Tensor) -> tf.Tensor:
 
 
 def _sums_of_rows(numbers: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
-    """Compute weighted sums of `_ROW` numbers each, and of the rest, modulo a prime."""
+    """Compute weighted sums, modulo a prime, of each `_ROW` numbers and of the rest."""
     count = numbers.shape[0]
     whole = count // _ROW * _ROW
     sums = []
@@ -108,9 +111,9 @@ def _sums_of_rows(numbers: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
 def _factors() -> np.ndarray:
     """Return the weights of all levels: `[_NUM_LEVELS, _ROW]`, int64.
 
-    They are different primes, so that no two elements have the same product of them,
-    and in no order: changes of neighbours do not cancel out. The order is that of a
-    hash, alike with every version of NumPy.
+    They are distinct primes, so that no two elements have the same product of weights.
+    They are shuffled, so that changes of neighboring elements do not cancel out, by the
+    order of hashes, which does not depend on the version of NumPy.
     """
     is_prime = np.ones(2**_FACTOR_BITS, bool)
     is_prime[:2] = False

@@ -1,4 +1,4 @@
-"""Drift: find the replicas with different weights, and the first such variable."""
+"""Drift: find replicas with different weights and the first variable that differs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tfdp.ground.text import pluralize
 from tfdp.training.replicas.assigned_values import recorded_weights
 from tfdp.training.replicas.checksum import checksums
 
-# A message with hundreds of names would not be read.
+# The largest number of replicas that a message names: hundreds would be unreadable.
 _MOST_NAMED = 8
 
 
 def replicated_weights(model: Any) -> list:
     """Return the weights of a model whose values should be equal on all replicas.
 
-    Metrics' states and the seeds of random layers are not among Keras's weights.
+    Keras's `weights` leaves out metric states and the seeds of random layers.
     """
     return [weight for weight in model.weights if _is_replicated(weight.value)]
 
 
 def compared_weights(model: Any) -> list:
-    """Return the weights that are compared: with equal values, and sharded ones."""
+    """Return the weights that workers compare: replicated and recorded ones."""
     replicated = replicated_weights(model)
     known = {id(weight) for weight in replicated}
     return [*replicated, *(w for w in recorded_weights(model) if id(w) not in known)]
@@ -40,15 +40,17 @@ def check_weights(strategy: Any, weights: Sequence[Any], topic: str, when: str) 
     Args:
         strategy: A tfdp strategy.
         weights: Sequence of Keras variables.
-        topic: String, name of the all-gather for messages.
+        topic: String, the name of the all-gather in messages.
         when: String, the point in training, for the message.
 
     Raises:
         RuntimeError: Naming the replicas and the first variable that differs.
     """
     tables = _local_checksums(strategy, weights)
-    own = [hashlib.sha256(json.dumps(table).encode()).hexdigest() for table in tables]
-    totals = _all_gather(strategy, topic, own)
+    digests = [
+        hashlib.sha256(json.dumps(table).encode()).hexdigest() for table in tables
+    ]
+    totals = _all_gather(strategy, topic, digests)
     if len(set(totals)) > 1:
         _raise_drift(strategy, weights, when, totals, tables)
 
@@ -56,13 +58,13 @@ def check_weights(strategy: Any, weights: Sequence[Any], topic: str, when: str) 
 def raise_difference(
     strategy: Any, model: Any, when: str, totals: Sequence[Any]
 ) -> NoReturn:
-    """Raise on every worker the drift that was detected; all workers call it.
+    """Raise on every worker an error about detected drift; all workers call it.
 
     Args:
         strategy: A tfdp strategy.
         model: Keras model.
         when: String, the point in training, for the message.
-        totals: Sequence, a checksum of the weights of each replica.
+        totals: Sequence with a checksum of all weights of each replica.
 
     Raises:
         RuntimeError: Naming the replicas and the first variable that differs.
@@ -81,9 +83,10 @@ def describe_drift(
     """Describe the replicas that differ from the others, and the first variable.
 
     Args:
-        totals: Sequence, a checksum of all weights of each replica, when drift was
-            detected.
-        tables: Sequence, for each replica a checksum of each weight, as it is now.
+        totals: Sequence with a checksum of all weights of each replica, computed when
+            drift was detected.
+        tables: Sequence with a list for each replica: the current checksum of each
+            weight.
         paths: Sequence of strings, the names of the weights.
         replicas: Sequence of strings, the names of the replicas.
 
@@ -116,7 +119,7 @@ def outliers(values: Sequence[Any]) -> list[int]:
         values: Sequence of values, not all alike.
 
     Returns:
-        List of ints: all positions where no value is more frequent than the rest.
+        List of ints: all positions if no value is the most frequent one.
 
     Example:
 
@@ -126,10 +129,11 @@ def outliers(values: Sequence[Any]) -> list[int]:
     (value, count), *others = collections.Counter(values).most_common()
     if others and others[0][1] == count:
         return list(range(len(values)))
-    return [index for index, own in enumerate(values) if own != value]
+    return [index for index, current in enumerate(values) if current != value]
 
 
 def _describe_outliers(values: Sequence[Any], replicas: Sequence[str]) -> str:
+    """Name the replicas whose value differs from the most frequent one."""
     odd = outliers(values)
     shown = [replicas[index] for index in odd[:_MOST_NAMED]]
     if len(odd) > len(shown):
@@ -148,6 +152,7 @@ def _raise_drift(
     totals: Sequence[Any],
     tables: list[list[int]],
 ) -> NoReturn:
+    """Exchange the checksums of each weight, clear the records and raise the error."""
     all_tables = _all_gather(strategy, "replicas that differ", tables)
     strategy.extended.worker_group.leave()
     paths = [weight.path for weight in weights]
@@ -155,26 +160,26 @@ def _raise_drift(
         record = getattr(weight.value, "assigned", None)
         if record is not None:
             record.compared(are_alike=len(set(column)) == 1)
-    found = describe_drift(totals, all_tables, paths, _replica_names(strategy))
+    drift = describe_drift(totals, all_tables, paths, _replica_names(strategy))
     raise RuntimeError(
-        f"Replicas have drifted apart, as seen {when}: {found}. Every replica makes "
+        f"Replicas have drifted apart, as seen {when}: {drift}. Every replica makes "
         "the same updates of the same weights, so that one computes wrongly, or "
         "something changes the weights of some replicas only. Go on from an earlier "
         "checkpoint."
     )
 
 
-def _all_gather(strategy: Any, topic: str, own: list) -> list:
+def _all_gather(strategy: Any, topic: str, local: list) -> list:
     """All-gather a list with an item for each local replica, ordered by rank."""
-    told = strategy.extended.worker_group.all_gather(topic, own)
-    return [item for of_worker in told for item in of_worker]
+    gathered = strategy.extended.worker_group.all_gather(topic, local)
+    return [item for worker_items in gathered for item in worker_items]
 
 
 def _local_checksums(strategy: Any, weights: Sequence[Any]) -> list[list[int]]:
     """Compute the checksum of each weight on each local replica.
 
-    It is that of its value, where all replicas have it, and of what was assigned to it
-    outside of steps, where that is recorded.
+    For replicated weights it is the checksum of the value. For weights that record
+    assignments outside of steps, the checksum of the record is added.
     """
     values = [weight.value for weight in weights]
     whole = [index for index, value in enumerate(values) if _is_replicated(value)]
@@ -192,7 +197,7 @@ def _local_checksums(strategy: Any, weights: Sequence[Any]) -> list[list[int]]:
 
 
 def _replica_names(strategy: Any) -> list[str]:
-    """Return the names of all replicas for messages."""
+    """Return the name of each replica for messages, with device, worker and host."""
     extended = strategy.extended
     specs = [tf.DeviceSpec.from_string(device) for device in extended.group.devices]
     local = [f"{spec.device_type}:{spec.device_index}" for spec in specs]
@@ -205,7 +210,8 @@ def _replica_names(strategy: Any) -> list[str]:
 
 
 def _is_replicated(value: Any) -> bool:
-    is_alike = isinstance(value, _compat.MirroredVariable)
+    """Return whether every replica should hold the same value of a variable."""
+    is_mirrored = isinstance(value, _compat.MirroredVariable)
     if getattr(value, "has_parts", False):
         return False
-    return is_alike and value.dtype not in (tf.string, tf.resource, tf.variant)
+    return is_mirrored and value.dtype not in (tf.string, tf.resource, tf.variant)

@@ -1,9 +1,9 @@
 """Drift detection inside the steps of `fit`.
 
-Without an active probe, which is the default, nothing is added to the graph. With a
-`DriftProbe` every so many steps begin with a checksum of each replica's weights. It is
-computed beside the forward pass and reduced with the logs, which are merged in each
-step anyway.
+By default no probe is active and the graph stays unchanged. An active `DriftProbe`
+computes a checksum of each replica's weights at the beginning of every N-th step,
+beside the forward pass. The checksums are reduced together with the logs, which each
+step merges anyway.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tfdp.training.replicas.assigned_values import (
 from tfdp.training.replicas.checksum import checksums, combined
 from tfdp.training.replicas.drift import replicated_weights
 
-# The dtype in which logs are reduced; it holds every checksum, of 33 bits, exactly.
+# The dtype in which logs are reduced; it holds each checksum, of 33 bits, exactly.
 _DTYPE = tf.float64
 
 
 class DriftProbe:
-    """Comparison of the weights of a model's replicas every so many steps.
+    """Comparison of the replicas' weights of a model at a regular interval of steps.
 
     Args:
         strategy: A tfdp strategy of several replicas.
         model: Keras model.
-        every: Int, steps from one check to the next.
+        every: Int, the number of steps from one check to the next.
     """
 
     def __init__(self, strategy: Any, model: Any, every: int) -> None:
@@ -48,12 +48,14 @@ class DriftProbe:
         self._result = _compat.plain_variable(
             np.zeros([1 + self._num_replicas]), _DTYPE, self._host
         )
-        # What this worker has assigned outside of steps, and when that was looked at.
+        # The checksum of this worker's assignments outside of steps, and the number of
+        # assignments that it covers.
         self._assigned = _compat.plain_variable(0, tf.int64, self._host)
         self._num_assigned = -1
         self._step: tf.Tensor | None = None
         self._is_due: tf.Tensor | None = None
-        # For each local replica, `[num_replicas]`: its checksum at its own rank.
+        # One tensor `[num_replicas]` for each local replica: zeros, except for the
+        # checksum at the replica's rank.
         self.rows: list[tf.Tensor] = []
 
     def start(self) -> None:
@@ -61,7 +63,7 @@ class DriftProbe:
         probes.activate(self)
 
     def update_assigned(self) -> None:
-        """Let the next check see what was assigned outside of steps before it."""
+        """Include assignments outside of steps so far in the next check."""
         if self._num_assigned == num_assigned():
             return
         self._num_assigned = num_assigned()
@@ -70,22 +72,22 @@ class DriftProbe:
         self._assigned.assign(checksum_of_text(digest))
 
     def read(self) -> tuple[int, list[float]]:
-        """Return the step of the last check, and a checksum of each replica.
+        """Return the step of the last check and a checksum of each replica.
 
-        A replica that was not checked in this step has 0.
+        The checksum of a replica that was not checked in this step is 0.
         """
         handle = self._result.handle
         result = tf.raw_ops.ReadVariableOp(resource=handle, dtype=_DTYPE).numpy()
         return int(result[0]), result[1:].tolist()
 
     def begin_step(self, data: list[tf.Tensor]) -> None:
-        """Add the check to the begin of a traced step.
+        """Add the check to the beginning of a traced step.
 
-        The weights are those that the step before left. At the end of this one the
-        logs would have to wait for the update, in every step.
+        It checks the weights that the previous step left. A check at the end of the
+        step would delay the logs of every step until the update.
 
         Args:
-            data: List of tensors without which there is no step.
+            data: List of the batch's tensors; the check runs after they are available.
         """
         with tf.device(self._host), tf.control_dependencies(data):
             self._step = self._steps.assign_add(1).read_value()
@@ -106,10 +108,11 @@ class DriftProbe:
 
     @property
     def is_pending(self) -> bool:
-        """Bool, whether the step that is traced has checksums for `record`."""
+        """Bool, whether the step being traced has checksums to pass to `record`."""
         if not self.rows:
             return False
-        # A step that was begun outside of Keras's loop has no logs.
+        # Steps outside of Keras's loops have no logs, so their rows stay from another
+        # graph, or from eager execution.
         in_graph = tf.is_symbolic_tensor(self.rows[0])
         if tf.executing_eagerly():
             return not in_graph
@@ -119,7 +122,7 @@ class DriftProbe:
         """Store the result of a check.
 
         Args:
-            row: Tensor of shape `[num_replicas]`, the checksums of all replicas.
+            row: Tensor of shape `[num_replicas]` with the checksums of all replicas.
         """
         with tf.device(self._host):
             result = tf.concat([tf.cast(self._step, _DTYPE)[tf.newaxis], row], axis=0)
@@ -135,7 +138,7 @@ class DriftProbe:
             with tf.device(device):
                 numbers.append(_as_one_operation(functools.partial(_checksum, parts)))
         with tf.device(self._host):
-            # Both are of 33 bits, and so is their sum of at most 34 exact in 53.
+            # Both numbers have 33 bits, so their sum of 34 is exact in float64.
             assigned = tf.cast(self._assigned.read_value(), _DTYPE)
             return tf.stack([tf.cast(number, _DTYPE) + assigned for number in numbers])
 
@@ -145,7 +148,7 @@ class DriftProbe:
 
 
 def _checksum(parts: list[tf.Variable]) -> tf.Tensor:
-    """Compute the checksum of one replica's weights; zero stands for no check."""
+    """Compute the checksum of one replica's weights, plus 1: zero means no check."""
     return combined(checksums([part.read_value() for part in parts])) + 1
 
 
@@ -153,29 +156,29 @@ probes: ActiveHooks[DriftProbe] = ActiveHooks()
 
 
 def begin_step(model: Any, batch: Any) -> None:
-    """Add active probes to the begin of a model's step."""
+    """Add the checks of active probes to the beginning of a model's step."""
     if not probes:
         return
     data = tf.nest.flatten(batch, expand_composites=True)
     data = [item for item in data if tf.is_tensor(item)]
-    # What is run without data, such as an optimizer's flush, is no step.
+    # Runs without data, such as an optimizer's flush, are not steps.
     for probe in probes.active() if data else ():
         if probe.model is model:
             probe.begin_step(data)
 
 
 def pending(model: Any) -> list[DriftProbe]:
-    """Return the probes whose checksums are reduced with the logs of this step."""
+    """Return the model's probes whose checksums are reduced with this step's logs."""
     return [
         probe for probe in probes.active() if probe.model is model and probe.is_pending
     ]
 
 
 def _as_one_operation(function: Callable) -> Any:
-    """Call a function as one operation of the graph, which TensorFlow takes whole.
+    """Call a function as one operation of the graph, which is not inlined.
 
-    Where a branch is not taken, each of its operations is passed over by itself, which
-    takes time; a call that is not inlined is one.
+    In a branch that is not taken, the runtime skips each operation separately, which
+    takes time; a call that is not inlined is a single operation.
     """
     if tf.executing_eagerly():
         return function()

@@ -1,4 +1,4 @@
-"""Random seed on which all workers agree."""
+"""Agreement of all workers on the seeds of the global random generators."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from tfdp.ground.base import stand_in_seed
 
 
 def agree_on_seed(strategy: Any) -> None:
-    """Seed the global random generators alike on all workers.
+    """Give the global random generators the same state on all workers.
 
-    Initial weights and the order in which datasets are shuffled come from the
-    global generators. Each that workers have seeded alike stays as it is; of the
-    others all take a seed of the first worker's.
+    Initial weights and the order of shuffled datasets come from the global generators.
+    A generator with the same state on all workers keeps it. Any other one is seeded
+    with the first worker's random seed on all workers.
     """
     worker_group = strategy.extended.worker_group
     if worker_group.num_workers == 1:
         return
-    # Drawn from the operating system: the user's generators stay untouched.
-    own = {"seed": random.SystemRandom().getrandbits(30), "states": _random_states()}
-    facts = worker_group.all_gather("random seed", own)
+    # The seed is drawn from the operating system, so that the user's generators keep
+    # their states.
+    local = {"seed": random.SystemRandom().getrandbits(30), "states": _random_states()}
+    facts = worker_group.all_gather("random seed", local)
     for name, set_seed in _SET_SEED.items():
         states = {fact["states"][name] for fact in facts}
         if len(states) > 1 or states == {_UNSEEDED}:
@@ -44,7 +45,7 @@ _UNSEEDED = "unseeded"
 def _random_states() -> dict[str, str]:
     """Hash the state of each generator in `_SET_SEED`."""
     has_seed = _compat.global_seed() is not None
-    # Without one Keras draws from Python's generator.
+    # Keras without a seed draws from Python's generator, which has an entry of its own.
     keras_state = (_compat.keras_global_seed(), _compat.keras_seed_state())
     states = {
         "python": random.getstate(),

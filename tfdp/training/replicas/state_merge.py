@@ -1,7 +1,7 @@
-"""Merge of states that each replica has during a step.
+"""Merge of the replicas' states: metrics, moving statistics and logs.
 
-Metric states, moving statistics and log values are small. They are added up on
-the host of each worker first, then across workers by a single collective.
+These tensors are small. They are merged on the host of each worker first, then across
+workers by a single collective.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import Member, ProcessGroup
 
-# Sums travel as float64: exact for the counts of integer metrics.
+# The dtype of the collective: float64 holds the counts of integer metrics exactly.
 _DTYPE = tf.float64
 
 
@@ -25,20 +25,20 @@ def merge_states(
     """Merge states over all replicas of all workers.
 
     Args:
-        states: For each state, its tensor on each local replica.
-        kinds: For each state, `"sum"`, `"max"` or `"min"`.
+        states: Sequence with, for each state, its tensors on the local replicas.
+        kinds: Sequence with the reduction of each state: `"sum"`, `"max"` or `"min"`.
         host_group: `ProcessGroup` with one member for each worker.
 
     Returns:
-        List of merged tensors, one for each state, same shapes and dtypes.
+        List of merged tensors, one for each state, with its shape and dtype.
     """
     merged: list[Any] = [None] * len(states)
     with tf.device(host_group.devices[0]):
         for kind in ("sum", "max", "min"):
-            chosen = [i for i, k in enumerate(kinds) if k == kind]
-            if chosen:
-                values = _merge([states[i] for i in chosen], kind, host_group)
-                for index, value in zip(chosen, values, strict=True):
+            positions = [i for i, k in enumerate(kinds) if k == kind]
+            if positions:
+                values = _merge([states[i] for i in positions], kind, host_group)
+                for index, value in zip(positions, values, strict=True):
                     merged[index] = value
     return merged
 
@@ -77,6 +77,7 @@ def _merge(
     kind: str,
     host_group: ProcessGroup,
 ) -> list[tf.Tensor]:
+    """Merge states by one reduction, with a single collective."""
     by_replica = zip(*states, strict=True)
     rows = [
         tf.concat([tf.reshape(tf.cast(t, _DTYPE), [-1]) for t in tensors], axis=0)
@@ -97,5 +98,6 @@ def _merge(
 
 
 def _size(tensor: tf.Tensor) -> int | tf.Tensor:
+    """Return the number of elements, an int where the shape is static."""
     count = tensor.shape.num_elements()
     return tf.size(tensor) if count is None else count

@@ -25,24 +25,25 @@ from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base.context import in_replica_thread, replica_context
 
-# One broadcast carries many variables, but not so many that a second copy of
-# a large model has to fit into host memory.
+# Bytes of variables in one round of broadcasts, about: many small variables share a
+# round, and host memory does not need to hold a second copy of a large model.
 _CHUNK_BYTES = 64 * 2**20
-# The heartbeats of workers wait behind a message on a slow link, and must not for long.
+# Bytes of one message of a broadcast, at most: heartbeats wait behind each message, and
+# on a slow link a longer one would delay them too long.
 MESSAGE_BYTES = 2**22
 _TOPIC = "leaving strategy.scope()"
 
 
 class NewVariables:
-    """Variables that a worker has created since all had the same values.
+    """Variables that a worker has created since the last broadcast.
 
-    It does not keep them alive, but remembers those that are gone: when a worker
-    collects its garbage must not decide whether it waits for the others.
+    References to them are weak. The signatures of collected variables are kept:
+    whether a worker waits for the others must not depend on its garbage collection.
     """
 
     def __init__(self) -> None:
         self._records: list[tuple[weakref.ref[Any], list]] = []
-        # During a step, of variables from before it.
+        # During a step: the records of variables that were created before it.
         self.before: list[tuple[weakref.ref[Any], list]] = []
         self._are_local = False
 
@@ -50,13 +51,13 @@ class NewVariables:
         return len(self._records)
 
     def add(self, variable: Any) -> None:
-        """Add a variable that was created."""
+        """Add a newly created variable."""
         if not self._are_local:
             self._records.append((weakref.ref(variable), signature_of(variable)))
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Leave out what is created inside, which one worker may do alone."""
+        """Leave out variables that are created inside, maybe by this worker alone."""
         outer, self._are_local = self._are_local, True
         try:
             yield
@@ -65,9 +66,9 @@ class NewVariables:
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Set aside what was created before, perhaps by one worker alone.
+        """Set aside the variables that were created before the step.
 
-        As by a callback, after which all workers run a step.
+        One worker may have created them alone, such as by a callback.
         """
         outer = self.before
         self.before, self._records = self._records, []
@@ -77,19 +78,19 @@ class NewVariables:
             self.before, self._records = outer, self.before + self._records
 
     def take(self) -> CreatedVariables:
-        """Remove all, and return them for `synchronize_created`."""
+        """Remove all records and return them for `synchronize_created`."""
         records, self._records = self._records, []
         return CreatedVariables(records)
 
 
 class CreatedVariables:
-    """What a worker has created, kept while workers compare and broadcast it.
+    """A worker's new variables, kept alive while workers compare and broadcast them.
 
     Args:
         records: List of pairs, a reference to a variable and its signature.
 
     Attributes:
-        signatures: List of the signatures, also of variables that are gone.
+        signatures: List of all signatures, including those of collected variables.
     """
 
     def __init__(self, records: list[tuple[weakref.ref[Any], list]]) -> None:
@@ -98,7 +99,7 @@ class CreatedVariables:
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """Dict for the other workers: digests, and the positions of those gone."""
+        """Dict for the other workers: digests and positions of collected variables."""
         if not self._variables:
             return None
         gone = [index for index, v in enumerate(self._variables) if v is None]
@@ -111,13 +112,13 @@ class CreatedVariables:
         }
 
     def without(self, gone: set[int]) -> list[Any]:
-        """Return the variables that are alive, but for some positions."""
+        """Return the live variables, except for those at the given positions."""
         return [
             v for i, v in enumerate(self._variables) if v is not None and i not in gone
         ]
 
     def collect_garbage(self) -> None:
-        """Forget the variables that nothing else refers to."""
+        """Collect garbage, so that only variables with other references stay alive."""
         references = [None if v is None else weakref.ref(v) for v in self._variables]
         self._variables = []
         gc.collect()
@@ -129,9 +130,9 @@ class SynchronizedScope:
 
     Args:
         strategy: A tfdp strategy.
-        stock: The stock context manager.
-        defers: Bool, whether parameters made inside are sharded at once. Defaults to
-            `False`: as in the scope around it.
+        stock: The context manager of the stock strategy's scope.
+        defers: Bool, whether parameters that are created inside are sharded at once.
+            Defaults to `False`: as in the enclosing scope.
     """
 
     def __init__(self, strategy: Any, stock: Any, *, defers: bool = False) -> None:
@@ -154,14 +155,15 @@ class SynchronizedScope:
         extended.defers_parameters, calls = self._outer.pop()
         extended.num_scopes -= 1
         result = self._stock.__exit__(kind, error, trace)
-        # Of scopes within each other the last is left by all workers. After an error
-        # this one may enter it again.
+        # Nested scopes synchronize when the outermost one is left. After an error this
+        # worker may be the only one that leaves it, and may enter it again.
         if kind is None and not extended.num_scopes:
             line = user_code.place_of(inspect.currentframe())
-            # Workers that have met inside leave together: one may have created
-            # variables alone, of which the others do not know.
+            # If a collective ran inside, all workers leave the scope and can compare
+            # their variables, even if only one worker has created any.
             have_met = extended.worker_group.num_calls > calls
-            # Its collectives are the first of a script: a firewall shows here.
+            # These collectives are the first ones of a script: a firewall that blocks
+            # them shows here, and the error explains it.
             with extended.explaining():
                 synchronize_new_variables(self._strategy, line, have_met=have_met)
         return result
@@ -172,19 +174,20 @@ def synchronize_new_variables(
 ) -> None:
     """Broadcast the first worker's values of variables created since the last call.
 
-    Stock broadcasts each variable when it is created, and hangs if another
-    worker creates a different one. Here they are compared first and then
-    travel together.
+    A stock strategy broadcasts each variable when it is created, and hangs if another
+    worker creates a different one. Here workers compare the new variables first and
+    then broadcast them together.
 
     Args:
         strategy: A tfdp strategy.
-        line: String, that of the scope that is left, or `""`. Defaults to `""`.
-        have_met: Bool, whether all workers are here, also those without new variables.
-            Defaults to `False`.
+        line: String, file and line of the scope that is left, or `""`. Defaults to
+            `""`.
+        have_met: Bool, whether all workers make this call, including those without new
+            variables. Defaults to `False`.
 
     Raises:
-        ValueError: On every worker, if some have created other variables; on those that
-            have created some, if another one has left the scope without.
+        ValueError: On every worker, if some have created other variables; on workers
+            with new variables, if another worker has left the scope without any.
     """
     new = new_variables_of(strategy)
     if new is None or in_replica_thread():
@@ -196,10 +199,10 @@ def synchronize_new_variables(
 
 
 def synchronize_in_step(strategy: Any) -> None:
-    """Broadcast the first worker's values of what an eager step has just created.
+    """Broadcast the first worker's values of variables that an eager step has created.
 
-    The step computes with them at once. Of the local replicas the first one creates
-    variables, so that it calls this alone.
+    The step uses the variables immediately. Only the first local replica creates
+    variables, so only its thread calls this.
     """
     new = new_variables_of(strategy)
     if new and in_replica_thread():
@@ -209,18 +212,18 @@ def synchronize_in_step(strategy: Any) -> None:
 def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
     """Build an optimizer in a step, once for all local replicas.
 
-    In a replica's thread the first replica would build it alone, so that what its
-    `build` assigns (ScheduleFreeAdamW starts slots as copies of the weights) would
-    reach no other one.
+    If the first replica built it in its own thread, values that `build` assigns would
+    not reach the other replicas. ScheduleFreeAdamW, for example, starts slots as copies
+    of the weights.
 
     Args:
         optimizer: Keras optimizer that is not built.
-        variables: Sequence of variables, which it will train.
+        variables: Sequence of the variables that it will train.
     """
 
     def build(strategy: Any) -> None:
         optimizer.build(list(variables))
-        # The step that builds it computes with what is built.
+        # The current step uses the slots, so they must be equal on all workers now.
         synchronize_new_variables(strategy)
 
     context = replica_context()
@@ -230,7 +233,7 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
         return
     is_inside = context is not None and not tf.executing_eagerly()
     if is_inside and _compat.step_graph() is None:
-        # Its variables would wait for the other replicas, which wait for this one.
+        # Creating variables would wait for the other replicas, which wait for this one.
         raise ValueError(
             f"The optimizer {optimizer.name!r} would be built by an update inside of a "
             "`tf.function` that `strategy.run` calls. Build it before, in the scope: "
@@ -241,7 +244,7 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
-    """Synchronize new variables, and those from before if all have created the same."""
+    """Synchronize new variables, and earlier ones if all workers have the same."""
     group: WorkerGroup = strategy.extended.worker_group
 
     def check(rank: int) -> None:
@@ -252,27 +255,28 @@ def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
     with tf.init_scope():
         created, earlier = new.take(), CreatedVariables(new.before)
         own = [created.summary, earlier.summary]
-        told = group.all_gather(_TOPIC, own, check=check)
-        synchronize_created(strategy, created, [now for now, _ in told])
-        summaries = [then for _, then in told]
+        gathered = group.all_gather(_TOPIC, own, check=check)
+        synchronize_created(strategy, created, [now for now, _ in gathered])
+        summaries = [then for _, then in gathered]
         if len({then and then["created"] for then in summaries}) == 1:
             new.before = []
             synchronize_created(strategy, earlier, summaries)
 
 
 def new_variables_of(strategy: Any) -> NewVariables | None:
-    """Return the new variables of this worker, or `None` where there is one worker."""
+    """Return the record of this worker's new variables; `None` for a single worker."""
     extended = strategy.extended
     return None if extended.worker_group.num_workers == 1 else extended.new_variables
 
 
 @contextlib.contextmanager
 def synchronizing_step(strategy: Any) -> Iterator[None]:
-    """Broadcast at the end what a step has created inside.
+    """Broadcast the variables that a step has created, when it ends.
 
-    Optimizers may have built their variables while being traced. What callbacks have
-    created before is broadcast with it where all workers have created the same: they
-    compare it in steps in which they meet, as in the first one of a loop.
+    Optimizers may create their variables while a step is traced. Variables that
+    callbacks have created earlier are broadcast too if all workers have the same ones.
+    Workers compare them only after steps that communicate by the worker group, such as
+    the first one of a loop.
 
     Args:
         strategy: A tfdp strategy.
@@ -286,10 +290,10 @@ def synchronizing_step(strategy: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def local_variables(strategy: Any) -> Iterator[None]:
-    """Create variables inside that one worker may have alone, as a file's views.
+    """Exclude variables created inside, such as a file's views, from broadcasts.
 
     Args:
-        strategy: A strategy, tfdp's or another one, or `None`.
+        strategy: A strategy of tfdp or of another package, or `None`.
     """
     new = getattr(getattr(strategy, "extended", None), "new_variables", None)
     with contextlib.nullcontext() if new is None else new.local():
@@ -299,24 +303,24 @@ def local_variables(strategy: Any) -> Iterator[None]:
 def synchronize_created(
     strategy: Any, created: CreatedVariables, summaries: list[dict[str, Any] | None]
 ) -> None:
-    """Broadcast what all workers have created. All workers call it.
+    """Broadcast the variables that all workers have created. All workers call it.
 
-    What a worker has created alone, and what is gone there already, is left out.
+    Variables that one worker has created alone, or has collected already, are left out.
 
     Args:
         strategy: A tfdp strategy of several workers.
-        created: `CreatedVariables`, this worker's.
-        summaries: List of what `summary` was on each worker.
+        created: `CreatedVariables` of this worker.
+        summaries: List of the `summary` of each worker.
 
     Raises:
         ValueError: On every worker, if some have other variables.
     """
-    nothing: dict[str, Any] = {"created": "", "alive": "", "gone": []}
-    told = [summary or nothing for summary in summaries]
+    empty: dict[str, Any] = {"created": "", "alive": "", "gone": []}
+    filled = [summary or empty for summary in summaries]
     gone: set[int] = set()
-    if len({text["created"] for text in told}) == 1:
-        gone = {index for text in told for index in text["gone"]}
-    elif len({text["alive"] for text in told}) > 1:
+    if len({text["created"] for text in filled}) == 1:
+        gone = {index for text in filled for index in text["gone"]}
+    elif len({text["alive"] for text in filled}) > 1:
         created.collect_garbage()
         variables = created.without(set())
         group: WorkerGroup = strategy.extended.worker_group
@@ -335,8 +339,8 @@ def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
 
     Args:
         strategy: A tfdp strategy.
-        variables: Sequence of its mirrored `tf.Variable`s, in the same order
-            on every worker.
+        variables: Sequence of mirrored `tf.Variable`s of the strategy, in the same
+            order on every worker.
     """
     chunk: list[Any] = []
     size = 0
@@ -353,8 +357,8 @@ def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
 def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
     extended = strategy.extended
     values = [np.asarray(v.values[0].numpy()) for v in variables]
-    own = b"".join(value.tobytes() for value in values)
-    data = first_workers_bytes(extended, own)
+    local_bytes = b"".join(value.tobytes() for value in values)
+    data = first_workers_bytes(extended, local_bytes)
     if extended.worker_group.rank == 0:
         return
     begin = 0
@@ -367,16 +371,16 @@ def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
 
 
 def first_workers_bytes(extended: Any, own: bytes) -> bytes:
-    """Broadcast bytes of the first worker. All workers call it.
+    """Broadcast the first worker's bytes to all workers. All workers call it.
 
     Args:
         extended: Extended class of a tfdp strategy.
-        own: Bytes, of the same number on every worker.
+        own: Bytes of this worker, of the same length on every worker.
 
     Returns:
-        Bytes, those of the first worker.
+        Bytes of the first worker.
     """
-    # Bytes as int32, a dtype that every collective knows.
+    # The bytes are sent as int32, a dtype that every collective supports.
     words = np.frombuffer(own + b"\0" * (-len(own) % 4), np.int32)
     num_words = MESSAGE_BYTES // words.itemsize
     received = [

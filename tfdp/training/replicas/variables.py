@@ -1,4 +1,4 @@
-"""Variables that a tfdp strategy creates."""
+"""Classes of the variables that a tfdp strategy creates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tfdp.ground.base.context import replica_context
 from tfdp.training.replicas.assigned_values import AssignedValues
 
 _MERGE_OPS = {"Maximum": "max", "Minimum": "min"}
-# The names that BatchNormalization, and layers modelled on it, give to the
-# statistics that each replica updates from its own rows of the batch.
+# Names of moving statistics in BatchNormalization and layers modelled on it. Each
+# replica updates them from its own rows of the batch.
 _STATISTICS = ("moving_mean", "moving_variance")
 
 
@@ -25,21 +25,21 @@ class _Array:
     numpy: Any
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        del copy  # What `numpy` returns is one already.
+        del copy  # `numpy` returns a copy already.
         return np.asarray(self.numpy(), dtype=dtype)
 
 
 class MirroredVariable(_Array, _compat.MirroredVariable):
     """Variable with a copy on every replica.
 
-    It adds what Keras asks of a variable and stock mirrored ones lack:
-    `int(optimizer.iterations)` and its like. It is named like the stock class,
-    since Keras's own tests look for that name.
+    It adds conversions that Keras uses and stock mirrored variables lack, such as
+    `int(optimizer.iterations)`. It has the name of the stock class because Keras's own
+    tests look for that name.
     """
 
-    # Whether each replica holds other elements, not a copy of all.
+    # Whether each replica holds a part of the elements, not a copy of all.
     has_parts = False
-    # What was assigned outside of steps, where each worker uses its own part of it.
+    # Record of assignments outside of steps, for variables with sharded state.
     assigned: AssignedValues | None = None
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
@@ -49,14 +49,14 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
         return super()._update_replica(update_fn, value, **kwargs)
 
     def _in_program(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method that stock mirrored variables lack, of a traced program."""
+        """Call a method of the local copy, in a traced program only."""
         if program_trace.current() is None:
             raise NotImplementedError(
                 f"`{method}` of a variable with a copy on every replica works in "
                 "steps of `fit`, `evaluate` and `predict`. Use `assign` elsewhere."
             )
-        own = self._get_on_device_or_primary()
-        return getattr(own, method)(*args, **kwargs)
+        local = self._get_on_device_or_primary()
+        return getattr(local, method)(*args, **kwargs)
 
     scatter_nd_add = functools.partialmethod(_in_program, "scatter_nd_add")
     scatter_nd_sub = functools.partialmethod(_in_program, "scatter_nd_sub")
@@ -89,7 +89,7 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
         return super().assign_sub(delta, *args, **kwargs)
 
     def record(self, value: Any, *, replaces: bool, is_negative: bool = False) -> None:
-        """Record what is assigned outside of a step, where workers compare it."""
+        """Record an assignment outside of a step, if workers compare assignments."""
         if self.assigned is None or replica_context() is not None:
             return
         if self.distribute_strategy.extended.worker_group.num_workers > 1:
@@ -98,10 +98,11 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
 
 
 class StatisticVariable(MirroredVariable):
-    """Moving statistic of local batches, averaged over replicas each step.
+    """Moving statistic of local batches, averaged over replicas in each step.
 
-    Stock replicas drift apart, and saving takes replica 0's. Where replicas train
-    alone, each follows its own batches until all meet.
+    With stock variables replicas drift apart, and saving takes replica 0's statistic.
+    In a loop with local steps, each replica's statistic follows its own batches until
+    the replicas are synchronized.
     """
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
@@ -118,7 +119,7 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
     """
 
     merge = "sum"
-    # What all components together were set to last, outside of a step.
+    # The total that the last assignment outside of a step set, or `None`.
     _begins_with: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -129,7 +130,7 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
 
     @property
     def is_number(self) -> bool:
-        """Whether it holds numbers, which can be merged."""
+        """Bool, whether the variable holds numbers, which can be merged."""
         return self.dtype.is_floating or self.dtype.is_integer
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +145,8 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
             if before == "sum" != self.merge and self._begins_with is not None:
                 self._begin_whole(self._begins_with)
         elif not in_replica and self.merge != "sum":
-            # Stock divides by the number of replicas, so that the sum is right.
+            # The stock method divides the value by the number of replicas, as is right
+            # for sums only.
             for component in self.values:
                 component.assign(value)
             return self
@@ -156,20 +158,21 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
         return super().assign(value, *args, **kwargs)
 
     def _count_once(self) -> None:
-        """Leave what it is created with to the first replica: parts are added up."""
-        begin = self.values[0].numpy()
-        if not begin.any():
+        """Set the initial value to zero on all but rank 0, because parts are summed."""
+        initial = self.values[0].numpy()
+        if not initial.any():
             return
-        self._begins_with = begin
+        self._begins_with = initial
         first_rank = self.distribute_strategy.extended.first_rank
         for rank, component in enumerate(self.values, first_rank):
             if rank:
-                component.assign(np.zeros_like(begin))
+                component.assign(np.zeros_like(initial))
 
     def _begin_whole(self, value: Any) -> None:
-        """Give each component what was divided, before it was known how they merge.
+        """Set each component to a value that was divided among them as a sum.
 
-        That is while the first step is traced: no update has been made.
+        The merge by maximum or minimum is detected while the first step is traced,
+        before any update.
         """
         with tf.init_scope():
             for component in self.values:
@@ -178,7 +181,7 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
     def _assign_parts(self, total: tf.Tensor) -> Any:
         """Divide an integer among the replicas; the first gets the remainder.
 
-        Stock drops it: 1 on two replicas would be read as 0.
+        The stock method drops the remainder: 1 on two replicas would be read as 0.
         """
         num_replicas = self.distribute_strategy.num_replicas_in_sync
         first_rank = self.distribute_strategy.extended.first_rank
@@ -207,7 +210,7 @@ STATISTIC_MAPPING = {
 
 
 def class_mapping(kwargs: dict[str, Any]) -> dict:
-    """Return the classes to create a variable with, by its creation arguments."""
+    """Return the classes for creating a variable, by its creation arguments."""
     name = (kwargs.get("name") or "").split(":")[0].rsplit("/", 1)[-1]
     is_statistic = (
         not kwargs.get("trainable", True)
@@ -220,12 +223,12 @@ def class_mapping(kwargs: dict[str, Any]) -> dict:
 
 
 def aggregation_of(kwargs: dict[str, Any]) -> Any:
-    """Return the aggregation to create a variable with.
+    """Return the aggregation for creating a variable, by its creation arguments.
 
-    Counters of Keras (it gives the dtype as a string) have the aggregation
-    `ONLY_FIRST_REPLICA`, which broadcasts the first replica's value on every
-    assignment, by a collective that cannot run inside a conditional. Every
-    replica counts alike, so each may assign its own copy.
+    Keras's counters, recognized by a dtype that is a string, have the aggregation
+    `ONLY_FIRST_REPLICA`. It broadcasts the first replica's value on every assignment,
+    by a collective that cannot run inside a conditional. All replicas count the same,
+    so each may assign its own copy.
     """
     aggregation = kwargs.get("aggregation", tf.VariableAggregation.NONE)
     dtype = kwargs.get("dtype")

@@ -1,7 +1,7 @@
 """Optimizer state on flat shards, and the optimizer's update of them.
 
-An ordinary Keras optimizer, a clone of the user's, is built on the slices that the
-replica owns. So slots are born sharded.
+A clone of the user's Keras optimizer is built on the slices that the replica owns, so
+that slots are created as shards and never as full tensors.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tfdp.training.sharding.sharded_param_group import OwnedState
 from tfdp.training.step.flat_params import FlatParameterRange, TensorView
 from tfdp.training.step.grouped_update import gains_from_xla
 
-# Elements of a variable, and where they begin and end in a shard.
+# Elements of a variable, and the positions where they begin and end in a shard.
 Place = tuple[Segment, int, int]
 
 
 class ElementShards(OwnedState):
-    """Slots on flat shards, for optimizers that treat every element by itself.
+    """Slots on flat shards, for elementwise optimizers.
 
     Arguments are those of `OwnedState`.
     """
@@ -38,7 +38,7 @@ class ElementShards(OwnedState):
         rows = [bucket.rows[self.owner] for bucket in self._plan.buckets]
         self.buckets = [number for number, row in enumerate(rows) if row]
         flats = [
-            _variable(
+            _slice_variable(
                 pack([own_elements(variables[s.index], s, replica) for s in rows[k]])
             )
             for k in self.buckets
@@ -55,23 +55,23 @@ class ElementShards(OwnedState):
         variables: list[Any],
         rate: Any,
     ) -> list[tf.Tensor | None]:
-        """Decay and update what the replica owns.
+        """Decay and update the elements that the replica owns.
 
         Args:
             optimizer: Keras optimizer, the user's or a stand-in.
             gradients: `ShardedGradients`.
-            variables: List of Keras variables, those of the plan.
+            variables: List of the Keras variables of the plan.
             rate: Scalar tensor, the learning rate.
 
         Returns:
-            List with the new values of the own slice of each bucket, or `None`
+            List with the new values of the replica's slice of each bucket, or `None`
             where no variable of the bucket has a gradient.
         """
         optimizer = _compat.stand_in(optimizer, **self.singles)
         _compat.update_variables(optimizer, [], [], rate)
 
         def kind(place: Place) -> Any:
-            """Neighbours of one kind are updated as one, sparse ones by themselves."""
+            """Return the same key for adjacent segments to update as one."""
             segment, _, _ = place
             is_sparse = segment.index in gradients.sparse
             return segment if is_sparse else segment.index in gradients.dense
@@ -100,11 +100,11 @@ class ElementShards(OwnedState):
         variables: list[Any],
         rate: Any,
     ) -> tf.Tensor:
-        """Update neighbouring segments as one, and return their new values."""
+        """Update adjacent segments as one, and return their new values."""
         (first, start, _), (_, _, stop) = run[0], run[-1]
         segments = [segment for segment, _, _ in run]
         if first.index not in gradients.present:
-            return pack([_value(s, variables) for s in segments])
+            return pack([_segment_value(s, variables) for s in segments])
         if first.index in gradients.sparse:
             gradient: Any = _sparse_elements(gradients.sparse[first.index], first)
         else:
@@ -112,9 +112,12 @@ class ElementShards(OwnedState):
             assert piece is not None
             is_all = (start, stop) == (0, piece.shape[0])
             gradient = piece if is_all else piece[start:stop]
-        # Or all that the replica owns is packed as soon as the step begins.
+        # Without the dependency, TensorFlow would pack all owned elements when the step
+        # begins, and hold the copies until the gradients arrive.
         with tf.control_dependencies([getattr(gradient, "values", gradient)]):
-            values = pack([_decayed(optimizer, s, variables, rate) for s in segments])
+            values = pack(
+                [_decayed_segment(optimizer, s, variables, rate) for s in segments]
+            )
 
         def update(values: tf.Tensor, gradient: Any, rate: Any) -> tf.Tensor:
             view = TensorView(values)
@@ -137,9 +140,9 @@ class ElementShards(OwnedState):
             return update(values, gradient, rate)
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
-        """Values of what the replica owns, one tensor for each average."""
+        """Return the values that the replica owns, one tensor for each average."""
         rows = [self._plan.buckets[number].rows[self.owner] for number in self.buckets]
-        return [pack([_value(s, variables) for s in row]) for row in rows]
+        return [pack([_segment_value(s, variables) for s in row]) for row in rows]
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
         """Move the averages towards the variables."""
@@ -149,11 +152,13 @@ class ElementShards(OwnedState):
         _compat.move_averages(stand_in, views)
 
     def averages(self) -> list[tf.Tensor]:
-        """Averages, as slices of every bucket."""
-        own = dict(zip(self.buckets, self._own_averages, strict=True))
+        """Return the averages as the replica's slice of every bucket."""
+        by_bucket = dict(zip(self.buckets, self._own_averages, strict=True))
         return [
             _padded(
-                [tf.convert_to_tensor(own[number])] if number in own else [],
+                [tf.convert_to_tensor(by_bucket[number])]
+                if number in by_bucket
+                else [],
                 bucket,
                 self.owner,
             )
@@ -162,31 +167,36 @@ class ElementShards(OwnedState):
 
 
 def _padded(parts: list[tf.Tensor], bucket: ShardBucket, owner: int) -> tf.Tensor:
-    """Lay parts of an owner's slice end to end, and fill it up with zeros."""
+    """Concatenate the parts of an owner's slice and pad it with zeros."""
     size = bucket.padding(owner)
     zeros = [tf.zeros([size], tf.as_dtype(bucket.dtype))] if size else []
     return pack([*parts, *zeros])
 
 
 def _slot_range(slot: Any, start: int, stop: int) -> Any:
+    """Return a range of a flat slot as a variable, the slot itself if it is whole."""
     is_whole = slot is None or (start, stop) == (0, slot.shape[0])
     return slot if is_whole else FlatParameterRange(slot.value, start, stop)
 
 
-def _variable(value: tf.Tensor) -> Any:
+def _slice_variable(value: tf.Tensor) -> Any:
+    """Create the Keras variable of an owned slice."""
     return keras.Variable(np.asarray(value), dtype=value.dtype.name, name="slice")
 
 
-def _value(segment: Segment, variables: Sequence[Any]) -> tf.Tensor:
+def _segment_value(segment: Segment, variables: Sequence[Any]) -> tf.Tensor:
+    """Return the elements of a segment on the active replica."""
     replica = _compat.local_replica_id_in_force()
     return own_elements(variables[segment.index], segment, replica)
 
 
-def _decayed(
+def _decayed_segment(
     optimizer: Any, segment: Segment, variables: Sequence[Any], rate: Any
 ) -> tf.Tensor:
-    value = _value(segment, variables)
-    # By the first replica's name: those of others end in their number.
+    """Return the elements of a segment after weight decay."""
+    value = _segment_value(segment, variables)
+    # Exclusion from weight decay goes by name, and the names of other replicas' copies
+    # end in the replica's number.
     first = _compat.local_value(variables[segment.index], 0)
     if not _compat.uses_weight_decay(optimizer, first):
         return value
@@ -197,7 +207,8 @@ def _decayed(
 def _sparse_elements(rows: tf.IndexedSlices, segment: Segment) -> tf.IndexedSlices:
     """Convert rows of a variable to single elements of a segment of it.
 
-    Keras applies rows of one index one by one, and so it must the elements.
+    Keras applies rows with the same index one after another, so elements with the same
+    index stay separate too.
     """
     row_size = tf.reduce_prod(tf.shape(rows.values)[1:])
     size = tf.cast(row_size, tf.int64)

@@ -12,17 +12,20 @@ from tfdp.communication.collectives import Member, ProcessGroup
 from tfdp.ground import _compat
 from tfdp.training.sharding.state_tensors import StateTensor
 
-# The heartbeats of workers wait behind a message on a slow link, and must not for long.
+# Bytes of one message, at most: heartbeats wait behind each message, and on a slow link
+# a longer one would delay them too long.
 _MESSAGE_BYTES = 2**22
-# Sums need several times their memory on the way.
+# Bytes of a sum's rows in one all-reduce, at most: redistribution needs several times
+# the memory of the rows.
 _SUM_BYTES = 2**20
 
 
 class FullState:
-    """Values of state tensors, as far as this process knows them.
+    """Values of state tensors that this process holds or has gathered.
 
     Args:
-        gathered: Dict from name to array, what other processes hold a part of.
+        gathered: Dict from name to the flat array of a tensor that other processes hold
+            a part of, or `None` for none. Defaults to `None`.
     """
 
     def __init__(self, gathered: dict[str, np.ndarray] | None = None) -> None:
@@ -32,7 +35,7 @@ class FullState:
         """Assemble the whole tensor.
 
         Raises:
-            RuntimeError: If others hold elements of it, and it was not collected.
+            RuntimeError: If other workers hold elements of it and it was not gathered.
         """
         if tensor.name in self._gathered:
             return self._gathered[tensor.name].reshape(tensor.shape)
@@ -55,10 +58,10 @@ def gather_full_state(
     Args:
         tensors: Sequence of `StateTensor`.
         host_group: `ProcessGroup` with one member for each worker.
-        keep: Bool, whether this worker wants them.
+        keep: Bool, whether this worker keeps the whole tensors.
 
     Returns:
-        `FullState`, empty on a worker that does not want them.
+        `FullState`, empty on a worker that does not keep them.
     """
     if host_group.size == 1:
         return FullState()
@@ -79,14 +82,14 @@ def gather_full_state(
 
 
 def redistribute_sums(strategy: Any, totals: Iterable[Any]) -> None:
-    """Set every replica's part of sums to an N-th of it. All workers call it.
+    """Set every replica's part of sums to the mean of all parts. All workers call it.
 
-    What all of them have together stays as it is. Sums are redistributed one after the
-    other, a few megabytes at a time: it takes the memory of one part for a moment.
+    The total over all replicas stays the same. Sums are redistributed one after
+    another, a few megabytes at a time; the peak of extra memory is one part.
 
     Args:
         strategy: A tfdp strategy.
-        totals: Iterable of Keras variables, of which each replica has a part.
+        totals: Iterable of Keras variables; each replica holds one addend of each.
     """
     for total in totals:
         replicas = range(strategy.extended.num_local)
@@ -99,13 +102,15 @@ def redistribute_sums(strategy: Any, totals: Iterable[Any]) -> None:
 def _redistribute_sum(
     parts: Sequence[tf.Variable], host_group: ProcessGroup, num_replicas: int
 ) -> None:
+    """Set the local parts of one sum to the mean of all replicas' parts."""
+
     def mean(values: list[tf.Tensor]) -> tf.Tensor:
         total = tf.reshape(tf.add_n(values), [-1])
         if host_group.size > 1:
             total = Member(host_group, 0).all_reduce(total)
         return tf.reshape(total, values[0].shape) / num_replicas
 
-    if not parts[0].shape.rank:  # a number has no rows
+    if not parts[0].shape.rank:  # a scalar has no rows
         value = mean([part.read_value() for part in parts])
         for part in parts:
             part.assign(value)
@@ -115,13 +120,13 @@ def _redistribute_sum(
         for part in parts:
             part.scatter_update(tf.IndexedSlices(value, rows))
     for part in parts:
-        # TensorFlow copies a variable that was written in pieces whenever it is read,
-        # until it is written as a whole.
+        # TensorFlow copies a variable on every read after it was written in pieces. An
+        # assignment of the whole value ends that.
         part.assign(part.read_value())
 
 
 def _row_ranges(shape: tuple[int, ...], item_bytes: int) -> Iterator[tf.Tensor]:
-    """Divide the rows of a tensor into ranges of few megabytes."""
+    """Divide the rows of a tensor into ranges of about `_SUM_BYTES`."""
     num_rows = shape[0]
     row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * item_bytes)
     step = max(1, _SUM_BYTES // row_bytes)
@@ -130,6 +135,7 @@ def _row_ranges(shape: tuple[int, ...], item_bytes: int) -> Iterator[tf.Tensor]:
 
 
 def _fill(part: np.ndarray, start: int, tensor: StateTensor) -> None:
+    """Copy the owned elements of a tensor into its part that begins at `start`."""
     stop = start + len(part)
     for shard in tensor.owned_shards:
         first, last = max(start, shard.start), min(stop, shard.stop)
@@ -139,7 +145,7 @@ def _fill(part: np.ndarray, start: int, tensor: StateTensor) -> None:
 
 
 def _sum_bits(part: np.ndarray, group: ProcessGroup) -> np.ndarray:
-    """Sum elements, bit by bit in any dtype, that are zero on all workers but one."""
+    """Sum elements that are zero on all workers but one, exact in any dtype."""
     raw = part.tobytes()
     words = np.frombuffer(raw + b"\0" * (-len(raw) % 4), np.int32)
     total = Member(group, 0).all_reduce(tf.constant(words)).numpy()

@@ -1,4 +1,4 @@
-"""Memory of an optimizer's training state, by the model of `plans.memory`."""
+"""Memory of an optimizer's training state, computed by `plans.memory`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdp.training.sharding.state_tensors import slot_names
 
 
 def memory_report(distributed: Any) -> MemoryReport:
-    """Compute the memory of a `DistributedOptimizer`, see `MemoryReport`."""
+    """Compute the `MemoryReport` of a `DistributedOptimizer`."""
     accumulates = distributed.features.accumulation is not None
     frozen = distributed.frozen_parameters
     whole = ReplicaMemory(sum(entry_of(v).num_bytes for v in frozen), 0, 0, 0)
@@ -36,7 +36,7 @@ def memory_report(distributed: Any) -> MemoryReport:
 
 
 def _bytes_held(variable: Any) -> int:
-    """Bytes that a replica holds of a parameter, of the replica that holds most."""
+    """Return the bytes of a parameter on the replica that holds most of it."""
     parameter = sharded_parameter(variable)
     if parameter is None:
         return entry_of(variable).num_bytes
@@ -53,15 +53,16 @@ def param_group_memory(
     stage: int = 1,
     gathered: int = 0,
 ) -> ReplicaMemory:
-    """Compute the memory of an optimizer that is no wrapper, for some variables.
+    """Compute the memory of an optimizer without inner optimizers, for some variables.
 
     Args:
         optimizer: Keras optimizer, built or not.
         variables: List of Keras variables.
-        plan: `ShardPlan` of them, or `None` without sharding. Defaults to `None`.
+        plan: `ShardPlan` of the variables, or `None` without sharding. Defaults to
+            `None`.
         accumulates: Bool, whether gradients are accumulated. Defaults to `False`.
-        stage: Int, see `replica_memory`. Defaults to 1.
-        gathered: Int, see `replica_memory`. Defaults to 0.
+        stage: Int, the ZeRO stage, from 1 to 3. Defaults to 1.
+        gathered: Int, bytes of parameters gathered at a time. Defaults to 0.
 
     Returns:
         `ReplicaMemory`.
@@ -77,7 +78,7 @@ def param_group_memory(
 
 
 def _slot_bytes(optimizer: Any, variables: list[Any]) -> list[int]:
-    """Bytes of the slots of each variable, found without making them."""
+    """Return the bytes of each variable's slots, without allocating them."""
     template = _compat.built_without_memory(optimizer, variables)
     totals = [0] * len(variables)
     lists = list(_compat.slots_of(template).values())
@@ -85,7 +86,8 @@ def _slot_bytes(optimizer: Any, variables: list[Any]) -> list[int]:
         for index, slot in enumerate(slots):
             if slot is not None:
                 totals[index] += entry_of(slot).num_bytes
-    # What belongs to no variable, such as a single number, is on every replica.
+    # State that belongs to no trained variable, such as a scalar, is on every replica
+    # and is counted with the first variable.
     known = {id(slot) for slots in lists for slot in slots}
     for _, slot in slot_names(template, variables):
         if id(slot) not in known:

@@ -1,4 +1,4 @@
-"""Optimizer state of one parameter group, in shards, as full tensors of files."""
+"""Conversion of sharded optimizer state to and from the state tensors of files."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tfdp.training.sharding.variable_shards import VariableShards
 def param_group_state(
     group: ShardedParamGroup, is_first_copy: Callable[[int], bool], rank: int
 ) -> list[StateTensor]:
-    """State tensors of one inner optimizer, in the order of Keras's variables.
+    """Return the state tensors of an inner optimizer, in the order of its variables.
 
     Args:
         group: `ShardedParamGroup`.
-        is_first_copy: Callable, whether a local replica is the first with its
-            slices.
+        is_first_copy: Callable that returns whether a local replica, by its index, is
+            the first of all replicas with its slices.
         rank: Int, rank of the first local replica.
 
     Returns:
@@ -57,13 +57,13 @@ def accumulator_state(
     is_first_copy: Callable[[int], bool],
     prefix: str,
 ) -> list[StateTensor]:
-    """State tensors of gradients that are accumulated in shards.
+    """Return the state tensors of gradients that are accumulated in shards.
 
     Args:
         sums: Sequence of Keras variables, one for each bucket of the group's plan.
         group: `ShardedParamGroup`.
         is_first_copy: Callable, as for `param_group_state`.
-        prefix: String, before every name.
+        prefix: String that begins every name.
 
     Returns:
         List of `StateTensor`, one for each variable of the group.
@@ -89,10 +89,10 @@ def accumulator_state(
 
 
 def parameter_state(name: str, parameter: ShardedParameter) -> StateTensor:
-    """State tensor of a sharded parameter, of which each replica has its part.
+    """Return the state tensor of a sharded parameter.
 
     Args:
-        name: String, unique among all.
+        name: String, unique among all state tensors.
         parameter: `ShardedParameter`.
 
     Returns:
@@ -100,7 +100,7 @@ def parameter_state(name: str, parameter: ShardedParameter) -> StateTensor:
     """
     reader = parameter.reader
 
-    def written() -> None:
+    def on_write() -> None:
         reader.forget(parameter)
 
     shards = []
@@ -109,12 +109,12 @@ def parameter_state(name: str, parameter: ShardedParameter) -> StateTensor:
         if start == stop:
             continue
         is_owned = reader.groups.is_first_copy(replica)
-        shards.append((is_owned, _full_shard(part, start, written)))
+        shards.append((is_owned, _full_shard(part, start, on_write)))
     return _tensor(name, parameter.whole_shape, parameter.dtype.name, shards)
 
 
 def shard_full_slots(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> None:
-    """Copy what the local replicas own out of full slots.
+    """Copy the elements that the local replicas own from full slots to their shards.
 
     Args:
         tensors: Sequence of `StateTensor`.
@@ -129,7 +129,7 @@ def shard_full_slots(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> No
 def _tensor(
     name: str, shape: Any, dtype: str, shards: Sequence[tuple[bool, LocalShard]]
 ) -> StateTensor:
-    """State tensor of local shards, each with whether this process owns it."""
+    """Return a state tensor of pairs: whether this process owns a shard, the shard."""
     owned = [
         chunk
         for is_owned, shard in shards
@@ -143,16 +143,17 @@ def _tensor(
 def _named_shards(
     group: ShardedParamGroup, state: OwnedState
 ) -> list[tuple[str, LocalShard]]:
-    found = [(name, _full_shard(item)) for name, item in state.singles.items()]
+    """Return the shards of a replica's state with the names of their tensors."""
+    shards = [(name, _full_shard(item)) for name, item in state.singles.items()]
     if isinstance(state, VariableShards):
-        return found + _named_shards_of_variables(group, state)
+        return shards + _named_shards_of_variables(group, state)
     assert isinstance(state, ElementShards)
     for attribute, slots in state.slots.items():
         for number, slot in zip(state.buckets, slots, strict=True):
             for segment, begin, _ in group.plan.buckets[number].places(state.owner):
                 name = slot_name(attribute, segment.index, group.variables)
-                found.append((name, _range_shard(slot.value, begin, segment)))
-    return found
+                shards.append((name, _range_shard(slot.value, begin, segment)))
+    return shards
 
 
 def _named_shards_of_variables(
@@ -173,26 +174,27 @@ def _named_shards_of_variables(
 
 
 def _full_shard(
-    variable: Any, start: int = 0, written: Callable[[], None] = lambda: None
+    variable: Any, start: int = 0, on_write: Callable[[], None] = lambda: None
 ) -> LocalShard:
-    """Local shard of all elements of a variable, those from `start` of a tensor."""
+    """Return the shard of all elements of a variable, at `start` of a tensor."""
     shape = tuple(variable.shape)
     size = int(np.prod(shape, dtype=np.int64))
     read = functools.partial(_compat.elements_of, variable)
 
     def write(values: Any) -> None:
         variable.assign(np.asarray(values).reshape(shape))
-        written()
+        on_write()
 
     return LocalShard(start, start + size, lambda: read(0, size), write, read)
 
 
 def _range_shard(variable: Any, begin: int, segment: Segment) -> LocalShard:
-    """Local shard of a segment that begins somewhere in a flat `tf.Variable`."""
+    """Return the shard of a segment at position `begin` of a flat `tf.Variable`."""
     size = segment.size
 
     def read(first: int, last: int) -> np.ndarray:
-        # Elements only: TensorFlow copies the whole of what `write` has written to.
+        # A gather copies only these elements. After `write` has assigned a slice,
+        # TensorFlow copies the whole variable on every read.
         with tf.device(variable.device):
             places = tf.range(begin + first, begin + last, dtype=tf.int64)
             return tf.gather(variable, places).numpy()

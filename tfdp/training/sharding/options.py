@@ -1,4 +1,4 @@
-"""What is sharded, among whom, and how sharded parameters are gathered."""
+"""Options of sharding: the stage of ZeRO, the scope, offload and parameter units."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from typing import Any
 
 from tfdp.ground.plans.units import DEFAULT_UNITS, UnitOptions
 
-# By stage of ZeRO: each shards what those before it do, too.
+# The values of `sharding`, by stage of ZeRO. Each stage shards what it names and what
+# the stages before it shard.
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
 _SCOPES = ("all", "node")
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingOptions:
-    """Options of sharded state, checked.
+    """Validated options of sharded state.
 
     Args:
         sharding: String: `"none"`, `"optimizer"`, `"gradients"` or `"parameters"`.
             Defaults to `"none"`.
         shard_scope: String, `"all"` or `"node"`. Defaults to `"all"`.
         offload: String, `"cpu"`, or `None`. Defaults to `None`.
-        units: `UnitOptions`. Defaults to that of no arguments.
+        units: `UnitOptions` of sharded parameters. Defaults to `UnitOptions()`.
 
     Raises:
-        ValueError: If one is unknown, or would have no effect.
+        ValueError: If a value is unknown, or an option would have no effect.
 
     Example:
 
@@ -96,7 +97,7 @@ class ShardingOptions:
 
     @property
     def text(self) -> str:
-        """String, the options as arguments."""
+        """String, the options as keyword arguments in source code."""
         offload = "None" if self.offload is None else f'"{self.offload}"'
         text = (
             f'sharding="{self.sharding}", shard_scope="{self.shard_scope}", '

@@ -1,4 +1,4 @@
-"""Reduce-scatter of gradients to shards, all-gather of shards to variables."""
+"""Reduce-scatter of gradients to shards, and all-gather of shards to variables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Slices = list[tf.Tensor | None]
 
 @dataclasses.dataclass(frozen=True)
 class ShardCollectives:
-    """Collectives of shards on one replica: reduce-scatter and all-gather, in a graph.
+    """Reduce-scatter and all-gather of shards on one replica, in a graph.
 
     Args:
         extended: Extended class of a tfdp strategy.
@@ -42,7 +42,7 @@ class ShardCollectives:
 
     @property
     def owner(self) -> int:
-        """Int, whose slices the replica has."""
+        """Int, the owner whose slices the replica holds."""
         return self.groups.owner(self.replica)
 
     def reduce_scatter(
@@ -51,26 +51,27 @@ class ShardCollectives:
         tensors: Mapping[int, tf.Tensor],
         weight: tf.Tensor | None,
     ) -> Slices:
-        """Sum gradients over all replicas and keep the own slice of each bucket.
+        """Sum gradients over all replicas and keep this replica's slice of each bucket.
 
         Args:
             group: `ShardedParamGroup`.
-            tensors: Dict from position to tensor, the same ones on all replicas.
-            weight: Scalar tensor by which this replica's tensors count, or `None`
-                for one.
+            tensors: Dict from position to tensor, with the same positions on all
+                replicas.
+            weight: Scalar tensor, the factor of this replica's tensors, or `None`
+                for 1.
 
         Returns:
             List with a tensor of shape `[slice_size]` for each bucket, or `None`
-            where there is nothing to sum.
+            for a bucket without tensors.
         """
         slices: Slices = []
         for channel, bucket in enumerate(group.plan.buckets):
-            given = sorted(bucket.indices & tensors.keys())
-            if not given:
+            present = sorted(bucket.indices & tensors.keys())
+            if not present:
                 slices.append(None)
                 continue
-            self._gather_before([tensors[index] for index in given])
-            flat = pack_rows(bucket, tensors, tensors[given[0]].dtype)
+            self._gather_before([tensors[index] for index in present])
+            flat = pack_rows(bucket, tensors, tensors[present[0]].dtype)
             if weight is not None:
                 flat = weighted(flat, weight)
             with timing.labelled(f"{timing.GRADIENTS} {channel}"):
@@ -80,14 +81,15 @@ class ShardCollectives:
         return slices
 
     def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
-        """Gather all variables of the buckets whose slices are given.
+        """Gather all variables of the buckets that have slices.
 
         Args:
             plan: `ShardPlan`.
-            slices: As `reduce_scatter` returns them.
+            slices: List with a slice of each bucket or `None`, as `reduce_scatter`
+                returns.
 
         Returns:
-            Dict from position to flat tensor, alike on all replicas.
+            Dict from position to flat tensor, equal on all replicas.
         """
         flats: Slices = []
         for channel, (bucket, piece) in enumerate(
@@ -95,7 +97,8 @@ class ShardCollectives:
         ):
             flat = None
             if piece is not None:
-                # A key contains the shape, which clipping or an update may have lost.
+                # The key of a collective contains the shape, and clipping or an update
+                # may have lost the static shape.
                 whole = tf.ensure_shape(piece, [bucket.slice_size])
                 with timing.labelled(f"{timing.PARAMETERS} {channel}"):
                     flat = self.groups.gather_bucket(
@@ -124,11 +127,12 @@ class ShardCollectives:
         return self.groups.scatter_bucket(bucket, flat, route.levels, caller)
 
     def _gather_before(self, tensors: Iterable[tf.Tensor]) -> None:
-        """Gather parameters that operations before some gradients need again."""
+        """Gather parameters that the backward pass needs before these gradients."""
         if self.backward is not None:
             self.backward.gather_until(max(map(_compat.op_position, tensors)))
 
     def _note_reduced(self, slices: Slices) -> None:
+        """Report reduced slices to the gathers of the backward pass."""
         for piece in slices:
             if self.backward is not None and piece is not None:
                 self.backward.note_reduced(piece)
@@ -137,7 +141,7 @@ class ShardCollectives:
 class WholeGradientCollectives(ShardCollectives):
     """Shard collectives for Adasum and compressors of whole buckets, in a graph.
 
-    Gradients are all-reduced by the buckets of an optimizer that is not sharded; each
+    Gradients are all-reduced in the buckets of an optimizer without sharding. Each
     replica keeps its slices of the sums.
     """
 
@@ -165,12 +169,12 @@ class WholeGradientCollectives(ShardCollectives):
 class EagerShardCollectives(WholeGradientCollectives):
     """Shard collectives by all-reduce, for eager steps.
 
-    Eager replicas run one after the other and cannot wait for each other in a
+    Eager replicas run one after another and cannot wait for each other in a
     collective.
     """
 
     def all_gather(self, plan: ShardPlan, slices: Slices) -> dict[int, tf.Tensor]:
-        """See `ShardCollectives`: others' elements count as zeros in a sum."""
+        """All-gather by a sum in which a slice is zero on all but its owner."""
         joined = tuple(bucket.joined for bucket in plan.buckets)
         placed = [
             self._counted_once(place_row(bucket, self.owner, piece))
@@ -186,13 +190,13 @@ class EagerShardCollectives(WholeGradientCollectives):
         return self.reducer.sum([self._counted_once(tensor)])[0]
 
     def _counted_once(self, tensor: tf.Tensor) -> tf.Tensor:
-        """A tensor of the first replica with the same slices, or zeros of others."""
+        """Return a tensor on the first replica with these slices, zeros on copies."""
         is_first = self.groups.is_first_copy(self.replica)
         return tensor if is_first else tf.zeros_like(tensor)
 
 
 def collectives_class(extended: Any) -> type[ShardCollectives]:
-    """Return the class of `ShardCollectives` that fits a step and its strategy.
+    """Return the class of `ShardCollectives` for the current step of a strategy.
 
     Args:
         extended: Extended class of a tfdp strategy.
@@ -204,7 +208,7 @@ def collectives_class(extended: Any) -> type[ShardCollectives]:
 
 
 def _own_slices(plan: ShardPlan, owner: int, sums: Mapping[int, tf.Tensor]) -> Slices:
-    """An owner's slice of each bucket, of gradients that are summed already."""
+    """Return an owner's slice of each bucket from summed gradients."""
     slices: Slices = [None] * len(plan.buckets)
     for number, bucket in enumerate(plan.buckets):
         present = sorted(bucket.indices & sums.keys())

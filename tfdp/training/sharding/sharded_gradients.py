@@ -1,4 +1,4 @@
-"""Gradients summed over all replicas, of which each has its own slices."""
+"""Sharded gradients: each replica's slices of the sums over all replicas."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from tfdp.training.step.state_layout import GradientStatistics, squared_norm
 
 @dataclasses.dataclass(frozen=True)
 class ShardedGradients:
-    """Own slices of the reduced gradients of a parameter group.
+    """This replica's slices of the reduced gradients of a parameter group.
 
     Args:
         slices: List with a tensor of shape `[slice_size]` for each bucket, or
-            `None` for one without gradients.
-        dense: Frozen set of ints, positions of the variables in them.
-        sparse: Dict from position to `tf.IndexedSlices` of all replicas.
-        order: Tuple of ints, the positions in the order of the gradients.
+            `None` for a bucket without gradients.
+        dense: Frozen set of ints, positions of the variables with dense gradients.
+        sparse: Dict from position to the gathered `tf.IndexedSlices` of all replicas.
+        order: Tuple of ints, the positions of the variables in the order of the
+            gradients.
     """
 
     slices: list[tf.Tensor | None]
@@ -34,32 +35,32 @@ class ShardedGradients:
 
     @property
     def present(self) -> frozenset[int]:
-        """Positions of the variables that have gradients."""
+        """Frozen set of ints, positions of the variables that have gradients."""
         return self.dense | self.sparse.keys()
 
     def parts(self, plan: ShardPlan, owner: int) -> dict[int, list[tf.Tensor]]:
-        """Elements of each variable in the slices of an owner, in order.
+        """Return the elements of each variable in the slices of an owner, in order.
 
         Args:
             plan: `ShardPlan`.
-            owner: Int, whose slices these are.
+            owner: Int, the owner of the slices.
 
         Returns:
             Dict from position to list of tensors.
         """
-        found: dict[int, list[tf.Tensor]] = {}
+        elements: dict[int, list[tf.Tensor]] = {}
         for bucket, piece in zip(plan.buckets, self.slices, strict=True):
             if piece is not None:
                 for segment, begin, end in bucket.places(owner):
-                    found.setdefault(segment.index, []).append(piece[begin:end])
-        return found
+                    elements.setdefault(segment.index, []).append(piece[begin:end])
+        return elements
 
     def divided_by(self, divisor: tf.Tensor) -> ShardedGradients:
-        """The same, each element divided by a scalar, see `divided`."""
+        """Return the gradients divided by a scalar."""
         return self.map(lambda values: divided(values, divisor))
 
     def map(self, function: Callable[[tf.Tensor], tf.Tensor]) -> ShardedGradients:
-        """The same with a function applied to every tensor."""
+        """Return the gradients with a function applied to every tensor."""
         sparse = {
             index: with_values(rows, function(rows.values))
             for index, rows in self.sparse.items()
@@ -70,12 +71,12 @@ class ShardedGradients:
     def scaled_by(
         self, factors: tf.Tensor, plan: ShardPlan, owner: int
     ) -> ShardedGradients:
-        """The same, the elements of each variable times a factor of its own.
+        """Return the gradients with the elements of each variable times its factor.
 
         Args:
             factors: Tensor of shape `[num_variables]`.
             plan: `ShardPlan`.
-            owner: Int, whose slices these are.
+            owner: Int, the owner of the slices.
         """
         slices: list[tf.Tensor | None] = []
         for bucket, piece in zip(plan.buckets, self.slices, strict=True):
@@ -83,10 +84,14 @@ class ShardedGradients:
             if piece is None or not row:
                 slices.append(piece)
                 continue
-            own = tf.gather(factors, [segment.index for segment in row])
-            own = tf.concat([own, tf.ones([1], own.dtype)], axis=0)
+            segment_factors = tf.gather(factors, [segment.index for segment in row])
+            segment_factors = tf.concat(
+                [segment_factors, tf.ones([1], segment_factors.dtype)], axis=0
+            )
             sizes = [segment.size for segment in row] + [bucket.padding(owner)]
-            slices.append(piece * tf.cast(tf.repeat(own, sizes), piece.dtype))
+            slices.append(
+                piece * tf.cast(tf.repeat(segment_factors, sizes), piece.dtype)
+            )
         sparse = {
             index: with_values(rows, rows.values * tf.cast(factors[index], rows.dtype))
             for index, rows in self.sparse.items()
@@ -94,29 +99,31 @@ class ShardedGradients:
         return dataclasses.replace(self, slices=slices, sparse=sparse)
 
     def without_rows(self, plan: ShardPlan, owner: int) -> ShardedGradients:
-        """The same with sparse gradients as elements of the own slices."""
+        """Return the gradients with sparse ones added to the slices as elements."""
         if not self.sparse:
             return self
         whole = {i: tf.convert_to_tensor(rows) for i, rows in self.sparse.items()}
         slices: list[tf.Tensor | None] = []
         for bucket, piece in zip(plan.buckets, self.slices, strict=True):
-            given = sorted(bucket.indices & whole.keys())
-            if given:
-                own = pack_row(bucket, owner, whole, whole[given[0]].dtype)
-                piece = own if piece is None else piece + own
+            sparse_indices = sorted(bucket.indices & whole.keys())
+            if sparse_indices:
+                sparse_part = pack_row(
+                    bucket, owner, whole, whole[sparse_indices[0]].dtype
+                )
+                piece = sparse_part if piece is None else piece + sparse_part
             slices.append(piece)
         dense = self.dense | whole.keys()
         return dataclasses.replace(self, slices=slices, dense=dense, sparse={})
 
 
 class ShardedGradientStatistics(GradientStatistics):
-    """Norms and finite checks from slices: one small collective for all parts.
+    """Norms and finite checks from slices, by one small collective for all parts.
 
     Args:
         parts: List of `ShardedParamGroup`.
         sums: List of `ShardedGradients`.
         collectives: `ShardCollectives`.
-        is_needed: Bool, whether anybody will ask.
+        is_needed: Bool, whether norms or checks will be read.
     """
 
     def __init__(
@@ -131,12 +138,14 @@ class ShardedGradientStatistics(GradientStatistics):
         self._parts = parts
         self._facts: list[tf.Tensor] = []
         if is_needed:
-            own = [
+            local = [
                 _squares_and_flags(p, s, collectives.owner)
                 for p, s in zip(parts, sums, strict=True)
             ]
             total = collectives.all_reduce(
-                tf.concat(_alike([fact for pair in own for fact in pair]), axis=0)
+                tf.concat(
+                    _in_widest_dtype([fact for pair in local for fact in pair]), axis=0
+                )
             )
             sizes = [len(p.variables) for p in parts for _ in range(2)]
             self._facts = tf.split(total, sizes)
@@ -150,17 +159,18 @@ class ShardedGradientStatistics(GradientStatistics):
         norms = [tf.reduce_sum(squares) for squares in self._facts[::2]]
         total = tf.cast(tf.add_n(norms), tf.float32)
         for rows in [rows for sums in self._sums for rows in sums.sparse.values()]:
-            # Rows of one index were squared one by one, as clipping wants it.
+            # Clipping squares rows with the same index separately; the norm squares
+            # their sum.
             one_by_one = tf.cast(_sum_of_squares(rows.values), tf.float32)
             total += squared_norm([rows]) - one_by_one
         return total
 
     def squared_norms(self, part: ShardedParamGroup) -> tf.Tensor:
-        """Tensor `[num_variables]`, that of each variable of a part."""
+        """Tensor `[num_variables]`, the squared norm of each variable of a part."""
         return self._facts[2 * self._parts.index(part)]
 
     def non_finite(self) -> list[tf.Tensor]:
-        """Scalar bool tensors, one for each variable that has a gradient."""
+        """List of scalar bool tensors: whether each gradient has infinity or NaN."""
         return [
             flags[index] > 0
             for flags, sums in zip(self._facts[1::2], self._sums, strict=True)
@@ -171,12 +181,12 @@ class ShardedGradientStatistics(GradientStatistics):
 def own_squares(
     part: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tf.Tensor:
-    """Contribution of an owner's slices to the squared norm of all gradients.
+    """Compute the squared norm of an owner's slices of the gradients.
 
     Args:
         part: `ShardedParamGroup`.
         sums: `ShardedGradients` of the part.
-        owner: Int, whose slices these are.
+        owner: Int, the owner of the slices.
 
     Returns:
         Scalar float32 tensor.
@@ -190,37 +200,40 @@ def own_squares(
 def _squares_and_flags(
     part: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Contribution of the own slices to each variable's squared norm and flag."""
-    found = sums.parts(part.plan, owner)
-    # Every replica has the rows of sparse gradients; one counts them.
+    """Compute the slices' part of each variable's squared norm and non-finite count."""
+    elements = sums.parts(part.plan, owner)
+    # Every replica has the rows of all sparse gradients, so only owner 0 counts them.
     for index, rows in sums.sparse.items() if owner == 0 else ():
-        found.setdefault(index, []).append(rows.values)
+        elements.setdefault(index, []).append(rows.values)
     none = [tf.zeros([], tf.float32)]
     squares, flags = [], []
     for index in range(len(part.variables)):
-        own = found.get(index, [])
+        tensors = elements.get(index, [])
         squares.append(
-            tf.add_n(_alike([_sum_of_squares(item) for item in own] or none))
+            tf.add_n(
+                _in_widest_dtype([_sum_of_squares(item) for item in tensors] or none)
+            )
         )
-        bad = [tf.cast(tf.math.is_finite(item), tf.float32) for item in own]
+        bad = [tf.cast(tf.math.is_finite(item), tf.float32) for item in tensors]
         flags.append(tf.add_n([tf.reduce_sum(1.0 - item) for item in bad] or none))
     dtype = _dtype_of_norms(part)
     return tf.stack([tf.cast(item, dtype) for item in squares]), tf.stack(flags)
 
 
 def _dtype_of_norms(part: ShardedParamGroup) -> tf.DType:
-    """The same on all replicas, also on one that owns nothing of the widest dtype."""
+    """Return the widest dtype of a part, even if this replica owns no such elements."""
     dtypes = [tf.as_dtype(bucket.dtype) for bucket in part.plan.buckets]
     return max([tf.float32, *dtypes], key=lambda dtype: dtype.size)
 
 
 def _sum_of_squares(values: tf.Tensor) -> tf.Tensor:
+    """Sum the squares of all elements, at least in float32."""
     if values.dtype.size < tf.float32.size:
         values = tf.cast(values, tf.float32)
     return tf.reduce_sum(tf.square(values))
 
 
-def _alike(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Tensors in the widest of their dtypes."""
+def _in_widest_dtype(tensors: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Cast tensors to the widest of their dtypes."""
     widest = max((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.size)
     return [tf.cast(tensor, widest) for tensor in tensors]

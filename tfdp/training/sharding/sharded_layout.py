@@ -1,4 +1,4 @@
-"""Sharded state in a step: each replica updates what it owns, all get the result."""
+"""Step on sharded state: each replica updates its shard, then all gather the result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tfdp.training.step.state_layout import StateLayout
 
 
 class ShardedLayout(StateLayout):
-    """Operations of a step on one replica where the state is sharded.
+    """Operations of a step on one replica, with sharded state.
 
     Args:
         groups: Dict from the `id` of an inner optimizer to its `ShardedParamGroup`.
@@ -37,8 +37,8 @@ class ShardedLayout(StateLayout):
         super().__init__(collectives.reducer)
         self._groups = groups
         self._collectives = collectives
-        # The place of each group's first bucket among those of all groups.
-        sizes = [len(own.plan.buckets) for own in groups.values()]
+        # Dict from a group's key to the index of its first bucket among all buckets.
+        sizes = [len(group.plan.buckets) for group in groups.values()]
         firsts = itertools.accumulate(sizes, initial=0)
         self._first_slices = dict(zip(groups, firsts, strict=False))
 
@@ -52,22 +52,22 @@ class ShardedLayout(StateLayout):
         weight: tf.Tensor | None,
     ) -> ShardedGradients:
         """Reduce-scatter each bucket; all-gather the rows of sparse gradients."""
-        own = self._sharded(group)
-        given = {
+        sharded_group = self._sharded(group)
+        by_position = {
             _compat.index_in(group.optimizer, variable): (gradient, variable)
             for gradient, variable in zip(gradients, variables, strict=True)
         }
         sparse = {
             position: pair
-            for position, pair in given.items()
+            for position, pair in by_position.items()
             if isinstance(pair[0], tf.IndexedSlices)
         }
         dense = {
-            position: _of_shape(gradient, variable.shape)
-            for position, (gradient, variable) in given.items()
+            position: _with_static_shape(gradient, variable.shape)
+            for position, (gradient, variable) in by_position.items()
             if position not in sparse
         }
-        slices = self._collectives.reduce_scatter(own, dense, weight)
+        slices = self._collectives.reduce_scatter(sharded_group, dense, weight)
         if self._collectives.backward is not None:
             self._collectives.backward.gather_rest()
         rows = self._reducer.gather_rows(
@@ -82,13 +82,13 @@ class ShardedLayout(StateLayout):
             slices,
             frozenset(dense),
             dict(zip(sparse, rows, strict=True)),
-            tuple(given),
+            tuple(by_position),
         )
 
     def slices_of(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tuple[list[tf.Tensor], list[int]]:
-        """Slices of reduced gradients to accumulate, and the position of each."""
+        """Return the slices of reduced gradients to accumulate, and their positions."""
         tensors, positions = [], []
         for group, item in zip(groups, sums, strict=True):
             first = self._first_slices[id(group.optimizer)]
@@ -104,26 +104,26 @@ class ShardedLayout(StateLayout):
         variables: Sequence[Any],
         tensors: list[tf.Tensor],
     ) -> list[ShardedGradients]:
-        """Make reduced gradients of accumulated slices, the inverse of `slices_of`.
+        """Create reduced gradients from accumulated slices, the inverse of `slices_of`.
 
         Args:
             groups: Sequence of `ParamGroup`.
             variables: Sequence of the step's variables.
             tensors: List of slices, one for each accumulator.
         """
-        found = []
+        reduced = []
         for group in groups:
-            own = self._sharded(group)
+            sharded_group = self._sharded(group)
             first = self._first_slices[id(group.optimizer)]
             order = [
                 _compat.index_in(group.optimizer, v) for v in group.of(list(variables))
             ]
             slices: list[tf.Tensor | None] = [
                 tensors[first + number] if bucket.indices & set(order) else None
-                for number, bucket in enumerate(own.plan.buckets)
+                for number, bucket in enumerate(sharded_group.plan.buckets)
             ]
-            found.append(ShardedGradients(slices, frozenset(order), {}, tuple(order)))
-        return found
+            reduced.append(ShardedGradients(slices, frozenset(order), {}, tuple(order)))
+        return reduced
 
     def examine(
         self,
@@ -133,15 +133,17 @@ class ShardedLayout(StateLayout):
         checks: bool,
         measures: bool,
     ) -> ShardedGradientStatistics:
-        """Compute them by one small all-reduce, if anybody asks."""
+        """Compute norms and flags by one small all-reduce, if the step needs them."""
         needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in groups)
-        own = [self._sharded(group) for group in groups]
-        return ShardedGradientStatistics(own, sums, self._collectives, is_needed=needed)
+        sharded_groups = [self._sharded(group) for group in groups]
+        return ShardedGradientStatistics(
+            sharded_groups, sums, self._collectives, is_needed=needed
+        )
 
     def own_squares(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tf.Tensor:
-        """Squares of the own slices, of which there may be copies on other nodes."""
+        """Return the squares of the owned slices, divided by the number of copies."""
         collectives = self._collectives
         squares = [
             own_squares(self._sharded(group), item, collectives.owner)
@@ -155,113 +157,117 @@ class ShardedLayout(StateLayout):
         sums: ShardedGradients,
         statistics: ShardedGradientStatistics,
     ) -> ShardedGradients:
-        """Clip by norms of whole variables, of which the replica has slices."""
+        """Clip the slices of a group by the norms of whole variables."""
         optimizer = group.optimizer
         if not _clips_by_norm(optimizer):
             limit = optimizer.clipvalue
             if not limit or limit <= 0:
                 return sums
             return sums.map(lambda values: tf.clip_by_value(values, -limit, limit))
-        own = self._sharded(group)
+        sharded_group = self._sharded(group)
         owner = self._collectives.owner
-        norms = statistics.squared_norms(own)  # [num_variables]
+        norms = statistics.squared_norms(sharded_group)  # [num_variables]
         if optimizer.clipnorm and optimizer.clipnorm > 0:
-            factors = _factors(tf.sqrt(norms), optimizer.clipnorm)
-            return sums.scaled_by(factors, own.plan, owner)
+            factors = _clip_factors(tf.sqrt(norms), optimizer.clipnorm)
+            return sums.scaled_by(factors, sharded_group.plan, owner)
         norm = tf.sqrt(tf.reduce_sum(norms))
-        # Not `tf.cast`, which would round a float to float32 first.
+        # `tf.cast` would round the float to float32 first; `tf.constant` does not.
         limit = tf.constant(optimizer.global_clipnorm, norm.dtype)
-        # NaN where the norm is infinite, as in Keras.
+        # `norm - norm` makes the factor NaN for an infinite norm, as in Keras.
         factor = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-        # Keras multiplies by a scalar, and what was rows becomes a tensor.
-        whole = sums.without_rows(own.plan, owner)
+        # Multiplication by a scalar turns sparse gradients into dense ones in Keras.
+        whole = sums.without_rows(sharded_group.plan, owner)
         return whole.map(lambda values: values * tf.cast(factor, values.dtype))
 
     def update(
         self, group: ParamGroup, gradients: ShardedGradients, variables: list, rate: Any
     ) -> None:
-        """Update what the replica owns; all-gather the new values by bucket."""
-        own = self._sharded(group)
+        """Update the elements of this replica; all-gather new values by bucket."""
+        sharded_group = self._sharded(group)
         optimizer, rate = with_schedule(group.optimizer, rate)
-        news = self._state(own).update(optimizer, gradients, own.variables, rate)
-        self._spread(own, news, gradients.present)
+        news = self._state(sharded_group).update(
+            optimizer, gradients, sharded_group.variables, rate
+        )
+        self._assign_gathered(sharded_group, news, gradients.present)
 
     def update_without_gradients(
         self, group: ParamGroup, variables: list, rate: Any
     ) -> None:
-        """Decay weights on every replica, and move on what belongs to no variable."""
+        """Decay weights on every replica, and advance state that has no variable."""
         singles = self._state(self._sharded(group)).singles
         decay_without_gradients(group.optimizer, variables, rate, singles)
 
     def average(self, group: ParamGroup) -> None:
-        """Average what the replica owns."""
-        own = self._sharded(group)
-        self._state(own).average(group.optimizer, own.variables)
+        """Move the averages that the replica owns."""
+        sharded_group = self._sharded(group)
+        self._state(sharded_group).average(group.optimizer, sharded_group.variables)
 
     def overwrite_with_average(
         self, group: ParamGroup, chosen: Container[int] | None = None
     ) -> None:
-        """All-gathers the averages by bucket.
+        """Overwrite variables with their averages, all-gathered by bucket.
 
         Args:
             group: `ParamGroup`.
-            chosen: Container of the `id`s of the variables that are overwritten, or
-                `None` for all. Defaults to `None`.
+            chosen: Container of the `id`s of the variables to overwrite, or `None` for
+                all. Defaults to `None`.
         """
-        own = self._sharded(group)
+        sharded_group = self._sharded(group)
         present = frozenset(
             index
-            for index, variable in enumerate(own.variables)
+            for index, variable in enumerate(sharded_group.variables)
             if chosen is None or id(variable) in chosen
         )
-        self._spread(own, self._state(own).averages(), present)
+        self._assign_gathered(
+            sharded_group, self._state(sharded_group).averages(), present
+        )
 
     def swap_with_average(self, group: ParamGroup) -> None:
-        """Give variables the values of their averages, and the other way round."""
-        own = self._sharded(group)
-        state = self._state(own)
-        values = state.own_values(own.variables)
+        """Exchange the values of variables and their averages."""
+        sharded_group = self._sharded(group)
+        state = self._state(sharded_group)
+        values = state.own_values(sharded_group.variables)
         self.overwrite_with_average(group)
         state.set_averages(values)
 
     def restart_average(self, group: ParamGroup) -> None:
-        """Give averages the values of their variables."""
-        own = self._sharded(group)
-        state = self._state(own)
-        state.set_averages(state.own_values(own.variables))
+        """Set the averages to the values of their variables."""
+        sharded_group = self._sharded(group)
+        state = self._state(sharded_group)
+        state.set_averages(state.own_values(sharded_group.variables))
 
-    def _spread(
-        self, own: ShardedParamGroup, slices: list, present: frozenset[int]
+    def _assign_gathered(
+        self, group: ShardedParamGroup, slices: list, present: frozenset[int]
     ) -> None:
-        """Give the variables new values, of which the replica has its slices."""
-        if sharded_parameter(own.variables[0]) is not None:
-            self._keep(own, slices, present)
+        """All-gather the slices of new values and assign them to the variables."""
+        if sharded_parameter(group.variables[0]) is not None:
+            self._assign_parts(group, slices, present)
             return
-        gathered = self._collectives.all_gather(own.plan, slices)
+        gathered = self._collectives.all_gather(group.plan, slices)
         for index in sorted(present & gathered.keys()):
-            variable = _compat.local_part(own.variables[index])
+            variable = _compat.local_part(group.variables[index])
             value = tf.reshape(gathered[index], variable.shape)
             variable.assign(tf.cast(value, variable.dtype), read_value=False)
 
-    def _keep(
-        self, own: ShardedParamGroup, slices: list, present: frozenset[int]
+    def _assign_parts(
+        self, group: ShardedParamGroup, slices: list, present: frozenset[int]
     ) -> None:
-        """Give sharded parameters new values: each replica keeps its own."""
+        """Assign new values to this replica's parts of sharded parameters."""
         owner = self._collectives.owner
-        for bucket, piece in zip(own.plan.buckets, slices, strict=True):
+        for bucket, piece in zip(group.plan.buckets, slices, strict=True):
             for segment, begin, end in (
                 bucket.places(owner) if piece is not None else ()
             ):
                 if segment.index in present:
-                    parameter = parameter_of(own.variables[segment.index])
+                    parameter = parameter_of(group.variables[segment.index])
                     parameter.assign_part(piece[begin:end])
         for index in present:
-            # What is gathered next has the new values of other replicas, too.
-            parameter = parameter_of(own.variables[index])
+            # Gathered copies are stale after the update: the next read gathers again.
+            parameter = parameter_of(group.variables[index])
             parameter.reader.forget(parameter)
 
     def constrain(self, variable: Any) -> None:
-        """Apply it to the whole, gathered for it: a norm, say, is that of the whole."""
+        """Apply a constraint to the gathered variable: a norm needs all elements."""
         parameter = sharded_parameter(variable)
         if parameter is None:
             super().constrain(variable)
@@ -274,12 +280,12 @@ class ShardedLayout(StateLayout):
     def _sharded(self, group: ParamGroup) -> ShardedParamGroup:
         return self._groups[id(group.optimizer)]
 
-    def _state(self, own: ShardedParamGroup) -> Any:
-        return own.replicas[self._collectives.replica]
+    def _state(self, group: ShardedParamGroup) -> Any:
+        return group.replicas[self._collectives.replica]
 
 
-def _of_shape(gradient: Any, shape: Any) -> Any:
-    """A gradient of known shape; the operation that made it, where it has one."""
+def _with_static_shape(gradient: Any, shape: Any) -> Any:
+    """Return a gradient with a static shape; the same tensor if it has it already."""
     return gradient if gradient.shape == shape else tf.ensure_shape(gradient, shape)
 
 
@@ -288,7 +294,7 @@ def _clips_by_norm(optimizer: Any) -> bool:
     return any(limit is not None and limit > 0 for limit in limits)
 
 
-def _factors(norms: tf.Tensor, limit: float) -> tf.Tensor:
-    """Factor of `tf.clip_by_norm` for a tensor of each norm."""
+def _clip_factors(norms: tf.Tensor, limit: float) -> tf.Tensor:
+    """Return the factor of `tf.clip_by_norm` for each norm."""
     bound = tf.constant(limit, norms.dtype)
     return bound / tf.maximum(norms, bound)

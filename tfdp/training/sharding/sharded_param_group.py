@@ -13,22 +13,23 @@ from tfdp.ground.plans.shards import ShardPlan
 
 
 class OwnedState:
-    """What one replica owns of it: `ElementShards` or `VariableShards`.
+    """One replica's shard of an optimizer's state; base of the two kinds of shards.
 
-    A clone of the optimizer is built for it, so that slots are born sharded.
+    A clone of the optimizer is built on the shard, so that slots are created sharded.
+    `ElementShards` and `VariableShards` implement it.
 
     Args:
         optimizer: Keras optimizer, the user's.
-        variables: List of Keras variables, those of the plan.
+        variables: List of the Keras variables of the plan.
         plan: `ShardPlan`.
-        owner: Int, which slices.
-        replica: Int, the local replica that has them.
-        device: String, where they are kept and updated.
+        owner: Int, the owner of the slices.
+        replica: Int, the local replica that holds the slices.
+        device: String, the device that stores and updates the slices.
 
     Attributes:
-        slots: Dict from the name of an attribute to its list of variables.
-        singles: Dict from the name of an attribute to a variable that belongs to no
-            trained one.
+        slots: Dict from the name of an optimizer's attribute to its list of slots.
+        singles: Dict from the name of an optimizer's attribute to a variable that
+            belongs to no trained variable.
     """
 
     slots: dict[str, list[Any]]
@@ -53,7 +54,7 @@ class OwnedState:
         raise NotImplementedError
 
     def set_averages(self, values: list[tf.Tensor]) -> None:
-        """Set the averages to values, as `own_values` returns them."""
+        """Set the averages to values in the form that `own_values` returns."""
         for average, value in zip(self._own_averages, values, strict=True):
             average.assign(value)
 
@@ -67,10 +68,10 @@ class ShardedParamGroup:
     """The state of one inner optimizer on the replicas of this process.
 
     Args:
-        optimizer: Keras optimizer that holds the settings, and no slots.
+        optimizer: Keras optimizer that holds the settings but no slots.
         variables: List of the Keras variables that it trains.
-        plan: `ShardPlan` of them.
-        replicas: Sequence of the state that each local replica owns.
+        plan: `ShardPlan` of the variables.
+        replicas: Sequence of the `OwnedState` of each local replica.
     """
 
     optimizer: Any

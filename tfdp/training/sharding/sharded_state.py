@@ -1,4 +1,4 @@
-"""Sharded state of an optimizer, as a step and as files see it."""
+"""Sharded state of an optimizer, with access for steps and for files."""
 
 from __future__ import annotations
 
@@ -55,18 +55,17 @@ from tfdp.training.sharding.variable_shards import VariableShards
 
 
 class ShardedState:
-    """The state of an optimizer, spread over the replicas.
+    """The state of an optimizer, sharded over the replicas.
 
     Args:
-        optimizer: The user's Keras optimizer. Its settings, counter and learning
-            rate stay where they are; slots that it has already are taken over and
-            freed.
+        optimizer: The user's Keras optimizer. It keeps its settings, counter and
+            learning rate; the values of existing slots are copied to shards and the
+            slots are freed.
         variables: List of Keras variables that it trains.
         strategy: A tfdp strategy with at least two replicas.
         options: `ShardingOptions`.
-        parameters: Sequence of Keras variables of the same model, in the order of the
-            forward pass, that are sharded with those that are trained. Defaults to
-            none.
+        parameters: Sequence of further Keras variables of the same model to shard, in
+            the order of the forward pass. Defaults to none.
     """
 
     def __init__(
@@ -96,7 +95,8 @@ class ShardedState:
         if not was_built:
             _compat.build_without_state(optimizer, variables)
         plans = {id(part): self._plan_of(part) for part in _trained_parts(optimizer)}
-        # Workers that differ would wait for each other for ever in what follows.
+        # Workers with different variables would run different collectives below, and
+        # wait for each other indefinitely.
         check_same_variables(
             extended.worker_group, "sharding the optimizer", every, "shards"
         )
@@ -129,12 +129,13 @@ class ShardedState:
     def _check_values(
         self, strategy: Any, variables: Sequence[Any], state: Sequence[Any]
     ) -> None:
-        """Raise on every worker if parts of different values would be mixed.
+        """Raise on every worker if variables or slots differ between replicas.
 
-        From now on it is recorded what is assigned to the variables outside of steps.
+        From now on the variables record assignments outside of steps.
         """
         if tf.executing_eagerly() and not in_replica_thread():
-            # Scalars are counters, and rates that each worker may set itself.
+            # Scalars are left out: they are counters and rates, which a worker may set
+            # on its own.
             slots = [v for v in state if len(v.shape) and hasattr(v, "value")]
             when = "before the optimizer is sharded"
             topic = "sharding the optimizer: values"
@@ -147,7 +148,7 @@ class ShardedState:
     def _check_alike(
         self, options: ShardingOptions, parts: list[Any], plans: dict[int, ShardPlan]
     ) -> None:
-        """Raise on every worker if they shard different things, or differently."""
+        """Raise on every worker if options, optimizers or plans differ."""
         worker_group = self._extended.worker_group
         kinds = [type(part).__name__ for part in parts]
         fingerprints = [plans[id(part)].fingerprint for part in parts]
@@ -160,31 +161,31 @@ class ShardedState:
         )
 
     def state(self, part: ShardedParamGroup) -> list[StateTensor]:
-        """The state of one inner optimizer, in the order of Keras's variables."""
+        """Return the state tensors of one inner optimizer, in Keras's order."""
         return self._states[id(part.optimizer)]
 
     def _state_of(self, part: ShardedParamGroup) -> list[StateTensor]:
-        """Raise, before anything is trained, if variables cannot be told apart."""
+        """Return the state tensors of a part; raise if two have the same name."""
         optimizer = part.optimizer
-        found = param_group_state(
+        tensors = param_group_state(
             part,
             self.groups.is_first_copy,
             self._extended.first_rank,
         )
-        if len({tensor.name for tensor in found}) < len(found):
+        if len({tensor.name for tensor in tensors}) < len(tensors):
             raise ValueError(
                 f"The state of {type(optimizer).__name__} cannot be sharded: it keeps "
                 "several variables of one name outside of lists with one entry for "
                 'each trained variable. Use `sharding="none"`.'
             )
-        return found
+        return tensors
 
     def tensors(self) -> list[StateTensor]:
-        """The slots of all parts as whole tensors."""
+        """Return the state tensors of all parts."""
         return [t for part in self.parts.values() for t in self.state(part)]
 
     def accumulated(self, sums: list[Any]) -> dict[int, StateTensor]:
-        """Accumulated slices as whole tensors.
+        """Return the state tensors of gradients that are accumulated in slices.
 
         Args:
             sums: List of Keras variables, one for each bucket.
@@ -192,7 +193,7 @@ class ShardedState:
         Returns:
             Dict from the `id` of a trained variable to `StateTensor`.
         """
-        found: dict[int, StateTensor] = {}
+        by_variable: dict[int, StateTensor] = {}
         first = 0
         for part in self.parts.values():
             last = first + len(part.plan.buckets)
@@ -203,11 +204,11 @@ class ShardedState:
                 "accumulated",
             )
             first = last
-            found.update(zip(map(id, part.variables), tensors, strict=True))
-        return found
+            by_variable.update(zip(map(id, part.variables), tensors, strict=True))
+        return by_variable
 
     def _take_over(self) -> None:
-        """Copy what each replica owns out of full slots, and free them."""
+        """Copy owned elements from full slots to shards, and free the full slots."""
         for part in self.parts.values():
             slots = slot_names(part.optimizer, part.variables)
             shard_full_slots(self.state(part), [slot for _, slot in slots])
@@ -215,21 +216,21 @@ class ShardedState:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Buckets of each reduce-scatter and all-gather, in launch order."""
+        """Tuple of the buckets of reduce-scatters and all-gathers, in launch order."""
         return tuple(
-            _shown(bucket, part.variables)
+            _plan_bucket(bucket, part.variables)
             for part in self.parts.values()
             for bucket in part.plan.buckets
         )
 
     @property
     def most_gathered(self) -> int:
-        """Int, bytes of parameters that a step has gathered at a time."""
+        """Int, the most bytes of parameters that are gathered at a time."""
         return 0 if self._gathers is None else self._gathers.most_gathered
 
     @property
     def compression_ratio(self) -> float:
-        """Float, bytes of gathers of parameters over those of the parameters."""
+        """Float, bytes that gathers of parameters send, over the parameters' bytes."""
         variables = [v for part in self.parts.values() for v in part.variables]
         found = [sharded_parameter(variable) for variable in variables]
         units = {id(p.unit): p.unit for p in found if p is not None}.values()
@@ -238,7 +239,7 @@ class ShardedState:
 
     @property
     def accumulated_slices(self) -> list[Entry]:
-        """Slices to accumulate where gradients are sharded too, one for each bucket."""
+        """List with an entry for each bucket: its slice to accumulate in ZeRO-2."""
         return [
             Entry(
                 f"bucket_{number}",
@@ -251,7 +252,7 @@ class ShardedState:
         ]
 
     def on_replica(self) -> ShardedLayout:
-        """The layout as the replica sees it that is running."""
+        """Return the layout of a step for the replica that is running."""
         context = replica_context()
         step = None if self._gathers is None else self._gathers.step()
         collectives = collectives_class(self._extended)(
@@ -264,7 +265,7 @@ class ShardedState:
         return ShardedLayout(self.parts, collectives)
 
     def _plan_of(self, optimizer: Any) -> ShardPlan:
-        """The plan of an inner optimizer, as without sharded parameters."""
+        """Return the plan of an inner optimizer's shards, before that of parameters."""
         variables = _compat.trained_by(optimizer)
         return shard_plan(
             optimizer, variables, self.groups.num_owners, self._extended.options
@@ -284,7 +285,8 @@ class ShardedState:
         return ShardedParamGroup(optimizer, variables, plan, states)
 
 
-def _shown(bucket: ShardBucket, variables: list[Any]) -> Bucket:
+def _plan_bucket(bucket: ShardBucket, variables: list[Any]) -> Bucket:
+    """Convert a bucket of shards to the form of communication plans."""
     sizes: dict[int, int] = {}
     for segment in (segment for row in bucket.rows for segment in row):
         sizes[segment.index] = sizes.get(segment.index, 0) + segment.size
@@ -301,14 +303,14 @@ def shard_plan(
     """Plan the shards of an optimizer's state for some variables.
 
     Args:
-        optimizer: Keras optimizer that is no wrapper, built or not.
+        optimizer: Keras optimizer without inner optimizers, built or not.
         variables: List of Keras variables.
-        num_owners: Int, how many replicas share it.
+        num_owners: Int, the number of replicas that share the state.
         options: `CommunicationOptions`.
 
     Returns:
-        `ShardPlan`: slices for optimizers that are known to treat every element by
-        itself, whole variables for all others.
+        `ShardPlan`: flat slices for optimizers that are known to be elementwise, whole
+        variables for all others.
     """
     entries = [entry_of(variable) for variable in variables]
     bucket_bytes = bucket_bytes_of(entries, options)
@@ -323,12 +325,12 @@ def shard_plan(
 
 
 def _trained_parts(optimizer: Any) -> list[Any]:
-    """The optimizers inside of one that update variables."""
+    """Return the innermost optimizers that are built and have variables."""
     return [p for p in innermost(optimizer) if p.built and _compat.trained_by(p)]
 
 
 def _joined(ordered: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Variables in their order, and after them those of `others` that are not there."""
+    """Return the ordered variables, followed by the missing ones of `others`."""
     known = {id(variable) for variable in ordered}
     return [*ordered, *(v for v in others if id(v) not in known)]
 
@@ -336,17 +338,17 @@ def _joined(ordered: Sequence[Any], others: Sequence[Any]) -> list[Any]:
 def plan_of_parameters(
     plan: ShardPlan, variables: list[Any], gathers: Gathers
 ) -> ShardPlan:
-    """Plan shards of optimizer state that lie as the parameters do.
+    """Plan shards of optimizer state with the same ranges as the sharded parameters.
 
-    Where the optimizer needs whole variables, each parameter is given to its owner.
+    If the optimizer needs whole variables, each parameter is moved to its owner first.
 
     Args:
-        plan: `ShardPlan` of the variables, as without sharded parameters.
-        variables: List of Keras variables, all of them sharded.
+        plan: `ShardPlan` of the optimizer's state if parameters were not sharded.
+        variables: List of Keras variables, all sharded.
         gathers: `Gathers` of the parameters.
 
     Returns:
-        `ShardPlan` with a bucket for each unit, the last unit first, and each dtype.
+        `ShardPlan` with a bucket for each unit and dtype, the last unit first.
     """
     parameters = [parameter_of(variable) for variable in variables]
     if plan.owners is not None:
@@ -367,13 +369,13 @@ def plan_of_parameters(
 def _buckets(
     unit: tuple[ShardedParameter, ...], parameters: list[ShardedParameter]
 ) -> list[ShardBucket]:
-    """The buckets of a unit, one for each dtype of what the optimizer trains."""
+    """Return the buckets of a unit: one for each dtype of its trained parameters."""
     members = {id(parameter) for parameter in unit}
     indices = [i for i, parameter in enumerate(parameters) if id(parameter) in members]
-    found = []
+    buckets = []
     for dtype in dict.fromkeys(parameters[i].dtype.name for i in indices):
-        own = [i for i in indices if parameters[i].dtype.name == dtype]
-        bucket = unit_bucket(own, [parameters[i].ranges for i in own], dtype)
+        of_dtype = [i for i in indices if parameters[i].dtype.name == dtype]
+        bucket = unit_bucket(of_dtype, [parameters[i].ranges for i in of_dtype], dtype)
         if bucket.slice_size:
-            found.append(bucket)
-    return found
+            buckets.append(bucket)
+    return buckets

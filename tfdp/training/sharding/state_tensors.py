@@ -1,4 +1,4 @@
-"""State tensors: named tensors of which every process has some elements."""
+"""State tensors: named tensors whose elements may be spread over processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import path_of
 
-# Elements that are read at a time: a few megabytes, however large a tensor is.
+# Elements of a shard that are read at a time, at most: a few megabytes, which bounds
+# the memory of a save.
 READ_ELEMENTS = 2**20
 
 
@@ -21,14 +22,14 @@ READ_ELEMENTS = 2**20
 class LocalShard:
     """Elements of a state tensor that a variable of this process holds.
 
-    Elements are counted in the flattened tensor, and so from `start` to `stop`.
+    Elements are counted in the flattened tensor.
 
     Args:
         start: Int, the first element.
         stop: Int, one after the last.
-        read: Callable that returns them as a flat array of `stop - start`
+        read: Callable that returns the elements as a flat array of `stop - start`
             elements.
-        write: Callable that takes such an array.
+        write: Callable that assigns such an array.
         read_range: Callable that takes two ints and returns the elements between
             them, counted from `start`, without copying the others; or `None`.
             Defaults to `None`.
@@ -41,13 +42,13 @@ class LocalShard:
     read_range: Callable[[int, int], np.ndarray] | None = None
 
     def split(self, max_elements: int) -> list[LocalShard]:
-        """Split into shards of at most so many elements, to read one after the other.
+        """Split into smaller shards that can be read one after another.
 
         Args:
-            max_elements: Int.
+            max_elements: Int, the largest number of elements of a shard.
 
         Returns:
-            List of `LocalShard`; only itself where it cannot be read in parts.
+            List of `LocalShard`, this one alone if it cannot be read in parts.
         """
         if self.read_range is None:
             return [self]
@@ -76,13 +77,13 @@ class StateTensor:
     """Named tensor of the training state, whole or in shards on the replicas.
 
     Args:
-        name: String, unique among all, and the same on every worker.
+        name: String, unique among all state tensors, and the same on every worker.
         shape: Tuple of ints.
         dtype: String.
-        owned_shards: Tuple of `LocalShard`: what this process writes into a checkpoint.
-            Those of all processes together hold every element once.
-        local_shards: Tuple of `LocalShard`: all that this process needs from one.
-            Several may hold the same elements.
+        owned_shards: Tuple of the `LocalShard`s that this process writes into a
+            checkpoint. The owned shards of all processes hold every element once.
+        local_shards: Tuple of the `LocalShard`s that this process reads from a
+            checkpoint. Several may hold the same elements.
     """
 
     name: str
@@ -98,22 +99,22 @@ class StateTensor:
 
 
 def renamed(tensor: StateTensor, name: str) -> StateTensor:
-    """Copy of a state tensor with another name."""
+    """Return a copy of a state tensor with another name."""
     return dataclasses.replace(tensor, name=name)
 
 
-# What Keras puts behind the name of a layer to make it unique.
+# The suffix that Keras adds to the name of a layer to make it unique.
 _NUMBER = re.compile(r"_\d+$")
 
 
 def slot_names(optimizer: Any, variables: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Name a built optimizer's variables, but for counter and rate.
+    """Name a built optimizer's variables, except for counter and learning rate.
 
-    The name says the attribute and the trained variable that it belongs to, and is
-    the same however the state lies.
+    A name consists of the optimizer's attribute and the trained variable. It is the
+    same with and without sharding.
 
     Args:
-        optimizer: Keras optimizer that is no wrapper.
+        optimizer: Keras optimizer without inner optimizers.
         variables: Sequence of the variables that it was built for.
 
     Returns:
@@ -133,15 +134,15 @@ def slot_names(optimizer: Any, variables: Sequence[Any]) -> list[tuple[str, Any]
 
 
 def variable_name(index: int, variables: Sequence[Any]) -> str:
-    """Name one of several variables by its number, layer and own name.
+    """Name one of several variables by its index, its layer and its own name.
 
-    Keras numbers layers through all models of a process, and puts the name of a
-    model before them or not; the order of variables stays.
+    The index and the names without numbers are stable. Keras's full path is not: it
+    numbers layers over all models of a process, and may begin with the model's name.
     """
     names = path_of(variables[index]).split("/")[-2:]
     return "/".join([str(index), *(_NUMBER.sub("", name) for name in names)])
 
 
 def slot_name(attribute: str, index: int, variables: Sequence[Any]) -> str:
-    """Name of the slot that an attribute holds for one of several variables."""
+    """Name the slot that an attribute holds for one of several variables."""
     return f"{attribute.strip('_')}/{variable_name(index, variables)}"

@@ -1,4 +1,4 @@
-"""Optimizer state of whole variables, for optimizers that look at a tensor.
+"""Optimizer state of whole variables, for optimizers that are not elementwise.
 
 A clone of the user's optimizer is built on the variables that the replica owns.
 """
@@ -19,38 +19,40 @@ from tfdp.training.sharding.sharded_param_group import OwnedState
 
 
 class VariableShards(OwnedState):
-    """Slots of whole variables, for optimizers that look at a tensor.
+    """Slots of whole variables, for optimizers that are not elementwise.
 
     Arguments and methods are those of `ElementShards`.
     """
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
         self.owned = self._plan.owned(self.owner)
-        # Kept beside the replica's own where the update is made elsewhere.
+        # Copies of variables on the device of the update, if that is another one.
         self._copies: dict[int, Any] = {}
-        # What the replica holds of sharded parameters: those that it owns, whole.
+        # The sharded parameters that this replica owns; it holds all their elements.
         self._parts: dict[int, Any] = {}
-        mine = [_compat.with_local_value(variables[i], replica) for i in self.owned]
+        owned = [_compat.with_local_value(variables[i], replica) for i in self.owned]
         if self.owned and sharded_parameter(variables[0]) is not None:
-            self._parts = dict(zip(self.owned, mine, strict=True))
-        elif mine and not _compat.is_on(mine[0], self.device):
-            mine = [_compat.copy_of(variable) for variable in mine]
-            self._copies = dict(zip(self.owned, mine, strict=True))
+            self._parts = dict(zip(self.owned, owned, strict=True))
+        elif owned and not _compat.is_on(owned[0], self.device):
+            owned = [_compat.copy_of(variable) for variable in owned]
+            self._copies = dict(zip(self.owned, owned, strict=True))
         self.clone = _compat.plain_clone(optimizer)
-        if hasattr(optimizer, "exclude_alike"):  # no part of the config
+        if hasattr(optimizer, "exclude_alike"):  # the exclusions are not in the config
             wholes = [variables[index] for index in self.owned]
-            optimizer.exclude_alike(self.clone, wholes, mine)
+            optimizer.exclude_alike(self.clone, wholes, owned)
         before = _settings_of(self.clone)
-        # An owner of nothing needs no slots, and not every class makes none.
-        if mine:
-            self.clone.build(mine)
+        # Some optimizers create slots even when built for no variables, and an owner of
+        # none needs no slots.
+        if owned:
+            self.clone.build(owned)
         built = _settings_of(self.clone)
-        # The user's optimizer is never built.
-        self._made_by_build = {
+        # Attributes that only `build` sets: the user's optimizer is never built, so its
+        # values must not replace them.
+        self._set_by_build = {
             name for name, value in built.items() if before.get(name, self) != value
         }
         self.variables = _compat.state_variables(self.clone)
-        self.slots = _compat.slots_of(self.clone) if mine else {}
+        self.slots = _compat.slots_of(self.clone) if owned else {}
         self.singles = _compat.single_variables(self.clone)
 
     def update(
@@ -61,23 +63,28 @@ class VariableShards(OwnedState):
         rate: Any,
     ) -> list[tf.Tensor | None]:
         """See `ElementShards`."""
-        mine = [index for index in self.owned if index in gradients.present]
+        updated_indices = [index for index in self.owned if index in gradients.present]
         whole = self.gradients(gradients, variables)
         clone = self._clone_with_settings(optimizer, variables)
         self._refresh(variables)
-        updated = [self._updated(index, variables) for index in mine]
+        updated = [
+            self._updated_variable(index, variables) for index in updated_indices
+        ]
         if self.owned:
-            # Also without gradients: what belongs to no variable moves on.
+            # The update also runs without gradients: state that belongs to no variable,
+            # such as a product of momenta, advances in every step.
             with tf.device(self.device):
                 _compat.apply_weight_decay(clone, updated)
-                given = [whole[index] for index in mine]
-                _compat.update_variables(clone, given, updated, rate)
+                update_gradients = [whole[index] for index in updated_indices]
+                _compat.update_variables(clone, update_gradients, updated, rate)
         values = {
-            index: _compat.local_part(self._updated(index, variables))
+            index: _compat.local_part(self._updated_variable(index, variables))
             for index in self.owned
         }
         return [
-            self._pack(bucket, values) if bucket.indices & gradients.present else None
+            self._pack_slice(bucket, values)
+            if bucket.indices & gradients.present
+            else None
             for bucket in self._plan.buckets
         ]
 
@@ -96,8 +103,8 @@ class VariableShards(OwnedState):
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
         """See `ElementShards`."""
-        mine = self.own_values(variables)
-        _compat.move_averages(self._clone_with_settings(optimizer, variables), mine)
+        owned = self.own_values(variables)
+        _compat.move_averages(self._clone_with_settings(optimizer, variables), owned)
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
         """See `ElementShards`."""
@@ -111,42 +118,42 @@ class VariableShards(OwnedState):
             index: tf.convert_to_tensor(average)
             for index, average in zip(self.owned, averages, strict=True)
         }
-        return [self._pack(bucket, values) for bucket in self._plan.buckets]
+        return [self._pack_slice(bucket, values) for bucket in self._plan.buckets]
 
-    def _updated(self, index: int, variables: list[Any]) -> Any:
-        """The Keras variable that the update changes in the place of one."""
-        found = self._parts.get(index, self._copies.get(index))
-        return variables[index] if found is None else found
+    def _updated_variable(self, index: int, variables: list[Any]) -> Any:
+        """Return the Keras variable that the update changes in place of a model's."""
+        replacement = self._parts.get(index, self._copies.get(index))
+        return variables[index] if replacement is None else replacement
 
-    def _pack(self, bucket: ShardBucket, values: dict[int, Any]) -> tf.Tensor:
+    def _pack_slice(self, bucket: ShardBucket, values: dict[int, Any]) -> tf.Tensor:
         return pack_row(bucket, self.owner, values, tf.as_dtype(bucket.dtype))
 
     def _refresh(self, variables: list[Any]) -> None:
-        """Set the copies to the values of the variables."""
+        """Copy the values of the variables to their copies on the update's device."""
         for index, copy in self._copies.items():
             value = _compat.local_part(variables[index]).read_value()
             _compat.local_part(copy).assign(value, read_value=False)
 
     def _clone_with_settings(self, optimizer: Any, variables: list[Any]) -> Any:
-        """Clone with the settings, counter and rate of the user's optimizer."""
+        """Return the clone with the user's settings, counter and rate."""
         _compat.adopt(self.clone, optimizer)
         for index, copy in self._copies.items():
             _compat.decay_alike(self.clone, copy, variables[index])
         settings = _settings_of(optimizer)
-        for name in self._made_by_build & settings.keys():
+        for name in self._set_by_build & settings.keys():
             del settings[name]
         return _compat.stand_in(self.clone, **settings)
 
 
 def _assemble(parts: list[tf.Tensor], variable: Any) -> tf.Tensor:
-    """Assemble a gradient from its parts; one of no elements lies in no bucket."""
+    """Assemble a gradient from its parts, or zeros for a variable without elements."""
     if not parts:
         return tf.zeros(variable.shape, variable.dtype)
     return tf.reshape(pack(parts), variable.shape)
 
 
 def _settings_of(optimizer: Any) -> dict[str, Any]:
-    """The plain numbers, texts and switches among an optimizer's attributes."""
+    """Return the numbers, strings and booleans among an optimizer's attributes."""
     return {
         name: value
         for name, value in vars(optimizer).items()

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the gradients of several micro-batches make one update."""
+"""Gradient accumulation: one update from the gradients of several micro-batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tfdp.training.step.state_layout import reduce_groups
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Gradients that were taken in since the last update.
+    """Gradients that were accumulated since the last update.
 
     Args:
-        gradients: List of tensors and `tf.IndexedSlices`, this replica's own, one for
-            each variable of the step; or `None` where they are reduced already.
+        gradients: List of this replica's tensors and `tf.IndexedSlices`, one for each
+            variable of the step; or `None` if the gradients are reduced already.
         sums: List of reduced gradients, one for each parameter group, or `None`.
-        count: Scalar int tensor, the micro-batches that are in them, or `None` for one.
-        weight: Scalar tensor that the gradients are still to be multiplied by, or
-            `None`.
+        count: Scalar int tensor, the number of micro-batches, or `None` for one.
+        weight: Scalar tensor, a factor that the gradients are not multiplied by yet,
+            or `None`.
     """
 
     gradients: list | None = None
@@ -35,13 +35,13 @@ class Totals:
 
 
 class Accumulator:
-    """Stage 1 of a step: takes in gradients until an update is due.
+    """Stage 1 of a step: accumulates gradients until an update is due.
 
     Args:
         weight: Scalar tensor, the weight of this replica, or `None`.
     """
 
-    # By default gradients are added up there.
+    # The sums that the default methods read; subclasses with other sums override them.
     _state: AccumulationState
 
     def __init__(self, weight: tf.Tensor | None) -> None:
@@ -50,20 +50,20 @@ class Accumulator:
     def take(
         self, gradients: list | None
     ) -> tuple[Callable[[], Totals], tf.Tensor | None]:
-        """Take in the gradients of a micro-batch, each with the replica's weight.
+        """Add the gradients of a micro-batch, times the replica's weight.
 
         Args:
-            gradients: List, one for each variable of the step, or `None` to make an
-                update of what was accumulated.
+            gradients: List of gradients, one for each variable of the step, or `None`
+                to update with the gradients accumulated so far.
 
         Returns:
-            Tuple of a callable, which returns `Totals` and starts again from zero, and
-            a scalar bool tensor, whether an update is due; `None` if it always is.
-            The tensor is alike on all replicas.
+            Tuple of a callable and a scalar bool tensor. The callable returns `Totals`
+            and resets the sums. The tensor, equal on all replicas, is whether an update
+            is due; it is `None` if an update is always due.
         """
         if gradients is None:
             return self._release, None
-        # Rows of different micro-batches have no common form.
+        # The rows of sparse gradients differ between micro-batches, so sums are dense.
         added = [tf.convert_to_tensor(gradient) for gradient in gradients]
         if self._weight is not None:
             added = [weighted(gradient, self._weight) for gradient in added]
@@ -71,12 +71,12 @@ class Accumulator:
         return self._release, self._is_due()
 
     def take_nothing(self) -> tuple[Callable[[], Any], tf.Tensor | bool]:
-        """Take in no data, see `tfdp.training.step.empty_step`.
+        """Handle a step without data, see `tfdp.training.step.empty_step`.
 
         Returns:
-            Tuple of a callable, which starts again from zero, and a scalar bool tensor,
-            whether Keras would make an update without gradients. By default what waits
-            is kept for the batches that follow.
+            Tuple of a callable that resets the sums, and a scalar bool tensor, whether
+            Keras would make an update without gradients. By default accumulated
+            gradients are kept for the next batches.
         """
         return lambda: None, False
 
@@ -91,25 +91,25 @@ class Accumulator:
 
 
 class NoAccumulation(Accumulator):
-    """Each micro-batch makes an update."""
+    """Accumulator of a single micro-batch: every one leads to an update."""
 
     def take(self, gradients: list | None) -> tuple[Callable[[], Totals], None]:
-        """Hand the gradients on; buckets are weighted when they are reduced."""
+        """Pass the gradients on with their weight, which the reduction applies."""
         return lambda: Totals(gradients, weight=self._weight), None
 
     def take_nothing(self) -> tuple[Callable[[], Any], bool]:
-        """An update is always due."""
+        """Return that an update is due, as for every micro-batch."""
         return lambda: None, True
 
 
 class AccumulationState:
-    """Sums of gradients since the last update, as variables of the optimizer.
+    """Sums of gradients since the last update, stored as variables of the optimizer.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
-        variables: Sequence of what is accumulated for: a path or a name, shape and
-            dtype each.
-        steps: Int, micro-batches of an update.
+        variables: Sequence of objects to accumulate for, with a path or name, a shape
+            and a dtype.
+        steps: Int, the number of micro-batches of an update.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class AccumulationState:
         self.steps = make_variable(
             shape=(),
             dtype="int",
-            # No assignment: the first step may be under way, being traced.
+            # An assignment would be traced into the first step if that is being traced.
             initializer=keras.initializers.Constant(steps),
             name="accumulation_steps",
         )
@@ -129,7 +129,7 @@ class AccumulationState:
 
     @property
     def variables(self) -> list:
-        """Its Keras variables."""
+        """List of the Keras variables of the state."""
         return [self.steps, self.count, *self.sums]
 
     def add(self, gradients: Sequence[Any], positions: Sequence[int]) -> None:
@@ -137,7 +137,7 @@ class AccumulationState:
 
         Args:
             gradients: Sequence of dense tensors.
-            positions: Sequence of ints, the position of each one's sum.
+            positions: Sequence of ints, the position of each gradient's sum.
         """
         for gradient, position in zip(gradients, positions, strict=True):
             total = _compat.local_part(self.sums[position])
@@ -145,14 +145,14 @@ class AccumulationState:
         _compat.local_part(self.count).assign_add(1, read_value=False)
 
     def is_complete(self) -> tf.Tensor:
-        """Scalar bool tensor, whether the micro-batches of an update are there.
+        """Scalar bool tensor, whether all micro-batches of an update are accumulated.
 
-        The counters are alike on all replicas, so that all agree.
+        The counters are equal on all replicas, so all replicas agree.
         """
         return _read(self.count) >= _read(self.steps)
 
     def release(self, positions: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Read the sums and the number of micro-batches; start again from zero."""
+        """Return the sums and the number of micro-batches, and reset both."""
         sums = [_read(self.sums[position]) for position in positions]
         count = _read(self.count)
         with tf.control_dependencies([*sums, count]):
@@ -160,7 +160,7 @@ class AccumulationState:
         return sums, count
 
     def rescale(self, factor: float) -> None:
-        """Multiply the sums, outside a step, when the loss scale is changed."""
+        """Multiply all replicas' sums, outside a step, when the loss scale changes."""
         for variable in self.sums:
             _compat.copy_local_parts(variable, variable, factor)
 
@@ -182,15 +182,15 @@ class AccumulationState:
 
 
 class LocalAccumulation(Accumulator):
-    """Each replica adds up its own gradients; nothing is communicated.
+    """Accumulation of each replica's gradients, without communication.
 
     Args:
         state: `AccumulationState`.
         positions: List of ints, the position of each gradient's sum.
         weight: Scalar tensor, the weight of this replica, or `None`.
-        num_groups: Int, the replicas or nodes that step alone: what each adds up is a
-            part of the mean over all, as files hold it, and an update is of its own
-            mean. Defaults to 1.
+        num_groups: Int, the number of replicas or nodes that take local steps. Each
+            one's sums are divided by it, so that the sum over all is the global mean,
+            which files hold; a local update undoes the division. Defaults to 1.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class LocalAccumulation(Accumulator):
 
 
 class ShardedAccumulation(Accumulator):
-    """Each replica adds up its slices of the reduced gradients (ZeRO-2).
+    """Accumulation of each replica's slices of the reduced gradients (ZeRO-2).
 
     Args:
         state: `AccumulationState` of slices.
@@ -253,7 +253,7 @@ class ShardedAccumulation(Accumulator):
 
 
 class KerasAccumulation(Accumulator):
-    """Accumulation by a Keras optimizer's own variables, which files hold.
+    """Accumulation in a Keras optimizer's own variables, which files hold.
 
     Args:
         optimizer: Keras optimizer with `gradient_accumulation_steps`.
@@ -268,13 +268,13 @@ class KerasAccumulation(Accumulator):
         sums = _compat.accumulators_of(optimizer)
         positions = [_compat.index_in(optimizer, variable) for variable in variables]
         self._sums = [_compat.local_part(sums[position]) for position in positions]
-        self._all = [variable for variable in sums if variable is not None]
+        self._all_sums = [variable for variable in sums if variable is not None]
         self._steps = optimizer.gradient_accumulation_steps
         self._scale = optimizer.loss_scale_factor
         self._counter = _compat.micro_batch_counter(optimizer)
 
     def take_nothing(self) -> tuple[Callable[[], Any], tf.Tensor]:
-        """Lose what waits where an update is due, as in Keras."""
+        """Reset the sums, without an update, if an update is due, as in Keras."""
         return self._release, self._is_due()
 
     def _add(self, gradients: list[tf.Tensor]) -> None:
@@ -289,7 +289,7 @@ class KerasAccumulation(Accumulator):
     def _release(self) -> Totals:
         sums = [total.read_value() for total in self._sums]
         with tf.control_dependencies(sums):
-            for variable in self._all:
+            for variable in self._all_sums:
                 _set_to_zero(variable)
         return Totals(sums, count=tf.constant(self._steps))
 
@@ -304,7 +304,7 @@ def _set_to_zero(variable: Any) -> None:
 
 
 def wide_zeros(make_variable: Any, variables: Sequence[Any], suffix: str) -> list:
-    """Make a variable of zeros for each of others, in a dtype to sum them in."""
+    """Create a variable of zeros for each variable, in a dtype for sums of it."""
     return [
         make_variable(
             shape=variable.shape,

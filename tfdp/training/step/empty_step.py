@@ -1,11 +1,11 @@
-"""The step of Keras that finds no data, at the end of data of unknown length.
+"""The empty step of Keras: the step without data at the end of unknown length.
 
-Plain Keras finds that end by one step more, whose iterator fails. By then it has done
-what an update needs no gradients for: weights decay, Nadam's product of momenta moves,
-the optimizer counts. Where its own accumulation would make an update, the sums of
-gradients are set to zero, and nothing is counted. A replica's step waits for its data,
-and this one is taken when the iterator has failed, so that the next epoch begins as it
-does on one device.
+Plain Keras finds the end of such data by one more step, whose iterator fails. By then
+the parts of an update that need no gradients have run: weights decay, Nadam's product
+of momenta advances, the optimizer counts. If Keras's own accumulation would make an
+update, the sums of gradients are reset and nothing is counted. A replica's step waits
+for its data and changes nothing. So the empty step runs after the iterator has failed,
+and the next epoch begins with the same state as on one device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfdp.training.step.step import Step
 
 
 class Updates:
-    """The updates of a traced step, by optimizer."""
+    """Updates of a traced step, by optimizer, for the empty step."""
 
     def __init__(self) -> None:
         self._steps: dict[int, Callable[[], Step]] = {}
@@ -30,25 +30,25 @@ class Updates:
         self._left_out: str | None = None
 
     def note(self, optimizer: Any, make_step: Callable[[], Step]) -> None:
-        """Note an update.
+        """Record an update.
 
         Args:
             optimizer: Keras optimizer.
-            make_step: Callable that makes its `Step`, in replica context.
+            make_step: Callable that creates its `Step`, in replica context.
         """
         self._steps[id(optimizer)] = make_step
         self._function = None
 
     def note_left_out(self, name: str) -> None:
-        """Note what Keras would change without data, and replicas do not.
+        """Record a change that Keras makes in an empty step and replicas do not.
 
         Args:
-            name: String, a variable, or an update.
+            name: String, name of the variable or update, for a warning.
         """
         self._left_out = name
 
     def take_without_data(self, strategy: Any) -> None:
-        """Do on every replica what Keras's updates do without gradients.
+        """Run the empty step of all recorded updates on every replica.
 
         Args:
             strategy: A tfdp strategy, or `None` on one device.
@@ -70,7 +70,7 @@ class Updates:
 
             @tf.function(autograph=False)
             def on_replicas() -> None:
-                # The strategy's own `run` divides a batch.
+                # tfdp's own `run` would try to divide a batch.
                 tf.distribute.Strategy.run(strategy, self._on_replica)
 
             self._function = on_replicas
@@ -89,7 +89,7 @@ def recording(updates: Updates) -> Iterator[None]:
     """Record the updates that are traced inside.
 
     Args:
-        updates: `Updates` that they are added to.
+        updates: `Updates` to record them in.
     """
     _recorded.append(updates)
     try:
@@ -99,11 +99,11 @@ def recording(updates: Updates) -> Iterator[None]:
 
 
 def note_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
-    """Note an update that is traced, unless it depends on a condition.
+    """Record an update that is being traced, unless it is in a branch.
 
     Args:
         optimizer: Keras optimizer.
-        make_step: Callable that makes its `Step`, in replica context.
+        make_step: Callable that creates its `Step`, in replica context.
     """
     if not _recorded or tf.executing_eagerly():
         return
@@ -112,12 +112,12 @@ def note_update(optimizer: Any, make_step: Callable[[], Step]) -> None:
 
 
 def note_changes_without_data(model: Any, operations: list, data: list) -> None:
-    """Note a variable of a model that a step changes without its batch.
+    """Record a model's variable that a step changes independently of its batch.
 
     Args:
         model: The Keras model.
         operations: List of the operations of a replica's step, oldest first.
-        data: List of the tensors of its batch.
+        data: List of the tensors of the step's batch.
     """
     if not _recorded:
         return

@@ -1,4 +1,4 @@
-"""Several variables of a replica as one flat tensor, for an optimizer to update."""
+"""Flat parameters: several variables of a replica that are updated as one tensor."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ids = itertools.count()
 class FlatParameter:
     """Several small variables that an optimizer updates as one.
 
-    It is read once, changed as a tensor, and written back once.
+    The variables are read once, changed as a tensor, and written once.
 
     Args:
         variables: Sequence of `tf.Variable`s of one replica and one dtype.
-        value: Flat tensor, their value where that is known, or `None`. Defaults to
-            `None`.
+        value: Flat tensor, the value of the variables if it is known, or `None`.
+            Defaults to `None`.
     """
 
     def __init__(
@@ -34,21 +34,22 @@ class FlatParameter:
         self._unique_id = self.name
         self._variables = variables
         self._tensor = value
-        # What is left to subtract where the value was never asked for.
+        # A pending subtraction, kept while the value was never read: then `assign_sub`
+        # of the variables avoids copies.
         self._subtrahend: tf.Tensor | None = None
         self._is_changed = False
 
     @property
     def value(self) -> FlatParameter:
-        """Itself: that of a Keras variable is live too, not what it was when asked.
+        """The flat parameter itself, which later assignments change.
 
-        ScheduleFreeAdamW keeps a slot's `value` and assigns to the slot before it
-        reads what it kept.
+        The `value` of a Keras variable is live as well: ScheduleFreeAdamW keeps a
+        slot's `value`, assigns to the slot and then reads the kept value.
         """
         return self
 
     def read_value(self) -> tf.Tensor:
-        """Flat tensor `[sum of sizes]`, the value as changed so far."""
+        """Return the current value, a flat tensor `[sum of sizes]`."""
         if self._tensor is None:
             value = pack([v.read_value() for v in self._variables])
             subtrahend, self._subtrahend = self._subtrahend, None
@@ -68,7 +69,7 @@ class FlatParameter:
         self.assign(self.read_value() + tf.cast(value, self.dtype))
 
     def assign_sub(self, value: Any) -> None:
-        """Subtract from the value; the variables do it themselves where they can."""
+        """Subtract from the value, or from the variables if the value was not read."""
         value = tf.cast(value, self.dtype)
         if self._tensor is None and self._subtrahend is None:
             self._subtrahend = value
@@ -76,7 +77,7 @@ class FlatParameter:
             self.assign(self.read_value() - value)
 
     def write_back(self) -> None:
-        """Give the variables their parts of the value, if it was changed."""
+        """Assign a changed value to the variables, each its part."""
         if self._subtrahend is not None:
             for variable, part in self._parts_of(self._subtrahend):
                 variable.assign_sub(part, read_value=False)
@@ -94,7 +95,7 @@ class FlatParameter:
 
 
 class TensorView(FlatParameter):
-    """Tensor that an optimizer updates like a variable; its new value is read.
+    """Tensor that an optimizer updates like a variable.
 
     Args:
         value: Flat tensor.
@@ -104,7 +105,7 @@ class TensorView(FlatParameter):
         super().__init__((), value)
 
     def scatter_update(self, rows: tf.IndexedSlices) -> None:
-        """Set single elements, as a `tf.Variable` does."""
+        """Set single elements, like the method of `tf.Variable`."""
         self.assign(_scattered(tf.tensor_scatter_nd_update, self, rows))
 
     def scatter_add(self, rows: tf.IndexedSlices) -> None:
@@ -117,7 +118,7 @@ class TensorView(FlatParameter):
 
 
 class FlatParameterRange(TensorView):
-    """A part of a flat variable, written back once.
+    """Range of a flat variable that an optimizer updates; it is written back once.
 
     Args:
         variable: `tf.Variable` of one dimension.
@@ -130,7 +131,7 @@ class FlatParameterRange(TensorView):
         self._variable, self._start, self._stop = variable, start, stop
 
     def write_back(self) -> None:
-        """Give the variable its part of the value, if it was changed."""
+        """Assign a changed value to the range of the variable."""
         if self._is_changed:
             self._variable[self._start : self._stop].assign(self.read_value())
 
@@ -138,11 +139,14 @@ class FlatParameterRange(TensorView):
 def _scattered(
     operation: Callable, view: TensorView, rows: tf.IndexedSlices
 ) -> tf.Tensor:
+    """Return the value of a view after a scatter operation."""
     indices = rows.indices[:, tf.newaxis]  # [elements, 1]
     return operation(view.read_value(), indices, tf.cast(rows.values, view.dtype))
 
 
 def _operator(name: str) -> Callable:
+    """Return an operator of flat parameters that works on their current values."""
+
     def apply(view: FlatParameter, *others: Any) -> tf.Tensor:
         return getattr(view.read_value(), name)(*others)
 

@@ -1,9 +1,9 @@
-"""The update of many small variables by few large kernels.
+"""Grouped update: many small variables are updated by few large kernels.
 
-An optimizer runs several kernels for each variable, and for a small one starting
-them takes longer than the arithmetic. Where every element is treated by itself, a
-group of variables laid end to end gives the same numbers at once. Nothing is stored
-differently: variables and slots stay as Keras made them.
+An optimizer runs several kernels for each variable, and for a small variable their
+launch takes longer than the arithmetic. For an elementwise optimizer, one update of
+concatenated variables gives the same numbers. Storage stays the same: variables and
+slots are those that Keras created.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from tfdp.ground.base import xla
 from tfdp.ground.base.param_groups import gains_from_groups, is_elementwise
 from tfdp.training.step.flat_params import FlatParameter, pack
 
-# Elements beyond which copying a variable costs more than its kernels' start.
+# Elements of a variable in a group, at most: copying a larger one costs more than the
+# launch of its kernels.
 LARGEST_ELEMENTS = 2**11
-# Elements of a group: 128 KB of float32, so that a dozen of them stay in the cache of
-# a core. Twice as many took longer.
+# Elements of a group, at most: 128 KB of float32, so that a dozen flat tensors fit into
+# the cache of a core. Groups of twice the size took longer.
 LARGEST_GROUP = 2**15
-# Elements of a variable, on average, from which on one loop over them that XLA compiles
-# takes less than the optimizer's kernels, each with its own pass through the memory.
+# Mean elements of a variable, at least, for an update that XLA compiles: only then is its
+# single loop faster than the optimizer's kernels, which each pass through the memory.
 LEAST_FOR_XLA = 2**13
 
 
@@ -34,7 +35,7 @@ def decay_and_update(
     """Run weight decay and the optimizer's own update on variables.
 
     Args:
-        optimizer: Keras optimizer, no wrapper.
+        optimizer: Keras optimizer without inner optimizers.
         gradients: Sequence of tensors and `tf.IndexedSlices`.
         variables: Sequence of Keras variables.
         rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
@@ -54,14 +55,14 @@ def decay_and_update(
 def decay_without_gradients(
     optimizer: Any, variables: Sequence[Any], rate: Any, singles: dict[str, Any]
 ) -> None:
-    """Run what of an optimizer's update needs no gradients.
+    """Run the parts of an optimizer's update that need no gradients.
 
     Args:
-        optimizer: Keras optimizer, no wrapper.
-        variables: Sequence of Keras variables, which may decay.
+        optimizer: Keras optimizer without inner optimizers.
+        variables: Sequence of the Keras variables that weight decay may change.
         rate: Scalar tensor, the learning rate, or `None` for the optimizer's own.
-        singles: Dict from names of attributes to variables that take their place, those
-            of sharded state that belong to no variable.
+        singles: Dict from names of the optimizer's attributes to the variables of
+            sharded state that replace them and belong to no trained variable.
     """
     optimizer, rate = with_schedule(optimizer, rate)
     _compat.apply_weight_decay(optimizer, list(variables))
@@ -69,10 +70,10 @@ def decay_without_gradients(
 
 
 def with_schedule(optimizer: Any, rate: Any) -> tuple[Any, Any]:
-    """An optimizer that learns at a rate and reads its counter once, and the rate.
+    """Return an optimizer with a fixed rate that reads its counter once, and the rate.
 
     Args:
-        optimizer: Keras optimizer, no wrapper.
+        optimizer: Keras optimizer without inner optimizers.
         rate: Scalar tensor, or `None` for the optimizer's own.
     """
     is_by_elements = is_elementwise(optimizer)
@@ -84,7 +85,7 @@ def with_schedule(optimizer: Any, rate: Any) -> tuple[Any, Any]:
 
 
 def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None:
-    """Update variables, each by kernels of its own or all by one that XLA compiles."""
+    """Update variables one by one, or all in a function that XLA compiles."""
 
     def update(gradients: list, rate: Any) -> None:
         _compat.apply_weight_decay(optimizer, variables)
@@ -112,10 +113,10 @@ def gains_from_xla(gradients: Sequence[Any]) -> bool:
 def plan_groups(
     optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
 ) -> list[list[int]]:
-    """Group variables to be updated as one: small, alike, with dense gradients.
+    """Group small variables with dense gradients and the same dtypes and weight decay.
 
     Args:
-        optimizer: Keras optimizer, no wrapper.
+        optimizer: Keras optimizer without inner optimizers.
         gradients: Sequence of tensors and `tf.IndexedSlices`.
         variables: Sequence of Keras variables.
 
@@ -141,12 +142,18 @@ def plan_groups(
             room[key] = LARGEST_GROUP
         groups[key][-1].append(index)
         room[key] -= size
-    return [group for alike in groups.values() for group in alike if len(group) > 1]
+    return [
+        group
+        for key_groups in groups.values()
+        for group in key_groups
+        if len(group) > 1
+    ]
 
 
 def _update_group(
     optimizer: Any, gradients: list, variables: list[Any], rate: Any
 ) -> None:
+    """Decay and update the variables of a group as one flat parameter."""
     parts = [_compat.local_part(variable) for variable in variables]
     with tf.device(parts[0].device):
         view = FlatParameter(parts)

@@ -1,4 +1,4 @@
-"""Loss scaling: small float16 gradients kept from zero, overflows skipped."""
+"""Loss scaling: keeps small float16 gradients above zero and skips overflows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdp.ground.arguments import checked_integer, checked_number
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.gradient_reducer import GradientReducer
 
-# Skips in a row, at the smallest scale, after which training has failed.
+# Consecutive skipped steps at the smallest scale after which training has failed.
 MOST_SKIPS = 10
 
 
@@ -23,10 +23,10 @@ class LossScaling:
     """Settings of loss scaling.
 
     Args:
-        initial_scale: Float, the first factor. Defaults to `2**15`.
-        growth_steps: Int, updates without overflow after which the scale
+        initial_scale: Float, the initial scale. Defaults to `2**15`.
+        growth_steps: Int, the number of updates without overflow after which the scale
             doubles, or `None` for a scale that never changes. Defaults to 2000.
-        min_scale: Float, below which the scale is not halved. Defaults to 1.
+        min_scale: Float, the smallest scale that halving may reach. Defaults to 1.
 
     Raises:
         ValueError: If a value is not positive.
@@ -45,8 +45,8 @@ class LossScaling:
 
     def __post_init__(self) -> None:
         for name in ("initial_scale", "min_scale"):
-            given = getattr(self, name)
-            value = checked_number(name, given, "a positive number", above=0)
+            argument = getattr(self, name)
+            value = checked_number(name, argument, "a positive number", above=0)
             object.__setattr__(self, name, value)
         if self.min_scale > self.initial_scale:
             raise ValueError(
@@ -59,7 +59,7 @@ class LossScaling:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether the scale follows the gradients."""
+        """Bool, whether the scale changes during training."""
         return self.growth_steps is not None
 
 
@@ -91,28 +91,29 @@ class LossScale:
         self.good_steps = counter("good_steps")
         self.skipped_steps = counter("skipped_steps")
         self.skips_at_minimum = counter("skips_at_minimum")
-        # Which variables had the gradients of the last step that was skipped.
+        # For each trained variable, 1 if the last skipped step had a non-finite
+        # gradient of it.
         self.non_finite = counter("non_finite", (num_variables,))
 
     @property
     def variables(self) -> list:
-        """Its Keras variables."""
+        """List of the Keras variables of the scale and its counters."""
         counters = [self.good_steps, self.skipped_steps, self.skips_at_minimum]
         return [self.value, *counters, self.non_finite]
 
     def read(self) -> tf.Tensor:
-        """Scalar float32 tensor, the scale on this replica."""
+        """Return the scale on this replica, a scalar float32 tensor."""
         return _local(self.value).read_value()
 
     def note_success(self) -> None:
-        """Count a step that was made; double the scale when it is time."""
+        """Count an update; double the scale after `growth_steps` of them."""
         _set(self.skips_at_minimum, 0)
         if self.options.growth_steps is None:
             return
         good = _local(self.good_steps).read_value() + 1
         grows = good >= self.options.growth_steps
         scale = self.read()
-        # A scale of infinity would never come down again.
+        # An infinite scale would stay infinite when halved.
         doubled = tf.where(tf.math.is_finite(scale * 2.0), scale * 2.0, scale)
         _set(self.value, tf.where(grows, doubled, scale))
         _set(self.good_steps, tf.where(grows, tf.zeros_like(good), good))
@@ -120,12 +121,12 @@ class LossScale:
     def note_skip(
         self, non_finite: Sequence[tf.Tensor], positions: Sequence[int]
     ) -> None:
-        """Count a step that was skipped; halve the scale down to the smallest.
+        """Count a skipped step; halve the scale, but not below `min_scale`.
 
         Args:
             non_finite: Sequence of scalar bool tensors, whether a reduced gradient
                 has infinite or NaN elements.
-            positions: Sequence of ints, the position of each one's variable.
+            positions: Sequence of ints, the position of each gradient's variable.
         """
         scale = self.read()
         is_least = True
@@ -143,37 +144,42 @@ class LossScale:
         _set(self.non_finite, tf.scatter_nd(where, culprits, [size]))
 
     def agree(self, reducer: GradientReducer) -> None:
-        """Make one state of those of replicas that have stepped alone.
+        """Agree on one state with replicas that have taken local steps.
 
-        That is the smallest scale, at which none of them has overflowed, and the most
-        skipped steps.
+        All replicas get the smallest scale, at which no replica has overflowed, and the
+        largest number of skipped steps.
 
         Args:
             reducer: `GradientReducer` of all replicas.
         """
-        chosen = [
+        reductions = [
             (self.value, tf.reduce_min),
             (self.good_steps, tf.reduce_min),
             (self.skips_at_minimum, tf.reduce_min),
             (self.skipped_steps, tf.reduce_max),
             (self.non_finite, tf.reduce_max),
         ]
-        own = [_in_own_row(variable, reducer.num_replicas) for variable, _ in chosen]
-        for (variable, choose), rows in zip(chosen, reducer.sum(own), strict=True):
-            _set(variable, choose(rows, axis=0))
+        local = [
+            _in_replica_row(variable, reducer.num_replicas)
+            for variable, _ in reductions
+        ]
+        for (variable, reduce), rows in zip(
+            reductions, reducer.sum(local), strict=True
+        ):
+            _set(variable, reduce(rows, axis=0))
 
 
-def _in_own_row(variable: Any, num_replicas: int) -> tf.Tensor:
-    """Float64 tensor, a value in this replica's row, and zero in all others."""
+def _in_replica_row(variable: Any, num_replicas: int) -> tf.Tensor:
+    """Return a float64 tensor with the value in this replica's row, zeros elsewhere."""
     context = replica_context()
     replica = 0 if context is None else context.replica_id_in_sync_group
-    own = tf.cast(_local(variable).read_value(), tf.float64)
-    row = tf.one_hot(replica, num_replicas, dtype=own.dtype)
-    return tf.tensordot(row, own, axes=0)  # [num_replicas, ...]
+    value = tf.cast(_local(variable).read_value(), tf.float64)
+    row = tf.one_hot(replica, num_replicas, dtype=value.dtype)
+    return tf.tensordot(row, value, axes=0)  # [num_replicas, ...]
 
 
 def not_finite(gradient: Any) -> tf.Tensor:
-    """Scalar bool tensor, whether any element is infinite or NaN."""
+    """Return a scalar bool tensor, whether any element is infinite or NaN."""
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     values = gradient.values if is_sparse else gradient
     return tf.logical_not(tf.reduce_all(tf.math.is_finite(values)))

@@ -4,12 +4,13 @@
       -> 3 unscale -> 4 all finite? -> 5 clip -> 6 decay and update
       -> 7 moving averages -> 8 constraints -> 9 count
 
-Everything above `2 reduce` is the replica's own; everything below it is computed
-from the sums of all replicas and so alike on each, branches included. A step with
-an overflow anywhere is skipped everywhere and changes the scale and its counters; what
-compression has left out is kept for the next step only where this one is. Features act
-before 1, at 4 and after 9, see `StepFeature`; with one that trains replicas alone 2
-reduces nothing, or within a node, which then skips a step by itself.
+Stage 1 works on the replica's own gradients. All later stages work on the sums over
+all replicas, so they give the same results and take the same branches on every replica.
+An overflow on any replica skips the step on all and changes the scale and its counters.
+Residuals of compression are kept for the next step only if this step is not skipped.
+Features act before 1, at 4 and after 9, see `StepFeature`. With a feature of local
+steps, stage 2 reduces nothing, or only within a node, and each replica or node skips
+steps on its own.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from tfdp.training.step.step import Step
 
 
 def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
-    """Take in the gradients of one micro-batch of this replica.
+    """Take a step with the gradients of one micro-batch of this replica.
 
     Args:
         step: `Step`.
         gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of the
-            step's variables, or `None` to make an update of what was accumulated.
+            step's variables, or `None` to update with the accumulated gradients.
     """
     for feature in step.features:
         feature.begin()
-    taken = None if gradients is None else list(gradients)
-    with step_residuals(lambda: _scale_of(step)) as of_micro_batch:
-        take_totals, is_due = step.accumulator.take(taken)  # 1
-    of_micro_batch.keep_finite()
+    micro_batch = None if gradients is None else list(gradients)
+    with step_residuals(lambda: _scale_of(step)) as micro_batch_residuals:
+        take_totals, is_due = step.accumulator.take(micro_batch)  # 1
+    micro_batch_residuals.keep_finite()
 
     def update() -> tf.Tensor:
         totals = take_totals()
@@ -69,7 +70,7 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
     _constrain(step, is_kept)  # 8
     is_due = True if is_due is None else is_due
     if step.trains_alone:
-        _count(step, is_due, True)  # what one replica skips others make
+        _count(step, is_due, True)  # other replicas may have updated
     else:
         _count(step, is_updated, is_kept)  # 9
     for feature in step.features:
@@ -77,13 +78,13 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
 
 
 def take_empty_step(step: Step) -> None:
-    """Do what Keras's step that finds no data does.
+    """Make the changes of Keras's empty step, see `tfdp.training.step.empty_step`.
 
     Args:
         step: `Step`.
     """
     if step.scale is not None or step.trains_alone:
-        return  # Keras knows whether gradients are finite with them only.
+        return  # Without gradients Keras does not know that they are finite.
     release, is_due = step.accumulator.take_nothing()
 
     def update() -> None:
@@ -98,7 +99,7 @@ def take_empty_step(step: Step) -> None:
 
 
 def _reduce(step: Step, totals: Totals) -> list:
-    """Sum over all replicas, for each group, what is not summed already (ZeRO-2)."""
+    """Sum the gradients of each group over all replicas, unless ZeRO-2 has done so."""
     if totals.sums is not None:
         return totals.sums
     assert totals.gradients is not None
@@ -109,27 +110,27 @@ def _reduce(step: Step, totals: Totals) -> list:
 
 
 def _unscale(step: Step, sums: list, totals: Totals) -> list:
-    """Divide by micro-batches times loss scale."""
+    """Divide the sums by the number of micro-batches and by the loss scale."""
     divisor = _divisor(step, totals)
     return sums if divisor is None else [item.divided_by(divisor) for item in sums]
 
 
 def _divisor(step: Step, totals: Totals) -> tf.Tensor | None:
-    """Micro-batches times loss scale in float64, or `None` for one."""
+    """Return the number of micro-batches times the loss scale, float64, or `None`."""
     factors = [totals.count, _scale_of(step)]
-    given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
-    return tf.reduce_prod(given) if given else None
+    known = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
+    return tf.reduce_prod(known) if known else None
 
 
 def _scale_of(step: Step) -> tf.Tensor | None:
-    """Factor of the loss in float64, or `None` for one."""
+    """Return the loss scale in float64, or `None` if the loss is not scaled."""
     factors = [step.scale and step.scale.read(), step.fixed_scale]
-    given = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
-    return tf.reduce_prod(given) if given else None
+    known = [tf.cast(factor, tf.float64) for factor in factors if factor is not None]
+    return tf.reduce_prod(known) if known else None
 
 
 def _examine(step: Step, sums: list, totals: Totals) -> GradientStatistics:
-    """Norms and finite flags of the sums, as far as anybody asks for them."""
+    """Compute the norms and finite flags of the sums that the step needs."""
     measures = any(feature.measures_norm for feature in step.features)
     statistics = step.layout.examine(
         step.param_groups, sums, checks=step.scale is not None, measures=measures
@@ -145,11 +146,12 @@ def _examine(step: Step, sums: list, totals: Totals) -> GradientStatistics:
 
 
 def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
-    """Whether all gradients of all replicas are finite; only a loss scale asks."""
+    """Return whether all sums are finite; checked only with a loss scale."""
     return True if step.scale is None else statistics.is_finite()
 
 
 def _skip(step: Step, statistics: GradientStatistics) -> None:
+    """Count a skipped step and its non-finite gradients in the loss scale."""
     assert step.scale is not None
     groups = step.param_groups
     positions = [item for group in groups for item in group.of(step.positions)]
@@ -175,7 +177,7 @@ def _decay_and_update(step: Step, gradients: list) -> None:
 
 
 def _average(step: Step, is_kept: tf.Tensor | bool) -> None:
-    """Move the averages after every micro-batch, as Keras does."""
+    """Update the moving averages after every micro-batch, as Keras does."""
     for group in step.param_groups:
         if group.optimizer.use_ema:
             _cond(is_kept, functools.partial(_average_group, step.layout, group))
@@ -205,10 +207,10 @@ def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) 
 def _update_if(
     is_due: tf.Tensor | None, update: Callable[[], tf.Tensor | bool]
 ) -> tuple[tf.Tensor | bool, tf.Tensor | bool]:
-    """Run an update when it is due.
+    """Run an update if it is due.
 
     Returns:
-        Tuple of whether an update was made and whether nothing was skipped.
+        Tuple of whether an update was made, and whether no update was skipped.
     """
     if is_due is None:
         is_updated = update()
@@ -226,6 +228,7 @@ def _cond(
     action: Callable[[], None],
     otherwise: Callable[[], None] | None = None,
 ) -> None:
+    """Run an action if a predicate holds, at trace time if that is a Python bool."""
     if isinstance(predicate, bool):
         branch = action if predicate else otherwise
         if branch is not None:

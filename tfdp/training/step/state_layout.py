@@ -1,4 +1,4 @@
-"""Layout of variables and slots on the replicas: the seam for sharded state."""
+"""Layout of variables and slots on the replicas; sharded state has a subclass."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def reduce_groups(
     Args:
         layout: `StateLayout`.
         param_groups: Sequence of `ParamGroup`.
-        variables: List of Keras variables, those of the gradients.
-        gradients: List of tensors and `tf.IndexedSlices`, this replica's own.
-        weight: Scalar tensor by which they count, or `None` for one. Defaults to
+        variables: List of the Keras variables of the gradients.
+        gradients: List of this replica's tensors and `tf.IndexedSlices`.
+        weight: Scalar tensor, a factor of the gradients, or `None` for 1. Defaults to
             `None`.
 
     Returns:
-        List of what `StateLayout.reduce` returns, one for each parameter group.
+        List of reduced gradients, one item of `StateLayout.reduce` for each group.
     """
     return [
         layout.reduce(
@@ -47,9 +47,9 @@ def reduce_groups(
 
 
 class StateLayout:
-    """Operations of a step on gradients, wherever variables and slots lie.
+    """Operations of a step that depend on where variables and slots are stored.
 
-    By itself every replica holds each of them, as Keras makes them.
+    In this class every replica holds all variables and slots, as Keras creates them.
 
     Args:
         reducer: `GradientReducer`.
@@ -70,7 +70,7 @@ class StateLayout:
         """Sum the gradients of a group over all replicas, bucket by bucket.
 
         Returns:
-            `ReducedGradients`, or what else has `divided_by`.
+            `ReducedGradients`, or another class with `divided_by`.
         """
         del group
         check_reader(variables, None)
@@ -85,19 +85,19 @@ class StateLayout:
 
         Args:
             groups: Sequence of `ParamGroup`.
-            sums: List of what `reduce` returned for each.
-            checks: Bool, whether it matters if they are finite.
-            measures: Bool, whether their norm matters.
+            sums: List of the reduced gradients of each group.
+            checks: Bool, whether the step needs to know if the sums are finite.
+            measures: Bool, whether the step needs their norm.
         """
         del groups, checks, measures
         return GradientStatistics(sums)
 
     def own_squares(self, groups: Sequence[ParamGroup], sums: list) -> tf.Tensor:
-        """This replica's part of the squared norm: all replicas' add up to it.
+        """Compute this replica's part of the squared norm; all parts sum to the norm.
 
         Args:
             groups: Sequence of `ParamGroup`.
-            sums: List of what `reduce` returned for each.
+            sums: List of the reduced gradients of each group.
 
         Returns:
             Scalar float32 tensor.
@@ -112,7 +112,7 @@ class StateLayout:
         return _compat.clip_gradients(group.optimizer, sums.gradients())
 
     def scale_momentum(self, group: ParamGroup, factor: Any) -> None:
-        """Multiply every momentum of a group that contains the learning rate.
+        """Multiply the momentum slots of a group, which contain the learning rate.
 
         Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, remark 2.
         """
@@ -123,19 +123,19 @@ class StateLayout:
                 slot.assign(slot * tf.cast(factor, slot.dtype), read_value=False)
             return tf.constant(True)
 
-        # After the warmup it costs nothing.
+        # The branch makes a factor of 1, as after the warmup, cost nothing.
         tf.cond(tf.equal(factor, 1.0), lambda: tf.constant(False), scale)
 
     def update(
         self, group: ParamGroup, gradients: Any, variables: list, rate: Any
     ) -> None:
-        """Decay and update as Keras does, small variables together."""
+        """Decay and update the variables as Keras does, small ones in groups."""
         decay_and_update(group.optimizer, gradients, variables, rate)
 
     def update_without_gradients(
         self, group: ParamGroup, variables: list, rate: Any
     ) -> None:
-        """Do of an update what needs no gradients: decay weights, say."""
+        """Run the parts of an update that need no gradients, such as weight decay."""
         decay_without_gradients(group.optimizer, variables, rate, {})
 
     def average(self, group: ParamGroup) -> None:
@@ -143,7 +143,7 @@ class StateLayout:
         _compat.update_moving_average(group.optimizer)
 
     def overwrite_with_average(self, group: ParamGroup) -> None:
-        """Give the variables of a group the values of their averages."""
+        """Set the variables of a group to their averages."""
         _compat.overwrite_with_moving_average(group.optimizer)
 
     def constrain(self, variable: Any) -> None:
@@ -156,27 +156,27 @@ class StateLayout:
 
 
 class GradientStatistics:
-    """Norms and finite flags of the sums, alike on all replicas.
+    """Norms and finite flags of the sums, equal on all replicas.
 
-    They are computed on demand: a norm that nobody needs costs nothing.
+    They are computed on demand: a norm that no caller reads costs nothing.
 
     Args:
-        sums: List of what `StateLayout.reduce` returned.
+        sums: List of reduced gradients, as `StateLayout.reduce` returns.
     """
 
     def __init__(self, sums: list) -> None:
         self._sums = sums
 
     def is_finite(self) -> tf.Tensor:
-        """Scalar bool tensor, whether no element is infinite or NaN."""
+        """Return a scalar bool tensor, whether no element is infinite or NaN."""
         return tf.reduce_all([item.all_finite() for item in self._sums])
 
     def squared_norm(self) -> tf.Tensor:
-        """Scalar tensor, the sum of the squares of all elements."""
+        """Return a scalar tensor, the sum of the squares of all elements."""
         return squared_norm(self._gradients())
 
     def non_finite(self) -> list[tf.Tensor]:
-        """Scalar bool tensors, whether a variable's gradient is not finite."""
+        """Return scalar bool tensors: whether each gradient has infinity or NaN."""
         return [not_finite(gradient) for gradient in self._gradients()]
 
     def _gradients(self) -> list:
@@ -184,11 +184,11 @@ class GradientStatistics:
 
 
 def squared_norm(gradients: Sequence[Any]) -> tf.Tensor:
-    """Sum the squares of all elements: a scalar float32 tensor.
+    """Return the sum of the squares of all elements, a scalar float32 tensor.
 
     Args:
-        gradients: Sequence of tensors and `tf.IndexedSlices`, whose rows of one
-            index are added up first.
+        gradients: Sequence of tensors and `tf.IndexedSlices`; rows with the same index
+            are summed before they are squared.
     """
     squares = [
         tf.square(tf.cast(tf.convert_to_tensor(g), tf.float32)) for g in gradients

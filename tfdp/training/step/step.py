@@ -1,4 +1,4 @@
-"""`Step`: the settings and state that one step of a replica is made of."""
+"""`Step`: the settings and state of one step of a replica."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Schedule(NamedTuple):
 
     Args:
         rate: Scalar tensor, or `None` for the optimizer's own.
-        momentum_factor: Scalar tensor, by how much the rate has grown since the last
-            update where momentum contains the rate, or `None`.
+        momentum_factor: Scalar tensor, the rate divided by that of the last update, for
+            momentum that contains the rate; or `None`.
     """
 
     rate: tf.Tensor | None = None
@@ -38,17 +38,19 @@ class Schedule(NamedTuple):
 
 
 class StepFeature:
-    """What can be added to a step; each hook does nothing where it is not overridden.
+    """Extension of a step. By default its hooks do nothing.
 
     Attributes:
-        label: String, its name in a sentence; needed with `needs_all_replicas`.
-        variables: List of the Keras variables that it has made.
-        counters: Dict of those that the logs show and a backup keeps, by a name that
+        label: String, name of the feature in messages; needed with
+            `needs_all_replicas`.
+        variables: List of the Keras variables that the feature has created.
+        counters: Dict of the variables that logs show and backups save, by a name that
             no other feature uses.
-        needs_all_replicas: Bool, whether it needs what all replicas have in every step.
-        trains_alone: Bool, whether replicas update by themselves, so that an update
-            that one of them skips is counted on all; see `Features.start_local_steps`.
-        measures_norm: Bool, whether it reads the norm of the reduced gradients.
+        needs_all_replicas: Bool, whether the feature needs gradients of all replicas in
+            every step.
+        trains_alone: Bool, whether replicas make local updates, so that an update is
+            counted even if some replica skips it. `Features.start_local_steps` sets it.
+        measures_norm: Bool, whether the feature reads the norm of reduced gradients.
     """
 
     label = ""
@@ -65,17 +67,17 @@ class StepFeature:
         return {}
 
     def check(self, optimizer: Any) -> None:
-        """Raise what it cannot be combined with, before a step is traced.
+        """Check, before a step is traced, that an optimizer supports the feature.
 
         Args:
             optimizer: `DistributedOptimizer`.
 
         Raises:
-            ValueError: If there is such a thing.
+            ValueError: If the feature cannot be combined with the optimizer.
         """
 
     def begin(self) -> None:
-        """Prepare a step, before its first stage."""
+        """Run before the first stage of a step."""
 
     def examine(
         self,
@@ -84,23 +86,24 @@ class StepFeature:
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
     ) -> None:
-        """Look at the gradients of an update, reduced and unscaled.
+        """Read the gradients of an update, after they are reduced and unscaled.
 
         Args:
             step: `Step`.
-            totals: `Totals`, this replica's own gradients.
-            divisor: Scalar float64 tensor, by which those are too large, or `None`.
+            totals: `Totals` of this replica.
+            divisor: Scalar float64 tensor, the factor of `totals` that unscaling
+                removes, or `None` for 1.
             statistics: `GradientStatistics` of the reduced gradients.
         """
 
     def end(self, step: Step, is_due: Any, is_kept: Any) -> None:
-        """Continue once a micro-batch is counted.
+        """Run after the last stage of a step.
 
         Args:
             step: `Step`.
-            is_due: Scalar bool tensor, or bool, whether an update was due; alike on all
+            is_due: Scalar bool tensor, or bool, whether an update was due; equal on all
                 replicas.
-            is_kept: Scalar bool tensor, or bool, false where an overflow was skipped.
+            is_kept: Scalar bool tensor, or bool, false if an overflow was skipped.
         """
 
 
@@ -110,18 +113,18 @@ class Step:
 
     Args:
         optimizer: Keras optimizer that the parameter groups belong to.
-        param_groups: List of `ParamGroup`, which optimizer updates which variables.
+        param_groups: List of `ParamGroup`, the variables of each inner optimizer.
         variables: List of Keras variables that have gradients.
-        positions: List of ints, their positions among all trained variables.
+        positions: List of ints, positions of `variables` among all trained variables.
         accumulator: `Accumulator`, stage 1.
-        reducer: `GradientReducer`, sums over the replicas.
-        layout: `StateLayout`, where gradients, variables and slots lie.
+        reducer: `GradientReducer`, which sums over replicas.
+        layout: `StateLayout` of gradients, variables and slots.
         schedules: List of `Schedule`, one for each parameter group.
-        scale: `LossScale`, or `None` for none.
+        scale: `LossScale`, or `None` without one.
         features: Sequence of `StepFeature`, called in this order.
-        fixed_scale: Float, a factor of the loss that is not looked after, or `None`.
-        counts_micro_batches: Bool, whether the optimizer counts micro-batches, as
-            Keras's accumulation does, and not updates. Defaults to `False`.
+        fixed_scale: Float, a constant loss scale without overflow checks, or `None`.
+        counts_micro_batches: Bool, whether the optimizer counts micro-batches instead
+            of updates, as Keras's accumulation does. Defaults to `False`.
     """
 
     optimizer: Any
@@ -139,24 +142,24 @@ class Step:
 
     @property
     def trains_alone(self) -> bool:
-        """Bool, whether replicas update by themselves."""
+        """Bool, whether replicas make local updates."""
         return any(feature.trains_alone for feature in self.features)
 
     @property
     def optimizers(self) -> list[Any]:
         """List of the Keras optimizers that count updates, each once."""
-        all_of_them = [
+        candidates = [
             self.optimizer,
             *(group.optimizer for group in self.param_groups),
         ]
-        return list({id(item): item for item in all_of_them}.values())
+        return list({id(item): item for item in candidates}.values())
 
 
 def keras_step(optimizer: Any, variables: list, reducer: GradientReducer) -> Step:
-    """The step of a Keras optimizer that is in no `DistributedOptimizer`.
+    """Create the step of a Keras optimizer without a `DistributedOptimizer`.
 
     Args:
-        optimizer: Built Keras optimizer, no wrapper.
+        optimizer: Built Keras optimizer without inner optimizers.
         variables: List of Keras variables that have gradients.
         reducer: `GradientReducer`.
     """
@@ -185,15 +188,15 @@ def checked_gradients(
 
     Args:
         optimizer: Keras optimizer.
-        grads: Sequence of gradients, `None` where there is none.
-        variables: Sequence of Keras variables, one for each, or `None` for those that
-            the optimizer was built for.
+        grads: Sequence of gradients, with `None` for a variable without one.
+        variables: Sequence of Keras variables, one for each gradient, or `None` for
+            the variables that the optimizer was built for.
 
     Returns:
-        Tuple of the gradients that there are, and their variables.
+        Tuple of the gradients without `None`, and their variables.
 
     Raises:
-        ValueError: If they do not match, or the optimizer does not know a variable.
+        ValueError: If their numbers differ, or the optimizer does not know a variable.
     """
     if variables is None and not optimizer.built:
         raise ValueError(
@@ -203,13 +206,15 @@ def checked_gradients(
     with keras.name_scope(optimizer.name, caller=optimizer):
         if variables is not None and not optimizer.built:
             build_in_step(optimizer, variables)
-        given = _compat.trained_by(optimizer) if variables is None else list(variables)
-        _compat.check_known(optimizer, given)
-        if len(grads) != len(given):
+        trained = (
+            _compat.trained_by(optimizer) if variables is None else list(variables)
+        )
+        _compat.check_known(optimizer, trained)
+        if len(grads) != len(trained):
             raise ValueError(
                 "`apply` needs one gradient for each variable. Received: "
                 f"{pluralize(len(grads), 'gradient')} for "
-                f"{pluralize(len(given), 'variable')}"
+                f"{pluralize(len(trained), 'variable')}"
             )
-        gradients, given = _compat.without_missing(optimizer, list(grads), given)
-    return list(gradients), list(given)
+        gradients, trained = _compat.without_missing(optimizer, list(grads), trained)
+    return list(gradients), list(trained)

@@ -1,4 +1,4 @@
-"""The learning rate of a warmup, inside the graph: right however steps are run."""
+"""Warmup of the learning rate, computed in the graph from the update counter."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class WarmupOptions:
     """Length and factors of a learning-rate warmup.
 
     Args:
-        steps: Int, updates until the last factor is reached.
+        steps: Int, the number of updates until the last factor is reached.
         first: Float, factor of the base rate at the first update.
-        last: Float, factor from update `steps` on.
-        start: Int, updates that were made before. Defaults to 0.
+        last: Float, factor of the base rate after `steps` updates.
+        start: Int, the number of updates before the warmup. Defaults to 0.
         momentum_correction: Bool, whether momentum that contains the rate is
-            rescaled with it.
+            rescaled when the rate changes. Defaults to `True`.
     """
 
     steps: int
@@ -32,7 +32,7 @@ class WarmupOptions:
 
 
 class Warmup:
-    """A warmup as variables, so that it can be changed without a new trace.
+    """Warmup with settings in variables, which can change without a new trace.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
@@ -46,7 +46,7 @@ class Warmup:
             return make_variable(
                 shape=(),
                 dtype="float64",
-                # Keras's own `Constant` rounds to float32 first.
+                # Keras's own `Constant` would round the value to float32 first.
                 initializer=lambda shape, dtype: tf.constant(value, dtype, shape),
                 name=f"warmup_{name}",
             )
@@ -58,7 +58,7 @@ class Warmup:
 
     @property
     def variables(self) -> list:
-        """Its Keras variables."""
+        """List of the Keras variables of the settings."""
         return [self._steps, self._start, self._first, self._last]
 
     def set(self, options: WarmupOptions) -> None:
@@ -69,26 +69,26 @@ class Warmup:
         self._last.assign(options.last)
 
     def switch_off(self) -> None:
-        """Leave the base rate as it is from now on."""
+        """Set both factors to 1, which keeps the base rate."""
         self._first.assign(1.0)
         self._last.assign(1.0)
 
     def factor(self, update: tf.Tensor) -> tf.Tensor:
-        """Scalar float64 tensor, the factor of the base rate.
+        """Return the factor of the base rate, a scalar float64 tensor.
 
         Args:
-            update: Scalar int tensor, number of updates made so far.
+            update: Scalar int tensor, the number of updates so far.
         """
         steps, start, first, last = (
             _compat.local_part(variable).read_value() for variable in self.variables
         )
         update = tf.maximum(tf.cast(update, tf.float64) - start, 0.0)
-        # Written so that it rounds at neither end.
+        # This form of the interpolation is exact at both ends.
         done = tf.minimum(update / steps, 1.0)
         return (1.0 - done) * first + done * last
 
     def growth(self, update: tf.Tensor) -> tf.Tensor:
-        """Scalar float64 tensor, the factor divided by that of the update before."""
+        """Return the factor divided by that of the previous update, float64."""
         before = self.factor(tf.maximum(update - 1, 0))
         now = self.factor(update)
         one = tf.ones_like(now)

@@ -1,7 +1,7 @@
-"""The strategies: what a user makes, and what TensorFlow calls.
+"""The strategies: classes for users, and the classes that TensorFlow calls.
 
-Read `strategy` (the public classes), `replica_step` (what `strategy.run` does with a
-step of Keras), `compiled_step` (the part of it that XLA compiles), `extended`
-(variables, devices, groups), `cross_device_ops` (the reducer as tf.distribute sees it)
-and `transports` (what carries the bytes).
+Read `strategy` (the public classes), `replica_step` (the form of a Keras step that
+`strategy.run` executes), `compiled_step` (the part of a step that XLA compiles),
+`extended` (variables, devices, groups), `cross_device_ops` (the reducer behind the
+interface of tf.distribute) and `transports` (the choice of a transport).
 """

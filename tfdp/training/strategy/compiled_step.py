@@ -4,9 +4,9 @@
     then:      gradients -> the path of a step (`tfdp.training.step.path`)
 
 Plain Keras compiles a step on one device as a whole. XLA cannot compile collectives
-over the devices of other processes, so that a step is cut where it gives its gradients
-to the optimizer: what comes before and what comes after it, the logs, are one function;
-the updates follow. A step that cannot be cut or compiled runs without XLA.
+over the devices of other processes. So the updates are taken out of the step: the rest,
+from the forward pass to the logs, is one compiled function, and the updates run after
+it. A step that cannot be divided or compiled like this runs without XLA.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfdp.training.parameters.sharded_parameter import sharded_parameter
 
 @dataclasses.dataclass
 class _Traced:
-    """The compiled part of a step."""
+    """The compiled part of a step, and the updates that follow it."""
 
     function: Any
     updates: list[Update]
@@ -40,10 +40,10 @@ class CompiledStep:
     """The step of a replica, compiled as far as it can be.
 
     Args:
-        step: Function of a tuple of arguments and a `BatchWeight` or `None`, which
-            returns logs.
+        step: Callable that takes a tuple of arguments and a `BatchWeight` or `None`,
+            and returns logs.
         strategy: A tfdp strategy.
-        loop: `Loop` of Keras, whose step it is.
+        loop: `Loop` of Keras that the step belongs to.
     """
 
     step: Callable
@@ -51,19 +51,19 @@ class CompiledStep:
     loop: Loop
 
     def __call__(self, args: tuple, part: BatchWeight | None) -> Any:
-        """Run the step of this thread's replica.
+        """Run the step on this thread's replica.
 
         Args:
             args: Tuple of nested structures of tensors.
             part: `BatchWeight` of the replica, or `None`.
 
         Returns:
-            What `step` returns.
+            The result of `step`.
         """
         numbers = [] if part is None else [part.weight, part.num_samples]
-        traced = self._trace_what_can_be(args, part, numbers)
+        traced = self._trace_or_warn(args, part, numbers)
         if self.loop.trains:
-            self._note_compiled(traced)
+            self._record_compiled(traced)
         if traced is None:
             return self.step(args, part)
         outputs, gradients = traced.function(args, numbers)
@@ -75,28 +75,31 @@ class CompiledStep:
             step_events.record_loss(first)
         with batch_weight.use(part):
             for update, own in zip(traced.updates, gradients, strict=True):
-                update.optimizer.apply(_in_order(update, own), update.variables)
+                update.optimizer.apply(
+                    _in_backward_order(update, own), update.variables
+                )
         return outputs
 
     def _device(self) -> str:
-        """The device of this thread's replica."""
+        """Return the device of this thread's replica."""
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
         return self.strategy.extended.worker_devices[replica]
 
-    def _note_compiled(self, traced: _Traced | None) -> None:
-        """Note for `communication_plan` whether XLA compiles what precedes updates."""
+    def _record_compiled(self, traced: _Traced | None) -> None:
+        """Record for `communication_plan` whether XLA compiles the backward pass."""
         compiled_models = self.strategy.extended.compiled_models
         if traced is not None and traced.updates:
             compiled_models.add(self.loop.model)
         else:
             compiled_models.discard(self.loop.model)
 
-    def _trace_what_can_be(
+    def _trace_or_warn(
         self, args: tuple, part: BatchWeight | None, numbers: list
     ) -> _Traced | None:
-        """Trace the compiled part of a step, or return `None` if there can be none."""
+        """Trace the compiled part of a step; warn and return `None` if XLA cannot."""
         reason = ""
-        # On one replica the update too, as in plain Keras.
+        # On one replica there are no collectives, so the update can be compiled too, as
+        # in plain Keras.
         is_alone = self.strategy.num_replicas_in_sync == 1
         for is_whole in (True, False) if is_alone else (False,):
             try:
@@ -117,22 +120,22 @@ class CompiledStep:
         """Trace the compiled part of a step.
 
         Raises:
-            CannotCompileError: If it cannot be compiled.
-            CannotDeferError: If its updates cannot wait for its end.
+            CannotCompileError: If XLA cannot compile it.
+            CannotDeferError: If its updates cannot run after it.
         """
         _check_inputs(args)
         _check_variables(self.loop.model)
         updates: list[Update] = []
 
         def compiled(args: tuple, numbers: list) -> Any:
-            own = None
+            weights = None
             if part is not None:
                 weight, num_samples = numbers
-                own = BatchWeight(weight, num_samples)
+                weights = BatchWeight(weight, num_samples)
             if is_whole:
-                return self.step(args, own), []
+                return self.step(args, weights), []
             with deferred_updates.deferring() as found:
-                outputs = self.step(args, own)
+                outputs = self.step(args, weights)
             updates.extend(found)
             return outputs, [update.gradients for update in found]
 
@@ -143,12 +146,13 @@ class CompiledStep:
         return _Traced(concrete, updates)
 
 
-def _in_order(update: Update, gradients: list) -> list:
-    """Make gradients known to the graph in the order of the backward pass.
+def _in_backward_order(update: Update, gradients: list) -> list:
+    """Copy gradients in the order in which the backward pass computes them.
 
-    Buckets are filled in this order, with XLA and without: sharded state lies by it.
+    Buckets are filled in the order of the gradients' operations. It must be the same
+    with and without XLA, because the layout of sharded state depends on it.
     """
-    given = [index for index, own in enumerate(gradients) if own is not None]
+    present = [index for index, own in enumerate(gradients) if own is not None]
 
     def position(index: int) -> tuple[int, int]:
         traced = update.gradients[index]
@@ -156,7 +160,7 @@ def _in_order(update: Update, gradients: list) -> list:
         return max(map(_compat.op_position, parts)), -index
 
     ordered = list(gradients)
-    for index in sorted(given, key=position):
+    for index in sorted(present, key=position):
         ordered[index] = tf.nest.map_structure(
             tf.identity, gradients[index], expand_composites=True
         )
@@ -164,6 +168,7 @@ def _in_order(update: Update, gradients: list) -> list:
 
 
 def _check_inputs(args: tuple) -> None:
+    """Raise if a batch has tensors that XLA does not support."""
     for tensor in tf.nest.flatten(args):
         if isinstance(tensor, (tf.RaggedTensor, tf.SparseTensor)):
             kind = type(tensor).__name__
@@ -173,6 +178,7 @@ def _check_inputs(args: tuple) -> None:
 
 
 def _check_variables(model: Any) -> None:
+    """Raise if a model has sharded parameters."""
     if any(sharded_parameter(own) is not None for own in model.variables):
         raise CannotCompileError(
             "parameters are sharded, and the collectives that gather them are not for "
@@ -181,6 +187,7 @@ def _check_variables(model: Any) -> None:
 
 
 def _check_collectives(graph: Any) -> None:
+    """Raise if the compiled part has a collective."""
     for op in _compat.all_operations(graph):
         if is_collective(op):
             raise CannotCompileError(
@@ -191,7 +198,7 @@ def _check_collectives(graph: Any) -> None:
 
 
 def _check_order(graph: Any, updates: list[Update]) -> None:
-    """Raise if something that follows an update uses a variable which it changes."""
+    """Raise if an operation after an update uses a variable that the update changes."""
     changed: set[int] = set()
     for update in updates:
         optimizer = update.optimizer

@@ -1,4 +1,4 @@
-"""The reducer behind the interface by which tf.distribute reduces and gathers."""
+"""Adapter of the reducer to the cross-device operations of tf.distribute."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tfdp.training.reduction.reducer import Reducer
 
 
 class CrossDeviceOps(_compat.CollectiveAllReduce):
-    """Stock bookkeeping (regrouping, eager threads) around our collectives.
+    """Cross-device operations: stock regrouping and threads around tfdp's collectives.
 
     Args:
         reducer: `Reducer`.
-        collective_keys: TensorFlow's keys, which only the stock code looks at.
+        collective_keys: TensorFlow's collective keys, which only stock code reads.
     """
 
     def __init__(self, reducer: Reducer, collective_keys: Any) -> None:
@@ -39,12 +39,12 @@ class CrossDeviceOps(_compat.CollectiveAllReduce):
         return self._reducer.reduce(reduce_op, value, replica_id)
 
     def __deepcopy__(self, memo: dict) -> CrossDeviceOps:
-        # Copies of a strategy share its devices and so its launch order.
+        # Copies of a strategy have the same devices, so they share one launch order.
         return self
 
 
 class _Launcher:
-    """Launcher of collectives for the stock gather, on one replica."""
+    """Launcher of one replica's collectives, in the interface of the stock gather."""
 
     def __init__(self, reducer: Reducer, replica: int) -> None:
         self._reducer = reducer

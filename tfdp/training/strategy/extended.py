@@ -1,7 +1,7 @@
-"""Extended classes of the two strategies: differences from the stock ones.
+"""Extended classes of the two strategies.
 
-The classes here hook into the places where tf.distribute reduces, creates
-variables and updates them. Everything else is TensorFlow's.
+They override the methods by which tf.distribute reduces tensors and creates and
+updates variables. All other methods are TensorFlow's.
 """
 
 from __future__ import annotations
@@ -53,48 +53,50 @@ from tfdp.training.strategy.transports import (
     watch_transports,
 )
 
+# The distance between the first collective keys of two strategies of a process.
 _STOCK_KEYS_PER_STRATEGY = 1000
 _strategy_counter = itertools.count()
 
 
 @dataclasses.dataclass
 class _Statistics:
-    """Moving statistics that the replicas assign in a step, and how each counts."""
+    """Moving statistics that replicas assign in a step, and the replicas' weights."""
 
     variables: dict[int, Any] = dataclasses.field(default_factory=dict)
     weights: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
 
 
 class ReplicaExtended:
-    """Mixin of both extended classes: the whole step in replica context.
+    """Mixin of both extended classes, which runs the whole step in replica context.
 
-    With `_use_merge_call` false, TensorFlow and Keras run the optimizer inside
-    each replica instead of meeting in cross-replica context, which is what
-    makes updates inside conditionals (accumulation, EMA) possible.
+    With `_use_merge_call` false, TensorFlow and Keras run the optimizer in each replica
+    instead of switching to cross-replica context. This allows updates inside
+    conditionals, for accumulation and moving averages.
     """
 
     options: CommunicationOptions
     worker_group: WorkerGroup
-    # The models whose step XLA compiles.
+    # The models whose steps XLA compiles.
     compiled_models: weakref.WeakSet[Any]
-    # What the step of each loop of a model gathers, see `tfdp.training.program.checks`.
+    # By model and loop, the tensors that a step gathers, see
+    # `tfdp.training.program.checks`.
     step_gathers: weakref.WeakKeyDictionary[Any, dict[str, Any]]
-    # Names of the number of replicas in the script, see
+    # The names by which the user's script refers to the number of replicas, see
     # `tfdp.training.program.divisions`.
     names_of_count: set[str]
-    # Whether new parameters are sharded at once, see
+    # Whether parameters are sharded when they are created, see
     # `tfdp.training.parameters.conversion`.
     defers_parameters = False
-    # How many of its scopes are entered, one within the other.
+    # The number of nested scopes of the strategy that are entered.
     num_scopes = 0
-    # By which rows follow the workers' speed, see `tfdp run --rebalance`.
+    # The balancer that divides rows by the workers' speed, see `tfdp run --rebalance`.
     balance: LoadBalancer | None = None
-    # Those of the step that is built, see `step_scope`.
+    # The statistics of the step that is being built, see `step_scope`.
     _statistics: _Statistics | None = None
     _collective_keys: Any
 
     def explaining(self) -> contextlib.AbstractContextManager:
-        """Name the worker that is lost where TensorFlow only says that one is."""
+        """Return a context that names the lost worker in errors of TensorFlow."""
         return contextlib.nullcontext()
 
     def _use_merge_call(self) -> bool:
@@ -103,12 +105,12 @@ class ReplicaExtended:
     def _set_up_communication(
         self, rank: int, hosts: Sequence[str], all_devices: Sequence[str]
     ) -> None:
-        """Replace the stock cross-device operations by ours.
+        """Set up groups and reducers, and replace the stock cross-device operations.
 
         Args:
-            rank: Int, this worker's.
+            rank: Int, the rank of this worker.
             hosts: Sequence of strings, the host of each worker.
-            all_devices: Sequence of strings, full names by rank of the replica.
+            all_devices: Sequence of strings, the full device name of each replica.
         """
         devices = self.worker_devices  # type: ignore[attr-defined]
         first_rank = rank * len(devices)
@@ -130,9 +132,9 @@ class ReplicaExtended:
             transport,
             positions=positions[first_rank : first_rank + len(devices)],
             nodes=_nodes(topology, positions),
-            workers=_by_position(positions, len(devices)),
+            workers=_worker_ranks(positions, len(devices)),
         )
-        # Metric states, statistics and the like are small and live on hosts.
+        # Small tensors, such as metric states and statistics, are reduced on hosts.
         all_hosts = [_host(device) for device in all_devices[:: len(devices)]]
         places = device_positions(all_hosts)
         self.host_group = ProcessGroup(
@@ -140,7 +142,7 @@ class ReplicaExtended:
             len(hosts),
             host_transport(transport),
             positions=[places[rank]],
-            workers=_by_position(places, 1),
+            workers=_worker_ranks(places, 1),
         )
         self.algorithm_selector = AlgorithmSelector(
             self.options, topology, transport.name, warn=self.worker_group.is_chief
@@ -174,15 +176,15 @@ class ReplicaExtended:
         return variable
 
     def _register(self, variable: Any) -> None:
-        """Remember which variable the component of a replica belongs to."""
+        """Record the variable that each replica's component belongs to."""
         known = vars(self).setdefault("_variables", {})
         for component in getattr(variable, "values", ()):
             known[id(component.handle)] = weakref.ref(variable)
 
     def variable_of(self, handle: Any) -> Any:
         """Return the variable that a component's handle belongs to, or `None`."""
-        found = vars(self).get("_variables", {}).get(id(handle))
-        variable = None if found is None else found()
+        reference = vars(self).get("_variables", {}).get(id(handle))
+        variable = None if reference is None else reference()
         if variable is None or all(c.handle is not handle for c in variable.values):
             return None
         return variable
@@ -193,8 +195,9 @@ class ReplicaExtended:
         context = tf.distribute.get_replica_context()
         one_local_replica = len(self.group.devices) == 1
         if tf.executing_eagerly() and not one_local_replica:
-            # Eager replicas run one after the other; a collective would wait
-            # for a replica that has not started. So they meet first.
+            # Eager replicas run one after another, and a collective would wait for a
+            # replica that has not started. The stock method waits for all of them
+            # and reduces in cross-replica context.
             return super(  # type: ignore[misc]
                 _compat.MirroredExtended, self
             )._replica_ctx_all_reduce(reduce_op, value, options)
@@ -202,7 +205,7 @@ class ReplicaExtended:
         return self.reducer.reduce(reduce_op, value, replica)
 
     def sum_over_replicas(self, values: list) -> list:
-        """All-reduce values by their sum, in replica context.
+        """Sum values over all replicas by all-reduce, in replica context.
 
         Args:
             values: List of tensors and `tf.IndexedSlices`.
@@ -215,19 +218,19 @@ class ReplicaExtended:
             return self._cross_device_ops
         return self._host_cross_device_ops
 
-    # Statistics and metrics of a step.
+    # Moving statistics and metric states of a step.
 
     @contextlib.contextmanager
     def step_scope(self) -> Iterator[None]:
         """Average the moving statistics that the replicas assign inside."""
-        outer, noted = self._statistics, _Statistics()
-        self._statistics = noted
+        outer, statistics = self._statistics, _Statistics()
+        self._statistics = statistics
         try:
             yield
         finally:
             self._statistics = outer
-        weights = [own for _, own in sorted(noted.weights.items())]
-        self.average(list(noted.variables.values()), weights or None)
+        weights = [weight for _, weight in sorted(statistics.weights.items())]
+        self.average(list(statistics.variables.values()), weights or None)
 
     def average(self, statistics: list, weights: list | None = None) -> None:
         """Average moving statistics over all replicas, in cross-replica context.
@@ -235,7 +238,7 @@ class ReplicaExtended:
         Args:
             statistics: List of mirrored variables.
             weights: List of scalar tensors, one for each local replica, that sum to
-                one over all, or `None` where all have the same.
+                one over all replicas, or `None` if all are equal.
         """
         if statistics and self.group.size > 1:
             equal = [tf.constant(1.0 / self.group.size, tf.float64)] * self.num_local
@@ -245,31 +248,33 @@ class ReplicaExtended:
     def note_statistics(
         self, variables: Sequence[Any], replica: int = 0, weight: Any = None
     ) -> None:
-        """Remember that a replica assigned moving statistics.
+        """Record that a replica has assigned moving statistics.
 
         Args:
             variables: Sequence of mirrored variables.
-            replica: Int, its local number.
-            weight: Scalar tensor, the fraction of all rows that it has; or `None`:
-                all replicas count alike.
+            replica: Int, the local index of the replica. Defaults to 0.
+            weight: Scalar tensor, the replica's fraction of all rows; or `None` if all
+                replicas have the same weight. Defaults to `None`.
         """
         if self._statistics is not None:
-            self._statistics.variables |= {id(own): own for own in variables}
+            self._statistics.variables |= {
+                id(variable): variable for variable in variables
+            }
             if weight is not None:
                 self._statistics.weights[replica] = weight
 
     def merge_metric_variables(self, variables: list[MetricVariable]) -> list:
-        """The states of all replicas, merged: one tensor for each variable."""
+        """Merge the metric states of all replicas: one tensor for each variable."""
         locals_ = [[part.read_value() for part in v.values] for v in variables]
         kinds = [v.merge for v in variables]
         return merge_states(locals_, kinds, self.host_group)
 
 
 class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
-    """The replicas of one process.
+    """Extended class for the replicas of one process.
 
     Args:
-        container_strategy: The strategy that this belongs to.
+        container_strategy: The strategy of this extended class.
         devices: List of device strings.
         options: `CommunicationOptions`.
     """
@@ -288,10 +293,10 @@ class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
 
 
 class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
-    """The replicas of all workers.
+    """Extended class for the replicas of all workers.
 
     Args:
-        container_strategy: The strategy that this belongs to.
+        container_strategy: The strategy of this extended class.
         worker: `Worker`, this process in its cluster.
         options: `CommunicationOptions`.
     """
@@ -329,13 +334,13 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self._set_up_communication(worker.rank, hosts, all_devices)
 
     def explaining(self) -> contextlib.AbstractContextManager:
-        """Name the worker that is lost where TensorFlow only says that one is."""
+        """Return a context that names the lost worker in errors of TensorFlow."""
         if self._watchdog is None:
             return contextlib.nullcontext()
         return self._watchdog.translate_errors()
 
     def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
-        """Start no server where a process trains alone; stock does for one worker."""
+        """Start no server without a cluster; the stock method does for one worker."""
         if self.worker.cluster is None:
             self._initialize_local(cluster_resolver, devices=devices)
         else:
@@ -344,7 +349,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
-        """Several devices a worker, GPUs or logical CPUs; stock has one CPU."""
+        """Return the worker's GPUs or logical CPUs; the stock method has one CPU."""
         del cluster_resolver
         devices = resolve_devices(self.worker.devices)
         full = tuple(f"{worker_device}/device:{device}" for device in devices)
@@ -353,10 +358,10 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
     ) -> Any:
-        """Leave out the broadcast of each variable; one follows for them all.
+        """Leave out the broadcast of each variable; a later one covers all of them.
 
-        Variables that a `tf.function` creates are initialized after tracing,
-        so they keep TensorFlow's own broadcast.
+        Variables that a `tf.function` creates are initialized after tracing, so they
+        keep TensorFlow's own broadcast.
         """
         if tf.executing_eagerly() and self.worker.num_workers > 1:
             return _compat.stock_initial_value(
@@ -376,25 +381,26 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
 
 
 def next_stock_key_base() -> int:
-    """First of TensorFlow's own group keys of a new strategy.
+    """Return the first of TensorFlow's own group keys for a new strategy.
 
-    A few of its collectives are still used, and those of two strategies of a
-    process would meet: all stock strategies count from the same number.
+    Some stock collectives are still used. All stock strategies count keys from the same
+    number, so the collectives of two strategies in a process would share keys.
     """
     return next(_strategy_counter) * _STOCK_KEYS_PER_STRATEGY
 
 
 def _nodes(topology: Topology, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The positions in the group of the replicas of each node."""
+    """Return the positions in the group of the replicas of each node."""
     return tuple(tuple(positions[rank] for rank in node) for node in topology.nodes)
 
 
-def _by_position(positions: Sequence[int], num_local: int) -> list[int]:
-    """The rank of the worker of each position."""
+def _worker_ranks(positions: Sequence[int], num_local: int) -> list[int]:
+    """Return the rank of the worker at each position of the group."""
     ranks = sorted(range(len(positions)), key=positions.__getitem__)
     return [rank // num_local for rank in ranks]
 
 
 def _host(device: str) -> str:
+    """Return the name of the CPU of a device's worker."""
     spec = tf.DeviceSpec.from_string(device)
     return spec.replace(device_type="CPU", device_index=0).to_string()

@@ -1,4 +1,4 @@
-"""Steps that Keras gives to `strategy.run`: traced, compiled or run eagerly."""
+"""Steps that Keras passes to `strategy.run`: traced, compiled or run eagerly."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _LIBRARIES = ("keras", "tensorflow", "tfdp")
 
 
 def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tuple]:
-    """Prepare what Keras gives to `strategy.run`; leave other calls alone.
+    """Prepare a step that Keras passes to `strategy.run`; leave other calls alone.
 
     Args:
         strategy: A tfdp strategy.
         fn: Callable, the replica function.
-        args: Tuple, its arguments.
+        args: Tuple of the function's arguments.
 
     Returns:
-        Tuple of function and arguments.
+        Tuple of a function and its arguments.
     """
     args, total = batch_weights.unpack_counted(args)
     args, others = unwrap_other_rows(args)
@@ -50,21 +50,23 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
         whole = first_tensor(args)
         loops.note_batch_rows(None if whole is None else whole.shape[0])
-        args = tuple(_split(strategy, argument) for argument in args)
+        args = tuple(_split_global_batch(strategy, argument) for argument in args)
     args = keras.tree.map_structure(_none_for_optional, args)
     local = [
         _compat.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)
     ]
     if first_tensor(local[0]) is None:
-        return fn, args  # A function of a callback or of an optimizer.
+        return fn, args  # a function of a callback or of an optimizer, not a step
     parts = batch_weights.weigh_batches(
         local, merging_group(strategy), strategy.num_replicas_in_sync, total
     )
     drift_probe.begin_step(loop.model, local)
-    step_events.record_batch(parts[0].num_samples if parts else _own_samples(local[0]))
+    step_events.record_batch(
+        parts[0].num_samples if parts else _local_samples(local[0])
+    )
     if parts is None and not xla.is_wanted():
-        return _after_its_data(loop.model, fn), args
+        return _wait_for_data(loop.model, fn), args
     loop.program_logs = None
     step: Callable
     if parts is None:
@@ -74,7 +76,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         return _eager_step(strategy, loop, fn, local, parts), args
     else:
         step = _divided_step(strategy, loop, fn, local, parts, total, others)
-    return _after_its_data(loop.model, step), args
+    return _wait_for_data(loop.model, step), args
 
 
 def _divided_step(
@@ -86,12 +88,13 @@ def _divided_step(
     total: tf.Tensor | None,
     others: frozenset[int],
 ) -> Callable:
-    """Return the step of a replica as its part of the program of one device."""
+    """Return a replica's step: its part of the program that one device would run."""
     if strategy.extended.balance is not None:
-        total = None  # Rows are divided by weight.
-    are_alike = batch_weights.have_equal_rows(local, merging_group(strategy))
+        total = None  # the load balancer divides rows unevenly
+    are_alike = have_equal_rows(local, merging_group(strategy))
     divided = DividedStep(strategy, loop, fn, others)
-    # Asked once for all replicas: the first one may build the model.
+    # The answer must be the same for all replicas, and the first replica's step may
+    # build the model, which changes it.
     compiles = xla.is_wanted()
     counts = {
         rank: tf.cast(count_of(first), tf.int32)
@@ -107,12 +110,14 @@ def _divided_step(
         rows = rows_of_replica(group, args, total, counts, are_alike=are_alike)
 
         def run(args: tuple, part: BatchWeight | None) -> Any:
-            own = rows
+            replica_rows = rows
             if xla.is_tracing() and not are_alike:
-                # Shapes have to be known where XLA compiles.
-                own = dataclasses.replace(rows, own=tf.shape(first_tensor(args))[0])
+                # XLA needs static shapes.
+                replica_rows = dataclasses.replace(
+                    rows, own=tf.shape(first_tensor(args))[0]
+                )
             with batch_weight.use(part):
-                return divided(args, group, own)
+                return divided(args, group, replica_rows)
 
         if compiles:
             result = CompiledStep(run, strategy, loop)(args, part)
@@ -127,7 +132,7 @@ def _divided_step(
 def _eager_step(
     strategy: Any, loop: loops.Loop, fn: Callable, local: list, parts: list[BatchWeight]
 ) -> Callable:
-    """Return the step of a replica where nothing is traced: that of one device."""
+    """Return a replica's step for eager execution."""
     loop.batch_weights = [part.weight for part in parts]
     step = EagerStep(
         strategy,
@@ -144,17 +149,17 @@ def _eager_step(
 
 
 def _none_for_optional(part: Any) -> Any:
-    """`None` where a generator has it; Keras does so for what one replica gets."""
+    """Replace a `tf.experimental.Optional`, the `None` of a generator, by `None`."""
     first = part.values[0] if isinstance(part, _compat.PerReplica) else part
     return None if isinstance(first, tf.experimental.Optional) else part
 
 
 def note_count_read(strategy: Any, reader: types.FrameType) -> None:
-    """Note that a user asks for the number of replicas: a loss may be divided by it.
+    """Record a user's read of the number of replicas: a loss may be divided by it.
 
     Args:
         strategy: A tfdp strategy.
-        reader: Frame that asks.
+        reader: Frame that reads the number.
     """
     module = reader.f_globals.get("__name__", "")
     if module.partition(".")[0] in _LIBRARIES:
@@ -165,11 +170,11 @@ def note_count_read(strategy: Any, reader: types.FrameType) -> None:
         strategy.extended.names_of_count.add(name)
 
 
-def _after_its_data(model: Any, fn: Callable) -> Callable:
-    """Start a step only when its data is there.
+def _wait_for_data(model: Any, fn: Callable) -> Callable:
+    """Make every operation of a step wait for the step's data.
 
-    At the end of the data the iterator fails while operations that do not wait
-    for it, such as the counter of iterations, would already have run.
+    At the end of the data the iterator fails, and operations that did not wait for it,
+    such as the counter of iterations, would already have run.
     """
     if tf.executing_eagerly():
         return fn
@@ -188,12 +193,12 @@ def _after_its_data(model: Any, fn: Callable) -> Callable:
     return step
 
 
-def _own_samples(batch: Any) -> tf.Tensor | None:
+def _local_samples(batch: Any) -> tf.Tensor | None:
     first = first_tensor(batch)
     return None if first is None else num_rows(first)
 
 
-def _split(strategy: Any, batch: Any) -> Any:
+def _split_global_batch(strategy: Any, batch: Any) -> Any:
     """Split a global batch into the rows of each local replica."""
     tensors = keras.tree.map_structure(
         lambda x: x if x is None or tf.is_tensor(x) else tf.convert_to_tensor(x), batch

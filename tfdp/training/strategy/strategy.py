@@ -1,4 +1,4 @@
-"""The strategies: stock tf.distribute strategies that train Keras exactly."""
+"""The strategies: subclasses of tf.distribute's for exact training with Keras."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from tfdp.training.strategy.extended import (
 
 
 class _Strategy:
-    """Mixin of both strategies, with what Keras calls."""
+    """Mixin of both strategies, with the methods that Keras calls."""
 
     extended: Any
 
     def scope(self, init: str | None = None) -> Any:
-        """Context in which variables are created on every replica.
+        """Return a context in which variables are created on every replica.
 
         Args:
-            init: String, `"deferred"`: each trainable variable is sharded as soon as
-                it is made, for models that fit on no replica, and needs an optimizer
-                with `sharding="parameters"`; or `None`: each replica has all of them.
+            init: String, `"deferred"`: each trainable variable is sharded when it is
+                created, for models too large for one replica; needs an optimizer with
+                `sharding="parameters"`. Or `None`: each replica has all variables.
                 Defaults to `None`.
 
         Returns:
@@ -55,8 +55,8 @@ class _Strategy:
             initial values.
 
         Raises:
-            ValueError: If `init` is neither.
-            RuntimeError: In a process that was forked after the strategy was made.
+            ValueError: If `init` is another value.
+            RuntimeError: In a process that was forked after the strategy was created.
 
         Example:
 
@@ -100,7 +100,7 @@ class _Strategy:
     ) -> Any:
         """Run a function on every replica, as `tf.distribute` defines it.
 
-        Steps of Keras's loops come here too, and are divided among the replicas.
+        Keras's loops run their steps by it too; those are divided among the replicas.
 
         Args:
             fn: Callable, run in each replica's context.
@@ -109,11 +109,11 @@ class _Strategy:
             options: `tf.distribute.RunOptions` or `None`.
 
         Returns:
-            What `fn` returns, one value per replica.
+            The results of `fn`, one value per replica.
         """
         self.extended.worker_group.owner.check("`strategy.run`")
         if loops.current() is None:
-            # Loops of Keras have done so when they began.
+            # Keras's loops have synchronized new variables when they began.
             synchronized_scope.synchronize_new_variables(self)
         fn, args = replica_step.prepare_run(self, fn, args)
         with synchronized_scope.synchronizing_step(self), self.extended.step_scope():
@@ -124,9 +124,9 @@ class _Strategy:
     ) -> Any:
         """Split every global batch of a dataset between the replicas.
 
-        Where workers have different numbers of batches, a loop of your own goes on
-        until the last is through, whatever `CommunicationOptions.uneven` says; those
-        without data get batches of no rows.
+        If workers have different numbers of batches, a custom loop continues until the
+        last worker has no batch left, whatever `CommunicationOptions.uneven` is;
+        workers without data get batches of zero rows.
 
         Args:
             dataset: `tf.data.Dataset`, batched by the global batch size, the
@@ -137,19 +137,19 @@ class _Strategy:
             A `tf.distribute.DistributedDataset`.
 
         Raises:
-            ValueError: If a batch is smaller than the number of replicas or
-                workers would shuffle differently.
+            ValueError: If a batch is smaller than the number of replicas, or workers
+                would shuffle differently.
         """
         return distribute.distribute(self, dataset, options, super())
 
     def communication_plan(self, model: Any) -> CommunicationPlan:
-        """Show which gradients travel together.
+        """Return the plan of a model's gradient buckets.
 
         Args:
             model: A built Keras model.
 
         Returns:
-            A `CommunicationPlan`; printed, it is a table of the buckets.
+            A `CommunicationPlan`; it prints as a table of the buckets.
 
         Raises:
             ValueError: If the model is not built.
@@ -158,7 +158,7 @@ class _Strategy:
 
 
 class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
-    """Trains on all devices of one machine.
+    """Strategy that trains on all devices of one machine.
 
     Args:
         devices: List of device strings or `None`, such as `["GPU:0", "GPU:1"]`.
@@ -182,7 +182,7 @@ class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
         *,
         communication: CommunicationOptions | None = None,
     ) -> None:
-        _begin()
+        _prepare_process()
         self._collective_key_base = next_stock_key_base()
         options = communication or CommunicationOptions()
         extended = SingleWorkerReplicaExtended(
@@ -193,22 +193,22 @@ class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
 
 
 class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredStrategy):
-    """Trains on all devices of all workers of a cluster.
+    """Strategy that trains on all devices of all workers of a cluster.
 
     Create it before any other use of TensorFlow. Without a cluster it trains
     on the devices of this machine.
 
     Args:
         cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver` or
-            `None`. Defaults to `None`: `TF_CONFIG`, Slurm, a cloud's
-                job, or an MPI job.
+            `None`. Defaults to `None`: `TF_CONFIG`, Slurm, a cloud's job, or an MPI
+            job.
         devices: List of local device strings or `None`. Defaults to `None`:
             all GPUs, or else all logical CPU devices of the worker.
         communication: `CommunicationOptions` or `None`, the defaults.
 
     Raises:
         ValueError: If `TF_CONFIG` is wrong, the port is taken, a device does
-            not exist, or workers do not fit together.
+            not exist, or workers have different settings.
         TimeoutError: If a worker does not start within `timeout_seconds`.
     """
 
@@ -220,7 +220,7 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         devices: Sequence[str] | None = None,
         communication: CommunicationOptions | None = None,
     ) -> None:
-        _begin()
+        _prepare_process()
         self._collective_key_base = next_stock_key_base()
         options = communication or CommunicationOptions()
         worker = start_worker(cluster_resolver, devices, options)
@@ -234,13 +234,14 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         _warn_of_slow_kernels(self)
 
 
-def _begin() -> None:
+def _prepare_process() -> None:
+    """Check the process and install the hooks, before a strategy is created."""
     user_code.check_process_of_tensorflow("A strategy")
     install.install()
 
 
 def _warn_of_slow_kernels(strategy: Any) -> None:
-    """Warn, on the first worker, if CPUs train with kernels slower than need be."""
+    """Warn, on the first worker, if CPUs train with unnecessarily slow kernels."""
     device = strategy.extended.worker_devices[0]
     if strategy.extended.worker_group.is_chief and _compat.device_type(device) == "CPU":
         warn_of_slow_kernels()
@@ -257,6 +258,7 @@ def _warn_of_processes_apart(cluster: Cluster | None) -> None:
 
 
 def _remedy() -> str:
+    """Return how to make the processes of a launcher known to each other."""
     if mpi_rank() is not None:
         return (
             "Install mpi4py, through which tfdp finds the others (pip install "
@@ -269,32 +271,32 @@ def _remedy() -> str:
 def auto_strategy(
     *, communication: CommunicationOptions | None = None
 ) -> MirroredStrategy | MultiWorkerMirroredStrategy:
-    """The strategy that fits where the program runs.
+    """Return the strategy that fits where the program runs.
 
-    Two or more workers in `TF_CONFIG`, a Slurm step of several tasks, several hosts of
-    a SageMaker job, machines of a Vertex AI job, or an MPI job of several processes
-    that have mpi4py: all of them. Otherwise all GPUs of the
-    machine, or else its CPUs as several logical devices of one process, which is
-    faster than several processes. On one machine without GPUs, a small dense model,
-    whose step is mostly memory and communication, may be faster without a strategy,
-    on all cores: `tfdp bench compare` measures both.
+    The strategy has all workers of a cluster, if there are several: workers in
+    `TF_CONFIG`, tasks of a Slurm step, hosts of a SageMaker job, machines of a Vertex
+    AI job, or processes of an MPI job with mpi4py. Otherwise it has all GPUs of the
+    machine, or else its CPUs as several logical devices of one process, which is faster
+    than several processes. On one machine without GPUs, a small dense model, whose step
+    is mostly memory and communication, may be faster without a strategy, on all cores:
+    `tfdp bench compare` measures both.
 
     Args:
         communication: `CommunicationOptions` or `None`, the defaults.
 
     Returns:
-        A `MultiWorkerMirroredStrategy` or a `MirroredStrategy`. Either names the
-        task of this process in its `cluster_resolver`.
+        A `MultiWorkerMirroredStrategy` or a `MirroredStrategy`. The
+        `cluster_resolver` of both names the task of this process.
 
     Raises:
-        ValueError: As the strategies do.
+        ValueError: If the environment or the options are wrong, see the strategies.
 
     Example:
 
     >>> auto_strategy().num_replicas_in_sync
     2
     """
-    _begin()
+    _prepare_process()
     timeout_seconds = communication.timeout_seconds if communication else None
     cluster = find_cluster(timeout_seconds)
     _warn_of_processes_apart(cluster)
@@ -303,6 +305,6 @@ def auto_strategy(
     if not tf.config.list_physical_devices("GPU"):
         default_cpus(cluster.devices_per_worker if cluster else None)
     strategy = MirroredStrategy(local_devices(), communication=communication)
-    # Scripts for any number of workers read their task there.
+    # Scripts for any number of workers read their task from the resolver.
     _compat.set_cluster_resolver(strategy, resolver_of_environment(cluster))
     return strategy

@@ -30,12 +30,12 @@ from tfdp.communication.transport import (
 from tfdp.ground import _compat, forks, user_code
 from tfdp.ground.options import CommunicationOptions
 
-# How long a worker may take to its first collective of a group.
+# Seconds that a worker may take until the first collective of a group, by default.
 _DEFAULT_CONNECT_SECONDS = 300.0
-# Its sockets are Linux's.
+# The direct transport uses socket features of Linux.
 _HAS_DIRECT = sys.platform == "linux"
-# A process is a worker of one cluster only. By the interfaces of all workers: which of
-# them there are must not depend on the worker.
+# Meshes of this process, a worker of one cluster only, by the interfaces of all workers:
+# every worker must use the same meshes, so the key must not depend on the worker.
 _meshes: dict[tuple[str | None, ...], Mesh] = {}
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
 
@@ -55,30 +55,30 @@ def new_transport(
         host: String, this worker's host as the cluster names it.
 
     Raises:
-        ValueError: If the backend that is asked for does not fit the devices, or a
-            worker has no address for it.
+        ValueError: If the requested backend does not support the devices, or a worker
+            has no address for it.
     """
     name = _backend(options, devices, worker_group.num_workers)
-    name, interfaces = _agreed(name, options, worker_group, host)
+    name, interfaces = _agree_on_transport(name, options, worker_group, host)
     if name not in ("direct", "mpi"):
         return TensorFlowTransport(name)
-    form: Callable[[Sequence[int], str], Communicator] | None = None
+    new_group: Callable[[Sequence[int], str], Communicator] | None = None
     connect: Callable[[int, str], Connection] | None = None
     if name == "mpi":
         timeout_seconds = options.timeout_seconds
         check_job(worker_group.num_workers, worker_group.rank, timeout_seconds)
-        form = functools.partial(MpiCommunicator, timeout_seconds=timeout_seconds)
+        new_group = functools.partial(MpiCommunicator, timeout_seconds=timeout_seconds)
     elif worker_group.num_workers > 1:
         mesh = _mesh(options, worker_group, host, interfaces)
-        form, connect = functools.partial(new_communicator, mesh), mesh.connect
-    transport = ProcessTransport(name, worker_group.rank, form, connect)
-    forks.at_exit(_end)  # before whatever its communicators have registered
+        new_group, connect = functools.partial(new_communicator, mesh), mesh.connect
+    transport = ProcessTransport(name, worker_group.rank, new_group, connect)
+    forks.at_exit(_close_at_exit)  # runs before the exit functions of communicators
     _transports.add(transport)
     return transport
 
 
 def watch_transports(watchdog: Watchdog) -> None:
-    """Close the connections to other workers when one of them is lost."""
+    """Have a watchdog close the connections to all workers when one is lost."""
     watchdog.closers = [close_transports]
     watchdog.reason_of_failure = reason_of_failure
 
@@ -90,10 +90,10 @@ def reason_of_failure() -> str:
 
 
 def close_transports(reason: str = "") -> None:
-    """End what waits for other workers, for ever.
+    """Abort collectives that wait for other workers, and close all connections.
 
     Args:
-        reason: String, which they are told. Defaults to `""`.
+        reason: String, the reason sent to the other workers. Defaults to `""`.
     """
     for transport in list(_transports):
         transport.abort(reason)
@@ -101,22 +101,22 @@ def close_transports(reason: str = "") -> None:
         mesh.close(reason)
 
 
-def _end() -> None:
-    """End the threads before the interpreter does."""
+def _close_at_exit() -> None:
+    """Close all transports, so that their threads end before the interpreter."""
     close_transports()
     for transport in list(_transports):
         transport.close()
 
 
 def host_transport(transport: Transport) -> Transport:
-    """Return the transport of small values on hosts, beside that of the replicas."""
+    """Return the transport for small tensors on hosts, by that of the replicas."""
     return TensorFlowTransport() if transport.name == "nccl" else transport
 
 
 def _backend(
     options: CommunicationOptions, devices: Sequence[str], num_workers: int
 ) -> str:
-    """The library that moves the bytes, see `CommunicationOptions.backend`."""
+    """Choose the library that moves the bytes, see `CommunicationOptions.backend`."""
     on_gpus = all(_compat.device_type(device) == "GPU" for device in devices)
     if options.backend == "nccl" and not on_gpus:
         raise ValueError(
@@ -140,23 +140,24 @@ def _backend(
     return "nccl" if one_each else "ring"
 
 
-def _agreed(
+def _agree_on_transport(
     name: str, options: CommunicationOptions, worker_group: WorkerGroup, host: str
 ) -> tuple[str, tuple[str | None, ...]]:
-    """Agree on the transport; what one worker alone cannot do is an error of all.
+    """Agree on the transport; raise on every worker if one worker has no address.
 
     Returns:
-        Tuple of the transport's name and of the interface that each worker asks for.
+        Tuple of the transport's name and the tuple of all workers' interfaces.
     """
     error = _address_error(host, options.interface) if name == "direct" else ""
-    told = worker_group.all_gather("transport", [name, options.interface, error])
-    names, interfaces, errors = zip(*told, strict=True)
+    gathered = worker_group.all_gather("transport", [name, options.interface, error])
+    names, interfaces, errors = zip(*gathered, strict=True)
     for rank, text in enumerate(errors):
         if text:
             worker_group.leave()
             raise ValueError(f"Worker {rank} cannot be reached: {text}")
     if len(set(names)) > 1:
-        # `"auto"` sees MPI, or a GPU for each replica, on some workers only.
+        # With `"auto"` workers choose differently if only some of them run under MPI or
+        # have a GPU for each replica.
         name = "direct" if set(names) <= {"direct", "mpi"} else "ring"
     if name != "direct" and options.interface is not None and worker_group.is_chief:
         user_code.warn(
@@ -167,6 +168,7 @@ def _agreed(
 
 
 def _address_error(host: str, interface: str | None) -> str:
+    """Return why this worker has no address to listen on, or `""`."""
     try:
         listening_address(host, interface)
     except TransportError as error:
@@ -180,9 +182,9 @@ def _mesh(
     host: str,
     interfaces: tuple[str | None, ...],
 ) -> Mesh:
-    """Return the connections of this process to the others, by these interfaces."""
+    """Return the mesh of connections to all workers, created on first use."""
     if interfaces not in _meshes:
-        # The store ends with the first worker.
+        # The key-value store is lost if the first worker exits.
         with worker_group.guard():
             _meshes[interfaces] = Mesh(
                 worker_group.rank,
