@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-# About so many buckets for a step, unless they would get so small that starting a
-# collective takes longer than moving its bytes.
+# The number of buckets of a step to aim for, and the smallest bucket, in bytes: for
+# fewer bytes, launching a collective takes longer than moving them.
 _WANTED_BUCKETS = 8
 _LEAST_BUCKET_BYTES = 2**20
 
@@ -17,7 +17,7 @@ class Entry:
     """Name, shape and dtype of a gradient or variable, for plans.
 
     Args:
-        name: String, the variable's path, for people to read.
+        name: String, the variable's path, for messages.
         shape: Tuple of ints.
         dtype: String, such as `"float32"`.
         itemsize: Int, bytes of one element.
@@ -30,12 +30,12 @@ class Entry:
 
     @property
     def num_elements(self) -> int:
-        """Number of elements."""
+        """Int, the number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes."""
+        """Int, the size in bytes."""
         return self.num_elements * self.itemsize
 
 
@@ -46,8 +46,8 @@ class Bucket:
     Args:
         indices: Tuple of ints, positions of the entries in the planned list,
             in the order in which the backward pass produces them.
-        entries: Tuple of `Entry`, the same.
-        dtype: String, the one dtype of them all.
+        entries: Tuple of the `Entry` at each of these positions.
+        dtype: String, the dtype of all entries.
     """
 
     indices: tuple[int, ...]
@@ -56,7 +56,7 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Size in bytes."""
+        """Int, the size in bytes."""
         return sum(entry.num_bytes for entry in self.entries)
 
 
@@ -64,8 +64,8 @@ class Bucket:
 class BucketPlan:
     """Buckets of a step, in launch order.
 
-    The plan is a function of shapes, dtypes and order alone, so every worker
-    makes the same one; `check_same_plan` compares them.
+    The plan depends on shapes, dtypes and order alone, so every worker computes the
+    same one; `check_same_plan` compares them.
     """
 
     buckets: tuple[Bucket, ...]
@@ -78,15 +78,15 @@ class BucketPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reduced in a step."""
+        """Int, bytes reduced in a step."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
 
 def effective_bucket_bytes(total_bytes: int, bucket_bytes: int) -> int:
-    """Return the bucket size of a model, smaller than allowed for a small model.
+    """Return the bucket size for a model, less than the largest for a small model.
 
-    Several buckets overlap each other and the backward pass, and large gradients
-    are not copied into them. Measured in docs/performance.md.
+    Several buckets overlap each other and the backward pass, and large gradients are
+    not copied into buckets. docs/performance.md has measurements.
 
     Args:
         total_bytes: Int, size of all gradients.
@@ -113,12 +113,11 @@ def plan_buckets(
 ) -> BucketPlan:
     """Fill buckets in the order in which gradients become ready.
 
-    One bucket is open per dtype at any time. A bucket is closed when the next
-    gradient of its dtype would make it larger than allowed. A gradient that
-    fills a bucket by itself travels alone, without being copied, and leaves the
-    open bucket open, so that no small gradient needs a collective of its own
-    because a large one came after it. Buckets are launched in the order in
-    which their last gradient becomes ready.
+    One bucket is open per dtype at any time. A bucket is closed when the next gradient
+    of its dtype would make it larger than allowed. A gradient that fills a bucket by
+    itself is reduced alone, without a copy, and leaves the open bucket open. So a small
+    gradient needs no separate collective because a large one follows it. Buckets are
+    launched in the order in which their last gradient becomes ready.
 
     Args:
         entries: Sequence of `Entry`.

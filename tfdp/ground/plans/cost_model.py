@@ -1,4 +1,4 @@
-"""Cost model: seconds of an all-reduce by latency and bandwidth, and the fastest."""
+"""Cost model of all-reduces by latency and bandwidth, and the fastest algorithm."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from tfdp.ground.links import Links
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.plans.traffic import FLAT, Algorithm, Transfer, transfers_of
 
-# An algorithm has to be faster than those before it by more than the model can
-# tell: the ring is a single operation, where the others are made of several.
+# The fraction by which an algorithm must be faster than a preferred one: smaller
+# differences are within the error of the model. The ring is preferred because it is a
+# single operation, and the others consist of several.
 _TIE = 0.05
 
 
@@ -24,10 +25,10 @@ def predict_seconds(
 ) -> float:
     """Predict the seconds of one all-reduce.
 
-    Messages that leave a node together share its link, and each operation has
-    to be started. A transfer lasts as long as its slowest message; or, where
-    replicas share the cores of their node, as all messages inside one node, one
-    after the other, and those across.
+    Concurrent messages that leave a node share its link, and each operation has a
+    launch cost. A transfer takes as long as its slowest message. If replicas share the
+    cores of their node, it takes as long as all messages inside one node, one after
+    another, plus those across nodes.
 
     Args:
         algorithm: `Algorithm`.
@@ -36,15 +37,15 @@ def predict_seconds(
         links: `Links`.
         inner_ratio: Float, bytes that travel inside nodes for each byte of the
             tensor, such as `0.5` for bfloat16. Defaults to `1.0`.
-        outer_ratio: Float, the same across nodes. A flat algorithm sends one
-            type everywhere: there the larger of the two counts. Defaults to
-            `1.0`.
+        outer_ratio: Float, bytes that travel across nodes for each byte of the
+            tensor. A flat algorithm sends one dtype everywhere and uses the larger
+            ratio. Defaults to `1.0`.
 
     Returns:
-        Float, seconds; 0 where there is nothing to send.
+        Float, seconds; 0 if there is nothing to send.
 
     Raises:
-        ValueError: If a hierarchical algorithm meets nodes of unequal size, or
+        ValueError: If the algorithm is hierarchical and nodes have unequal sizes, or
             `num_bytes` is negative.
 
     Example: four replicas on one node send six messages of a quarter each.
@@ -83,8 +84,8 @@ def candidates_for(topology: Topology) -> tuple[Algorithm, ...]:
         topology: `Topology`.
 
     Returns:
-        Tuple of `Algorithm`: the flat ones; and hierarchical ones where several
-        nodes have several replicas each, and equally many. The ring is first.
+        Tuple of `Algorithm`: the flat ones, and hierarchical ones if several nodes have
+        the same number of replicas, more than one. The ring is first.
 
     Example:
 
@@ -116,7 +117,7 @@ def choose(
     Args:
         num_bytes: Int, size of the tensor.
         topology: `Topology`.
-        links: `Links`, the same on all workers, or they choose differently.
+        links: `Links`; workers with different links would choose differently.
         candidates: Sequence of `Algorithm`, in the order of preference: a later
             one must be faster by more than 5 %; or `None` for
             `candidates_for(topology)`. Defaults to `None`.
@@ -124,10 +125,10 @@ def choose(
         outer_ratio: Float, see `predict_seconds`. Defaults to `1.0`.
 
     Returns:
-        Tuple of an `Algorithm` and its seconds.
+        Tuple of an `Algorithm` and its predicted seconds.
 
     Raises:
-        ValueError: If there are no candidates; or see `predict_seconds`.
+        ValueError: If there are no candidates, or as `predict_seconds` raises.
 
     Example:
 
@@ -160,8 +161,8 @@ def num_serial_messages(transfer: Transfer, links: Links) -> int:
         links: `Links`.
 
     Returns:
-        Int: all of them where they share the node's cores and memory; 1 where each
-        has a link of its own; 0 where none stays inside.
+        Int: the number of all messages if they share the node's cores and memory; 1 if
+        each has a separate link; 0 if no message stays inside a node.
     """
     return (
         transfer.num_inside if links.is_inside_shared else min(1, transfer.num_inside)
@@ -173,8 +174,8 @@ def _seconds(
 ) -> float:
     """Return the seconds of one transfer.
 
-    Messages across nodes are concurrent. Those inside a node, where they share cores,
-    are serial.
+    Messages across nodes are concurrent. Messages inside a node are serial if they
+    share its cores.
     """
     inside = across = 0.0
     if transfer.num_inside:

@@ -1,4 +1,4 @@
-"""Owners of files: which worker reads which, balanced by size."""
+"""Owners of files: the worker that reads each file, balanced by size."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 
 def balance_files(sizes: Sequence[int], num_workers: int) -> list[int]:
-    """Assign each file to the worker that has the fewest bytes, the largest first.
+    """Assign each file, the largest first, to the worker with the fewest bytes.
 
-    The worker with the most bytes has at most 4/3 of what the best assignment would
-    give it. Files of equal size are dealt out in turn.
+    The largest load is at most 4/3 of that of the best assignment. Files of equal size
+    are assigned to the workers one after another.
 
     Args:
         sizes: Sequence of ints, bytes of each file.
         num_workers: Int, at most the number of files.
 
     Returns:
-        List of ints, the worker of each file. Each worker has one at least.
+        List of ints, the worker of each file. Each worker has at least one file.
 
     Example:
 
@@ -44,8 +44,8 @@ def bytes_of_workers(
 
     Args:
         sizes: Sequence of ints, bytes of each file.
-        owners: Sequence of ints, the worker of each.
-        num_workers: Int.
+        owners: Sequence of ints, the worker of each file.
+        num_workers: Int, the number of workers.
 
     Example:
 

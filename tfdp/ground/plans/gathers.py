@@ -1,4 +1,4 @@
-"""What a step gathers from all replicas, since an operation needs the whole batch."""
+"""Gathers of a step: tensors of all replicas, for operations on the whole batch."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from collections.abc import Sequence
 
 from tfdp.ground.text import pluralize
 
-# Less is not worth a sentence: labels, logits of a few classes, moments of a layer.
+# Bytes per row of a batch, and bytes of a sum, from which a gather counts as large.
+# Labels, logits of a few classes and moments of a layer are smaller.
 _LEAST_ROW_BYTES, _LEAST_SUM_BYTES = 2**10, 2**16
-# So many are named in one sentence.
+# The largest number of gathers that a message names.
 _MOST_NAMED = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
-    """A tensor of a step that replicas gather or sum up, for an operation.
+    """A tensor of a step that replicas gather or sum for an operation.
 
     Args:
         operation: String, TensorFlow's type of the operation that needs it.
         place: String, the user's line or the layer that makes the operation.
-        is_sum: Bool, whether parts are summed; or else rows are gathered.
+        is_sum: Bool, whether addends are summed, instead of rows gathered.
         bytes_each: Int, bytes of the whole tensor for a batch of one row.
-        power: Int, how its bytes grow with the rows of a batch: 0, not at all; 1, as
-            they do; 2, as their square.
-        is_exact: Bool, whether all other sizes are known; one that is not counts as 1.
+        power: Int, the exponent of the rows of a batch in the tensor's bytes: 0, 1 or
+            2.
+        is_exact: Bool, whether all other dimensions are known; an unknown one counts
+            as 1.
 
     Example:
 
@@ -43,13 +45,13 @@ class Gather:
     is_exact: bool
 
     def num_bytes(self, rows: int | None) -> int | None:
-        """Return the bytes of the whole tensor, or `None` where rows are not known."""
+        """Return the bytes of the whole tensor, or `None` if the rows are unknown."""
         if self.power and rows is None:
             return None
         return self.bytes_each * (rows or 1) ** self.power
 
     def is_large(self, rows: int | None) -> bool:
-        """Return whether it is worth a sentence, by its bytes for each row."""
+        """Return whether the gather is large enough to report, by its bytes per row."""
         if not self.power:
             return self.bytes_each >= _LEAST_SUM_BYTES
         if rows is None:
@@ -57,23 +59,23 @@ class Gather:
         return self.bytes_each * rows ** (self.power - 1) >= _LEAST_ROW_BYTES
 
     def describe(self, rows: int | None) -> str:
-        """Describe its bytes and what they are for."""
-        found = self.num_bytes(rows)
-        if found is None:
+        """Describe the bytes of the gather, its operation and its place."""
+        num_bytes = self.num_bytes(rows)
+        if num_bytes is None:
             square = " and row" if self.power > 1 else ""
             text = f"{pluralize(self.bytes_each, 'byte')} for each row{square}"
         else:
-            text = megabytes(found)
+            text = megabytes(num_bytes)
         at_least = "" if self.is_exact else "at least "
         return f"{at_least}{text} for `{self.operation}` ({self.place})"
 
 
 @dataclasses.dataclass(frozen=True)
 class StepGathers:
-    """All that a step gathers.
+    """All gathers of a step.
 
     Args:
-        rows: Int, rows of a global batch, or `None` where they are not known.
+        rows: Int, rows of a global batch, or `None` if unknown.
         gathers: Tuple of `Gather`, in the order of the step.
     """
 
@@ -82,12 +84,12 @@ class StepGathers:
 
     @property
     def num_bytes(self) -> int:
-        """Int, bytes of a step, of tensors whose size is known."""
+        """Int, the sum of the gathers' known bytes."""
         return sum(gather.num_bytes(self.rows) or 0 for gather in self.gathers)
 
     @property
     def large(self) -> tuple[Gather, ...]:
-        """The gathers that are worth a sentence."""
+        """Tuple of the gathers that are large enough to report."""
         return tuple(g for g in self.gathers if g.is_large(self.rows))
 
     def __str__(self) -> str:
@@ -95,12 +97,12 @@ class StepGathers:
 
     @property
     def largest(self) -> tuple[int, Gather] | None:
-        """The largest gather of a known size, and its bytes; or `None`."""
+        """Tuple of the bytes of the largest gather and the gather, or `None`."""
         known = [(g.num_bytes(self.rows) or 0, g) for g in self.gathers]
         return max(known, key=lambda pair: pair[0], default=None)
 
     def describe(self, gathers: Sequence[Gather]) -> str:
-        """List some of them, the largest first."""
+        """Describe the largest of some gathers, in order of size."""
         ordered = sorted(
             gathers, key=lambda g: g.num_bytes(self.rows or 1) or 0, reverse=True
         )
@@ -111,7 +113,7 @@ class StepGathers:
 
 
 def megabytes(num_bytes: int) -> str:
-    """Return bytes as megabytes (2**20 bytes), of little ones as bytes.
+    """Format a size in megabytes (2**20 bytes), or in bytes if it is small.
 
     Example:
 

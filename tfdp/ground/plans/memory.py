@@ -13,15 +13,15 @@ _FLOAT32_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaMemory:
-    """Bytes that training keeps on one replica.
+    """Bytes of training state on one replica.
 
     Args:
-        parameters: Int, of the trained variables.
-        gradients: Int, of their reduced gradients.
-        accumulators: Int, of the gradients accumulated over micro-batches.
-        slots: Int, of the optimizer's variables for each trained one.
-        gathered: Int, of the sharded parameters that a step has gathered at a time.
-            Defaults to 0.
+        parameters: Int, bytes of the trained variables.
+        gradients: Int, bytes of the reduced gradients.
+        accumulators: Int, bytes of gradients accumulated over micro-batches.
+        slots: Int, bytes of the optimizer's slots.
+        gathered: Int, the most bytes of sharded parameters that are gathered at a
+            time. Defaults to 0.
     """
 
     parameters: int
@@ -36,13 +36,13 @@ class ReplicaMemory:
 
     @property
     def total(self) -> int:
-        """Int, the sum of all."""
+        """Int, the sum of all bytes."""
         return sum(dataclasses.astuple(self))
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on the replica that holds most, sharded and unsharded.
+    """Bytes on the replica with the largest shard, and without sharding.
 
     Args:
         sharded: `ReplicaMemory` of the sharded state.
@@ -61,9 +61,10 @@ class MemoryReport:
 
     def __str__(self) -> str:
         parameters, gradients, accumulators, slots, gathered = (
-            _beside(field.name, self) for field in dataclasses.fields(ReplicaMemory)
+            _format_field(field.name, self)
+            for field in dataclasses.fields(ReplicaMemory)
         )
-        total = _beside("total", self).removeprefix("total ")
+        total = _format_field("total", self).removeprefix("total ")
         return (
             f"bytes on a replica: {parameters}, {gradients}, {accumulators},\n"
             f"{slots}, {gathered}; in all {total}"
@@ -79,15 +80,16 @@ def replica_memory(
     stage: int = 1,
     gathered: int = 0,
 ) -> ReplicaMemory:
-    """Compute the memory of a replica: of the one that holds most of a sharded state.
+    """Compute the memory of the replica that holds most of the training state.
 
     Args:
         entries: Sequence of `Entry`, the trained variables.
-        slot_bytes: Sequence of ints, bytes of each one's slots.
-        plan: `ShardPlan` of them, or `None` without sharding. Defaults to `None`.
+        slot_bytes: Sequence of ints, bytes of each variable's slots.
+        plan: `ShardPlan` of the variables, or `None` without sharding. Defaults to
+            `None`.
         accumulates: Bool, whether gradients are accumulated.
         stage: Int, the stage of ZeRO. Defaults to 1.
-        gathered: Int, what a step gathers of them at a time. Defaults to 0.
+        gathered: Int, bytes of parameters gathered at a time. Defaults to 0.
 
     Returns:
         `ReplicaMemory`.
@@ -102,7 +104,9 @@ def replica_memory(
     200
     """
     num_bytes = sum(entry.num_bytes for entry in entries)
-    sums = sum(entry.num_elements * _wide(entry.itemsize) for entry in entries)
+    sums = sum(
+        entry.num_elements * _accumulated_itemsize(entry.itemsize) for entry in entries
+    )
     accumulators = sums if accumulates else 0
     if plan is None:
         return ReplicaMemory(num_bytes, num_bytes, accumulators, sum(slot_bytes))
@@ -110,18 +114,20 @@ def replica_memory(
     moved = [(bucket.slice_size, sizes[bucket.dtype]) for bucket in plan.buckets]
     slices = sum(size * itemsize for size, itemsize in moved)
     if accumulates and stage >= 2:
-        accumulators = sum(size * _wide(itemsize) for size, itemsize in moved)
+        accumulators = sum(
+            size * _accumulated_itemsize(itemsize) for size, itemsize in moved
+        )
     owners = range(plan.num_owners)
     return ReplicaMemory(
         slices if stage == 3 else num_bytes,
         slices,
         accumulators,
-        max(_owned(entries, slot_bytes, plan, owner) for owner in owners),
+        max(_owned_slot_bytes(entries, slot_bytes, plan, owner) for owner in owners),
         gathered,
     )
 
 
-def _owned(
+def _owned_slot_bytes(
     entries: Sequence[Entry], slot_bytes: Sequence[int], plan: ShardPlan, owner: int
 ) -> int:
     """Return the bytes of the slots of an owner's elements."""
@@ -136,12 +142,13 @@ def _owned(
     )
 
 
-def _wide(itemsize: int) -> int:
-    """Return the bytes of an accumulated element: of float32, or wider."""
+def _accumulated_itemsize(itemsize: int) -> int:
+    """Return the bytes of an accumulated element, which is at least float32."""
     return max(itemsize, _FLOAT32_BYTES)
 
 
-def _beside(name: str, report: MemoryReport) -> str:
+def _format_field(name: str, report: MemoryReport) -> str:
+    """Format a field of both memories, once if they are equal."""
     sharded, whole = getattr(report.sharded, name), getattr(report.whole, name)
     text = f"{name} {sharded:,}"
     return text if sharded == whole else f"{text} (unsharded {whole:,})"

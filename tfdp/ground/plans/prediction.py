@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-# A backward pass takes about twice as long as the forward pass before it.
+# The fraction of a step's compute time in the backward pass, which takes about twice as
+# long as the forward pass.
 BACKWARD_FRACTION = 2 / 3
 
 
@@ -13,8 +14,8 @@ class BucketPrediction:
     """Predicted seconds of one bucket.
 
     Args:
-        num_bytes: Int, size of its gradients.
-        seconds: Float, duration of its all-reduce.
+        num_bytes: Int, size of the bucket's gradients.
+        seconds: Float, duration of the bucket's all-reduce.
     """
 
     num_bytes: int
@@ -28,8 +29,8 @@ class StepPrediction:
     Args:
         buckets: Tuple of `BucketPrediction`, in launch order.
         compute_seconds: Float, duration of the step on one replica.
-        overlap: Float from 0 to 1, the fraction of it, at its end, in which
-            gradients become ready. Defaults to the backward pass, 2/3.
+        overlap: Float from 0 to 1, the fraction of `compute_seconds`, at its end, in
+            which gradients become ready. Defaults to the backward pass, 2/3.
 
     Example: the second of two buckets is ready when the backward pass ends.
 
@@ -45,15 +46,15 @@ class StepPrediction:
 
     @property
     def communication_seconds(self) -> float:
-        """Seconds of all buckets, one after the other."""
+        """Float, seconds of all buckets, one after another."""
         return sum(bucket.seconds for bucket in self.buckets)
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds from the end of the backward pass to that of the last bucket.
+        """Float, seconds from the end of the backward pass to that of the last bucket.
 
-        A bucket is ready in proportion to the bytes up to it, and is launched
-        then, or when the one before it is done.
+        Buckets become ready in proportion to the bytes so far. A bucket is launched
+        when it is ready and the previous bucket is done.
         """
         total_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         window = self.overlap * self.compute_seconds
@@ -66,12 +67,12 @@ class StepPrediction:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step on all replicas."""
+        """Float, seconds of a step on all replicas."""
         return self.compute_seconds + self.exposed_seconds
 
     @property
     def efficiency(self) -> float:
-        """Weak scaling: the time of one replica over that of all, at most 1."""
+        """Float, weak-scaling efficiency: time on one replica over that on all."""
         if not self.step_seconds:
             return 1.0
         return self.compute_seconds / self.step_seconds

@@ -18,13 +18,13 @@ def scale_learning_rate(
     Args:
         learning_rate: Float above 0, the rate that was tuned.
         scale: Float above 0, the new global batch size divided by the one for
-            which the rate was tuned: the number of replicas where each of them
-            keeps the batch of one device, times the accumulation steps.
+            which the rate was tuned. If each replica keeps the batch of one device,
+            it is the number of replicas times the accumulation steps.
         rule: String, `"linear"` multiplies by `scale`, `"sqrt"` by its square
             root. Defaults to `"linear"`.
 
     Returns:
-        Float.
+        Float, the scaled rate.
 
     Raises:
         ValueError: If a number is not above 0, or the rule is unknown.
@@ -55,16 +55,16 @@ def steps_at_epoch(steps: int | Mapping[int, int], epoch: int) -> int:
 
     Args:
         steps: Int of at least 1; or a dict from the first epoch, counted from
-            0, to the number from there on. Before the first epoch of the dict
-            it is 1.
+            0, to the number from that epoch on. Before the first epoch of the
+            dict the number is 1.
         epoch: Int of at least 0.
 
     Returns:
-        Int.
+        Int, the number of micro-batches.
 
     Raises:
-        ValueError: See `check_steps`; or if `epoch` is not an integer of at
-            least 0.
+        ValueError: If `steps` is invalid, see `check_steps`, or `epoch` is not an
+            integer of at least 0.
 
     Example:
 
@@ -83,12 +83,12 @@ def check_steps(steps: int | Mapping[int, int], *, name: str = "steps") -> None:
     """Check the argument `steps` of `steps_at_epoch`.
 
     Args:
-        steps: See `steps_at_epoch`.
-        name: String, its name in messages. Defaults to `"steps"`.
+        steps: Int or dict, the argument of `steps_at_epoch`.
+        name: String, the argument's name in messages. Defaults to `"steps"`.
 
     Raises:
-        ValueError: If `steps` is neither an integer of at least 1 nor a dict
-            from integers of at least 0 to such, or is an empty dict.
+        ValueError: If `steps` is neither an integer of at least 1 nor a non-empty dict
+            from integers of at least 0 to integers of at least 1.
     """
     if not isinstance(steps, Mapping):
         checked_integer(name, steps, 1)

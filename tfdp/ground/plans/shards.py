@@ -1,7 +1,7 @@
 """Shard plan: the replica that owns each element of the optimizer state.
 
-Variables are laid out as rows, one for each owner, cut into buckets: columns of all
-rows that travel together. What an owner holds of a bucket is a slice.
+Each owner has a row of concatenated variables. Buckets are column ranges of all rows,
+which one collective moves together. An owner's part of a bucket is a slice.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ class Segment:
 
 Row = tuple[Segment, ...]
 
-# By how much padding may lengthen what is moved before an all-reduce moves less.
+# The largest ratio of moved elements, with padding, to elements of variables. An
+# all-reduce moves twice the elements, so at a larger ratio it moves less.
 _MOST_PADDING = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardBucket:
-    """Elements that one reduce-scatter and one all-gather move.
+    """Elements that one reduce-scatter and one all-gather move together.
 
     Args:
         rows: Tuple of tuples of `Segment`, the shard of each owner.
         slice_size: Int, elements of a shard with its padding.
-        dtype: String, the one dtype of its variables.
+        dtype: String, the dtype of all variables.
     """
 
     rows: tuple[Row, ...]
@@ -55,7 +56,7 @@ class ShardBucket:
 
     @property
     def indices(self) -> frozenset[int]:
-        """Positions of the variables of which it has elements."""
+        """Frozen set of ints, positions of the variables in the bucket."""
         return frozenset(segment.index for row in self.rows for segment in row)
 
     def padding(self, owner: int) -> int:
@@ -63,7 +64,7 @@ class ShardBucket:
         return self.slice_size - _length(self.rows[owner])
 
     def places(self, owner: int) -> Iterator[tuple[Segment, int, int]]:
-        """Yield an owner's segments, and where each begins and ends in its shard."""
+        """Yield an owner's segments, with their begin and end in the owner's shard."""
         end = 0
         for segment in self.rows[owner]:
             begin, end = end, end + segment.size
@@ -76,33 +77,33 @@ class ShardBucket:
 
     @property
     def is_lopsided(self) -> bool:
-        """Bool, whether slices are mostly padding, so that an all-reduce moves less."""
+        """Bool, whether an all-reduce moves less, because slices are mostly padding."""
         return len(self.rows) * self.slice_size > _MOST_PADDING * self.num_elements
 
     @property
     def joined(self) -> ShardBucket:
-        """`ShardBucket` of one row, that of all owners, without padding."""
+        """`ShardBucket` with a single row: those of all owners, without padding."""
         row = tuple(segment for row in self.rows for segment in row)
         return ShardBucket((row,), self.num_elements, self.dtype)
 
     @property
     def moved(self) -> ShardBucket:
-        """`ShardBucket`, how its elements lie in what a collective moves."""
+        """`ShardBucket` in the layout that collectives move: joined if lopsided."""
         return self.joined if self.is_lopsided else self
 
     def range_in_joined(self, owner: int) -> tuple[int, int]:
-        """Return where an owner's row lies in `joined`: first, one after the last."""
+        """Return the range of an owner's row in `joined`: first, one after the last."""
         start = sum(map(_length, self.rows[:owner]))
         return start, start + _length(self.rows[owner])
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """Distribution of an optimizer's variables over the replicas that own them.
+    """Assignment of the elements of variables to the replicas that own them.
 
     Args:
         buckets: Tuple of `ShardBucket`, in launch order.
-        num_owners: Int.
+        num_owners: Int, the number of replicas that own shards.
         owners: Tuple of ints, the owner of each variable in a plan of variable
             shards, or `None` in one of element shards.
     """
@@ -117,7 +118,7 @@ class ShardPlan:
         return self.owners is not None
 
     def owned(self, owner: int) -> tuple[int, ...]:
-        """Return the positions of the variables of an owner."""
+        """Return the positions of the variables that an owner holds."""
         owners = self.owners or ()
         return tuple(
             index for index, its_owner in enumerate(owners) if its_owner == owner
@@ -125,7 +126,7 @@ class ShardPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the plan, for comparison between workers."""
+        """String, a digest of the plan for comparison between workers."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
 
@@ -138,11 +139,12 @@ def plan_element_shards(
 ) -> ShardPlan:
     """Shard by elements: cut each bucket of concatenated variables into equal slices.
 
-    For element-wise optimizers. The last variable comes first, since its gradient does.
+    It is for elementwise optimizers. The last variable comes first, as its gradient is
+    the first one in the backward pass.
 
     Args:
         entries: Sequence of `Entry`, the variables.
-        num_owners: Int, number of replicas that own them.
+        num_owners: Int, the number of replicas that own shards.
         bucket_bytes: Int, largest size of a bucket.
         first_bucket_bytes: Int, largest size of the first bucket.
 
@@ -166,7 +168,7 @@ def plan_element_shards(
     )
     return ShardPlan(
         tuple(
-            _cut(
+            _bucket_of_rows(
                 _rows_of_equal_length(bucket.indices, entries, num_owners),
                 bucket.dtype,
             )
@@ -180,15 +182,15 @@ def plan_element_shards(
 def plan_variable_shards(
     entries: Sequence[Entry], num_owners: int, *, bucket_bytes: int
 ) -> ShardPlan:
-    """Shard by variables: assign each to one owner, with balanced bytes.
+    """Shard by variables: assign each variable to one owner, with balanced bytes.
 
-    For optimizers that need whole tensors. The largest variables are assigned first,
-    each to the owner with the fewest bytes. The variables of an owner, concatenated,
-    are its row, and buckets are columns of all rows.
+    It is for optimizers that need whole tensors. The largest variables are assigned
+    first, each to the owner with the fewest bytes. An owner's row is the concatenation
+    of its variables, and buckets are column ranges of all rows.
 
     Args:
         entries: Sequence of `Entry`, the variables.
-        num_owners: Int, number of replicas that own them.
+        num_owners: Int, the number of replicas that own shards.
         bucket_bytes: Int, largest size of a bucket.
 
     Returns:
@@ -204,7 +206,7 @@ def plan_variable_shards(
     Source: Graham 1969, "Bounds on multiprocessing timing anomalies", for the
     largest first.
     """
-    owners = _spread(entries, num_owners)
+    owners = _balance_owners(entries, num_owners)
     buckets = []
     for dtype in dict.fromkeys(entry.dtype for entry in entries):
         rows: list[list[Segment]] = [[] for _ in range(num_owners)]
@@ -216,7 +218,9 @@ def plan_variable_shards(
         width = max(1, bucket_bytes // (num_owners * itemsize))
         length = max(_length(row) for row in rows)
         buckets += [
-            _cut([_columns(row, first, first + width) for row in rows], dtype)
+            _bucket_of_rows(
+                [_columns(row, first, first + width) for row in rows], dtype
+            )
             for first in range(0, length, width)
         ]
     return ShardPlan(tuple(buckets), num_owners, tuple(owners))
@@ -235,26 +239,28 @@ def _rows_of_equal_length(
 
 def _columns(row: Sequence[Segment], first: int, last: int) -> Row:
     """Return the part of a row between two columns."""
-    found, begin = [], 0
+    segments, begin = [], 0
     for segment in row:
         start = segment.start + max(0, first - begin)
         stop = min(segment.stop, segment.start + last - begin)
         if start < stop:
-            found.append(Segment(segment.index, start, stop))
+            segments.append(Segment(segment.index, start, stop))
         begin += segment.size
-    return tuple(found)
+    return tuple(segments)
 
 
-def _cut(rows: Sequence[Row], dtype: str) -> ShardBucket:
+def _bucket_of_rows(rows: Sequence[Row], dtype: str) -> ShardBucket:
+    """Create the bucket of some rows, padded to the longest."""
     return ShardBucket(tuple(rows), max(_length(row) for row in rows), dtype)
 
 
 def _length(row: Sequence[Segment]) -> int:
+    """Return the number of elements of a row."""
     return sum(segment.size for segment in row)
 
 
-def _spread(entries: Sequence[Entry], num_owners: int) -> list[int]:
-    """Return the owner of each variable, balanced for each dtype by itself."""
+def _balance_owners(entries: Sequence[Entry], num_owners: int) -> list[int]:
+    """Return the owner of each variable, balanced separately for each dtype."""
     owners = [0] * len(entries)
     loads: dict[str, list[int]] = {}
     for index in sorted(range(len(entries)), key=lambda i: -entries[i].num_bytes):

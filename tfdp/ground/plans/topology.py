@@ -8,16 +8,15 @@ import json
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Nodes of a job and the replicas of each.
+    """Nodes of a job and the replicas of each node.
 
     Args:
         nodes: Tuple of tuples of ints, the global ranks of the replicas on each
-            node, in the order of node ranks. A replica's place in its node is
+            node, in the order of node ranks. A replica's position in its node is
             its local rank.
 
     Raises:
-        ValueError: If a node is empty, or if the ranks are not each of 0 to
-            N - 1 once.
+        ValueError: If a node is empty, or the ranks are not each of 0 to N - 1 once.
 
     Example:
 
@@ -43,7 +42,7 @@ class Topology:
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
-        """Read what `to_json` has written.
+        """Restore a topology from the text that `to_json` has written.
 
         Args:
             text: String, JSON.
@@ -71,7 +70,7 @@ class Topology:
         """Write the topology for another worker to read.
 
         Host names may resolve differently on different machines, so one worker
-        decides and the others take its answer.
+        determines the topology and the others read it.
 
         Returns:
             String, JSON, the same for equal topologies.
@@ -85,25 +84,25 @@ class Topology:
 
     @property
     def num_replicas(self) -> int:
-        """Int, number of replicas on all nodes together."""
+        """Int, the number of replicas on all nodes."""
         return sum(map(len, self.nodes))
 
     @property
     def num_nodes(self) -> int:
-        """Int, number of nodes."""
+        """Int, the number of nodes."""
         return len(self.nodes)
 
     @property
     def is_even(self) -> bool:
-        """Bool, whether every node has equally many replicas."""
+        """Bool, whether every node has the same number of replicas."""
         return len(set(map(len, self.nodes))) == 1
 
     @property
     def replicas_per_node(self) -> int:
-        """Int, number of replicas on the largest node."""
+        """Int, the number of replicas on the largest node."""
         return max(map(len, self.nodes))
 
     @property
     def has_levels(self) -> bool:
-        """Bool, whether several nodes have several replicas each, and equally many."""
+        """Bool, whether several nodes have the same number of replicas, above one."""
         return 1 < self.num_nodes < self.num_replicas and self.is_even

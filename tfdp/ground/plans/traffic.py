@@ -1,4 +1,4 @@
-"""Traffic of all-reduce algorithms: messages of each transfer, and their links."""
+"""Traffic of all-reduce algorithms: the messages of each transfer on each link."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from tfdp.ground.options import ADASUM
 from tfdp.ground.options import FLAT_ALGORITHMS as FLAT
 from tfdp.ground.plans.topology import Topology
 
-# Of the algorithms that sum.
+# The names of the algorithms that sum; Adasum combines gradients otherwise.
 NAMES = (*FLAT, "hierarchical")
 
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """All-reduce algorithm.
+    """All-reduce algorithm, with its algorithms for the levels of a hierarchy.
 
     Args:
         name: String, `"ring"`, `"tree"`, `"halving_doubling"`, `"hierarchical"` or
             `"adasum"`.
-        inner: String, the algorithm of `"hierarchical"` inside a node: one of the
-            other three. Defaults to `"ring"`.
-        outer: String, its algorithm across nodes: one of these, or `"adasum"`.
-            Defaults to `"ring"`.
+        inner: String, the algorithm of `"hierarchical"` inside nodes: `"ring"`,
+            `"tree"` or `"halving_doubling"`. Defaults to `"ring"`.
+        outer: String, the algorithm of `"hierarchical"` across nodes: the same, or
+            `"adasum"`. Defaults to `"ring"`.
 
     Raises:
         ValueError: If a name is unknown.
@@ -62,12 +62,12 @@ class Algorithm:
 
     @property
     def has_levels(self) -> bool:
-        """Bool, whether a reduction inside nodes is followed by one across them."""
+        """Bool, whether the algorithm reduces inside nodes first, then across them."""
         return self.name == "hierarchical"
 
     @property
     def is_adasum(self) -> bool:
-        """Bool, whether gradients are combined by Adasum, and not summed."""
+        """Bool, whether Adasum combines gradients, instead of a sum."""
         return ADASUM in (self.name, self.outer)
 
     def __str__(self) -> str:
@@ -81,12 +81,12 @@ class Transfer:
     """Concurrent messages of one operation.
 
     Args:
-        fraction: Float, the fraction of the tensor in each of them.
-        num_inside: Int, the most that stay inside one node.
-        num_streams: Int, the most that leave, or enter, one node: they share
-            its link.
-        repeats: Int, how often in a row the operation does this. Defaults to
-            `1`.
+        fraction: Float, the fraction of the tensor in each message.
+        num_inside: Int, the largest number of messages inside one node.
+        num_streams: Int, the largest number of messages that leave, or enter, one
+            node, and share its link.
+        repeats: Int, the number of times that the operation repeats the messages.
+            Defaults to `1`.
     """
 
     fraction: float
@@ -95,20 +95,20 @@ class Transfer:
     repeats: int = 1
 
 
-# Asked for every bucket of a plan, with the same answer for all of them.
+# The cache serves plans, which ask for the same transfers for each bucket.
 @functools.lru_cache(maxsize=256)
 def transfers_of(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ...]:
     """Return the transfers of one all-reduce, in order.
 
     Args:
         algorithm: `Algorithm`.
-        topology: `Topology`; its ranks are the positions in the algorithm.
+        topology: `Topology`; its ranks are the positions of the algorithm.
 
     Returns:
         Tuple of `Transfer`; empty for a single replica.
 
     Raises:
-        ValueError: If a hierarchical algorithm meets nodes of unequal size.
+        ValueError: If the algorithm is hierarchical and nodes have unequal sizes.
 
     Example: in a ring over two nodes of two replicas one message at a time
     leaves a node.
@@ -148,31 +148,31 @@ def _ring(node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 def _reduce_to_first(node_of: np.ndarray) -> tuple[Transfer, ...]:
     """Return the transfers of a binomial tree towards the first position."""
-    size, distance, found = len(node_of), 1, []
+    size, distance, transfers = len(node_of), 1, []
     while distance < size:
         senders = np.arange(distance, size, 2 * distance)
-        found.append(_transfer(1.0, senders, senders - distance, node_of))
+        transfers.append(_transfer(1.0, senders, senders - distance, node_of))
         distance *= 2
-    return tuple(found)
+    return tuple(transfers)
 
 
 def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
-    """Return the transfers of recursive halving, and the number of its shards."""
+    """Return the transfers of recursive halving, and its number of shards."""
     size = len(node_of)
     power = 1 << (size.bit_length() - 1)
-    found = []
-    if size > power:  # those past the power of two hand over all that they have
+    transfers = []
+    if size > power:  # positions beyond the power of two send their whole tensor
         extras = np.arange(power, size)
-        found.append(_transfer(1.0, extras, extras - power, node_of))
+        transfers.append(_transfer(1.0, extras, extras - power, node_of))
     fraction, positions = 1.0, np.arange(power)
     for distance in _distances(power):
         fraction /= 2
-        found.append(_transfer(fraction, positions, positions ^ distance, node_of))
-    return tuple(found), power
+        transfers.append(_transfer(fraction, positions, positions ^ distance, node_of))
+    return tuple(transfers), power
 
 
 def _combine_by_pairs(node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """Return the transfers of Adasum: after each halving a ring of a few numbers."""
+    """Return the transfers of Adasum: each halving is followed by a tiny ring."""
     halves, power = _halve(node_of)
     up = list(halves[: len(halves) - (power.bit_length() - 1)])
     positions = np.arange(power)
@@ -185,10 +185,12 @@ def _combine_by_pairs(node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _distances(power: int) -> list[int]:
+    """Return the distances of partners in recursive halving, the smallest first."""
     return [1 << bit for bit in range(power.bit_length() - 1)]
 
 
 def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, ...]:
+    """Return the transfers of a hierarchical algorithm on nodes of equal size."""
     if not topology.is_even:
         sizes = [len(ranks) for ranks in topology.nodes]
         raise ValueError(
@@ -228,6 +230,7 @@ def _transfer(
     node_of: np.ndarray,
     repeats: int = 1,
 ) -> Transfer:
+    """Count the messages inside and between nodes of concurrent sends."""
     from_nodes, to_nodes = node_of[senders], node_of[receivers]
     leaves = from_nodes != to_nodes
     leaving, entering = np.bincount(from_nodes[leaves]), np.bincount(to_nodes[leaves])

@@ -1,4 +1,4 @@
-"""Units of sharded parameters: which ones are gathered together, and who holds what."""
+"""Units of sharded parameters, which are gathered together, and owners' ranges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdp.ground.arguments import checked_integer, plain
 from tfdp.ground.plans.buckets import Entry
 from tfdp.ground.plans.shards import Row, Segment, ShardBucket
 
-# Elements of a flattened parameter that each owner holds: first, one after the last.
+# Each owner's range of a flattened parameter's elements: first, one after the last.
 Ranges = tuple[tuple[int, int], ...]
 
 _RESHARDS = (True, False, "node")
@@ -21,23 +21,23 @@ _COMPRESSIONS = (None, "int8")
 
 @dataclasses.dataclass(frozen=True)
 class UnitOptions:
-    """Which parameters are gathered together, when, and for how long.
+    """Options of units: their parameters, and when they are gathered and freed.
 
     Args:
-        layers: Sequence of strings, names of layers of which each is a unit, with all
-            that is inside of it. What is in none of them is divided by size. Defaults
-            to none.
-        reshard_after_forward: Bool, whether what was gathered is freed when its layers
-            have run, and gathered again for the backward pass; or `"node"`, freed but
-            for a part on each replica of a node, and gathered again inside of nodes
-            only. Defaults to `True`.
-        prefetch: Int, units that are gathered ahead of the one that computes.
-            Defaults to 1.
-        gather_compression: `"int8"`, in which matrices and the like travel; or `None`.
-            Defaults to `None`.
+        layers: Sequence of strings, names of layers. Each named layer is a unit, with
+            all layers inside it. Parameters of other layers are divided by size.
+            Defaults to none.
+        reshard_after_forward: Bool, whether gathered parameters are freed after the
+            forward pass of their layers and gathered again for the backward pass. Or
+            `"node"`: each replica of a node keeps a part, and the second gather is
+            inside nodes only. Defaults to `True`.
+        prefetch: Int, the number of units that are gathered ahead of the one that
+            computes. Defaults to 1.
+        gather_compression: String, `"int8"`, the dtype in which matrices and larger
+            tensors are gathered; or `None`. Defaults to `None`.
 
     Raises:
-        ValueError: If an argument is none of these.
+        ValueError: If an argument has another value.
 
     Example:
 
@@ -91,7 +91,7 @@ DEFAULT_UNITS = UnitOptions()
 
 
 def groups_of(gather_groups: Sequence[str], units: Sequence[str] | None) -> Any:
-    """Return an argument that may be given by its old name, of which a user is told."""
+    """Return `gather_groups`, or `units`, its deprecated name, with a warning."""
     if units is None:
         return gather_groups
     if gather_groups:
@@ -108,10 +108,10 @@ def equal_ranges(size: int, num_owners: int) -> Ranges:
 
     Args:
         size: Int, elements of the parameter.
-        num_owners: Int.
+        num_owners: Int, the number of owners.
 
     Returns:
-        Tuple with a pair of ints for each owner.
+        Tuple with a range, a pair of ints, for each owner.
 
     Example:
 
@@ -126,7 +126,7 @@ def equal_ranges(size: int, num_owners: int) -> Ranges:
 
 
 def range_of_owner(size: int, num_owners: int, owner: int) -> Ranges:
-    """Give all elements of a parameter to one owner.
+    """Return ranges with all elements of a parameter at one owner.
 
     Example:
 
@@ -140,14 +140,14 @@ def range_of_owner(size: int, num_owners: int, owner: int) -> Ranges:
 
 
 def layer_of(path: str, named: Sequence[str]) -> str:
-    """The layer whose parameters are gathered with a variable.
+    """Return the layer whose parameters are gathered with a variable.
 
     Args:
         path: String, the path of a variable.
         named: Sequence of strings, names of layers that are units.
 
     Returns:
-        String: the first of `named` that the variable is inside of, or else its layer.
+        String, the first of `named` that contains the variable, or else its layer.
 
     Example:
 
@@ -161,14 +161,14 @@ def layer_of(path: str, named: Sequence[str]) -> str:
 
 
 def check_layers(named: Sequence[str], paths: Sequence[str]) -> None:
-    """Check that each layer that is named has parameters.
+    """Check that each named layer has parameters.
 
     Args:
         named: Sequence of strings, names of layers that are units.
         paths: Sequence of strings, the paths of all parameters.
 
     Raises:
-        ValueError: If one has none.
+        ValueError: If a layer has no parameters.
 
     Example:
 
@@ -186,13 +186,13 @@ def check_layers(named: Sequence[str], paths: Sequence[str]) -> None:
 def plan_units(
     entries: Sequence[Entry], unit_bytes: int, named: Sequence[str] = ()
 ) -> list[tuple[int, ...]]:
-    """Divide parameters into units: named layers, runs of others of about a size.
+    """Divide parameters into units: named layers, and runs of other layers by size.
 
     Args:
         entries: Sequence of `Entry`, in the order in which a forward pass reads them.
         unit_bytes: Int, largest size of a unit of several layers. A layer is not
             divided.
-        named: Sequence of strings, names of layers of which each is a unit.
+        named: Sequence of strings, names of layers that are units.
 
     Returns:
         List of tuples of ints, the positions of each unit.
@@ -227,17 +227,17 @@ def plan_units(
 
 
 def most_gathered(unit_bytes: Sequence[int], prefetch: int) -> int:
-    """The most that a step has gathered at a time: of neighbours in the forward pass.
+    """Return the most bytes of parameters that a step has gathered at a time.
 
-    A unit that computes, the one before, whose layers may still run, and those that
-    are gathered ahead.
+    They belong to the unit that computes, the previous unit, whose layers may still
+    run, and the units that are gathered ahead.
 
     Args:
         unit_bytes: Sequence of ints, the size of each unit.
-        prefetch: Int, units that are gathered ahead.
+        prefetch: Int, the number of units that are gathered ahead.
 
     Returns:
-        Int.
+        Int, bytes.
 
     Example:
 
@@ -252,12 +252,12 @@ def most_gathered(unit_bytes: Sequence[int], prefetch: int) -> int:
 def unit_bucket(
     indices: Sequence[int], ranges: Sequence[Ranges], dtype: str
 ) -> ShardBucket:
-    """Lay the parts of some parameters end to end, one row for each owner.
+    """Return the bucket of some parameters: one row of concatenated parts per owner.
 
     Args:
         indices: Sequence of ints, positions of parameters of one dtype.
         ranges: Sequence of `Ranges`, one for each position.
-        dtype: String.
+        dtype: String, the dtype of the parameters.
 
     Returns:
         `ShardBucket`.
