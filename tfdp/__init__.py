@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tfdp.features.tracking.watch import watch_trackers as _watch_trackers
 from tfdp.ground import user_code
-from tfdp.ground.onednn import ask_for_onednn as _ask_for_onednn
+from tfdp.ground.onednn import enable_onednn as _enable_onednn
 
 if TYPE_CHECKING:
     # Type checkers and editors see the names that `__getattr__` loads.
@@ -75,7 +75,7 @@ __all__ = [
 ]
 
 
-_ask_for_onednn()
+_enable_onednn()
 user_code.watch_start()
 _watch_trackers()
 

@@ -243,7 +243,7 @@ def unfiltered(value: Any) -> Any:
     if isinstance(value, property):
         value = value.fget
     is_function = isinstance(value, types.FunctionType)
-    cell = patches._filtered(value) if is_function else None
+    cell = patches._cell_in_traceback_filter(value) if is_function else None
     return value if cell is None else cell.cell_contents
 
 

@@ -1,7 +1,7 @@
-"""Checks of booleans and numbers that a user gives: each is what it says, or an error.
+"""Checks of booleans and numbers in users' arguments.
 
-What is returned is of Python's own types, so that NumPy's scalars do as well. A bool
-is no number, and neither is what is not finite.
+The checks accept NumPy's scalars and return Python's own types. Bools, infinity and NaN
+do not count as numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_number(value: object) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """Return a number or bool as one of Python's own types, and all else as it is."""
+    """Convert a number or bool to Python's own type; return other values unchanged."""
     if _is_boolean(value):
         return bool(value)
     if isinstance(value, numbers.Integral):
@@ -48,14 +48,14 @@ def plain(value: Any) -> Any:
 
 
 def checked_bool(name: str, value: object) -> bool:
-    """Return a boolean.
+    """Check that an argument is a boolean, and return it.
 
     Args:
-        name: String, of the argument.
-        value: What was given for it.
+        name: String, the name of the argument.
+        value: Object, the value of the argument.
 
     Raises:
-        ValueError: If it is something else.
+        ValueError: If the value is no boolean.
     """
     if not _is_boolean(value):
         raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
@@ -63,16 +63,17 @@ def checked_bool(name: str, value: object) -> bool:
 
 
 def checked_integer(name: str, value: object, least: int, what: str = "") -> int:
-    """Return an integer.
+    """Check that an argument is an integer of at least `least`, and return it.
 
     Args:
-        name: String, of the argument.
-        value: What was given for it.
-        least: Int, the smallest one.
-        what: String, what it counts, or `""`. Defaults to `""`.
+        name: String, the name of the argument.
+        value: Object, the value of the argument.
+        least: Int, the smallest allowed value.
+        what: String, a clause about the argument for the message, or `""`. Defaults to
+            `""`.
 
     Raises:
-        ValueError: If it is no integer, or too small.
+        ValueError: If the value is no integer, or too small.
     """
     if not is_integer(value, least):
         counts = f", {what}" if what else ""
@@ -93,19 +94,19 @@ def checked_number(
     most: float | None = None,
     below: float | None = None,
 ) -> float:
-    """Return a finite number within bounds.
+    """Check that an argument is a finite number within bounds, and return it.
 
     Args:
-        name: String, of the argument.
-        value: What was given for it.
-        what: String, what it must be.
-        above: Float, less than all that are allowed, or `None`. Defaults to `None`.
-        least: Float, the smallest that is allowed, or `None`. Defaults to `None`.
-        most: Float, the largest that is allowed, or `None`. Defaults to `None`.
-        below: Float, more than all that are allowed, or `None`. Defaults to `None`.
+        name: String, the name of the argument.
+        value: Object, the value of the argument.
+        what: String, the allowed values in words, for the message.
+        above: Float, exclusive lower bound, or `None`. Defaults to `None`.
+        least: Float, inclusive lower bound, or `None`. Defaults to `None`.
+        most: Float, inclusive upper bound, or `None`. Defaults to `None`.
+        below: Float, exclusive upper bound, or `None`. Defaults to `None`.
 
     Raises:
-        ValueError: If it is no number, or out of bounds.
+        ValueError: If the value is no number, or out of bounds.
     """
     number = plain(value)
     if (
@@ -120,5 +121,6 @@ def checked_number(
 
 
 def _is_boolean(value: object) -> bool:
-    # By name: interpreters of benchmarks import this without NumPy.
+    # The check of NumPy's bool goes by name, because interpreters of benchmarks import
+    # this module without NumPy.
     return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")

@@ -1,10 +1,10 @@
-"""Forked processes: what this process has made is inert in the processes it forks.
+"""Forked processes: connections, finalizers and exit functions act in their owner only.
 
 A forked process has the memory and the open files of its parent, but only the thread
 that forked it. So it must neither wait for the parent's threads, nor keep the parent's
-connections open, nor run what the parent registered for its own end. All that tfdp
-registers or opens is therefore made through this module. Nothing here takes a lock: one
-that another thread held at the fork is never released in the forked process.
+connections open, nor run the parent's exit functions. tfdp therefore opens connections
+and registers exit functions through this module. Nothing here takes a lock: a lock that
+another thread held at the fork is never released in the forked process.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class _Closable(Protocol):
 _Open = TypeVar("_Open", bound=_Closable)
 
 _hooks: list[Callable[[], Any]] = []
-_exits: list[Callable[[], Any]] = []
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
-# By id: some of these define equality in a way of their own.
-_kept: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_exit_functions: list[Callable[[], Any]] = []
+_open_connections: weakref.WeakSet[Any] = weakref.WeakSet()
+# Keyed by id, because some of the objects redefine equality.
+_never_deleted: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _server_ports: set[int] = set()
 
 
 class Owner:
-    """The process that has made an object.
+    """The process that has created an object.
 
     Example:
 
@@ -52,14 +52,14 @@ class Owner:
 
     @property
     def is_current(self) -> bool:
-        """Bool, false in a process that was forked after the object was made."""
+        """Bool, false in a process that was forked after the object was created."""
         return os.getpid() == self._pid
 
     def check(self, call: str) -> None:
-        """Raise in a process that was forked after the object was made.
+        """Raise in a process that was forked after the object was created.
 
         Args:
-            call: String, the call that works in the owner only.
+            call: String, the name of a call that works in the owner only.
 
         Raises:
             RuntimeError: In a forked process.
@@ -75,18 +75,18 @@ class Owner:
 
 
 def at_exit(function: _Function) -> _Function:
-    """Call a function at the end of this process, before those registered earlier.
+    """Call a function when this process exits, before functions registered earlier.
 
     Args:
-        function: Callable; one that is registered already is moved to the front.
+        function: Callable; if it is registered already, it moves to the front.
 
     Returns:
-        The same.
+        The function.
     """
     atexit.unregister(function)
     atexit.register(function)
-    if function not in _exits:
-        _exits.append(function)
+    if function not in _exit_functions:
+        _exit_functions.append(function)
     return function
 
 
@@ -97,7 +97,7 @@ def in_forks(function: _Function) -> _Function:
         function: Callable, which must not take a lock that other threads hold.
 
     Returns:
-        The same.
+        The function.
     """
     _hooks.append(function)
     return function
@@ -110,17 +110,17 @@ def close_in_forks(opened: _Open) -> _Open:
         opened: Object whose `close` closes a descriptor, and does nothing else.
 
     Returns:
-        The same.
+        The object.
     """
-    _open.add(opened)
+    _open_connections.add(opened)
     return opened
 
 
 def close_port_in_forks(port: int) -> None:
-    """Close a server that TensorFlow has opened in each process that this one forks.
+    """Close a server of TensorFlow in each process that this one forks.
 
     Args:
-        port: Int, the one that the server listens on.
+        port: Int, the port that the server listens on.
     """
     _server_ports.add(port)
 
@@ -128,13 +128,13 @@ def close_port_in_forks(port: int) -> None:
 def keep_in_forks(owner_of_threads: Any) -> None:
     """Never delete an object in the processes that this one forks.
 
-    TensorFlow's iterators end their threads when they are deleted, and a forked process
-    would wait indefinitely for threads that it does not have.
+    TensorFlow's iterators join their threads when they are deleted. A forked process
+    does not have these threads and would wait indefinitely.
 
     Args:
-        owner_of_threads: Object.
+        owner_of_threads: Object whose deletion waits for threads.
     """
-    _kept[id(owner_of_threads)] = owner_of_threads
+    _never_deleted[id(owner_of_threads)] = owner_of_threads
 
 
 def finalize(
@@ -143,29 +143,31 @@ def finalize(
     """Call a function once an object is deleted, in this process only.
 
     Args:
-        owned_by: Object.
-        function: Callable.
-        *args: Its arguments.
-        at_exit: Bool, whether it is also called at the end of the process. Defaults to
-            `False`.
-        **kwargs: Its keyword arguments.
+        owned_by: Object whose deletion triggers the call.
+        function: Callable, which does not refer to the object.
+        *args: Arguments of the function.
+        at_exit: Bool, whether the function is also called when the process exits.
+            Defaults to `False`.
+        **kwargs: Keyword arguments of the function.
 
     Returns:
         `weakref.finalize`.
     """
-    finalizer = weakref.finalize(owned_by, _call, Owner(), function, args, kwargs)
+    finalizer = weakref.finalize(
+        owned_by, _call_in_owner, Owner(), function, args, kwargs
+    )
     finalizer.atexit = at_exit
     return finalizer
 
 
 class TemporaryDirectory:
-    """Folder that is deleted with this object or process, and not by a forked process.
+    """Folder that is deleted with this object or process, but not by forked processes.
 
     Args:
-        prefix: String, begin of its name. Defaults to `"tfdp-"`.
+        prefix: String, prefix of the folder's name. Defaults to `"tfdp-"`.
 
     Attributes:
-        name: String, the path.
+        name: String, the path of the folder.
 
     Example:
 
@@ -187,31 +189,34 @@ class TemporaryDirectory:
         self.cleanup()
 
     def cleanup(self) -> None:
-        """Delete the folder, once."""
+        """Delete the folder, if it was not deleted before."""
         self._finalizer()
 
 
-def _call(owner: Owner, function: Callable, args: tuple, kwargs: dict) -> None:
+def _call_in_owner(owner: Owner, function: Callable, args: tuple, kwargs: dict) -> None:
+    """Call a function, unless this process was forked from the owner."""
     if owner.is_current:
         function(*args, **kwargs)
 
 
 def _enter_fork() -> None:
-    """Make all that the parent has registered or opened inert."""
-    # Garbage of the parent, too: to delete a function of TensorFlow's needs threads.
+    """Discard the parent's exit functions and connections, and run the hooks."""
+    # Freezing keeps also the parent's garbage: deleting a function of TensorFlow needs
+    # threads that do not exist here.
     gc.freeze()
-    for function in _exits:
+    for function in _exit_functions:
         atexit.unregister(function)
-    _exits.clear()
-    for kept in list(_kept.values()):
-        # One reference that nobody gives back, not even the interpreter's end.
+    _exit_functions.clear()
+    for kept in list(_never_deleted.values()):
+        # An extra reference that is never released keeps the object alive even while
+        # the interpreter exits.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
-    for opened in list(_open):
+    for opened in list(_open_connections):
         with contextlib.suppress(OSError):
             opened.close()
-    _open.clear()
+    _open_connections.clear()
     if _server_ports:
-        # Where the system lists no descriptors, they stay open.
+        # On systems without /dev/fd the descriptors stay open.
         with contextlib.suppress(OSError):
             _close_servers(_server_ports)
     _server_ports.clear()
@@ -220,13 +225,15 @@ def _enter_fork() -> None:
 
 
 def _close_servers(ports: set[int]) -> None:
-    """Replace the descriptors of servers: their numbers must not be given again.
+    """Redirect the descriptors of servers to /dev/null, so that numbers stay in use.
 
-    A connection that a server has accepted has the server's port, too.
+    A connection that a server has accepted has the server's port, so it is closed too.
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):  # no socket, or the listing's own descriptor
+        with contextlib.suppress(
+            OSError
+        ):  # not a socket, or the descriptor of `listdir`
             descriptor = int(name)
             if _local_port(descriptor) in ports:
                 os.dup2(null, descriptor, inheritable=False)
@@ -234,6 +241,7 @@ def _close_servers(ports: set[int]) -> None:
 
 
 def _local_port(descriptor: int) -> int | None:
+    """Return the local port of an internet socket, `None` for other sockets."""
     sock = socket.socket(fileno=descriptor)
     try:
         is_internet = sock.family in (socket.AF_INET, socket.AF_INET6)

@@ -10,14 +10,14 @@ from tfdp.ground.arguments import checked_bool, checked_number
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """Cost of a message: `alpha + bytes * beta`.
+    """Cost model of a link: a message takes `alpha + bytes * beta` seconds.
 
     Args:
-        alpha_seconds: Float, seconds until the first byte arrives.
-        seconds_per_byte: Float, beta, one over the bandwidth.
+        alpha_seconds: Float, alpha, seconds until the first byte arrives.
+        seconds_per_byte: Float, beta, the inverse of the bandwidth.
 
     Raises:
-        ValueError: If one is negative or not finite.
+        ValueError: If an argument is negative or not finite.
 
     Example:
 
@@ -33,26 +33,26 @@ class Link:
             object.__setattr__(self, field, _not_negative(field, getattr(self, field)))
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the seconds that a message takes."""
+        """Return the seconds that a message of this size takes."""
         return self.alpha_seconds + num_bytes * self.seconds_per_byte
 
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Links of a cluster whose nodes are all alike.
+    """Links of a cluster with identical nodes.
 
     Args:
         inside: `Link` between two replicas of a node.
-        across: `Link` between nodes: that of one node, one way. The replicas of
+        across: `Link` of one node to the others, in one direction. The replicas of
             the node share it.
-        operation_seconds: Float, what it costs to start one of the operations
-            that an algorithm is made of. Defaults to `0.0`.
-        is_inside_shared: Bool, whether messages inside a node share one link
-            too: on CPUs, its cores and memory. Defaults to `False`.
+        operation_seconds: Float, seconds to launch one operation of an algorithm.
+            Defaults to `0.0`.
+        is_inside_shared: Bool, whether messages inside a node share one link too,
+            such as the cores and memory of a CPU node. Defaults to `False`.
 
     Raises:
-        ValueError: If a number is negative or not finite, or something is no number,
-            no bool or no `Link`.
+        ValueError: If a number is negative or not finite, or an argument has the wrong
+            type.
     """
 
     inside: Link
@@ -74,7 +74,7 @@ class Links:
 
     @classmethod
     def from_dict(cls, entry: dict[str, Any]) -> Links:
-        """Restore links from the dict that `dataclasses.asdict` made.
+        """Restore links from a dict that `dataclasses.asdict` has created.
 
         Example:
 
@@ -90,14 +90,13 @@ def _not_negative(name: str, value: float) -> float:
     return checked_number(name, value, "a number that is not negative", least=0)
 
 
-# What is assumed where nothing was measured, by backend. `"ring"`: TensorFlow's
-# gRPC over loopback, and 10 Gbit/s Ethernet. `"nccl"`: NVLink as large all-reduces
-# see it, and one 100 Gbit/s adapter for each node.
+# The links that are assumed without a measurement, by backend. `"ring"`: TensorFlow's
+# gRPC over loopback, and 10 Gbit/s Ethernet. `"direct"` and `"mpi"`: shared memory, and
+# 10 Gbit/s Ethernet. `"nccl"`: NVLink at the bandwidth of large all-reduces, and one
+# 100 Gbit/s adapter for each node.
 DEFAULT_LINKS = {
     "ring": Links(Link(300e-6, 1e-9), Link(500e-6, 0.8e-9), 100e-6, True),
-    # Shared memory, and 10 Gbit/s Ethernet.
     "direct": Links(Link(100e-6, 0.3e-9), Link(200e-6, 0.8e-9), 50e-6, True),
-    # The same, by the MPI library.
     "mpi": Links(Link(300e-6, 0.5e-9), Link(500e-6, 0.8e-9), 50e-6, True),
     "nccl": Links(Link(2e-6, 5e-12), Link(10e-6, 80e-12), 10e-6, False),
 }

@@ -9,10 +9,11 @@ from typing import Any
 from tfdp.ground.arguments import checked_bool, checked_integer, checked_number
 from tfdp.ground.links import Links
 
+# The algorithms that treat all replicas as one level.
 FLAT_ALGORITHMS = ("ring", "tree", "halving_doubling")
 ADASUM = "adasum"
 ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical", ADASUM)
-_OF_LEVELS = {"inner": FLAT_ALGORITHMS, "outer": (*FLAT_ALGORITHMS, ADASUM)}
+_ALGORITHMS_BY_LEVEL = {"inner": FLAT_ALGORITHMS, "outer": (*FLAT_ALGORITHMS, ADASUM)}
 BACKENDS = ("auto", "nccl", "ring", "direct", "mpi")
 UNEVEN = ("join", "stop")
 GATHERS = ("allow", "error")
@@ -35,60 +36,59 @@ class CommunicationOptions:
             one collective. A variable larger than this has a bucket of its
             own. `"auto"`: a long `fit` tries several plans in its first steps and
             keeps one that is faster than the default. Defaults to `25.0`, or to an
-            eighth of all gradients where that is less; another size is taken as it
-            is.
+            eighth of all gradients if that is less; any other size is used unchanged.
         first_bucket_mb: Float, largest size of the first bucket in megabytes.
             It is smaller so that communication starts early in the backward
             pass. Defaults to `1.0`.
         algorithm: String, the all-reduce algorithm: `"ring"`, `"tree"`,
             `"halving_doubling"`, `"hierarchical"`, or `"auto"`, the fastest
-            for each bucket by what is known of the links. A dict such as
-            `{"inner": "ring", "outer": "tree"}` is the hierarchical one with
-            an algorithm inside nodes and one across them. `"adasum"` is no mean:
-            gradients are combined pair by pair, as far as they point the same way,
-            those of replicas, or with `{"outer": "adasum"}` those of nodes. Defaults
-            to `"auto"`.
+            for each bucket by the cost model of the links. A dict such as
+            `{"inner": "ring", "outer": "tree"}` is the hierarchical algorithm with
+            one algorithm inside nodes and one across them. `"adasum"` combines
+            gradients pair by pair instead of averaging: parallel gradients are
+            averaged, orthogonal ones summed. It combines those of replicas, or with
+            `{"outer": "adasum"}` those of nodes. Defaults to `"auto"`.
         backend: String, the library that moves the bytes: `"nccl"` (GPUs),
             `"ring"` (TensorFlow's own, over memory and gRPC), `"direct"` (between
             CPU processes: shared memory on one host, TCP between hosts), `"mpi"`
             (between CPU processes that MPI has started, with mpi4py), or `"auto"`:
-            NCCL where every replica has a physical GPU of its own, and between workers
-            without GPUs `"mpi"` in a job of MPI and else `"direct"`. Defaults to
-            `"auto"`.
+            NCCL if every replica has its own physical GPU; between workers without
+            GPUs, `"mpi"` in an MPI job and else `"direct"`. Defaults to `"auto"`.
         interface: String, name or address of the network interface that `"direct"`
             uses, or `None`: the one that this worker's host name in the cluster
             resolves to. Defaults to `None`.
-        compression: `"fp16"` or `"bf16"`, the type in which gradients travel;
-            `"int8"` or another `tfdp.compression.Compressor`, which keeps what it
-            leaves out for later; or `None`, their own. They are added up in their
-            own. A dict such as `{"outer": "int8"}` compresses only across nodes, or
-            only inside them. Buckets that would not gain travel as they are.
-            Defaults to `None`.
+        compression: `"fp16"` or `"bf16"`, the dtype in which gradients are sent;
+            `"int8"` or another `tfdp.compression.Compressor`, which keeps the
+            residual for the next step; or `None`, the gradients' own dtype. Sums are
+            always computed in the gradients' own dtype. A dict such as
+            `{"outer": "int8"}` compresses only across nodes, or only inside them.
+            Buckets that would not gain are not compressed. Defaults to `None`.
         node_size: Int, replicas of consecutive ranks that count as one node, or
             `None`: workers on one host are one node. Defaults to `None`.
         nodes: Sequence of strings, a node's name for each worker, or `None`.
             Defaults to `None`.
         links: `tfdp.options.Links`, latency and bandwidth inside and across nodes, or
-            `None`: they are measured where a `fit` is long enough to repay it,
-            and assumed otherwise. Defaults to `None`.
-        timeout_seconds: Float or `None`, how long workers wait for one that does
-            not come, for a heartbeat of one that hangs, and for a data source that
-            gives no batch while its processes compute nothing. `None` waits for ever
-            and warns, and 60 seconds for a heartbeat. Defaults to `None`.
-        uneven: String, what `fit` does where some workers have more batches than
-            others. `"join"`: an epoch goes on until the last worker is through;
-            those without data add nothing, and every sample counts alike.
-            `"stop"`: it ends for all workers as soon as one has no batch left, and
-            what the others still have is left out. Validation, `evaluate`,
-            `predict` and loops of your own always go on to the end, since there
-            every sample counts. Defaults to `"join"`.
+            `None`: they are measured if a `fit` is long enough to repay the
+            measurement, and assumed otherwise. Defaults to `None`.
+        timeout_seconds: Float or `None`, how long workers wait for a missing worker,
+            for a heartbeat of a worker that hangs, and for a data source that
+            yields no batch while its processes are idle. With `None` workers wait
+            indefinitely and warn, but only 60 seconds for a heartbeat. Defaults to
+            `None`.
+        uneven: String, what `fit` does if some workers have more batches than
+            others. `"join"`: an epoch continues until the last worker has no batch
+            left; workers without data add nothing, and every sample has the same
+            weight. `"stop"`: the epoch ends for all workers as soon as one has no
+            batch left, and the other workers' remaining batches are left out.
+            Validation, `evaluate`, `predict` and custom loops always use all
+            batches, since every sample counts there. Defaults to `"join"`.
         sync_batch_norm: Bool, whether every `BatchNormalization` normalizes by the
-            moments of the global batch, as with `synchronized=True`: its layers then
-            wait for an all-reduce in the forward and the backward pass. Defaults to
-            `False`: each replica's own rows, as in TensorFlow.
-        gathers: String, what to do with a step that gathers much of what an operation
-            needs of the whole batch: `"allow"` tells of it once for a model; `"error"`
-            raises before the first step. Defaults to `"allow"`.
+            moments of the global batch, as with `synchronized=True`. It then waits for
+            an all-reduce in the forward and the backward pass. Defaults to `False`:
+            the moments of each replica's own rows, as in TensorFlow.
+        gathers: String, how to handle a step that gathers large tensors because an
+            operation needs the whole batch: `"allow"` warns once for a model;
+            `"error"` raises before the first step. Defaults to `"allow"`.
 
     Raises:
         ValueError: If a value is out of range or unknown.
@@ -125,7 +125,7 @@ class CommunicationOptions:
         self._set_positive("first_bucket_mb", size)
         if self.timeout_seconds is not None:
             self._set_positive("timeout_seconds", "a number of seconds or None")
-        _check_levels("algorithm", self.algorithm, ALGORITHMS, _OF_LEVELS)
+        _check_levels("algorithm", self.algorithm, ALGORITHMS, _ALGORITHMS_BY_LEVEL)
         _check_one_of("backend", self.backend, BACKENDS)
         if self.interface is not None and (
             not isinstance(self.interface, str) or not self.interface
@@ -141,7 +141,7 @@ class CommunicationOptions:
         _check_compression(self.compression)
         _check_adasum(self.algorithm, self.compression)
         if self.tunes_buckets:
-            _check_nothing_is_kept(self.compression_levels)
+            _check_no_residuals(self.compression_levels)
         if self.node_size is not None:
             size_of_node = checked_integer("node_size", self.node_size, 1, "or None")
             object.__setattr__(self, "node_size", size_of_node)
@@ -154,15 +154,15 @@ class CommunicationOptions:
 
     @property
     def compression_levels(self) -> tuple[Any, Any]:
-        """What is asked for inside nodes and across them: string, object or `None`."""
-        given = self.compression
-        if not isinstance(given, Mapping):
-            return given, given
-        return given.get("inner"), given.get("outer")
+        """Tuple of the compressions inside and across nodes, each as it was given."""
+        compression = self.compression
+        if not isinstance(compression, Mapping):
+            return compression, compression
+        return compression.get("inner"), compression.get("outer")
 
     @property
     def reduce_dtypes(self) -> tuple[str | None, str | None]:
-        """Names of the communication dtypes inside nodes and across them, or `None`."""
+        """Tuple of the names of communication dtypes inside and across nodes."""
         inner, outer = (
             COMMUNICATION_DTYPES.get(given) if isinstance(given, str) else None
             for given in self.compression_levels
@@ -171,7 +171,7 @@ class CommunicationOptions:
 
     @property
     def tunes_buckets(self) -> bool:
-        """Bool, whether a long `fit` looks for a plan that is faster."""
+        """Bool, whether a long `fit` tries several bucket plans."""
         return isinstance(self.bucket_mb, str) and self.bucket_mb == AUTO
 
     @property
@@ -181,7 +181,7 @@ class CommunicationOptions:
 
     @property
     def adapts_buckets(self) -> bool:
-        """Bool, whether a small model may have smaller buckets: the default size."""
+        """Bool, whether buckets shrink for small models, as the default size does."""
         return self._largest_mb == DEFAULT_BUCKET_MB
 
     @property
@@ -232,7 +232,7 @@ def _check_keys(name: str, value: Mapping[str, Any]) -> None:
 
 
 def is_compressor(value: object) -> bool:
-    """True for a `tfdp.compression.Compressor`, told without TensorFlow."""
+    """Return whether a value is a `tfdp.compression.Compressor`, without TensorFlow."""
     methods = ("reduce", "reduce_scatter", "wire_ratio")
     is_instance = not isinstance(value, type)
     return is_instance and all(hasattr(value, method) for method in methods)
@@ -257,7 +257,7 @@ def _check_compression(value: Any) -> None:
 
 
 def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
-    """Raise where a compressor that needs whole buckets would get parts of them."""
+    """Raise if a compressor that needs whole buckets would get parts of them."""
     inner, outer = levels.get("inner"), levels.get("outer")
     is_alone = not _feeds_back(inner)
     if not getattr(inner, "cuts_buckets", True) or (
@@ -271,7 +271,7 @@ def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
 
 
 def _check_adasum(algorithm: Any, compression: Any) -> None:
-    """Raise where gradients could not be combined by Adasum as they travel."""
+    """Raise if Adasum cannot be combined with the inner algorithm or compression."""
     levels = algorithm if isinstance(algorithm, Mapping) else {"outer": algorithm}
     if levels.get("outer") != ADASUM:
         return
@@ -290,12 +290,12 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
 
 
 def _feeds_back(given: Any) -> bool:
-    """Whether a compression keeps what it leaves out, for the next step."""
+    """Return whether a compression keeps residuals for the next step."""
     return given not in (None, *COMMUNICATION_DTYPES)
 
 
-def _check_nothing_is_kept(levels: tuple[Any, Any]) -> None:
-    """Raise where compressors keep something for each bucket, which has to stay."""
+def _check_no_residuals(levels: tuple[Any, Any]) -> None:
+    """Raise if a compressor keeps residuals, which need buckets that do not change."""
     if any(map(_feeds_back, levels)):
         raise ValueError(
             "A compressor keeps what it leaves out for each bucket, so that buckets "

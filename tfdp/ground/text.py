@@ -1,15 +1,16 @@
-"""Numbers with their nouns, for messages."""
+"""Numbers with nouns in the singular or plural, for messages."""
 
 from __future__ import annotations
 
 
 def pluralize(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number and what is counted, in the singular or the plural.
+    """Return a number with a noun in the singular or the plural.
 
     Args:
         number: Int.
-        noun: String, the singular.
-        plural: String or `None`. Defaults to `None`: the singular and an s.
+        noun: String, the noun in the singular.
+        plural: String, the noun in the plural, or `None`. Defaults to `None`: the
+            singular and an s.
 
     Returns:
         String.

@@ -1,7 +1,7 @@
-"""Lines of the user's code, warnings at them, and the one that started TensorFlow.
+"""Lines of the user's code: warnings at them, and the line that started TensorFlow.
 
-Beside `tfdp.ground._compat`, which imports TensorFlow: `import tfdp` must not, and only
-who is there before can see TensorFlow start.
+This module is separate from `tfdp.ground._compat`, which imports TensorFlow: `import
+tfdp` must not import TensorFlow, and a watch of its start must be set up before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 from tfdp.ground.forks import Owner
 
-# Of Python and of installed packages, and this one in a checkout.
+# Folders with code that is not the user's: of Python, of installed packages, and of
+# tfdp itself in a checkout.
 _LIBRARIES = tuple(
     folder + os.sep
     for folder in (
@@ -30,51 +31,52 @@ _LIBRARIES = tuple(
         str(Path(__file__).parents[1]),
     )
 )
-# TensorFlow's class `Context` makes the devices in `ensure_initialized`; checked on
-# TensorFlow 2.19 to 2.21.
+# The module of the class `Context`, whose `ensure_initialized` creates TensorFlow's
+# devices. Checked on TensorFlow 2.19 to 2.21.
 _CONTEXT = "tensorflow.python.eager.context"
 _started_at: list[str] = []
 _started_by: list[Owner] = []
-# What a user has read of, by the object that it is about.
+# The topics that users were warned of, by the object that the warnings are about.
 _topics: weakref.WeakKeyDictionary[Any, dict[str, object]]
 _topics = weakref.WeakKeyDictionary()
 
 
 def warn(message: str, *, once_for: Any = None, topic: str = "") -> None:
-    """Warn of something, at the line of the user's code that has led to it.
+    """Warn at the innermost line of the user's code in the call stack.
 
     Args:
         message: String, a sentence.
-        once_for: Object that the warning is about, such as a model, for which a user
-            reads it once. Defaults to `None`: each call warns.
-        topic: String, by which warnings about the object are told apart. Defaults to
-            the message.
+        once_for: Object that the warning is about, such as a model; the warning is
+            shown once for it. Defaults to `None`: each call warns.
+        topic: String that identifies the warning among those about the object.
+            Defaults to the message.
     """
     if once_for is not None and not is_new(topic or message, once_for):
         return
     depth, frame = 1, inspect.currentframe()
     while frame is not None and not _is_of_user(frame):
-        # Those of an import `warnings` does not count.
+        # `warnings` skips the frames of an import when it counts levels.
         is_import = frame.f_code.co_filename.startswith("<frozen importlib")
         depth, frame = depth + (not is_import), frame.f_back
-    # A thread of tfdp's or TensorFlow's has no line of the user's.
+    # In a thread of tfdp or TensorFlow no frame is the user's.
     warnings.warn(message, stacklevel=2 if frame is None else depth)
 
 
 def is_new(topic: str, about: Any) -> bool:
-    """Return whether a user has not yet read of a topic, and note that now they have.
+    """Record a topic of an object, and return whether it was not recorded before.
 
     Args:
         topic: String.
-        about: Object with identity, such as a model; what was noted goes with it.
+        about: Object, such as a model; its records are deleted with it.
     """
-    # Without a lock, for which a forked process might wait indefinitely.
+    # `setdefault` is atomic. A lock would not do: in a forked process it may never be
+    # released.
     mark = object()
     return _topics.setdefault(about, {}).setdefault(topic, mark) is mark
 
 
 def forget_topics() -> None:
-    """Have users read everything again, in tests."""
+    """Forget all recorded topics, for tests."""
     _topics.clear()
 
 
@@ -104,8 +106,8 @@ def describe_line(path: str, line: int) -> str:
     """Describe a line of the user's code.
 
     Args:
-        path: String, the name of its file, as Python has it.
-        line: Int, its number.
+        path: String, the file name in Python's form, such as `co_filename`.
+        line: Int, the line number.
 
     Returns:
         String with file, line and text.
@@ -118,28 +120,28 @@ def describe_line(path: str, line: int) -> str:
 
 
 def text_of_line(path: str, line: int) -> str:
-    """Return the text of a line of the user's code, or `""` where there is none."""
+    """Return the text of a line of code, or `""` if the source is not available."""
     return linecache.getline(path, line).strip()
 
 
 def _cell(path: str) -> str:
-    """Name code that stands in no file: a notebook's, or Python's `<string>`."""
+    """Name the source of code without a file: a notebook's cell, or `<string>`."""
     return path if path.startswith("<") and "ipython" not in path else "a cell"
 
 
 def watch_start() -> None:
-    """Remember the line that starts TensorFlow, as soon as TensorFlow is imported."""
+    """Record the line that initializes TensorFlow, once TensorFlow is imported."""
     module = sys.modules.get(_CONTEXT)
     if module is not None:
         _watch(module)
         return
-    import wrapt  # a requirement of TensorFlow's
+    import wrapt  # installed with TensorFlow
 
     wrapt.register_post_import_hook(_watch, _CONTEXT)
 
 
 def start_of_tensorflow() -> str:
-    """Return where TensorFlow was started, to go into a sentence.
+    """Return where TensorFlow was initialized, as a part of a sentence.
 
     Returns:
         String such as `"at train.py:3: `x = tf.zeros(2)`"`.
@@ -161,7 +163,7 @@ def check_process_of_tensorflow(call: str) -> None:
 
 
 def _watch(module: Any) -> None:
-    """Look on until TensorFlow makes its devices, and then no longer."""
+    """Replace `ensure_initialized` until its first call, to record its caller."""
     context = module.Context
     original = context.ensure_initialized
     if module._context is not None and module._context._initialized:
@@ -186,5 +188,5 @@ def _is_of_user(frame: types.FrameType) -> bool:
 
 
 def is_of_user(path: str) -> bool:
-    """Return whether a file, named as Python has it, is the user's own code."""
+    """Return whether a file, by its name in Python's form, is the user's code."""
     return not path.startswith(_LIBRARIES) and not path.startswith("<frozen")

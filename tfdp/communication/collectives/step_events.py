@@ -32,7 +32,7 @@ def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:
     """
     if not timing.is_timing():
         return data
-    values = timing.values_of(TIMES, _compat.local_replica_id_in_force())
+    values = timing.values_of(TIMES, _compat.active_local_replica_id())
     with tf.control_dependencies(data):
         return [timing.stamp(values, 0)]
 
@@ -45,7 +45,7 @@ def record_loss(loss: tf.Tensor) -> None:
     if xla.is_tracing():
         return
     if timing.is_timing() and in_replica_thread():
-        values = timing.values_of(TIMES, _compat.local_replica_id_in_force())
+        values = timing.values_of(TIMES, _compat.active_local_replica_id())
         with tf.control_dependencies([tf.convert_to_tensor(loss)]):
             timing.stamp(values, 1)
 
@@ -86,7 +86,7 @@ def record_squared_norm(
     if not wanted:
         return
     if replica is None:
-        replica = _compat.local_replica_id_in_force()
+        replica = _compat.active_local_replica_id()
     step = timing.values_of(BATCH, 0)[1]
     values = timing.values_of(NORM, replica)
 

@@ -1,25 +1,24 @@
-"""Access to private names of TensorFlow and Keras, which no other room touches.
+"""Access to private names of TensorFlow and Keras, which no other package uses.
 
-Each function says why it is needed. A release of either library that breaks tfdp is
-mended here, or in the table of what is replaced, `tfdp.training.keras_hooks.install`.
-Other rooms write `_compat.name`: it has all public names of its files. Read in this
-order:
+If a release of either library breaks tfdp, the fix belongs here, or in the table of
+replaced functions, `tfdp.training.keras_hooks.install`. Other packages write
+`_compat.name`: this package exports all public names of its files. Read in this order:
 
     patches          machinery that replaces functions of Keras and TensorFlow
     owners           the classes and modules whose functions are replaced
     runtime          devices, coordination service, collectives of a process
-    programs         operations of a traced step, built again on each replica
+    programs         operations of a traced step, rebuilt on each replica
     graphs           operations of a graph under construction
     seeds            global seeds and random states
-    distribute       classes of tf.distribute, values that each replica has its own of
-    tensor_reads     variables that are put together from tensors
+    distribute       classes of tf.distribute, values of each replica
+    tensor_reads     variables that are assembled from tensors
     datasets         tf.data: datasets, distributed datasets and iterators
-    pipelines        stages of a tf.data pipeline, built again upon another one
+    pipelines        stages of a tf.data pipeline, rebuilt on another one
     keras_data       Keras's data adapters and epoch iterators
     keras_model      Keras's models: strategy, symbolic build, epochs
-    keras_optimizer  Keras's optimizers: what they train, the parts of an update
-    optimizer_state  their variables: slots, accumulators, tracking
-    optimizer_views  stand-ins that show other state to Keras's own update
+    keras_optimizer  Keras's optimizers: trained variables, the parts of an update
+    optimizer_state  variables of Keras's optimizers: slots, accumulators, tracking
+    optimizer_views  stand-ins with other state for Keras's own update
     xla              lowering of traced functions
 
 Checked on TensorFlow 2.21.0 with Keras 3.15.1; `tools/test_matrix` runs the tests on

@@ -23,70 +23,71 @@ from tensorflow.python.framework import (
 from tensorflow.python.ops import gen_dataset_ops
 from tensorflow.python.types import distribute as distribute_types
 
-# What stands for a None in the spec of a dataset's element.
+# The spec of a None in a dataset's element.
 NoneTensorSpec = none_tensor.NoneTensorSpec
 PerReplicaSpec = values.PerReplicaSpec
+# The class that `tf.function` recognizes as an argument made of tensors.
 CompositeTensor = tf.__internal__.CompositeTensor
-# What Keras and AutoGraph take for distributed input, and what `tf.function`
-# takes for an argument that is made of tensors.
+# The classes that Keras and AutoGraph recognize as distributed input.
 DistributedDatasetsFromFunction = input_lib.DistributedDatasetsFromFunction
 DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
-# The operations that call a Python function which may have state, and that of
+# The operations that call a Python function with possible state, and the operation of
 # `Dataset.from_generator`.
 PYTHON_FUNCTIONS = ("PyFunc", "EagerPyFunc")
 _GENERATOR = "GeneratorDataset"
-# By the class of a source of elements: its name, and what holds its tensors.
+# By class of a source of elements: its name, and the attributes with its tensors.
 _SOURCES = {
     "TensorDataset": ("from_tensors", ("_tensors",)),
     "TensorSliceDataset": ("from_tensor_slices", ("_tensors",)),
     "RangeDataset": ("range", ("_start", "_step")),
 }
-# Sources that do not list the dataset of file names which they read.
+# Sources whose `_inputs` leave out the dataset of file names.
 _HIDE_NAMES = ("TextLineDatasetV2", "FixedLengthRecordDatasetV2")
 
 
 def dataset_batch_size(dataset: tf.data.Dataset) -> int:
-    """The batch size of a dataset, or -1 where it has none that shows."""
+    """Return the batch size of a dataset, or -1 if it is unknown."""
     try:
         return int(data_distribute.compute_batch_size(dataset))
-    except IndexError:  # TensorFlow asks scalars for their rows
+    except IndexError:  # TensorFlow fails for elements that are scalars
         return -1
 
 
 def dataset_inputs(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """A dataset and all that it is made of."""
+    """Yield a dataset and all datasets that it reads, directly or indirectly."""
     yield dataset
     for source in dataset._inputs():
         yield from dataset_inputs(source)
 
 
 def dataset_sources(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
-    """The datasets that the last stage of a dataset reads."""
+    """Return the datasets that the last stage of a dataset reads."""
     return dataset._inputs()
 
 
 def size_of_batch_stage(dataset: tf.data.Dataset) -> int | None:
-    """The batch size of a dataset whose last stage is a `batch`, as far as known."""
+    """Return the batch size of a `batch` stage, or `None` if it is unknown."""
     size = getattr(dataset, "_batch_size", None)
     value = None if size is None else tf.get_static_value(size)
     return None if value is None else int(value)
 
 
 def kind_of_part(dataset: tf.data.Dataset) -> str:
-    """The class name of the last stage of a dataset."""
+    """Return the class name of the last stage of a dataset."""
     return type(dataset).__name__.strip("_")
 
 
 def kinds_of_parts(dataset: tf.data.Dataset) -> list[str]:
-    """The class names of a dataset and all that it is made of, from the last on."""
+    """Return the class names of all stages of a dataset, the last one first."""
     return [kind_of_part(part) for part in dataset_inputs(dataset)]
 
 
 def names_of_parts(dataset: tf.data.Dataset) -> Iterator[str]:
-    """The names that were given to a dataset and all that it is made of.
+    """Yield the user's names of all stages of a dataset.
 
-    Those of datasets that a function makes or captures, too, as that of a `flat_map`
-    may. `TextLineDataset` and `FixedLengthRecordDataset` do not list their source.
+    Included are datasets that functions create or capture, such as that of a
+    `flat_map`, and the source that `TextLineDataset` and `FixedLengthRecordDataset` do
+    not list.
     """
     for part in dataset_inputs(dataset):
         yield getattr(part, "_name", None) or ""
@@ -100,7 +101,7 @@ def names_of_parts(dataset: tf.data.Dataset) -> Iterator[str]:
 
 
 def captures_dataset(dataset: tf.data.Dataset) -> bool:
-    """Whether a function in a dataset captures another dataset."""
+    """Return whether a function in a dataset captures another dataset."""
     return any(_captured_variants(part) for part in dataset_inputs(dataset))
 
 
@@ -114,7 +115,8 @@ def _captured_variants(part: tf.data.Dataset) -> list[tf.Tensor]:
 
 
 def _names_in_variant(variant: tf.Tensor) -> Iterator[str]:
-    # A variant that is no dataset, or one too large for a graph, tells no names.
+    # The conversion fails for a variant that is no dataset, and for a dataset that is
+    # too large for a graph.
     with contextlib.suppress(tf.errors.OpError):
         text = gen_dataset_ops.dataset_to_graph_v2(variant).numpy()
         yield from _names_in_graph(tf.compat.v1.GraphDef.FromString(text))
@@ -129,7 +131,7 @@ def _names_in_graph(graph: Any) -> Iterator[str]:
 
 
 def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
-    """The operations in the functions that a dataset calls, such as those of `map`.
+    """Yield the operations in the functions that a dataset calls, such as of `map`.
 
     Yields:
         Pairs of the type of an operation and its attributes by name.
@@ -139,7 +141,7 @@ def operations_in(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
 
 
 def operations_of_stage(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
-    """The operations of `operations_in`, of the last stage of a dataset only."""
+    """Yield the operations of `operations_in`, of a dataset's last stage only."""
     for function in dataset._functions():
         graph = function.function.graph.as_graph_def()
         libraries = [nested.node_def for nested in graph.library.function]
@@ -148,18 +150,18 @@ def operations_of_stage(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
 
 
 def calls_python(dataset: tf.data.Dataset, *, counts_pure: bool = False) -> bool:
-    """Whether a dataset calls Python that may have state, or pure functions, too."""
+    """Return whether a dataset calls Python, of pure functions if these count."""
     names = (_GENERATOR, *PYTHON_FUNCTIONS, *(("PyFuncStateless",) * counts_pure))
     return any(name in names for name, _ in operations_in(dataset))
 
 
 def has_generator(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset draws from a Python generator: `Dataset.from_generator`."""
+    """Return whether a dataset reads a Python generator: `Dataset.from_generator`."""
     return any(name == _GENERATOR for name, _ in operations_in(dataset))
 
 
 def writes_while_read(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset writes files, or takes work of a service, as it is read."""
+    """Return whether reading a dataset writes files or consumes work of a service."""
     for part in dataset_inputs(dataset):
         name = getattr(part, "_filename", None)
         if name is not None and tf.get_static_value(name):  # a cache in a file
@@ -170,7 +172,7 @@ def writes_while_read(dataset: tf.data.Dataset) -> bool:
 
 
 def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """The seeds of every `Dataset.shuffle` in a dataset, (0, 0) for none."""
+    """Return the seeds of each `Dataset.shuffle` in a dataset, (0, 0) without seed."""
     return [
         (int(part._seed), int(part._seed2))
         for part in dataset_inputs(dataset)
@@ -179,27 +181,31 @@ def shuffle_seeds(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 
 def sources_of(dataset: tf.data.Dataset) -> dict[str, tf.Tensor]:
-    """The tensors that the elements of a dataset come from, and the names of files.
+    """Return the source tensors of a dataset's elements, and the names of files.
 
-    Not those of datasets that a function makes or captures, nor where a range ends.
+    Left out are sources of datasets that functions create or capture, and the end of a
+    range.
 
     Returns:
-        Dict by the function that the user has called, and a number.
+        Dict from a string, the method that the user has called and a number, to a
+        tensor.
     """
-    found: dict[str, tf.Tensor] = {}
+    sources: dict[str, tf.Tensor] = {}
     for part in dataset_inputs(dataset):
         kind = kind_of_part(part)
         if kind in _HIDE_NAMES:
-            found |= sources_of(part._filenames)
+            sources |= sources_of(part._filenames)
         name, attributes = _SOURCES.get(kind, ("", ()))
-        for tensor in tf.nest.flatten([getattr(part, each) for each in attributes]):
+        for tensor in tf.nest.flatten(
+            [getattr(part, attribute) for attribute in attributes]
+        ):
             if tensor.dtype not in (tf.variant, tf.resource):
-                found[f"{name}[{len(found)}]"] = tensor
-    return found
+                sources[f"{name}[{len(sources)}]"] = tensor
+    return sources
 
 
 def shards_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """The number of shards and the index of every `Dataset.shard` in a dataset."""
+    """Return the number of shards and the index of each `Dataset.shard`."""
     return [
         (int(part._num_shards), int(part._index))
         for part in dataset_inputs(dataset)
@@ -208,15 +214,15 @@ def shards_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
 
 
 def reshuffles(dataset: tf.data.Dataset) -> bool:
-    """Whether a dataset has another order each time that it is iterated over."""
+    """Return whether each iteration over a dataset has a different order."""
     return any(reshuffles_itself(part) for part in dataset_inputs(dataset))
 
 
 def begin_shuffles(dataset: tf.data.Dataset) -> None:
-    """Draw the seeds of an epoch for each `Dataset.shuffle` that has others in each.
+    """Draw an epoch's seeds for each `Dataset.shuffle` with new seeds in each epoch.
 
-    One draws them as its iterator is created, which creates that of its source only
-    when it is read: each has one of its own here.
+    A shuffle draws seeds when its iterator is created. An iterator creates that of its
+    source only when it is read, so an iterator of each shuffle is created here.
     """
     for part in dataset_inputs(dataset):
         if reshuffles_itself(part):
@@ -224,13 +230,13 @@ def begin_shuffles(dataset: tf.data.Dataset) -> None:
 
 
 def reshuffles_itself(part: tf.data.Dataset) -> bool:
-    """Whether the last stage of a dataset is a shuffle with another order each time."""
+    """Return whether the last stage is a shuffle with a new order in each iteration."""
     is_shuffle = type(part).__name__ == "_ShuffleDataset"
     return is_shuffle and bool(part._reshuffle_each_iteration)
 
 
 def unseeded_parts(dataset: tf.data.Dataset) -> list[str]:
-    """The class names of what draws at random in a dataset, without a seed."""
+    """Return the class names of random stages of a dataset without a seed."""
     return [
         type(part).__name__.strip("_")
         for part in dataset_inputs(dataset)
@@ -239,7 +245,7 @@ def unseeded_parts(dataset: tf.data.Dataset) -> list[str]:
 
 
 def is_unordered(dataset: tf.data.Dataset) -> bool:
-    """Whether elements may come in another order each time, for speed."""
+    """Return whether the order of elements may vary, in favor of speed."""
     return dataset.options().deterministic is False or any(
         getattr(part, "_deterministic", None) == "false"
         for part in dataset_inputs(dataset)
@@ -249,7 +255,7 @@ def is_unordered(dataset: tf.data.Dataset) -> bool:
 def without_automatic_prefetch(
     dataset: tf.data.Dataset,
 ) -> tuple[tf.data.Dataset, bool]:
-    """A dataset without a last `prefetch(AUTOTUNE)`, and whether it had one."""
+    """Return a dataset without a final `prefetch(AUTOTUNE)`, and whether it had one."""
     if type(dataset).__name__ != "_PrefetchDataset":
         return dataset, False
     if tf.get_static_value(dataset._buffer_size) != tf.data.AUTOTUNE:
@@ -258,19 +264,19 @@ def without_automatic_prefetch(
 
 
 def empty_optional(spec: Any) -> Any:
-    """An optional of a spec that holds nothing."""
+    """Return an optional of a spec, without a value."""
     return tf.experimental.Optional.empty(spec._element_spec)
 
 
 def local_dataset(distributed: Any) -> tf.data.Dataset:
-    """The dataset that this worker reads for a distributed one."""
+    """Return the dataset that this worker reads for a distributed one."""
     return distributed._cloned_datasets[0]
 
 
 def local_element_spec(dataset: Any) -> Any:
-    """The spec of the first local replica's share of a distributed dataset.
+    """Return the spec of a distributed dataset's elements on the first local replica.
 
-    None where an element has it, or an empty optional, as Keras's generators do.
+    It has `None` for a None and for an empty optional, as from Keras's generators.
     """
 
     def first(spec: Any) -> Any:
@@ -283,24 +289,25 @@ def local_element_spec(dataset: Any) -> Any:
 
 
 def without_partial_batches(dataset: Any) -> Any:
-    """Mark a distributed dataset of which every replica has equally many batches.
+    """Mark a distributed dataset with the same number of batches for each replica.
 
-    Stock asks all workers at every step whether anybody has data left. Where
-    all know the number of batches beforehand the answer is known too.
+    By default workers ask each other in every step whether one has data left. If the
+    number of batches is known, they need not ask.
     """
     dataset._enable_get_next_as_optional = False
     return dataset
 
 
 def syncs_end_of_data(dataset: Any) -> bool:
-    """Whether workers ask each other for more data, in a dataset of TensorFlow's."""
+    """Return whether workers ask each other in every step if one has data left."""
     return dataset._enable_get_next_as_optional
 
 
 def with_end_of_data_sync(dataset: Any) -> Any:
-    """A copy of a distributed dataset of TensorFlow's whose workers ask for more data.
+    """Return a copy of a distributed dataset whose workers synchronize its end.
 
-    A worker with an endless dataset does not ask, while one whose data ends does.
+    By default a worker with an endless dataset does not take part, while workers with
+    finite data wait for it.
     """
     changed = copy.copy(dataset)
     changed._enable_get_next_as_optional = True
@@ -309,35 +316,35 @@ def with_end_of_data_sync(dataset: Any) -> Any:
 
 
 def strategy_of_iterator(iterator: Any) -> Any:
-    """The strategy of a distributed iterator of TensorFlow's."""
+    """Return the strategy of a distributed iterator of TensorFlow."""
     return iterator._strategy
 
 
 def optionals_of_replicas(iterator: Any) -> list[list]:
-    """The next element of each local replica, or none, without asking other workers.
+    """Return the local replicas' next elements, without communication.
 
     Returns:
-        List of lists of optionals, one list for each device that reads.
+        List with a list of optionals for each input device.
     """
     devices = iterator._input_workers.worker_devices
-    found = []
+    optionals = []
     for device, local in zip(devices, iterator._iterators, strict=True):
         with ops.device(device):
-            found.append(local.get_next_as_optional_list())
-    return found
+            optionals.append(local.get_next_as_optional_list())
+    return optionals
 
 
 def any_has_value(optionals: list[list]) -> tf.Tensor:
-    """Whether one of the optionals of `optionals_of_replicas` has a value."""
+    """Return whether one of the optionals of `optionals_of_replicas` has a value."""
     with ops.device("/device:CPU:0"):
         flat = [part.has_value() for parts in optionals for part in parts]
         return tf.reduce_any(tf.stack(flat))
 
 
 def values_or_empty(iterator: Any, optionals: list[list]) -> Any:
-    """The values of `optionals_of_replicas` as one batch, empty where there is none."""
+    """Return optionals' values as one batch, with empty parts for those without."""
     workers = iterator._input_workers
-    found = input_lib._get_value_or_dummy(workers, optionals, produce_dummy=True)
+    parts = input_lib._get_value_or_dummy(workers, optionals, produce_dummy=True)
     if getattr(iterator, "_replica_order", None) is not None:
-        found = iterator._reorder_replicas(found)
-    return input_lib._create_per_replica(found, iterator._strategy)
+        parts = iterator._reorder_replicas(parts)
+    return input_lib._create_per_replica(parts, iterator._strategy)

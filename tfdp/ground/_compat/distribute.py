@@ -1,4 +1,4 @@
-"""Classes of tf.distribute, and values of which each replica has its own."""
+"""Classes of tf.distribute, and access to the values of each replica."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.ops import resource_variable_ops
 
-# The strategies derive from the stock extended classes, so that every promise
-# of tf.distribute that tfdp does not touch is kept by TensorFlow's own code.
+# The stock classes that tfdp's strategies derive from. Behavior that tfdp does not
+# change is TensorFlow's own code.
 MirroredExtended = mirrored_strategy.MirroredExtended
 MultiWorkerExtended = collective_all_reduce_strategy.CollectiveAllReduceExtended
 CollectiveAllReduce = cross_device_ops.CollectiveAllReduce
@@ -34,7 +34,7 @@ PerReplica = values.PerReplica
 
 
 def is_one_device(strategy: Any) -> bool:
-    """Whether a strategy is none, or of a single device without replicas."""
+    """Return whether a strategy is the default one or has a single device."""
     default = distribute_lib._get_default_strategy()
     is_default = type(strategy) is type(default)
     return is_default or isinstance(strategy, tf.distribute.OneDeviceStrategy)
@@ -42,9 +42,9 @@ def is_one_device(strategy: Any) -> bool:
 
 @contextlib.contextmanager
 def variable_classes(mapping: dict) -> Iterator[None]:
-    """Make the stock creator of mirrored variables create our classes.
+    """Have TensorFlow create variables of other classes inside.
 
-    It takes the classes from a constant of its module.
+    The stock creator reads the classes from a constant of its module.
     """
     stock = distribute_utils.VARIABLE_CLASS_MAPPING
     distribute_utils.VARIABLE_CLASS_MAPPING = mapping
@@ -56,17 +56,16 @@ def variable_classes(mapping: dict) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_tf_config() -> Iterator[None]:
-    """Keep a strategy of one machine from reading `TF_CONFIG`, which it ignores.
+    """Hide `TF_CONFIG` from a strategy of one machine, which ignores it.
 
-    TensorFlow reads it only to log that, and raises what JSON does of one that is
-    empty.
+    TensorFlow reads it only to log that, and fails to parse an empty one.
     """
-    given = os.environ.pop("TF_CONFIG", None)
+    config = os.environ.pop("TF_CONFIG", None)
     try:
         yield
     finally:
-        if given is not None:
-            os.environ["TF_CONFIG"] = given
+        if config is not None:
+            os.environ["TF_CONFIG"] = config
 
 
 def set_cluster_resolver(strategy: Any, resolver: Any) -> None:
@@ -77,7 +76,7 @@ def set_cluster_resolver(strategy: Any, resolver: Any) -> None:
 def stock_initial_value(
     extended: Any, replica_id: int, device: Any, primary: Any, **kwargs: Any
 ) -> Any:
-    """The initial value of a mirrored variable, with no broadcast to workers."""
+    """Return the initial value of a mirrored variable, without a broadcast."""
     return MirroredExtended._get_variable_creator_initial_value(
         extended, replica_id, device, primary, **kwargs
     )
@@ -89,7 +88,8 @@ def outside_strategies() -> Iterator[None]:
     default = distribute_lib._get_default_replica_mode()
     distribute_lib._push_per_thread_mode(default)
     try:
-        # The creators of the strategy's scope stay in force; this one goes first.
+        # The variable creators of the scope stay active. This one is called first and
+        # does not call them.
         with tf.variable_creator_scope(_create_plain_variable):
             yield
     finally:
@@ -105,36 +105,36 @@ def _create_plain_variable(next_creator: Callable, **kwargs: Any) -> Any:
 
 
 def local_replica_id(replica_context: Any) -> int:
-    """Index of a replica among those of this process."""
+    """Return the index of a replica among those of this process."""
     return replica_context._replica_id
 
 
-def local_replica_id_in_force() -> int:
-    """Index of the replica that is running among those of this process."""
+def active_local_replica_id() -> int:
+    """Return the index of the running replica among those of this process."""
     return tf.distribute.get_replica_context()._replica_id
 
 
 def can_merge() -> bool:
-    """Whether the replica that is running can wait for the others of its process.
+    """Return whether `merge_call` works here, to wait for the other local replicas.
 
-    Not within a function, a branch or a loop that a replica's step traces.
+    It does not work within a function, a branch or a loop of a replica's step.
     """
     thread = threading.current_thread()
     return getattr(thread, "graph", None) is tf.compat.v1.get_default_graph()
 
 
 def local_part(variable: Any) -> Any:
-    """The `tf.Variable` of the replica that is running."""
+    """Return the running replica's `tf.Variable` of a variable."""
     variable = getattr(variable, "value", variable)
     if callable(variable):  # a tf.Variable's `value` is a method
         variable = variable.__self__
     if isinstance(variable, values.DistributedVariable):
-        return variable._get_replica(local_replica_id_in_force())
+        return variable._get_replica(active_local_replica_id())
     return variable
 
 
 def local_value(variable: Any, replica: int) -> Any:
-    """The `tf.Variable` of one local replica, outside a step."""
+    """Return a local replica's `tf.Variable` of a variable, outside a step."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, values.DistributedVariable):
         return value.values[replica]
@@ -142,7 +142,7 @@ def local_value(variable: Any, replica: int) -> Any:
 
 
 def elements_of(variable: Any, start: int, stop: int) -> Any:
-    """Some elements of a flattened variable, or of what can be read like one."""
+    """Return a range of elements of a flattened variable or readable object."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, values.DistributedVariable):
         value = value._primary
@@ -153,9 +153,9 @@ def elements_of(variable: Any, start: int, stop: int) -> Any:
 
 
 def sum_of_local_parts(variable: Any, num_replicas: int) -> Any:
-    """The sum over all replicas of a variable of which each has its own value.
+    """Return the sum over all replicas of a variable that each holds a part of.
 
-    Those of other workers are taken to be alike on the average.
+    The parts of other workers are estimated by the mean of the local ones.
     """
     value = variable.value
     if not isinstance(value, values.DistributedVariable):
@@ -166,7 +166,7 @@ def sum_of_local_parts(variable: Any, num_replicas: int) -> Any:
 
 
 def copy_local_parts(source: Any, target: Any, factor: float) -> None:
-    """Assign to each replica's part of a variable a multiple of another's part."""
+    """Set each replica's part of a variable to a multiple of another variable's."""
     pairs = [(source.value, target.value)]
     if isinstance(target.value, values.DistributedVariable):
         pairs = list(zip(source.value.values, target.value.values, strict=True))
@@ -175,10 +175,10 @@ def copy_local_parts(source: Any, target: Any, factor: float) -> None:
 
 
 def select_replica(replica: int, structure: Any) -> Any:
-    """Part of one local replica of a nest of distributed values."""
+    """Return one local replica's part of a nest of distributed values."""
     return distribute_utils.select_replica(replica, structure)
 
 
 def per_replica(local_values: list, *, always_wrap: bool = False) -> Any:
-    """One value per local replica as tf.distribute's own container."""
+    """Wrap one value for each local replica in tf.distribute's own container."""
     return distribute_utils.regroup(tuple(local_values), always_wrap=always_wrap)

@@ -1,4 +1,4 @@
-"""Graphs under construction: operations, their order, and what calls them."""
+"""Graphs under construction: their operations, order and outer graphs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tensorflow.python.framework import (
 
 
 def root_graph() -> Any:
-    """The outermost function being traced: what one call executes.
+    """Return the graph of the outermost function that is being traced.
 
-    Branches and loop bodies are graphs of their own; collectives in them must
-    not get the key of one outside.
+    Branches and loop bodies have separate graphs. Keys of collectives must be unique in
+    one call, so they are counted in the outermost graph.
     """
     graph = ops.get_default_graph()
     while getattr(graph, "outer_graph", None) is not None and getattr(
@@ -30,14 +30,14 @@ def root_graph() -> Any:
 
 
 def graphs_around(graph: Any) -> Iterator[Any]:
-    """Yield a graph, and those that it is traced inside of."""
+    """Yield a graph and all graphs around it."""
     while graph is not None:
         yield graph
         graph = getattr(graph, "outer_graph", None)
 
 
 def in_loop_of_replica() -> bool:
-    """Whether a loop that began inside a replica's function is being traced."""
+    """Return whether a loop inside a replica's function is being traced."""
     entry = getattr(threading.current_thread(), "graph", None)
     around = graphs_around(ops.get_default_graph())
     inside = itertools.takewhile(lambda graph: graph is not entry, around)
@@ -46,30 +46,30 @@ def in_loop_of_replica() -> bool:
 
 
 def in_branch() -> bool:
-    """Whether a branch of a condition or the body of a loop is being traced."""
+    """Return whether a branch of a condition or the body of a loop is being traced."""
     names = ("CondBranchFuncGraph", "WhileBodyFuncGraph")
     around = graphs_around(ops.get_default_graph())
     return any(type(graph).__name__ in names for graph in around)
 
 
 def op_age(op: tf.Operation) -> int:
-    """Position of an operation in its graph: after that of its inputs."""
+    """Return the position of an operation in its graph, larger than its inputs'."""
     return op._id
 
 
 def op_position(tensor: tf.Tensor) -> int:
-    """Position in the graph of the operation that makes `tensor`."""
+    """Return the position in the graph of the operation that creates `tensor`."""
     return op_age(tensor.op)
 
 
 @contextlib.contextmanager
 def ordered_by_itself() -> Iterator[None]:
-    """Order the side effects that one replica traces by themselves, not by another's.
+    """Order the side effects of one replica independently of other replicas.
 
-    TensorFlow runs operations with side effects and no resource, such as `Assert`, in
-    the order in which they are traced. Replicas are traced one after the other: the
-    first of the second would wait for the last of the first, and that one may wait for
-    a collective in which the second has still to take part.
+    TensorFlow runs operations with side effects but no resource, such as `Assert`, in
+    the order in which they are traced. Replicas are traced one after another, so such
+    an operation of replica 1 would wait for one of replica 0. That one may wait for a
+    collective that replica 1 has not joined yet: a deadlock.
     """
     graph = ops.get_default_graph()
     manager = graph.experimental_acd_manager
@@ -88,6 +88,7 @@ def ordered_by_itself() -> Iterator[None]:
 
 
 def _is_ordered_by_tracing(op: Any) -> bool:
+    """Return whether TensorFlow orders an operation by its position in the trace."""
     uses_a_resource = any(tensor.dtype == tf.resource for tensor in op.inputs)
     is_in_a_branch = op._control_flow_context is not None
     is_plain = not uses_a_resource and not is_in_a_branch

@@ -16,18 +16,18 @@ from keras.src.trainers.data_adapters import (
 ArrayDataAdapter = array_data_adapter.ArrayDataAdapter
 TorchDataLoaderAdapter = torch_data_loader_adapter.TorchDataLoaderAdapter
 is_torch_dataloader = data_adapters.is_torch_dataloader
-# The spec of some batches of arrays, of any number of rows.
+# The function that returns the spec of batches of arrays, with any number of rows.
 spec_of_batches = data_adapter_utils.get_tensor_spec
 can_convert_arrays = array_data_adapter.can_convert_arrays
 
 
 def inputs_of(adapter: Any) -> Any:
-    """The nest of arrays that Keras's adapter holds: `x`, or a tuple with `y`, too."""
+    """Return the nest of arrays of Keras's adapter: `x`, or a tuple with `y` too."""
     return adapter._inputs
 
 
 def distributed_dataset(epoch_iterator: Any) -> Any:
-    """The distributed dataset behind one of Keras's epoch iterators."""
+    """Return the distributed dataset that an epoch iterator of Keras reads."""
     return epoch_iterator._distributed_dataset
 
 
@@ -37,17 +37,17 @@ def set_distributed_dataset(epoch_iterator: Any, dataset: Any) -> None:
 
 
 def dataset_maker(epoch_iterator: Any) -> Callable:
-    """The function that an epoch iterator of Keras asks for its dataset."""
+    """Return the function by which an epoch iterator of Keras gets its dataset."""
     return epoch_iterator._get_iterator
 
 
 def set_dataset_of_epoch(epoch_iterator: Any, make: Callable) -> None:
-    """Set the function that an epoch iterator of Keras asks for its dataset."""
+    """Set the function by which an epoch iterator of Keras gets its dataset."""
     epoch_iterator._get_iterator = make
 
 
 def epoch_progress(epoch_iterator: Any) -> dict[str, Any]:
-    """Counters of an epoch iterator of Keras, between two epochs."""
+    """Return the counters of an epoch iterator of Keras, between two epochs."""
     return {
         "steps_seen": epoch_iterator._steps_seen,
         "num_batches": epoch_iterator._num_batches,
@@ -57,10 +57,10 @@ def epoch_progress(epoch_iterator: Any) -> dict[str, Any]:
 def set_epoch_progress(
     epoch_iterator: Any, progress: dict[str, Any], current: Any
 ) -> None:
-    """Set what `epoch_progress` returned, and the iterator that an epoch goes on with.
+    """Restore a result of `epoch_progress`, and the iterator of the next epoch.
 
-    Keras makes one for each epoch, but goes on with one where `steps_per_epoch` is
-    given.
+    Keras creates an iterator for each epoch, unless `steps_per_epoch` is set: then the
+    next epoch continues with the current iterator.
     """
     epoch_iterator._steps_seen = progress["steps_seen"]
     if epoch_iterator._num_batches is None:
@@ -69,41 +69,41 @@ def set_epoch_progress(
 
 
 def holds_arrays(adapter: Any) -> bool:
-    """Whether Keras's adapter holds arrays, of which it knows the length."""
+    """Return whether Keras's adapter holds arrays, with a known length."""
     return hasattr(adapter, "_inputs")
 
 
 def shuffles_arrays(adapter: Any) -> bool:
-    """Whether Keras's adapter shuffles arrays that it holds."""
+    """Return whether Keras's adapter shuffles the arrays that it holds."""
     return bool(getattr(adapter, "_shuffle", False)) and holds_arrays(adapter)
 
 
 def source_of(adapter: Any) -> Any:
-    """Source of a data adapter of Keras: arrays, a dataset, or the user's object."""
-    own = ("user_data", "_inputs", "_dataset")
-    for name in (*own, "py_dataset", "_dataloader", "generator"):
-        found = getattr(adapter, name, None)
-        if found is not None:
-            return found
+    """Return the source of Keras's data adapter: arrays, a dataset, or other data."""
+    attributes = ("user_data", "_inputs", "_dataset")
+    for name in (*attributes, "py_dataset", "_dataloader", "generator"):
+        source = getattr(adapter, name, None)
+        if source is not None:
+            return source
     return adapter
 
 
 def first_batch_of(adapter: Any) -> Any:
-    """The first batch of a generator or a `PyDataset`, which Keras reads for its spec.
+    """Return the first batch of a generator or `PyDataset`, read for its spec.
 
     Returns:
-        The batch, or `None` of other data.
+        The batch, or `None` for other data.
     """
     batches = getattr(adapter, "_first_batches", None) or [None]
     return getattr(adapter, "first_batch", batches[0])
 
 
 def adapter_of_py_dataset(watch: Callable, **arguments: Any) -> Any:
-    """Keras's adapter of a `PyDataset`, which keeps the first batch that it reads.
+    """Return Keras's adapter of a `PyDataset`, extended to keep the first batch.
 
     Args:
-        watch: Function of the iterator of a pass, which returns another one.
-        **arguments: Those of the adapter.
+        watch: Callable that wraps the iterator of each pass.
+        **arguments: Arguments of `get_data_adapter`.
     """
     adapter: Any = data_adapters.get_data_adapter(**arguments)
     iterate, standardize = adapter._get_iterator, adapter._standardize_batch
@@ -121,9 +121,9 @@ def adapter_of_py_dataset(watch: Callable, **arguments: Any) -> Any:
 
 
 class RowsOfPyDatasetAdapter(py_dataset_adapter.PyDatasetAdapter):
-    """Keras's adapter of a `PyDataset`, for one whose items are `{"rows", "total"}`.
+    """Keras's adapter of a `PyDataset` with items `{"rows", "total"}`.
 
-    Keras standardizes the rows of an item as it does a batch, and adds class weights.
+    Keras standardizes the rows of an item like a batch, and adds class weights.
     """
 
     def _standardize_batch(self, item: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Keras models: strategy, symbolic build, epochs, optimizer shown."""
+"""Keras models: strategy, symbolic build, epochs, temporary optimizer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from keras.src.backend.common import symbolic_scope
 from tfdp.ground._compat.owners import TensorFlowTrainer
 from tfdp.ground.forks import TemporaryDirectory
 
-OWN_STEPS = ("train_step", "test_step")
+# The methods of a model that define custom steps.
+STEP_METHODS = ("train_step", "test_step")
 
 
 def strategy_of(model: Any) -> Any:
-    """The strategy in whose scope a model was made, or `None`."""
+    """Return the strategy in whose scope a model was created, or `None`."""
     return getattr(model, "_distribute_strategy", None)
 
 
-def overridden(model: Any, names: tuple[str, ...] = OWN_STEPS) -> list[str]:
-    """Names of Keras's functions that a model, or its class, overrides."""
+def overridden(model: Any, names: tuple[str, ...] = STEP_METHODS) -> list[str]:
+    """Return the names of Keras's methods that a model or its class overrides."""
     return [
         name
         for name in names
@@ -34,22 +35,22 @@ def overridden(model: Any, names: tuple[str, ...] = OWN_STEPS) -> list[str]:
 
 
 def is_built_symbolically() -> bool:
-    """Whether Keras only asks for shapes, as when it builds a model from a batch."""
+    """Return whether Keras only infers shapes, as when it builds a model."""
     return symbolic_scope.in_symbolic_scope()
 
 
 def build_symbolically(model: Any, data_batch: Any) -> None:
-    """Build model, metrics and optimizer from the shapes of a batch, for a loop."""
+    """Build a model, its metrics and optimizer from the shapes of a batch."""
     metrics = model._compile_metrics
     is_new = metrics is not None and not metrics.built
     with model.distribute_strategy.scope():
         model._symbolic_build(data_batch=data_batch)
     if is_new:
-        _keep_first_state(metrics)
+        _skip_next_reset(metrics)
 
 
-def _keep_first_state(metrics: Any) -> None:
-    """Leave out the first reset, which metrics of one device are built after."""
+def _skip_next_reset(metrics: Any) -> None:
+    """Skip the next reset of metrics, since one device builds them after it."""
 
     def reset_state() -> None:
         del metrics.__dict__["reset_state"]
@@ -58,7 +59,7 @@ def _keep_first_state(metrics: Any) -> None:
 
 
 def build_eagerly(model: Any, data_batch: Any) -> None:
-    """Build a model that runs eagerly, and whose Python asks for values of tensors."""
+    """Build a model by an eager call, for Python code that needs tensors' values."""
     batch = keras.tree.map_structure(_ones_like, data_batch)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     loss, metrics = model._compile_loss, model._compile_metrics
@@ -67,7 +68,7 @@ def build_eagerly(model: Any, data_batch: Any) -> None:
         if loss is not None and not loss.built:
             loss.build(y, y_pred)
         if metrics is not None and not metrics.built:
-            # The states that a metric makes when it is updated first.
+            # A metric may create states in its first update.
             with contextlib.suppress(Exception):
                 keras_backend.compute_output_spec(
                     model.compute_metrics, x, y, y_pred, sample_weight=sample_weight
@@ -87,16 +88,16 @@ def _ones_like(spec: Any) -> tf.Tensor:
 def build_by_steps(
     model: Any, data_batch: Any, steps: tuple[str, ...] | None = None
 ) -> None:
-    """Build the layers that steps call, where any is unbuilt.
+    """Build the layers that steps call, if any layer is not built.
 
-    Else replicas would build them while the step is traced, each in its thread, and
-    TensorFlow would initialize them in a branch of the step.
+    Otherwise each replica's thread would build them while the step is traced, and
+    TensorFlow would initialize their variables in a branch of the step.
 
     Args:
         model: Keras model.
         data_batch: Nest of specs, or arrays, of a batch.
-        steps: Tuple of strings, names of the steps. Defaults to those that the user
-            overrides, with their layers.
+        steps: Tuple of strings, names of the model's step methods, or `None` for the
+            steps that the user overrides. Defaults to `None`.
     """
     layers = layers_of(model) if steps is None else [model, *layers_of(model)]
     if all(layer.built for layer in layers):
@@ -104,20 +105,20 @@ def build_by_steps(
     batch = keras.tree.map_structure(
         lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), data_batch
     )
-    # An optimizer has no replica to update here, and its error is no news; the
-    # variables that were asked for so far are made at the end all the same.
+    # The optimizer fails here, because no replica runs. The error is expected: the
+    # layers called before it are built all the same.
     for name in overridden(model) if steps is None else steps:
         with model.distribute_strategy.scope(), contextlib.suppress(Exception):
             keras_backend.compute_output_spec(getattr(model, name), batch)
 
 
 def layers_of(model: Any) -> list:
-    """All layers of a model, those inside of others too."""
+    """Return all layers of a model, including nested ones."""
     return model._flatten_layers(include_self=False)
 
 
 def calls_of(model: Any) -> list[tuple[str, list[str]]]:
-    """Name and names of the feeding operations of each call in a functional model."""
+    """Return, for each call in a functional model, its name and its inputs' names."""
     by_depth = getattr(model, "_nodes_by_depth", {})
     return [
         (node.operation.name, [parent.operation.name for parent in node.parent_nodes])
@@ -127,41 +128,41 @@ def calls_of(model: Any) -> list[tuple[str, list[str]]]:
 
 
 def has_default_config(layer: Any) -> bool:
-    """Whether a layer's class does not say itself what its config is."""
+    """Return whether a layer's class does not implement `get_config`."""
     return getattr(layer.get_config, "_is_default", False)
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:
-    """Losses and metrics as they were given to `compile`."""
-    given = getattr(getattr(model, "_compile_config", None), "config", {})
+    """Return the losses and metrics that were passed to `compile`, by argument."""
+    config = getattr(getattr(model, "_compile_config", None), "config", {})
     names = ("loss", "loss_weights", "metrics", "weighted_metrics")
-    return {name: given.get(name) for name in names}
+    return {name: config.get(name) for name in names}
 
 
 def function_arguments(thing: Any) -> dict[str, Any]:
-    """Arguments of the function behind a loss or metric; not all configs hold them."""
+    """Return the arguments of a loss's or metric's function; some configs lack them."""
     return getattr(thing, "_fn_kwargs", {})
 
 
 def is_within_fit(arguments: dict[str, Any]) -> bool:
-    """Whether `fit` itself validates by an `evaluate` with these arguments."""
+    """Return whether an `evaluate` with these arguments is the validation of `fit`."""
     return bool(arguments.get("kwargs", {}).get("_use_cached_eval_dataset"))
 
 
 def initial_epoch(model: Any) -> int:
-    """The epoch at which a restored model goes on, see BackupAndRestore."""
+    """Return the epoch at which a restored model continues, see BackupAndRestore."""
     return int(getattr(model, "_initial_epoch", 0) or 0)
 
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Set what `initial_epoch` reads."""
+    """Set the epoch at which a restored model continues."""
     model._initial_epoch = epoch
 
 
 @contextlib.contextmanager
 def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
-    """Show another optimizer as the model's, and in its compile arguments."""
-    own = model.optimizer
+    """Replace a model's optimizer, and that of its compile arguments, inside."""
+    original = model.optimizer
     config = getattr(getattr(model, "_compile_config", None), "config", {})
     compiled_with = config.get("optimizer")
     model.__dict__["optimizer"] = optimizer
@@ -169,21 +170,21 @@ def replaced_optimizer(model: Any, optimizer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        model.__dict__["optimizer"] = own
+        model.__dict__["optimizer"] = original
         config["optimizer"] = compiled_with
 
 
-def backup_that_writes_nothing(callback: Any, folder: TemporaryDirectory) -> Any:
-    """A `BackupAndRestore` that saves and loads the same weights, but no other file.
+def backup_without_files(callback: Any, folder: TemporaryDirectory) -> Any:
+    """Return a copy of a `BackupAndRestore` that writes no files beside the weights.
 
-    What it notes beside the weights goes to a temporary directory.
+    Its metadata is written to a temporary directory instead.
     """
     twin = object.__new__(type(callback))
     vars(twin).update(vars(callback))
     path = os.path.join(folder.name, "training_metadata.json")
     vars(twin).update(
-        # It looks whether the directory is there, and makes it if the first worker
-        # has not yet: one of the two would fail.
+        # The callback creates the backup directory if it does not exist. Two workers
+        # that do so at the same time would collide, so this one uses its own.
         backup_dir=folder.name,
         _training_metadata_path=path,
         _prev_training_metadata_path=f"{path}.bkp",
@@ -195,13 +196,13 @@ def backup_that_writes_nothing(callback: Any, folder: TemporaryDirectory) -> Any
 
 
 def weights_of_layers(model: Any) -> list:
-    """What the layers of a model were given to train, frozen or not, each once.
+    """Return the trainable variables of all layers, frozen or not, each once.
 
-    In the order of the layers. Keras's lists of weights sort out what is frozen.
+    They are in the order of the layers. Keras's own lists leave out frozen weights.
     """
-    found = [
+    variables = [
         variable
         for layer in model._flatten_layers(include_self=True, recursive=True)
         for variable in getattr(layer, "_trainable_variables", ())
     ]
-    return list({id(variable): variable for variable in found}.values())
+    return list({id(variable): variable for variable in variables}.values())

@@ -17,7 +17,7 @@ from tfdp.ground._compat.optimizer_views import stand_in
 
 
 def strategy_of_optimizer(optimizer: Any) -> Any:
-    """The strategy in whose scope an optimizer was made, or the default one."""
+    """Return the strategy that an optimizer was created in, or the current one."""
     return getattr(optimizer, "_distribution_strategy", None) or (
         tf.distribute.get_strategy()
     )
@@ -25,7 +25,7 @@ def strategy_of_optimizer(optimizer: Any) -> Any:
 
 @contextlib.contextmanager
 def scope_of_optimizer(optimizer: Any) -> Iterator[None]:
-    """The scope of an optimizer's strategy, entered where it is not in force."""
+    """Enter the scope of an optimizer's strategy, unless it is active already."""
     strategy = strategy_of_optimizer(optimizer)
     if tf.distribute.get_strategy() is strategy:
         yield
@@ -35,10 +35,9 @@ def scope_of_optimizer(optimizer: Any) -> Iterator[None]:
 
 
 def rehome_optimizer(optimizer: Any, strategy: Any) -> None:
-    """Move an optimizer that was made outside the scope into it, in place.
+    """Move an optimizer that was created outside a strategy's scope into it, in place.
 
-    Its variables are its counter and its learning rate; slots are not built
-    yet. The user's own handle stays valid.
+    It must not be built: only the counter and the learning rate are created again.
     """
     optimizer._distribution_strategy = strategy
     for variable in optimizer.variables:
@@ -51,29 +50,30 @@ def rehome_optimizer(optimizer: Any, strategy: Any) -> None:
 
 
 def rehome_variable(variable: Any) -> None:
-    """Create a Keras variable again in the strategy's scope that is in force."""
+    """Create a Keras variable again in the active strategy's scope."""
     if not isinstance(variable.value, values.DistributedVariable):
         value = variable.numpy()
         variable._initialize(value)
 
 
 def is_on_one_device(variable: Any) -> bool:
-    """Whether a Keras or TensorFlow variable is a plain one, of no strategy."""
+    """Return whether a variable is a plain one, without a strategy."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     return isinstance(value, resource_variable_ops.BaseResourceVariable)
 
 
 def set_trained(optimizer: Any, variables: list) -> None:
-    """Set the variables that an optimizer trains, without making slots for them."""
+    """Set the variables that an optimizer trains, without creating slots."""
     indices = {optimizer._var_key(v): index for index, v in enumerate(variables)}
-    # Not by attribute: Keras would track the model's variables as the optimizer's.
+    # Attribute assignment would make Keras track the model's variables as the
+    # optimizer's, so `vars` is changed directly.
     vars(optimizer)["_trainable_variables_indices"] = indices
     vars(optimizer)["_trainable_variables"] = list(variables)
     optimizer.built = True
 
 
 def trained_by(optimizer: Any) -> list:
-    """The variables that an optimizer was built for."""
+    """Return the variables that an optimizer was built for."""
     return list(optimizer._trainable_variables)
 
 
@@ -83,27 +83,27 @@ def check_known(optimizer: Any, variables: list) -> None:
 
 
 def index_in(optimizer: Any, variable: Any) -> int:
-    """The position of a variable among those that an optimizer was built for."""
+    """Return the position of a variable among those that an optimizer trains."""
     return optimizer._get_variable_index(variable)
 
 
 def inner_index(multi_optimizer: Any, variable: Any) -> int:
-    """Index of the inner optimizer of a `MultiOptimizer` that trains a variable."""
+    """Return the index of a `MultiOptimizer`'s inner optimizer for a variable."""
     return multi_optimizer._var_to_optimizer_idx[multi_optimizer._var_key(variable)]
 
 
 def rate_variable(optimizer: Any) -> Any:
-    """An optimizer's learning rate, where that is a variable."""
+    """Return the variable or schedule of an optimizer's learning rate."""
     return optimizer._learning_rate
 
 
 def has_rate_variable(optimizer: Any) -> bool:
-    """Whether an optimizer's learning rate is a variable, and no schedule."""
+    """Return whether an optimizer's learning rate is a variable, not a schedule."""
     return isinstance(optimizer._learning_rate, keras.Variable)
 
 
-def decay_alike(optimizer: Any, copy: Any, variable: Any) -> None:
-    """Exclude a copy from weight decay where an optimizer excludes the variable."""
+def copy_decay_exclusion(optimizer: Any, copy: Any, variable: Any) -> None:
+    """Exclude a copy from weight decay if an optimizer excludes the variable."""
     excluded = set(getattr(optimizer, "_exclude_from_weight_decay", ()))
     if optimizer._var_key(variable) in excluded:
         excluded.add(optimizer._var_key(copy))
@@ -111,13 +111,13 @@ def decay_alike(optimizer: Any, copy: Any, variable: Any) -> None:
 
 
 def uses_weight_decay(optimizer: Any, variable: Any) -> bool:
-    """Whether an optimizer decays a variable, given as its local part."""
+    """Return whether an optimizer decays a variable, given its local part."""
     decays = optimizer.weight_decay is not None
     return decays and optimizer._use_weight_decay(variable)
 
 
-def without_missing(optimizer: Any, gradients: list, variables: list) -> tuple:
-    """Drop variables that have no gradient; warns, or raises if all have none."""
+def drop_missing_gradients(optimizer: Any, gradients: list, variables: list) -> tuple:
+    """Drop variables without gradients, with a warning; raise if none has one."""
     return optimizer._filter_empty_gradients(gradients, variables)
 
 
@@ -139,13 +139,13 @@ def apply_weight_decay(optimizer: Any, variables: list) -> None:
 def update_variables(
     optimizer: Any, gradients: list, variables: list, learning_rate: Any
 ) -> None:
-    """Run an optimizer's own update on variables, whose gradients are reduced."""
+    """Run an optimizer's own update on variables, with reduced gradients."""
     reduced = stand_in(optimizer, _all_reduce_sum_gradients=list)
     reduced._backend_update_step(gradients, variables, learning_rate)
 
 
 def count_update(optimizer: Any, count: Any) -> None:
-    """Add to the number of updates that an optimizer has made."""
+    """Add to an optimizer's counter of updates."""
     optimizer._iterations.assign_add(count)
 
 
@@ -155,7 +155,7 @@ def update_moving_average(optimizer: Any) -> None:
 
 
 def move_averages(optimizer: Any, variables: list) -> None:
-    """Move the averages towards variables that stand for those it was built for."""
+    """Move an optimizer's averages towards stand-ins for its trained variables."""
     optimizer._update_model_variables_moving_average(variables)
 
 
@@ -167,7 +167,7 @@ def overwrite_with_moving_average(optimizer: Any) -> None:
 
 
 def finalize_averages(optimizer: Any, variables: Any) -> None:
-    """Overwrite variables with their averages; Keras fails if some have been frozen."""
+    """Overwrite variables with their averages, even if some of them are frozen."""
     averages = optimizer._model_variables_moving_average
     keys = optimizer._trainable_variables_indices
     for variable in variables:

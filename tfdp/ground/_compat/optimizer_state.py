@@ -13,18 +13,18 @@ from tfdp.ground._compat.keras_optimizer import set_trained
 
 
 def own_variables(optimizer: Any) -> list:
-    """An optimizer's variables without those of inner optimizers, in file order."""
+    """Return an optimizer's variables without inner optimizers', in file order."""
     return list(optimizer._variables)
 
 
 def state_variables(optimizer: Any) -> list:
-    """A built optimizer's variables but for its counter and learning rate."""
+    """Return a built optimizer's variables except for counter and learning rate."""
     own = (optimizer._iterations, optimizer._learning_rate)
     return [v for v in optimizer._variables if not any(v is item for item in own)]
 
 
 def single_variables(optimizer: Any) -> dict[str, Any]:
-    """An optimizer's variables that belong to none of the trained ones, by name."""
+    """Return an optimizer's variables that belong to no trained variable, by name."""
     return {
         name: value
         for name, value in vars(optimizer).items()
@@ -34,7 +34,7 @@ def single_variables(optimizer: Any) -> dict[str, Any]:
 
 
 def slots_of(optimizer: Any) -> dict[str, list]:
-    """The lists of slot variables of a built optimizer, by attribute name."""
+    """Return the lists of slots of a built optimizer, by attribute name."""
     count = len(optimizer._trainable_variables)
     skipped = ("_trainable_variables", "_variables", "_accumulated_gradients")
     return {
@@ -48,9 +48,9 @@ def slots_of(optimizer: Any) -> dict[str, list]:
 
 
 def num_variables_before_accumulators(optimizer: Any) -> int:
-    """Number of an optimizer's variables that Keras makes before the accumulators.
+    """Return the number of variables that Keras creates before the accumulators.
 
-    The counter, the learning rate where it is a variable, the averages.
+    They are the counter, the learning rate if it is a variable, and the averages.
     """
     averages = getattr(optimizer, "_model_variables_moving_average", [])
     has_rate = isinstance(optimizer._learning_rate, keras.Variable)
@@ -60,22 +60,22 @@ def num_variables_before_accumulators(optimizer: Any) -> int:
 
 
 def accumulators_of(optimizer: Any) -> list:
-    """The gradient accumulators by position of the variable, `None` where none is."""
+    """Return the gradient accumulator of each variable, `None` without one."""
     return list(optimizer._accumulated_gradients)
 
 
 def micro_batch_counter(optimizer: Any) -> Any:
-    """The counter of an optimizer, of micro-batches where it accumulates."""
+    """Return an optimizer's counter, of micro-batches if it accumulates."""
     return optimizer._iterations
 
 
 def accumulators(optimizer: Any) -> list:
-    """The gradient accumulators of a built optimizer."""
+    """Return the gradient accumulators of a built optimizer, without `None`."""
     return [v for v in optimizer._accumulated_gradients if v is not None]
 
 
 def has_accumulators(optimizer: Any) -> bool:
-    """Whether an optimizer was built with gradient accumulators."""
+    """Return whether an optimizer was built with gradient accumulators."""
     return bool(getattr(optimizer, "_accumulated_gradients", None))
 
 
@@ -88,10 +88,10 @@ def take_accumulators(optimizer: Any) -> list:
 
 
 def untrack(optimizer: Any, variables: list) -> None:
-    """Take variables out of an optimizer's list of them.
+    """Remove variables from an optimizer's list of tracked variables.
 
-    TensorFlow saves and exports no list that has lost an element, so that a new
-    list takes the place of Keras's.
+    TensorFlow cannot save or export a tracked list that has lost an element, so a new
+    list replaces Keras's.
     """
     for variable in variables:
         optimizer._untrack_variable(variable)
@@ -104,7 +104,7 @@ def untrack(optimizer: Any, variables: list) -> None:
 
 
 def drop_state(optimizer: Any) -> None:
-    """Free a built optimizer's variables but for its counter and learning rate."""
+    """Free a built optimizer's variables except for counter and learning rate."""
     dropped = {id(variable) for variable in state_variables(optimizer)}
     untrack(optimizer, state_variables(optimizer))
     for name, value in list(vars(optimizer).items()):
@@ -112,7 +112,7 @@ def drop_state(optimizer: Any) -> None:
             optimizer._delete_tracking(name)
             vars(optimizer)[name] = None
         elif name != "_variables" and _holds(value, dropped):
-            # TensorFlow's tracking, too, would keep the list with all that it holds.
+            # TensorFlow's tracking would keep the list and its variables alive.
             optimizer._delete_tracking(name)
             vars(optimizer)[name] = {} if isinstance(value, dict) else []
 
@@ -124,7 +124,7 @@ def _holds(value: Any, dropped: set[int]) -> bool:
 
 
 def build_without_state(optimizer: Any, variables: list) -> None:
-    """Set what an optimizer, and those inside a `MultiOptimizer`, train."""
+    """Set the trained variables of an optimizer and its inner ones, without slots."""
     if not hasattr(optimizer, "_inner_optimizers"):
         set_trained(optimizer, variables)
         return
@@ -146,11 +146,11 @@ def build_without_state(optimizer: Any, variables: list) -> None:
 
 
 def built_without_memory(optimizer: Any, variables: list) -> Any:
-    """A clone that shows which variables an optimizer makes, and holds no values.
+    """Return a built clone of an optimizer whose variables take no memory.
 
-    Variables in a graph of their own have shapes and names, but no memory.
+    Variables in a separate graph have shapes and names, but no values.
     """
-    with tf.init_scope():  # a step may be under way, being traced
+    with tf.init_scope():  # a step may be traced at the moment
         config = optimizer.get_config()
     with tf.Graph().as_default(), outside_strategies():
         clone = type(optimizer).from_config(config)
@@ -169,8 +169,8 @@ def built_without_memory(optimizer: Any, variables: list) -> Any:
 
 
 def copy_of(variable: Any) -> Any:
-    """A Keras variable of the same path and value, where the scope in force says."""
-    # Weight decay looks at the name of the `tf.Variable`.
+    """Return a copy of a Keras variable, in the active scope and on its device."""
+    # Weight decay is excluded by the name of the `tf.Variable`.
     copy = keras.Variable(
         variable.value.read_value(), dtype=variable.dtype, name=variable.name
     )
@@ -181,6 +181,6 @@ def copy_of(variable: Any) -> Any:
 
 
 def is_on(variable: Any, device: str) -> bool:
-    """Whether a Keras variable of one replica lies on a device."""
+    """Return whether a Keras variable of one replica is stored on a device."""
     specs = [tf.DeviceSpec.from_string(d) for d in (variable.value.device, device)]
     return len({(spec.device_type, spec.device_index) for spec in specs}) == 1

@@ -1,4 +1,4 @@
-"""Stand-ins of a Keras optimizer that show other state."""
+"""Stand-ins for a Keras optimizer with other state."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from tfdp.ground._compat.distribute import local_part, outside_strategies
 
 
 def stand_in(optimizer: Any, **attributes: Any) -> Any:
-    """An optimizer that shares all state with another, but for some attributes.
+    """Return a shallow copy of an optimizer with some other attributes.
 
-    Keras's update reads the learning rate and the slots from the optimizer
-    itself. A stand-in is how one update sees others, while the user's stays as
-    it is.
+    Keras's update reads the learning rate and the slots from the optimizer itself. A
+    stand-in gives one update other ones, without a change of the user's optimizer.
     """
     copy = object.__new__(type(optimizer))
     vars(copy).update(vars(optimizer))
@@ -26,28 +25,29 @@ def stand_in(optimizer: Any, **attributes: Any) -> Any:
 
 
 def with_rate(optimizer: Any, rate: Any) -> Any:
-    """A stand-in whose learning rate is a tensor."""
+    """Return a stand-in whose learning rate is a tensor."""
     return stand_in(optimizer, _learning_rate=rate)
 
 
 def with_counter_read(optimizer: Any) -> Any:
-    """A stand-in whose number of updates is a tensor, read once.
+    """Return a stand-in whose counter of updates is a tensor, read once.
 
-    A variable is read again for each variable that is updated, and TensorFlow
-    cannot know that what follows, the powers of Adam's betas, say, is the same.
+    A counter that is a variable would be read again for each trained variable.
+    TensorFlow then could not merge the computations that depend on it, such as powers
+    of Adam's betas.
     """
     count = local_part(optimizer._iterations).read_value()
     return stand_in(optimizer, _iterations=count)
 
 
 def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
-    """A stand-in that was built for one variable, with these slots."""
+    """Return a stand-in that is built for one variable, with the given slots."""
     indices = {optimizer._var_key(variable): 0}
     return stand_in(optimizer, _trainable_variables_indices=indices, **slots)
 
 
 def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
-    """A stand-in that looks as if Keras accumulated, with these variables."""
+    """Return a stand-in with Keras's gradient accumulation and other variables."""
     view = stand_in(optimizer, gradient_accumulation_steps=steps)
     if variables is not None:
         vars(view)["_variables"] = variables
@@ -55,7 +55,7 @@ def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
 
 
 def with_fixed_scale(optimizer: Any, scale: float) -> Any:
-    """A stand-in with a `loss_scale_factor`."""
+    """Return a stand-in with a `loss_scale_factor`."""
     view = stand_in(optimizer)
     name = "_loss_scale_factor" if "_inner_optimizers" in vars(view) else None
     vars(view)[name or "loss_scale_factor"] = scale
@@ -63,7 +63,7 @@ def with_fixed_scale(optimizer: Any, scale: float) -> Any:
 
 
 def with_state(optimizer: Any, state: list, num_averages: int) -> Any:
-    """A stand-in whose variables are the optimizer's own and then these."""
+    """Return a stand-in with further state variables, averages first."""
     averages = state[:num_averages]
     return stand_in(
         optimizer,
@@ -73,7 +73,7 @@ def with_state(optimizer: Any, state: list, num_averages: int) -> Any:
 
 
 def with_local_value(variable: Any, replica: int) -> Any:
-    """A Keras variable that shows only the part of one local replica."""
+    """Return a shallow copy of a Keras variable with one local replica's value."""
     value = variable.value if hasattr(variable, "path") else variable
     if isinstance(value, values.DistributedVariable):
         value = value.values[replica]
@@ -85,7 +85,7 @@ def with_local_value(variable: Any, replica: int) -> Any:
     return copy
 
 
-def adopt(clone: Any, optimizer: Any) -> None:
+def share_state(clone: Any, optimizer: Any) -> None:
     """Share an optimizer's counter, rate and decay exclusions with a clone."""
     names = [
         name for name in vars(optimizer) if name.startswith("_exclude_from_weight")
@@ -95,7 +95,7 @@ def adopt(clone: Any, optimizer: Any) -> None:
 
 
 def plain_clone(optimizer: Any) -> Any:
-    """An optimizer like another, not built and of no strategy."""
+    """Return a clone of an optimizer, not built and without a strategy."""
     config = optimizer.get_config()
     with outside_strategies():
         return type(optimizer).from_config(config)
@@ -104,9 +104,9 @@ def plain_clone(optimizer: Any) -> Any:
 def loss_scale_optimizer(
     optimizer: Any, *, initial_scale: float, growth_steps: int, counters: Any
 ) -> Any:
-    """A `LossScaleOptimizer` around an optimizer, with counters that exist already.
+    """Return a `LossScaleOptimizer` around an optimizer, with existing counters.
 
-    Building one would build the inner optimizer again.
+    Building it would build the inner optimizer again.
     """
     with outside_strategies():
         outer = keras.optimizers.LossScaleOptimizer(
@@ -121,9 +121,9 @@ def loss_scale_optimizer(
 
 
 def multi_with_parts(optimizer: Any, views: dict[int, Any], counter: Any) -> Any:
-    """A `MultiOptimizer` with other optimizers in the place of its own.
+    """Return a stand-in for a `MultiOptimizer` with other inner optimizers.
 
-    `counter` stands for its own counter, or is `None`.
+    `counter` replaces its counter, unless it is `None`.
     """
     old = optimizer._optimizer_map
     new = old

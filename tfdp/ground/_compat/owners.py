@@ -1,10 +1,10 @@
 """Classes and modules of Keras and TensorFlow whose functions tfdp replaces.
 
-`tfdp.training.keras_hooks.install` says which functions, and why. `keras_random` and
-`keras_image` have `draw_seed`, from which Dropout and its like take seeds.
+`tfdp.training.keras_hooks.install` lists the functions and the reasons. `keras_random`
+and `keras_image` have `draw_seed`, from which layers such as Dropout take seeds.
 """
 
-# ruff: noqa: F401  other rooms import these names from here.
+# ruff: noqa: F401  other packages import these names from here.
 
 from __future__ import annotations
 

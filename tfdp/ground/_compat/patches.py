@@ -1,4 +1,4 @@
-"""Replacement of functions of Keras and TensorFlow, which have no hook in these places.
+"""Replacement of functions of Keras and TensorFlow, where they have no hooks.
 
 `tfdp.training.keras_hooks.install` holds the table of all replacements; nothing else
 calls `replace`.
@@ -17,16 +17,16 @@ Function = TypeVar("Function", bound=Callable)
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """One function of Keras or TensorFlow, and the function that takes its place.
+    """A function of Keras or TensorFlow, and the function that replaces it.
 
     Attributes:
         owner: Module or class that holds the function, or the property.
         name: String, the function's name in its owner.
-        function: Callable, `function(original, *args, **kwargs)`. It hands over to the
-            original wherever no tfdp strategy is involved.
-        why: String, a sentence: what the original does that does not fit replicas.
-        upstream: String, the URL of the issue that reports it, or `None` where none
-            is known. Defaults to `None`.
+        function: Callable, `function(original, *args, **kwargs)`. It calls the original
+            if no tfdp strategy is involved.
+        why: String, a sentence about the original's behavior that is wrong on replicas.
+        upstream: String, the URL of the upstream issue, or `None` if none is known.
+            Defaults to `None`.
     """
 
     owner: Any
@@ -37,7 +37,7 @@ class Replacement:
 
 
 def replace(entry: Replacement) -> None:
-    """Put a replacement in its place; again has no effect.
+    """Install a replacement; no effect if it is installed already.
 
     Args:
         entry: `Replacement`.
@@ -46,14 +46,14 @@ def replace(entry: Replacement) -> None:
     if getattr(original, "_tfdp_entry", None) is entry:
         return
     function = entry.function
-    found, cell = original, _filtered(original)
+    installed, cell = original, _cell_in_traceback_filter(original)
     if cell is not None:
         original = traceback_utils.filter_traceback(cell.cell_contents)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
-    # Not `__module__`, by which AutoGraph decides what it converts.
+    # `__module__` stays tfdp's, because AutoGraph uses it to choose what it converts.
     replacement.__name__ = entry.name
     replacement.__qualname__ = getattr(original, "__qualname__", entry.name)
     replacement.__doc__ = original.__doc__
@@ -65,40 +65,42 @@ def replace(entry: Replacement) -> None:
         setattr(entry.owner, entry.name, replacement)
     else:
         cell.cell_contents = replacement
-        found._tfdp_entry = entry
+        installed._tfdp_entry = entry
 
 
 def filter_traceback(function: Function) -> Function:
-    """Leave out of the traceback of what a function raises the frames of libraries.
+    """Wrap a function so that tracebacks of its errors leave out library frames.
 
-    Those of Keras, TensorFlow and what `hide_from_tracebacks` names.
+    Left out are frames of Keras, of TensorFlow and of folders that
+    `hide_from_tracebacks` has added.
 
     Args:
         function: Callable.
 
     Returns:
-        Callable, with the same signature.
+        Callable with the same signature.
     """
     return traceback_utils.filter_traceback(function)
 
 
 def hide_from_tracebacks(folder: str) -> None:
-    """Have Keras leave a folder's frames out of tracebacks, as it does with its own.
+    """Have Keras leave a folder's frames out of tracebacks, like its own frames.
 
     Args:
-        folder: String, the path, with a separator at its end.
+        folder: String, the path of the folder, with a separator at its end.
     """
     paths = traceback_utils._EXCLUDED_PATHS
     if folder not in paths:
         traceback_utils._EXCLUDED_PATHS = (*paths, folder)
 
 
-def _filtered(function: Any) -> Any:
-    """Return the cell that holds what Keras's filter of tracebacks calls, or `None`.
+def _cell_in_traceback_filter(function: Any) -> Any:
+    """Return the cell of the function inside Keras's traceback filter, or `None`.
 
-    `model.fit(callbacks=[tfdp.callbacks...])` looks `fit` up before the callback, which
-    may be the first use of tfdp in the process, is made: what Keras has handed out by
-    then has to call the replacement, too. And its filter leaves out tfdp's frames.
+    Python looks up `model.fit` in `model.fit(callbacks=[tfdp.callbacks...])` before it
+    creates the callback, which may be the first use of tfdp. So the method that is
+    looked up already must call the replacement too, and a change of the cell does that.
+    Keras's filter then also leaves out tfdp's frames.
     """
     if getattr(function, "__globals__", None) is not vars(traceback_utils):
         return None
@@ -107,6 +109,6 @@ def _filtered(function: Any) -> Any:
 
 
 def _function_of(owner: Any, name: str) -> Any:
-    """A function of a module or a class, that of a property, or `None`."""
-    found = getattr(owner, name, None)
-    return found.fget if isinstance(found, property) else found
+    """Return a function or a property's getter by name, or `None`."""
+    attribute = getattr(owner, name, None)
+    return attribute.fget if isinstance(attribute, property) else attribute

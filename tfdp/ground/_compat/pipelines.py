@@ -1,4 +1,4 @@
-"""Stages of a tf.data pipeline, built again upon another one.
+"""Stages of a tf.data pipeline, for rebuilding them on another pipeline.
 
 tf.data has no public way to see a pipeline's stages. Checked on TensorFlow 2.19 to
 2.21.
@@ -15,7 +15,8 @@ from tensorflow.python.framework import op_def_registry
 
 from tfdp.ground._compat.datasets import operations_of_stage
 
-# Stateful only in that they read, or run other functions, whose operations are listed.
+# Operations that TensorFlow calls stateful but that only read, print or check; or that
+# run other functions, whose operations are listed separately.
 _READING = {
     *("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VarHandleOp"),
     *("LookupTableFindV2", "LookupTableSizeV2", "HashTableV2", "Assert", "PrintV2"),
@@ -24,19 +25,19 @@ _READING = {
 
 
 def function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
-    """The function of a `map`, as it was traced, from element to element."""
+    """Return the traced function of a `map`, which takes and returns an element."""
     wrapper = dataset._map_func
 
     def call(element: Any) -> Any:
-        given = structure.to_tensor_list(wrapper._input_structure, element)
-        returned = wrapper.function(*given)
+        inputs = structure.to_tensor_list(wrapper._input_structure, element)
+        returned = wrapper.function(*inputs)
         return structure.from_compatible_tensor_list(wrapper.output_structure, returned)
 
     return call
 
 
 def python_function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
-    """The Python function of a `map`, to be traced for elements of other shapes."""
+    """Return the Python function of a `map`, for a trace with other shapes."""
     function = dataset._map_func._func
 
     def call(element: Any) -> Any:
@@ -46,43 +47,44 @@ def python_function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
 
 
 def parallelism_of(dataset: tf.data.Dataset) -> Any:
-    """The `num_parallel_calls` of a `map` or `batch`, `None` without."""
+    """Return the `num_parallel_calls` of a `map` or `batch`, or `None`."""
     return _value(getattr(dataset, "_num_parallel_calls", None))
 
 
 def stateful_operation(dataset: tf.data.Dataset) -> str | None:
-    """An operation in the function of a `map` that does more than read, or `None`."""
+    """Return a stateful operation in a `map` that does more than read, or `None`."""
     names = (name for name, _ in operations_of_stage(dataset) if name not in _READING)
     return next((name for name in names if _is_stateful(name)), None)
 
 
 def name_of_map(dataset: tf.data.Dataset) -> str:
-    """Module and qualified name of the Python function of a `map`."""
+    """Return module and qualified name of the Python function of a `map`."""
     function = dataset._map_func._func
     return f"{function.__module__}.{getattr(function, '__qualname__', '')}"
 
 
 def count_of_stage(dataset: tf.data.Dataset) -> Any:
-    """The count of a `take`, `skip` or `repeat`, an int if it is known."""
+    """Return the count of a `take`, `skip` or `repeat`, an int if it is known."""
     return _value(dataset._count)
 
 
 def buffer_size_of(dataset: tf.data.Dataset) -> Any:
-    """The buffer size of a `prefetch`, an int if it is known."""
+    """Return the buffer size of a `prefetch`, an int if it is known."""
     return _value(dataset._buffer_size)
 
 
 def drops_remainder(dataset: tf.data.Dataset) -> bool:
-    """Whether a `batch` leaves a last partial batch out."""
+    """Return whether a `batch` drops a last partial batch."""
     return bool(tf.get_static_value(dataset._drop_remainder))
 
 
 def zipped(dataset: tf.data.Dataset) -> Any:
-    """The nest of datasets that a `zip` reads."""
+    """Return the nest of datasets that a `zip` reads."""
     return dataset._datasets
 
 
 def _value(tensor: Any) -> Any:
+    """Return the static value of a tensor, or the tensor if it has none."""
     static = None if tensor is None else tf.get_static_value(tensor)
     return tensor if static is None else static.item()
 

@@ -1,7 +1,7 @@
-"""A step traced as the program of one device, and its operations built again.
+"""Trace of a step as the program of one device, and rebuilding of its operations.
 
-TensorFlow has no public way to build an operation like another one in another graph,
-nor to see the graphs inside of a branch or a loop. Checked on TensorFlow 2.21.0.
+TensorFlow has no public way to copy an operation to another graph, nor to access the
+graphs of branches and loops. Checked on TensorFlow 2.21.0.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _CALLS = frozenset(("PartitionedCall", "StatefulPartitionedCall"))
 
 
 class ProgramGraph(func_graph.FuncGraph):
-    """A graph for a program, inside of the one that is traced.
+    """Graph of a program, nested in the graph that is being traced.
 
-    It keeps the lines that make each operation, which TensorFlow does not give away
-    again. A `tf.function` would order its operations.
+    It keeps the stack of each operation, which TensorFlow does not return in full. A
+    `tf.function` would add control dependencies between operations.
     """
 
     def __init__(self) -> None:
@@ -50,16 +50,16 @@ class ProgramGraph(func_graph.FuncGraph):
 
 
 def stack_of(op: tf.Operation) -> list[Any]:
-    """The lines that made an operation of a program, the innermost last.
+    """Return the stack of an operation of a program, the innermost frame last.
 
-    Each has a `filename` and a `lineno`.
+    Each frame has a `filename` and a `lineno`.
     """
-    found = getattr(op.graph, "stacks", {}).get(op)
-    return list(op.traceback if found is None else found)
+    stack = getattr(op.graph, "stacks", {}).get(op)
+    return list(op.traceback if stack is None else stack)
 
 
 def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
-    """An identity with a mark that the plan of a program sees, where one is traced."""
+    """Return a tensor's identity, marked for the plan of a traced program."""
     result = tf.identity(tensor)
     if not tf.is_symbolic_tensor(result):
         return result
@@ -68,21 +68,21 @@ def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
 
 
 def marker_of(op: tf.Operation) -> str:
-    """The mark of an identity, or an empty string."""
+    """Return the mark of an identity, or `""`."""
     try:
-        found = op.get_attr(_MARKER)
+        marker = op.get_attr(_MARKER)
     except ValueError:
         return ""
-    return found.decode() if isinstance(found, bytes) else str(found)
+    return marker.decode() if isinstance(marker, bytes) else str(marker)
 
 
 def has_effect(op: tf.Operation) -> bool:
-    """Whether an operation has state or an effect."""
+    """Return whether an operation is stateful."""
     return auto_control_deps.op_is_stateful(op)
 
 
 def signature_of(op: tf.Operation) -> str:
-    """The type and dtypes of an operation, and the value of a constant."""
+    """Return an operation's type and dtypes, with a digest of a constant's value."""
     text = " ".join([op.type, *(output.dtype.name for output in op.outputs)])
     if op.type != "Const":
         return text
@@ -91,41 +91,41 @@ def signature_of(op: tf.Operation) -> str:
 
 
 def has_function(op: tf.Operation) -> bool:
-    """Whether an operation calls a function, such as a branch or a loop."""
+    """Return whether an operation calls a function, such as a branch or a loop."""
     return any(
         value.HasField("func") or value.list.func for value in op.node_def.attr.values()
     )
 
 
 def branch_graphs(op: tf.Operation) -> list[Any]:
-    """The graphs of the branches of an `If` or a `Case`."""
+    """Return the graphs of the branches of an `If` or a `Case`."""
     return list(cond_v2.get_func_graphs(op))
 
 
 def loop_graphs(op: tf.Operation) -> tuple[Any, Any]:
-    """The graphs of the condition and of the body of a `While`."""
+    """Return the graphs of the condition and the body of a `While`."""
     cond = while_v2._get_graph(op, "cond", "_cond_graph")
     return cond, while_v2._get_graph(op, "body", "_body_graph")
 
 
-def counter_of_passes() -> tf.Tensor:
-    """The counter that `tf.while_loop` adds to the condition or body that is traced.
+def while_loop_counter() -> tf.Tensor:
+    """Return the loop counter of the `tf.while_loop` whose condition or body is traced.
 
-    It is the first placeholder of its graph, before Python's function is called.
+    It is the first placeholder of the graph.
     """
     return tf.compat.v1.get_default_graph().get_operations()[0].outputs[0]
 
 
 def is_call(op: tf.Operation) -> bool:
-    """Whether an operation calls a function, by an attribute or by its own type.
+    """Return whether an operation is a call, of an attribute or of its own type.
 
-    Functions of TensorFlow 1, as in a loss of CTC, call others by their type.
+    Functions of TensorFlow 1, as in CTC losses, are called by an operation's type.
     """
     return op.type in _CALLS or op_def_registry.get(op.type) is None
 
 
 def function_graph(op: tf.Operation) -> Any:
-    """The graph of the function that an operation calls."""
+    """Return the graph of the function that an operation calls."""
     name = op.get_attr("f").name if op.type in _CALLS else op.type
     for graph in graphs_around(op.graph):
         function = graph._get_function(name)
@@ -136,18 +136,18 @@ def function_graph(op: tf.Operation) -> Any:
 
 
 def results_of_call(op: tf.Operation, graph: Any) -> list[tf.Tensor]:
-    """The results of a call, of the function's graph.
+    """Return the outputs of a function's graph that are results of a call.
 
-    TensorFlow adds what a gradient needs to the outputs of a graph after a call, as
-    where a tape records a forward-mode derivative.
+    After a call TensorFlow may add outputs for a gradient, such as for a forward-mode
+    derivative.
     """
     return graph.outputs[: len(op.outputs)]
 
 
 class OperationTemplate:
-    """An operation from which others are made, on other inputs.
+    """Template of an operation, to build copies with other inputs.
 
-    An error names the user's line that made the first one.
+    Errors of a copy name the user's line that created the original.
 
     Args:
         op: `tf.Operation`.
@@ -177,8 +177,9 @@ class OperationTemplate:
 
         Args:
             inputs: Sequence of tensors.
-            control: Sequence of operations that come before. Defaults to none.
-            kind: String, another type of operation with the same attributes, or `None`.
+            control: Sequence of operations that run before. Defaults to none.
+            kind: String, another type of operation with the same attributes, or `None`
+                for the original type. Defaults to `None`.
         """
         graph = ops.get_default_graph()
         definition = self._definition if kind is None else None
@@ -198,14 +199,14 @@ class OperationTemplate:
 
 
 def call_inline(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the Python function of a `tf.function` in the graph that is traced."""
+    """Call the Python function of a `tf.function` in the graph being traced."""
     called = function._python_function
     if function._autograph:
         called = autograph_util.py_func_from_autograph(
             called, function._experimental_autograph_options
         )
     args, kwargs = tf.nest.map_structure(_as_tensor, (args, kwargs))
-    # Keras turns AutoGraph off for its layers, and a function turns it on again.
+    # Keras disables AutoGraph for its layers, and a `tf.function` enables it again.
     with autograph_ctx.ControlStatusCtx(autograph_ctx.Status.UNSPECIFIED):
         return called(*args, **kwargs)
 

@@ -21,19 +21,19 @@ from tensorflow.python.util import _pywrap_util_port
 
 
 def is_context_initialized() -> bool:
-    """Whether TensorFlow has its devices, so that they can't be changed."""
+    """Return whether TensorFlow has its devices, so that they cannot be changed."""
     return context.context()._initialized
 
 
 def uses_onednn() -> bool:
-    """Whether TensorFlow has chosen oneDNN's kernels for this process."""
+    """Return whether TensorFlow uses oneDNN's kernels in this process."""
     return _pywrap_util_port.IsMklEnabled()
 
 
 def num_local_devices(kind: str) -> int:
-    """Number of logical devices of this process itself.
+    """Return the number of logical devices of this process.
 
-    Under a cluster `tf.config.list_logical_devices` lists those of all workers.
+    In a cluster `tf.config.list_logical_devices` lists the devices of all workers.
     """
     devices, task = tf.config.list_logical_devices(kind), own_task()
     own = tf.DeviceSpec.from_string(task)
@@ -42,18 +42,18 @@ def num_local_devices(kind: str) -> int:
 
 
 def own_task() -> str:
-    """Name of this process in its cluster: `"/job:worker/task:1"`, or `""`."""
+    """Return this process's task, such as `"/job:worker/task:1"`, or `""`."""
     server = getattr(context.context(), "_collective_ops_server_def", None)
     return f"/job:{server.job_name}/task:{server.task_index}" if server else ""
 
 
 def device_type(device: str) -> str:
-    """Type of a device: `"CPU"` or `"GPU"`."""
+    """Return the type of a device: `"CPU"` or `"GPU"`."""
     return tf.DeviceSpec.from_string(device).device_type or "CPU"
 
 
 def plain_variable(value: Any, dtype: tf.DType, device: str, shape: Any = None) -> Any:
-    """A variable that no strategy mirrors, also inside a strategy's scope."""
+    """Create a variable that no strategy mirrors, even inside a strategy's scope."""
     with ops.init_scope(), ops.device(device):
         return resource_variable_ops.ResourceVariable(
             value, dtype=dtype, shape=shape, trainable=False
@@ -61,12 +61,12 @@ def plain_variable(value: Any, dtype: tf.DType, device: str, shape: Any = None) 
 
 
 def configure_coordination_service(**config: Any) -> None:
-    """Set the coordination service up, with limits that stock leaves out."""
+    """Set up the coordination service, with limits that stock strategies leave out."""
     context.context().configure_coordination_service(**config)
 
 
 def coordinated_jobs(num_tasks: dict[str, int]) -> list:
-    """The jobs whose tasks the coordination service expects."""
+    """Return the jobs whose tasks the coordination service expects."""
     return [
         collective_all_reduce_strategy.coordination_config_pb2.CoordinatedJob(
             name=name, num_tasks=count
@@ -75,7 +75,7 @@ def coordinated_jobs(num_tasks: dict[str, int]) -> list:
     ]
 
 
-# Under it TensorFlow's own handler of SIGTERM tells the name of the task that got it.
+# The key under which TensorFlow's handler of SIGTERM publishes the preempted task.
 PREEMPTED_TASK_KEY = "TF_DEFAULT_PREEMPTION_NOTICE_KEY"
 
 
@@ -88,41 +88,41 @@ def get_key_value(key: str, timeout_seconds: float) -> str:
     """Wait for a value in the cluster's coordination service.
 
     Raises:
-        tf.errors.DeadlineExceededError: If nobody published it in time.
+        tf.errors.DeadlineExceededError: If the key is not published in time.
     """
     milliseconds = max(1, int(timeout_seconds * 1000))
     return context.context().get_config_key_value(key, milliseconds)
 
 
 def delete_key_value(key: str) -> None:
-    """Remove a value, or all below a key, from the coordination service."""
+    """Remove a key, or all keys below it, from the coordination service."""
     context.context().delete_config_key_value(key)
 
 
 def abort_collectives(text: str) -> None:
-    """End all collectives of this process with an error, now and from now on.
+    """Abort all current and future collectives of this process with an error.
 
-    A collective that waits for a worker that stands still would never end.
+    A collective that waits for a suspended worker would never end otherwise.
     """
     context.context().abort_collective_ops(tf.errors.UNAVAILABLE, text)
 
 
-# Where Python is while TensorFlow runs a function or a collective, or waits for what
-# comes of it; not where it reads data.
+# Files of TensorFlow in which a thread's Python frame is while it runs a function or a
+# collective, or waits for its result. A thread that reads data is in other files.
 _WAITS = (
     "/eager/execute.py",
     "/eager/context.py",
     "/gen_collective_ops.py",
     "/framework/ops.py",
-    # Of `strategy.run` outside of functions, which waits for threads of its own.
+    # `strategy.run` outside of functions waits here for the replicas' threads.
     "/distribute/mirrored_run.py",
 )
 
 
 def call_in_progress() -> Any:
-    """The frame in which the main thread waits for TensorFlow, or `None`.
+    """Return the frame in which the main thread waits for TensorFlow, or `None`.
 
-    A frame that is kept is the same object for as long as the call goes on.
+    The frame is the same object until the call returns, so two results can be compared.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_filename == threading.__file__:
@@ -132,9 +132,9 @@ def call_in_progress() -> Any:
 
 
 def remove_generated_files() -> None:
-    """Remove the files of AutoGraph, as TensorFlow does when a process ends by itself.
+    """Remove the files of AutoGraph, as TensorFlow does when a process exits normally.
 
-    Their names are those of `tensorflow.python.autograph.pyct.loader.load_source`.
+    `tensorflow.python.autograph.pyct.loader.load_source` names their modules.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("__autograph_generated_file"):
@@ -143,9 +143,9 @@ def remove_generated_files() -> None:
 
 
 def profile_of(serialized: bytes) -> Any:
-    """A profile as `tf.profiler` writes it: planes, their lines, and their events.
+    """Parse a profile in the format of `tf.profiler`: planes, lines and events.
 
-    Only TensorBoard's plug-in reads it otherwise. Seen with TensorFlow 2.19 to 2.21.
+    The only other reader is TensorBoard's plug-in. Checked on TensorFlow 2.19 to 2.21.
     """
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 

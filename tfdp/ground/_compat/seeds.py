@@ -17,14 +17,14 @@ from tensorflow.python.ops import stateful_random_ops
 
 
 def random_state() -> str:
-    """The state from which TensorFlow's unseeded operations take their seeds."""
-    rng = getattr(context.context(), "_rng", None)  # set by set_random_seed
+    """Return the state that TensorFlow's unseeded operations draw their seeds from."""
+    rng = getattr(context.context(), "_rng", None)  # exists after set_random_seed
     return repr((context.global_seed(), rng.getstate() if rng else None))
 
 
 @contextlib.contextmanager
 def temporary_seed(seed: int) -> Iterator[None]:
-    """Set TensorFlow's global seed, and the user's again afterwards."""
+    """Set TensorFlow's global seed inside, and restore the user's afterwards."""
     eager = context.context()
     names = ("_seed", "_rng")
     before = {name: getattr(eager, name) for name in names if hasattr(eager, name)}
@@ -36,13 +36,13 @@ def temporary_seed(seed: int) -> Iterator[None]:
 
 
 def global_seed() -> int | None:
-    """The seed of `tf.random.set_seed`, or `None`."""
+    """Return the seed of `tf.random.set_seed`, or `None`."""
     return context.global_seed()
 
 
 def tensorflow_random_state() -> dict[str, Any]:
-    """TensorFlow's global seed and what it draws the seeds of operations from."""
-    rng = getattr(context.context(), "_rng", None)  # set by set_random_seed
+    """Return TensorFlow's global seed and the states of its generators, for JSON."""
+    rng = getattr(context.context(), "_rng", None)  # exists after set_random_seed
     generator = getattr(stateful_random_ops, "global_generator", None)
     seed = context.global_seed()
     return {
@@ -53,7 +53,7 @@ def tensorflow_random_state() -> dict[str, Any]:
 
 
 def set_tensorflow_random_state(state: dict[str, Any]) -> None:
-    """Set what `tensorflow_random_state` returned, also after JSON."""
+    """Restore a result of `tensorflow_random_state`, even if read from JSON."""
     eager = context.context()
     vars(eager)["_seed"] = state["seed"]
     if state["rng"] is not None:
@@ -67,7 +67,7 @@ def set_tensorflow_random_state(state: dict[str, Any]) -> None:
 
 
 def keras_global_seed() -> int | None:
-    """The seed of `keras.utils.set_random_seed`, or `None`."""
+    """Return the seed of `keras.utils.set_random_seed`, or `None`."""
     return rng_utils.get_random_seed()
 
 
@@ -78,13 +78,13 @@ def set_keras_global_seed(seed: int) -> None:
 
 
 def keras_seed_state() -> list[int] | None:
-    """The state of the generator that layers without a seed draw from, if it is."""
-    found = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
-    return None if found is None else np.asarray(found.state.numpy()).tolist()
+    """Return the state of the generator of layers without a seed, or `None`."""
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return None if generator is None else np.asarray(generator.state.numpy()).tolist()
 
 
 def set_keras_seed_state(state: list[int] | None) -> None:
-    """Set what `keras_seed_state` returned."""
+    """Restore a result of `keras_seed_state`."""
     if state is not None:
-        own = seed_generator.global_seed_generator().state
-        own.assign(np.asarray(state, own.dtype))
+        current = seed_generator.global_seed_generator().state
+        current.assign(np.asarray(state, current.dtype))

@@ -1,4 +1,4 @@
-"""Variables that are put together from tensors, as tapes and graphs see them."""
+"""Variables that are assembled from tensors: reads, tapes and graphs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ _ControlFlowGraph = control_flow_v2_func_graphs.ControlFlowFuncGraph
 
 
 def record_read(variable: Any, value: tf.Tensor) -> None:
-    """Tell all active gradient tapes that `value` was read from a variable.
+    """Record on all active gradient tapes that `value` was read from a variable.
 
-    A `GradientTape` watches a variable by its `handle` when it is read. The gradient
-    of the handle is then that of all that was read from it, in its dtype. What
-    TensorFlow's own function for this does besides is to look for other variables
-    inside of one of tf.distribute.
+    A `GradientTape` watches a variable by its `handle` when it is read. The gradient of
+    the handle is the sum over all reads, in the handle's dtype. TensorFlow's own
+    function for this also looks for the components of a distributed variable.
 
     Args:
-        variable: Object with a tensor as its `handle`, whose own value does not
-            matter, and with `trainable`.
+        variable: Object with `trainable` and with a tensor as its `handle`, whose value
+            does not matter.
         value: Tensor, a new one for each read.
     """
     source = variable.handle
@@ -48,11 +47,11 @@ def record_read(variable: Any, value: tf.Tensor) -> None:
 
 
 def step_graph() -> Any:
-    """The graph that a replica's step is traced in, around its loops and branches.
+    """Return the graph of a replica's step, outside of its loops and branches.
 
     Returns:
-        A graph, or `None` in a function of its own that the step calls: a tensor of
-        the step would belong to one call of it only.
+        A graph, or `None` inside a `tf.function` that the step calls: tensors of the
+        step belong to one call of that function only.
     """
     entry = getattr(threading.current_thread(), "graph", None)
     graph = ops.get_default_graph()
@@ -61,65 +60,65 @@ def step_graph() -> Any:
     return graph if entry is None or graph is entry else None
 
 
-def run_of_replicas() -> Any:
-    """An object that the threads of one `strategy.run` share."""
+def shared_run_object() -> Any:
+    """Return an object that the threads of one `strategy.run` share, or `None`."""
     return getattr(threading.current_thread(), "coord", None)
 
 
 def set_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
-    """Give an operation another input, of the same shape and dtype."""
+    """Replace an input of an operation by one of the same shape and dtype."""
     op._update_input(index, tensor)
 
 
 def attached(graph: Any, key: Any, make: Any) -> Any:
-    """An object that lives as long as a graph, made when it is first asked for.
+    """Return an object that is stored with a graph, created on first use.
 
-    A dictionary by graphs would keep them alive, since the object holds their tensors.
+    A dictionary by graph would keep the graphs alive, as the objects hold tensors of
+    them.
     """
-    found = getattr(graph, "_tfdp_attached", None)
-    if found is None:
-        found = graph._tfdp_attached = {}
-    if key not in found:
-        found[key] = make()
-    return found[key]
+    objects = getattr(graph, "_tfdp_attached", None)
+    if objects is None:
+        objects = graph._tfdp_attached = {}
+    if key not in objects:
+        objects[key] = make()
+    return objects[key]
 
 
 def all_attached(graph: Any) -> list:
-    """The objects that live as long as a graph."""
+    """Return all objects that `attached` has stored with a graph."""
     return list((getattr(graph, "_tfdp_attached", None) or {}).values())
 
 
 def autocast_dtype() -> str | None:
-    """The dtype in which Keras reads variables where a layer is computing."""
+    """Return the dtype in which Keras's active layer reads variables, or `None`."""
     scope = variables.get_autocast_scope()
     return None if scope is None else scope.dtype
 
 
 def autocasting(dtype: tf.DType | None) -> contextlib.AbstractContextManager:
-    """Read Keras variables in a dtype inside, as layers do, or in their own."""
+    """Return a context in which Keras variables are read in a dtype, as in layers."""
     return variables.AutocastScope(None if dtype is None else dtype.name)
 
 
 def is_cast_when_read(variable: Any) -> bool:
-    """Whether Keras reads a variable in the dtype of the layer that computes."""
+    """Return whether Keras reads a variable in the dtype of the active layer."""
     return bool(variable._autocast)
 
 
 def value_of(variable: Any) -> Any:
-    """The `tf.Variable` of a Keras variable, whatever scope is in force."""
+    """Return the `tf.Variable` of a Keras variable, in any scope."""
     return getattr(variable, "_value", variable)
 
 
 def set_value_of(variable: Any, value: Any) -> None:
-    """Put another object in the place of the `tf.Variable` of a Keras variable."""
+    """Replace the `tf.Variable` of a Keras variable."""
     variable._value = value
 
 
 def variable_like(variable: tf.Variable, value: Any, device: str) -> tf.Variable:
-    """A `tf.Variable` of one device that is not watched by tapes, named like another.
+    """Create an unwatched `tf.Variable` on a device, with another's name and identity.
 
-    Keras's optimizers know a variable, and whether it decays, by the identity that it
-    shares with the other.
+    Keras's optimizers find a variable and its weight decay by this identity.
     """
     name = variable.name.partition(":")[0]
     return component_variable(value, device, name, variable._unique_id)
@@ -128,13 +127,15 @@ def variable_like(variable: tf.Variable, value: Any, device: str) -> tf.Variable
 def component_variable(
     value: Any, device: str, name: str, unique_id: str
 ) -> tf.Variable:
-    """A `tf.Variable` of one device that is not watched by tapes."""
+    """Create a `tf.Variable` on a device that tapes do not watch."""
     with tf.init_scope(), outside_strategies(), tf.device(device):
-        made = resource_variable_ops.ResourceVariable(value, trainable=False, name=name)
-    made._unique_id = unique_id
-    return made
+        variable = resource_variable_ops.ResourceVariable(
+            value, trainable=False, name=name
+        )
+    variable._unique_id = unique_id
+    return variable
 
 
 def unique_name(name: str) -> str:
-    """An identity that no other variable of this process has, as TensorFlow's own."""
+    """Return a unique identity of a variable, in TensorFlow's form."""
     return f"{name}_{ops.uid()}"

@@ -1,4 +1,4 @@
-"""XLA: lowering of a traced function, and what it captures."""
+"""XLA: lowering of a traced function, and its captured values."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tensorflow.python.eager import context
 
 
 def supports_jit(model: Any) -> bool:
-    """Whether Keras would compile a model on a device for which it compiles."""
+    """Return whether Keras's `jit_compile="auto"` would compile a model by XLA."""
     return trainer.model_supports_jit(model)
 
 
 def outermost(tensor: Any) -> Any:
-    """The value that a tensor of a function captures, or itself if it is none."""
+    """Return the outermost value that a tensor captures, or the tensor itself."""
     while tf.is_symbolic_tensor(tensor):
         captures = getattr(tensor.graph, "captures", ())
         outer = next((out for out, inside in captures if inside is tensor), None)
@@ -27,7 +27,7 @@ def outermost(tensor: Any) -> Any:
 
 
 def all_operations(graph: Any) -> Iterator[tf.Operation]:
-    """The operations of a graph and of the functions in it."""
+    """Yield the operations of a graph and of the functions in it."""
     yield from graph.get_operations()
     for function in graph._functions.values():
         inner = getattr(function, "graph", None)
@@ -36,20 +36,20 @@ def all_operations(graph: Any) -> Iterator[tf.Operation]:
 
 
 def lower(concrete: Any, arguments: Sequence[tf.TensorSpec], device: str) -> None:
-    """Lower a traced function to XLA's own operations; compiles nothing.
+    """Lower a traced function to XLA's operations, without compilation.
 
-    TensorFlow's public function of that, `experimental_get_compiler_ir`, needs
-    values for all that is captured.
+    TensorFlow's public method for this, `experimental_get_compiler_ir`, needs values
+    for all captured tensors.
 
     Args:
         concrete: Concrete function.
-        arguments: Sequence of `tf.TensorSpec`, static, for its flat arguments.
-        device: String, name of the device that it is for.
+        arguments: Sequence of static `tf.TensorSpec`s for the flat arguments.
+        device: String, name of the target device.
 
     Raises:
         ValueError: If XLA lacks an operation, or a shape depends on values.
     """
-    # In init_scope a tensor made is a value, as all that is captured has to be.
+    # Captured inputs must be eager tensors, which `init_scope` creates.
     with tf.init_scope():
         captured = [_value_of(tensor) for tensor in concrete.captured_inputs]
         context.context().get_compiler_ir(
@@ -63,7 +63,7 @@ def lower(concrete: Any, arguments: Sequence[tf.TensorSpec], device: str) -> Non
 
 
 def _value_of(tensor: Any) -> Any:
-    """What a function captures as a value: zeros where only a step knows it."""
+    """Return a captured tensor as a value, zeros if only a running step knows it."""
     value = outermost(tensor)
     if not tf.is_symbolic_tensor(value):
         return value

@@ -1,19 +1,19 @@
-"""Small modules that all rooms above share: context, batch weights, files.
+"""Small modules that all other packages share: context, batch weights, files.
 
 Reading order:
-    context: tfdp strategies of models, optimizers and scopes
+    context: the tfdp strategy of a model, optimizer, scope or replica
     loops: the loop of Keras that is running
-    feature: what can be added to training, and when it is called
-    step_context: what one replica's step knows, in its thread; hooks of callbacks
+    feature: base class of features of training, and its hooks
+    step_context: state of one replica's step, by thread; active hooks of callbacks
     batch_weight: weight of a replica's rows in the sums over a global batch
-    program_trace: the program of one device that is traced
+    program_trace: trace of a step as the program of one device
     param_groups: variables by optimizer, and properties of Keras's optimizers
-    wrappers: optimizers that were wrapped, and those beside a model's own
-    xla, deferred_updates: what XLA compiles of a step, and what waits for its end
-    stand_in_seed: seeds of those who give none
-    finalizers: finalizers that run on a thread of their own
-    intervals: intervals of a median
-    process_identity: whether a process of this machine runs
-    temporary: temporary files, and those that killed processes have left
-    files: files that appear whole, and folders that only their owner can read
+    wrappers: wrappers of optimizers, and a model's additional optimizers
+    xla, deferred_updates: compilation of a step, and updates that run after it
+    stand_in_seed: global seed for users who set none
+    finalizers: finalizers that run on a separate thread
+    intervals: confidence intervals of a median
+    process_identity: identity of a process, to see whether it still runs
+    temporary: temporary files, and removal of those of killed processes
+    files: atomic writes, bounded reads and private folders
 """

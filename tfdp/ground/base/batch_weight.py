@@ -1,7 +1,7 @@
 """Weight of a replica's rows in the sums over a global batch, while its step runs.
 
-Inside Keras's loops gradients are parts of a sum over replicas. Who compares replicas,
-or averages what they have learned alone, counts each by its rows.
+Inside Keras's loops each replica's gradients are addends of a sum over replicas. Code
+that compares replicas, or averages local models, weights each replica by its rows.
 `tfdp.training.data.batch_weights` computes the weights.
 """
 
@@ -20,10 +20,10 @@ class BatchWeight:
     """Weight of one replica in the sums over a global batch.
 
     Args:
-        weight: Scalar float64 tensor, the fraction of all samples that it has. In
-            float32 a third, say, would limit the precision of a float64 model.
-        num_samples: Scalar float32 tensor, the samples of all replicas, or `None`
-            where that is unknown.
+        weight: Scalar float64 tensor, the replica's fraction of all samples. A float32
+            fraction such as 1/3 would limit the precision of a float64 model.
+        num_samples: Scalar float32 tensor, the number of samples of all replicas, or
+            `None` if it is unknown.
     """
 
     weight: tf.Tensor
@@ -31,21 +31,24 @@ class BatchWeight:
 
 
 def use(value: BatchWeight | None) -> contextlib.AbstractContextManager[None]:
-    """Set the weight of the replica that runs in this thread."""
+    """Set the weight of this thread's replica inside a context."""
     return step_context.using(batch_weight=value)
 
 
 def current() -> tf.Tensor | None:
-    """Return the weight of the replica that runs in this thread, float64, or `None`."""
-    found = _active()
+    """Return the weight of this thread's replica, float64, or `None`.
+
+    It is `None` while a program of one device is traced, which has no replicas.
+    """
+    active = _active()
     is_traced = program_trace.current() is not None
-    return None if found is None or is_traced else found.weight
+    return None if active is None or is_traced else active.weight
 
 
 def num_samples() -> tf.Tensor | None:
-    """Return the samples of all replicas in this step, or `None` where unknown."""
-    found = _active()
-    return None if found is None else found.num_samples
+    """Return the number of samples of all replicas in this step, or `None`."""
+    active = _active()
+    return None if active is None else active.num_samples
 
 
 def _active() -> BatchWeight | None:
@@ -53,5 +56,5 @@ def _active() -> BatchWeight | None:
 
 
 def is_part_of_sum() -> bool:
-    """Return whether gradients of this thread's step are parts of a sum."""
+    """Return whether this step's gradients are addends of a sum over replicas."""
     return _active() is not None

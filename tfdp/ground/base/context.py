@@ -1,4 +1,4 @@
-"""tfdp strategies: of models, of optimizers, of the scope and the replica in force."""
+"""The tfdp strategy of a model, an optimizer, the current scope or replica."""
 
 from __future__ import annotations
 

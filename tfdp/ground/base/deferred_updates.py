@@ -1,8 +1,8 @@
-"""Updates that wait until the part of a step that XLA compiles is done.
+"""Deferred updates: updates that run after the part of a step that XLA compiles.
 
-A step of Keras's gives its gradients to the optimizer in the middle. Collectives cannot
-be compiled with the rest, so `apply` only notes what it was given while that part is
-traced, and is called again after it.
+A step of Keras passes its gradients to the optimizer before the step ends. XLA cannot
+compile the collectives of the update. So `apply` only records its arguments while the
+compiled part is traced, and is called again after that part.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class CannotDeferError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """An update that waits.
+    """A deferred update.
 
     Args:
         optimizer: Keras optimizer.
         gradients: List of tensors, `tf.IndexedSlices` and `None`.
         variables: List of Keras variables, or `None` for those of the optimizer.
-        num_operations: Int, operations of the graph before it.
+        num_operations: Int, the number of operations of the graph before the update.
     """
 
     optimizer: Any
@@ -40,16 +40,17 @@ class Update:
 
 @contextlib.contextmanager
 def deferring() -> Iterator[list[Update]]:
-    """Defer the updates of this thread; yields the list of them."""
+    """Defer the updates of this thread inside, and yield the list of them."""
     updates: list[Update] = []
     with step_context.using(deferred=(updates, tf.compat.v1.get_default_graph())):
         yield updates
 
 
 def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
-    """Defer an update if they are deferred in this thread, or a program is traced.
+    """Defer an update if this thread defers updates or traces a program.
 
-    In a program each replica makes it, at this place of the step.
+    While a program is traced, the update becomes an effect of the program: each replica
+    makes it at this position.
 
     Args:
         optimizer: Keras optimizer.
@@ -57,19 +58,19 @@ def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
         variables: Sequence of Keras variables, or `None`.
 
     Returns:
-        Bool, whether it is deferred.
+        Bool, whether the update is deferred.
 
     Raises:
-        CannotDeferError: If it is made in a branch or a loop.
+        CannotDeferError: If the update is made in a branch or a loop.
     """
     variables = None if variables is None else list(variables)
-    trace, found = program_trace.current(), step_context.current().deferred
+    trace, deferred = program_trace.current(), step_context.current().deferred
     if trace is not None:
         trace.add(list(gradients), lambda own: optimizer.apply(own, variables), "parts")
         return True
-    if found is None:
+    if deferred is None:
         return False
-    updates, graph = found
+    updates, graph = deferred
     if tf.compat.v1.get_default_graph() is not graph:
         raise CannotDeferError("an update is made in a branch, a loop or a function")
     num_operations = len(graph.get_operations())

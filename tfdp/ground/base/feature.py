@@ -1,7 +1,7 @@
-"""`Feature`: what can be added to training, and the hooks at which the core calls it.
+"""`Feature`: base class of features of training, with the hooks that the core calls.
 
-The core imports no feature. Each registers itself when it is imported, and
-`tfdp.features.built_in`, which is imported when hooks are called, names those of tfdp.
+The core imports no feature. Each feature registers itself when it is imported. The core
+imports `tfdp.features.built_in`, which imports those of tfdp, when it calls hooks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclasses.dataclass
 class Fit:
-    """A call of `fit` before Keras has it.
+    """A call of `fit`, before Keras runs it.
 
     Args:
         strategy: The tfdp strategy of the model, or `None`.
@@ -28,11 +28,12 @@ class Fit:
 
 
 class Feature:
-    """What can be added to training. Each hook does nothing where it is not overridden.
+    """Base class of features of training. By default each hook does nothing.
 
-    Hooks are called for every model; a feature returns at once for one that it is not
-    a part of. Those that communicate are called on all workers, in the same order. A
-    model of no tfdp strategy has no step of tfdp's, and `after_fit` is not called.
+    Hooks are called for every model; a feature returns immediately for a model that
+    does not use it. Hooks that communicate are called on all workers, in the same
+    order. For a model without a tfdp strategy, hooks of steps and `after_fit` are not
+    called.
 
     Example:
 
@@ -47,58 +48,58 @@ class Feature:
     """
 
     def on_strategy(self, rank: int) -> None:
-        """Learn the rank of this worker, as soon as a strategy knows it."""
+        """Handle the rank of this worker, as soon as a strategy knows it."""
 
     def before_meeting(self, model: Any) -> None:
-        """Prepare for something in which all workers of a model take part."""
+        """Prepare for a synchronization of all workers of a model."""
 
     def before_loop(self, model: Any) -> None:
-        """Prepare for a loop of Keras's, before the workers agree on it."""
+        """Prepare for a loop of Keras, before the workers agree on it."""
 
     def equalize_replicas(self, model: Any) -> None:
-        """Give all replicas of a model one state, before it is evaluated or saved."""
+        """Give all replicas of a model the same state, before evaluation or saving."""
 
     def choose_callbacks(self, fit: Fit) -> None:
         """Change the callbacks in the arguments of `fit`.
 
         Raises:
-            ValueError: If they do not fit together.
+            ValueError: If some callbacks cannot be combined.
         """
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:
-        """Return what is called in place of a model's `train_function`."""
+        """Return the function to call in place of a model's `train_function`."""
         return step
 
     def batches_between_meetings(self, model: Any) -> int | None:
-        """Return after how many batches of `fit` the workers meet at the latest.
+        """Return the most batches of `fit` between two synchronizations of workers.
 
         Returns:
-            Int, or `None` if they do not within an epoch.
+            Int, or `None` if workers do not synchronize within an epoch.
         """
         return 1
 
     def after_fit(self, fit: Fit) -> None:
-        """Release what a `fit` has had, also where its training has failed."""
+        """Release the resources of a `fit`, even if its training has failed."""
 
 
 _registered: list[Feature] = []
 
 
 def register(feature: Feature) -> Feature:
-    """Have the core call the hooks of a feature, after those registered before.
+    """Have the core call the hooks of a feature, after those of earlier features.
 
     Args:
         feature: `Feature`.
 
     Returns:
-        The same.
+        The feature.
     """
     _registered.append(feature)
     return feature
 
 
 def unregister(feature: Feature) -> None:
-    """End what `register` began.
+    """Stop the calls that `register` has started.
 
     Args:
         feature: `Feature`.
@@ -113,7 +114,7 @@ def registered() -> tuple[Feature, ...]:
 
 
 def equalize_replicas(model: Any) -> None:
-    """Give all replicas of a model one state, on all workers.
+    """Give all replicas of a model the same state, on all workers.
 
     Args:
         model: Keras model.
@@ -123,14 +124,15 @@ def equalize_replicas(model: Any) -> None:
 
 
 def batches_between_meetings(model: Any) -> int | None:
-    """Return after how many batches the workers of a model in `fit` meet at the latest.
+    """Return the most batches of a model's `fit` between synchronizations of workers.
 
     Args:
         model: Keras model.
 
     Returns:
-        Int, 1 without features; or `None` if they do not within an epoch.
+        Int, 1 without features; or `None` if workers do not synchronize within an
+        epoch.
     """
-    found = [feature.batches_between_meetings(model) for feature in registered()]
-    given = [every for every in found if every is not None]
-    return max(given, default=1) if len(given) == len(found) else None
+    intervals = [feature.batches_between_meetings(model) for feature in registered()]
+    known = [every for every in intervals if every is not None]
+    return max(known, default=1) if len(known) == len(intervals) else None

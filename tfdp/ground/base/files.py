@@ -14,17 +14,18 @@ from typing import BinaryIO
 from tfdp.ground.base.temporary import remove_left_over, temporary_name
 from tfdp.ground.text import pluralize
 
-# No link is followed, no pipe waited for, and no terminal taken over. Not all systems
-# have each of them.
+# Flags of `os.open` for reading: links are not followed, pipes do not block, and a
+# terminal does not become the controlling one. Flags that a system lacks are left out.
 _READ_FLAGS = os.O_RDONLY
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"):
     _READ_FLAGS |= getattr(os, _flag, 0)
-# Of a file's name; each may be several bytes in UTF-8.
-_MOST_LETTERS = 200
+# Characters of a temporary file's name, at most. File systems allow 255 bytes, and a
+# character may take several bytes in UTF-8.
+_MAX_NAME_CHARACTERS = 200
 
 
 class NotRegularFile(ValueError):
-    """Something other than a regular file: a link, a folder, a pipe, a device."""
+    """A path is not a regular file, but a link, a folder, a pipe or a device."""
 
 
 @contextlib.contextmanager
@@ -34,18 +35,18 @@ def replaced(
     *,
     replaces_folder: bool = True,
 ) -> Iterator[str]:
-    """Replace a file or folder, in one move, by what the block writes.
+    """Replace a file or folder atomically by the one that the block writes.
 
-    Whoever reads meanwhile finds the old contents or the new ones. If the block
-    fails, the old ones stay and what it has written is removed. What is left where a
-    process is killed is removed by the next one that writes into the folder.
+    Concurrent readers see the old contents or the new ones. If the block fails, the old
+    contents stay and the temporary file is removed. If the process is killed, the next
+    process that writes into the folder removes the temporary file.
 
     Args:
         path: String or path-like, the target.
         temporary: String, the path to write to, on the same disk. Defaults to
             `None`: beside the target, with the same ending.
-        replaces_folder: Bool, whether a folder that is there goes; if not, the new one
-            does. Defaults to `True`.
+        replaces_folder: Bool, whether an existing folder is replaced; otherwise the new
+            folder is discarded. Defaults to `True`.
 
     Yields:
         String, the path to write to.
@@ -61,9 +62,9 @@ def replaced(
     target = os.fspath(path)
     if temporary is None:
         remove_left_over(os.path.dirname(target) or ".")
-        temporary = _beside(target)
+        temporary = _temporary_path_beside(target)
     elif os.path.lexists(temporary):
-        _remove(temporary)  # left by a process that was killed, or a link elsewhere
+        _remove(temporary)  # left by a killed process, or a link to another place
     try:
         yield temporary
         if os.path.isdir(temporary):
@@ -75,19 +76,20 @@ def replaced(
         raise
 
 
-def _beside(target: str) -> str:
+def _temporary_path_beside(target: str) -> str:
+    """Return a temporary path in the folder of a target, with the same ending."""
     folder, name = os.path.split(target)
-    own = f".{temporary_name('file')}."
-    return os.path.join(folder, own + name[len(own) - _MOST_LETTERS :])
+    prefix = f".{temporary_name('file')}."
+    return os.path.join(folder, prefix + name[len(prefix) - _MAX_NAME_CHARACTERS :])
 
 
 def _replace_folder(temporary: str, target: str, replaces_folder: bool) -> None:
-    """A folder cannot replace another one, which goes first."""
+    """Rename a folder; an existing target is removed first, as `rename` requires."""
     if replaces_folder and os.path.exists(target):
         shutil.rmtree(target, ignore_errors=True)
     try:
         os.rename(temporary, target)
-    except OSError:  # another process was first
+    except OSError:  # another process has created the target
         _remove(temporary)
 
 
@@ -100,10 +102,10 @@ def _remove(path: str) -> None:
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a new file, all the way to the disk; no link is followed.
+    """Write a new file and sync it to the disk; links are not followed.
 
     Raises:
-        FileExistsError: If there is anything of that name.
+        FileExistsError: If the path exists.
     """
     with open(path, "x", encoding="utf-8") as file:
         file.write(text)
@@ -115,13 +117,13 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises:
-        NotRegularFile: If it is anything else; nothing is read of it.
-        OSError: If it cannot be opened.
+        NotRegularFile: If the path is not a regular file; nothing is read.
+        OSError: If the file cannot be opened.
     """
     try:
         number = os.open(path, _READ_FLAGS)
     except OSError as error:
-        # What the system says of a link and of a socket.
+        # The error codes of `open` for a link, and for a socket.
         if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
             raise
         raise NotRegularFile("it is no regular file") from error
@@ -136,14 +138,14 @@ def read_text(path: str | os.PathLike, most_bytes: int) -> str:
 
     Args:
         path: String or path-like.
-        most_bytes: Int, how large it may be.
+        most_bytes: Int, the largest size that is read.
 
     Returns:
         String.
 
     Raises:
-        ValueError: If it is larger, no regular file, or no text.
-        OSError: If it cannot be read.
+        ValueError: If the file is larger, not regular, or not text.
+        OSError: If the file cannot be read.
 
     Example:
 
@@ -154,7 +156,7 @@ def read_text(path: str | os.PathLike, most_bytes: int) -> str:
     """
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
-        # It may grow while it is read.
+        # The file may grow while it is read, so the read is limited too.
         content = b"" if num_bytes > most_bytes else file.read(most_bytes + 1)
     if max(num_bytes, len(content)) > most_bytes:
         raise ValueError(f"it has more than {pluralize(most_bytes, 'byte')}")
@@ -162,26 +164,29 @@ def read_text(path: str | os.PathLike, most_bytes: int) -> str:
 
 
 def sync_folder(path: str | os.PathLike) -> None:
-    """Take the names of a folder's files to the disk."""
+    """Sync a folder's entries to the disk."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # no such thing here
+        if error.errno not in (
+            errno.EINVAL,
+            errno.ENOTSUP,
+        ):  # the file system cannot sync folders
             raise
     finally:
         os.close(number)
 
 
 def make_private_folder(path: str | os.PathLike, *, exist_ok: bool = True) -> None:
-    """Make a folder that only its owner can read; one that is there stays as it is.
+    """Create a folder that only its owner can read; an existing one stays unchanged.
 
     Args:
-        path: String or path-like. Folders above it are made where they are missing.
-        exist_ok: Bool, whether it may be there. Defaults to `True`.
+        path: String or path-like. Missing parent folders are created.
+        exist_ok: Bool, whether the folder may exist. Defaults to `True`.
 
     Raises:
-        OSError: If it cannot be made.
+        OSError: If the folder cannot be created.
 
     Example:
 
@@ -194,14 +199,14 @@ def make_private_folder(path: str | os.PathLike, *, exist_ok: bool = True) -> No
 
 
 def problem_of_folder(folder: str | os.PathLike, argument: str) -> str:
-    """Make a folder and try to write into it.
+    """Create a folder and try to write into it.
 
     Args:
         folder: String or path-like.
-        argument: String, the name of the argument that it came from.
+        argument: String, the name of the argument that the folder came from.
 
     Returns:
-        String, one sentence, or `""` if it can be written.
+        String, a message, or `""` if the folder can be written.
     """
     try:
         make_private_folder(folder)

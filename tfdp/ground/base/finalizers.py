@@ -1,7 +1,7 @@
-"""Finalizers that run on a thread of their own.
+"""Finalizers that run on a separate thread.
 
-Python deletes an object in whatever thread drops its last reference or happens to
-collect garbage: one that traces a step, or that holds a lock which the finalizer needs.
+Python runs a finalizer in the thread that drops the last reference or collects garbage.
+That thread may be tracing a step, or hold a lock that the finalizer needs.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Any
 
 from tfdp.ground import forks
 
-# At the end of a process: TensorFlow may take a minute to delete an iterator.
+# Seconds that the exit of the process waits for pending finalizers, at most: TensorFlow
+# may take a minute to delete an iterator.
 _LONGEST_SECONDS = 90.0
 
 
 class FinalizerThread:
     """Thread that runs finalizers one after another.
 
-    It starts with the first object that is registered, and at the end of the process
-    what has been handed to it is run first.
+    The thread starts when the first object is registered. The exit of the process waits
+    for pending finalizers.
 
     Args:
-        name: String, of the thread.
+        name: String, the name of the thread.
 
     Example:
 
@@ -44,7 +45,7 @@ class FinalizerThread:
         self._name = name
         self._thread: threading.Thread | None
         self._reset()
-        # The threads of a parent do not exist in a process that it forks.
+        # A forked process does not have the threads of its parent.
         forks.in_forks(self._reset)
 
     def register(
@@ -53,13 +54,13 @@ class FinalizerThread:
         """Call a function on the thread once an object is deleted.
 
         Args:
-            owned_by: Object.
+            owned_by: Object whose deletion triggers the call.
             function: Callable, which does not refer to `owned_by`.
-            *args: Its arguments.
-            **kwargs: Its keyword arguments.
+            *args: Arguments of the function.
+            **kwargs: Keyword arguments of the function.
 
         Returns:
-            `weakref.finalize`, whose `detach` ends it.
+            `weakref.finalize`; its `detach` cancels the call.
         """
         with self._lock:
             if self._thread is None:
@@ -72,27 +73,29 @@ class FinalizerThread:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        # Its `put` may interrupt another one of the same thread, as garbage does.
+        # Garbage collection may call `put` during another `put` of the same thread.
+        # `SimpleQueue` allows that.
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = None
 
     def _finish(self, thread: threading.Thread) -> None:
-        # False in a process that was forked after the thread had started.
+        # In a process that was forked after the start, the thread is another one.
         if thread is self._thread:
             self._calls.put(None)
             thread.join(_LONGEST_SECONDS)
 
 
 def _run(calls: queue.SimpleQueue) -> None:
+    """Run queued calls until the queue yields `None`."""
     while (call := calls.get()) is not None:
         function, args, kwargs = call
         try:
             function(*args, **kwargs)
         except Exception:  # noqa: BLE001 the other finalizers have to run
             sys.excepthook(*sys.exc_info())
-        # What the call refers to is deleted here, not when the next one comes.
+        # Without this, the arguments would stay alive until the next call.
         del call, function, args, kwargs
 
 
-# Of what closes connections and ends threads, without waiting for them.
+# The finalizers that close connections and stop threads, without joining them.
 finalizers = FinalizerThread("tfdp-finalizers")

@@ -1,4 +1,4 @@
-"""Intervals of a median that assume nothing of how the values are distributed."""
+"""Confidence intervals of a median, for any distribution of the values."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ CONFIDENCE = 0.95
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Order statistics that hold the median with 95 % probability.
+    """Return the order statistics that enclose the median with 95 % probability.
 
-    The number of values below the median is binomial, whatever they are
-    distributed like.
+    The number of values below the median has a binomial distribution, whatever the
+    distribution of the values is.
 
     Args:
-        values: Sequence of floats, of at least one value; of fewer than six the least
-            and the largest hold it with a lower probability.
+        values: Sequence of floats, with at least one value. With fewer than six values,
+            the interval has a lower probability.
 
     Returns:
-        Tuple of two of the values.
+        Tuple of two of the values, the ends of the interval.
 
     Example: with nine values, one on each side may be far off.
 

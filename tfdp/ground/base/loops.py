@@ -16,18 +16,18 @@ class Loop:
 
     Args:
         model: The Keras model.
-        name: String, the method of Keras's: `"fit"`, `"train_on_batch"` and others.
-        whole_batches: Bool, whether the loop is given global batches, as
-            `train_on_batch` is, and not batches that are divided already.
-        awaits_training_data: Bool, whether the next data that it reads is for
-            training: a `fit` reads that first, and may validate later.
+        name: String, the method of Keras: `"fit"`, `"train_on_batch"` and others.
+        whole_batches: Bool, whether the loop receives global batches, as
+            `train_on_batch` does, instead of batches that are divided already.
+        awaits_training_data: Bool, whether the next data that the loop reads is for
+            training: `fit` reads training data first and may validate later.
         batch_weights: List of scalar tensors, weights of the local replicas in the
             running step, or `None` with one replica.
-        label_record: `tfdp.training.data.batch_labels.LabelRecord` of the training
-            data, or `None` of data that is no Python code of the user.
+        label_record: `tfdp.training.data.batch_labels.LabelRecord` of training data
+            from the user's Python code, or `None` for other data.
         program_logs: `LogTail` of the step that is traced, or `None`.
-        batch_rows: Int, rows of a global batch of the loop, but of a last one that may
-            have fewer; or `None` where they are not known.
+        batch_rows: Int, rows of a global batch, except for a smaller last one; or
+            `None` if unknown.
     """
 
     model: Any
@@ -41,12 +41,12 @@ class Loop:
 
     @property
     def trains(self) -> bool:
-        """Whether its steps train the model."""
+        """Bool, whether the loop trains the model."""
         return self.name in _TRAINING
 
     @property
     def steps_alone(self) -> bool:
-        """Whether it trains replicas that meet only now and then."""
+        """Bool, whether the loop trains with local steps, without gradient exchange."""
         return self.trains and steps_alone(self.model)
 
 
@@ -59,33 +59,33 @@ def current() -> Loop | None:
 
 
 def awaiting_training_data() -> Loop | None:
-    """Return the loop that is about to be given its training data, or `None`."""
+    """Return the loop whose next data is its training data, or `None`."""
     loop = current()
     return loop if loop is not None and loop.awaits_training_data else None
 
 
 def steps_alone(model: Any) -> bool:
-    """Return whether the replicas of a model train alone for some steps."""
+    """Return whether the replicas of a model train with local steps."""
     features = getattr(getattr(model, "optimizer", None), "features", None)
     return features is not None and features.uses_local_steps
 
 
-def in_steps_alone() -> bool:
-    """Return whether the innermost loop trains replicas that meet now and then."""
+def loop_uses_local_steps() -> bool:
+    """Return whether the innermost loop trains with local steps."""
     loop = current()
     return loop is not None and loop.steps_alone
 
 
 def check_steps_alone(optimizer: Any) -> None:
-    """Raise where replicas step alone, and not by this optimizer.
+    """Raise if an optimizer updates in a loop with local steps of another optimizer.
 
     Args:
         optimizer: The Keras optimizer of an update.
 
     Raises:
-        ValueError: If the model was compiled with another one.
+        ValueError: If the model was compiled with another optimizer.
     """
-    if in_steps_alone() and _loops[-1].model.optimizer is not optimizer:
+    if loop_uses_local_steps() and _loops[-1].model.optimizer is not optimizer:
         raise ValueError(
             "Replicas that step alone have one optimizer, the one that the model was "
             "compiled with. Leave out `LocalSGD` or `DiLoCo` for a model with several. "
@@ -93,14 +93,17 @@ def check_steps_alone(optimizer: Any) -> None:
         )
 
 
-def data_is_read() -> None:
-    """Record that a loop has been given data; a `fit` gets its training data first."""
+def record_data_read() -> None:
+    """Record that the innermost loop has received its first data."""
     for loop in _loops[-1:]:
         loop.awaits_training_data = False
 
 
 def note_batch_rows(rows: int | None) -> None:
-    """Note the rows of a global batch; a `fit` gets its training data first."""
+    """Record the rows of a loop's global batch; only its first call has an effect.
+
+    `fit` reads training data first, so validation batches do not count.
+    """
     for loop in _loops[-1:]:
         loop.batch_rows = loop.batch_rows or rows
 
@@ -112,12 +115,13 @@ def is_nested() -> bool:
 
 @contextlib.contextmanager
 def looping(model: Any, name: str, *, whole_batches: bool = False) -> Iterator[None]:
-    """Record that a loop runs inside.
+    """Record that a loop of Keras runs inside.
 
     Args:
         model: The Keras model.
-        name: String, see `Loop`.
-        whole_batches: Bool, see `Loop`. Defaults to `False`.
+        name: String, the method of Keras, such as `"fit"`.
+        whole_batches: Bool, whether the loop receives global batches. Defaults to
+            `False`.
     """
     _loops.append(Loop(model, name, whole_batches, awaits_training_data=name == "fit"))
     try:

@@ -12,9 +12,9 @@ import tensorflow as tf
 from tfdp.ground import _compat
 from tfdp.ground.plans.buckets import Entry
 
-# Element-wise optimizers: each element of a variable is updated from that of the
-# gradient alone. Any other class, a user's own and a subclass too, is taken to need
-# whole tensors.
+# Elementwise optimizers, which update each element of a variable from the same element
+# of the gradient alone. Any other class, including subclasses of these, may need whole
+# tensors.
 _ELEMENTWISE = frozenset(
     getattr(keras.optimizers, name)
     for name in (
@@ -40,7 +40,7 @@ class ParamGroup:
     """Variables of a step that one optimizer updates.
 
     Args:
-        optimizer: Keras optimizer that is no wrapper.
+        optimizer: Keras optimizer without inner optimizers.
         indices: Tuple of ints, positions among the variables of the step.
     """
 
@@ -80,7 +80,7 @@ def path_of(variable: Any) -> str:
 
 
 def entry_of(variable: Any) -> Entry:
-    """A Keras variable, or a `tf.Variable`, as planners see it."""
+    """Return the `Entry` of a Keras variable or `tf.Variable`, for plans."""
     dtype = tf.as_dtype(variable.dtype)
     return Entry(path_of(variable), tuple(variable.shape), dtype.name, dtype.size)
 
@@ -92,19 +92,19 @@ def is_multi(optimizer: Any) -> bool:
 
 
 def innermost(optimizer: Any) -> list:
-    """Return the optimizers that update variables: itself, or a multi-optimizer's."""
+    """Return the inner optimizers of a `MultiOptimizer`, or the optimizer itself."""
     return list(optimizer.optimizers) if is_multi(optimizer) else [optimizer]
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Return whether an optimizer is known to be element-wise."""
+    """Return whether an optimizer is known to be elementwise."""
     return type(optimizer) in _ELEMENTWISE
 
 
 def gains_from_groups(optimizer: Any) -> bool:
-    """Return whether an update has so many kernels that grouping variables pays.
+    """Return whether an update of grouped variables saves enough kernels to pay.
 
-    Plain `SGD` has a single one for each variable.
+    Plain `SGD` has a single kernel for each variable, so it gains nothing.
     """
     is_plain = type(optimizer) is keras.optimizers.SGD and not optimizer.momentum
     return is_elementwise(optimizer) and not is_plain
@@ -116,10 +116,9 @@ def clips(optimizer: Any) -> bool:
 
 
 def is_linear(optimizer: Any) -> bool:
-    """Return whether equal rows of a sparse gradient may be added up beforehand.
+    """Return whether rows of a sparse gradient with one index may be summed first.
 
-    Keras clips rows one by one, so that a sum of rows would be clipped
-    differently.
+    Keras clips rows one by one, so a sum of rows would be clipped differently.
     """
     return type(optimizer) is keras.optimizers.SGD and not clips(optimizer)
 
@@ -127,8 +126,8 @@ def is_linear(optimizer: Any) -> bool:
 def rate_is_in_slots(optimizer: Any) -> bool:
     """Return whether the momentum of an optimizer contains the learning rate.
 
-    Keras's `SGD` and tfdp's `LARS` add the rate times the gradient to it, so that
-    it has to be rescaled when the rate changes.
+    Keras's `SGD` and tfdp's `LARS` add the rate times the gradient to the momentum, so
+    the momentum must be rescaled when the rate changes.
     """
     kind = type(optimizer)
     has_rate = kind is keras.optimizers.SGD or getattr(kind, "rate_in_slots", False)

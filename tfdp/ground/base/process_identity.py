@@ -1,4 +1,4 @@
-"""Identity of a process, by which others of its machine see whether it runs."""
+"""Identity of a process, by which other processes see whether it still runs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import dataclasses
 import os
 import pathlib
 
+# The states of a process that has ended, in Linux's letters.
 ENDED = frozenset("ZXx")
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessIdentity:
-    """A process among all those of a machine since its boot.
+    """Identity of a process, unique among all processes of a machine since its boot.
 
-    A port can outlive the process that opened it: a forked process may hold it.
+    An open port is no proof of a running process: a forked process may hold it.
 
     Args:
-        machine: String, the boot of the kernel, the namespace of process ids and the
-            user, or `""` where the system does not tell.
-        pid: Int.
-        started: String, ticks from the boot to the start: ids are given again.
+        machine: String with the boot of the kernel, the namespace of process ids and
+            the user, or `""` if the system does not provide them.
+        pid: Int, the process id.
+        started: String, ticks from the boot to the start of the process, because
+            process ids are reused.
     """
 
     machine: str
@@ -33,10 +35,10 @@ class ProcessIdentity:
         return cls(machine(), os.getpid(), started)
 
     def has_ended(self) -> bool:
-        """Return whether it is known that the process does not run any more.
+        """Return whether the process is known to have ended.
 
         Returns:
-            Bool; `False` on another machine, from which nothing is known.
+            Bool; `False` if the process belongs to another machine.
         """
         if not self.machine or self.machine != machine():
             return False
@@ -45,21 +47,21 @@ class ProcessIdentity:
 
 
 def machine() -> str:
-    """Return the boot of the kernel, the process ids and the user, or `""`."""
+    """Return the boot id, the namespace of process ids and the user, or `""`."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
-        # Those of another user may be hidden.
+        # Processes of another user may be hidden, so the user is part of the identity.
         return f"{boot.strip()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
     except OSError:
         return ""
 
 
 def state_and_start(pid: int) -> tuple[str, str]:
-    """Read a process's state and start; `"X"` and `""` if there is none."""
+    """Read a process's state and start; `"X"` and `""` if it does not exist."""
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError):
         return "X", ""
-    # The name of the program, in parentheses, may have spaces.
+    # The second field is the program's name in parentheses, which may have spaces.
     fields = text.rpartition(")")[2].split()
     return fields[0], fields[19]

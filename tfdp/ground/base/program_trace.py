@@ -1,7 +1,7 @@
-"""The program of one device that this thread traces, as the rooms above see it.
+"""Trace of a step as the program of one device, by thread.
 
-While a step is traced as one device's, code that is called from it leaves out what it
-does for several replicas, and notes what cannot be traced: an update, say.
+While a step is traced as one device's program, code that it calls leaves out its work
+for several replicas, and records effects that cannot be traced, such as updates.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tfdp.ground.base import step_context
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """What happens between two operations of a program, on each replica.
+    """Action between two operations of a program, which each replica runs.
 
     Args:
-        position: Int, number of operations of the graph before it.
-        tensors: Sequence of tensors of the program that it needs.
-        kind: String: `"parts"`, gradients, whose parts it gets; `"whole"`; or
-            `"as held"`.
-        run: Callable of these tensors as a replica has them.
+        position: Int, number of operations of the graph before the effect.
+        tensors: Sequence of the program's tensors that the effect needs.
+        kind: String, the form of the tensors on a replica: `"parts"`, the addends of
+            gradients; `"whole"`; or `"as held"`.
+        run: Callable that takes the tensors of a replica.
     """
 
     position: int
@@ -34,27 +34,28 @@ class Effect:
     run: Callable[[list], None]
 
     def symbolic_tensors(self) -> list[Any]:
-        """Return the tensors that it needs, of composite ones each component."""
+        """Return the symbolic tensors that the effect needs, with all components."""
         flat = tf.nest.flatten(list(self.tensors), expand_composites=True)
         return [tensor for tensor in flat if tf.is_symbolic_tensor(tensor)]
 
 
 class ProgramTrace:
-    """A program of one device that is traced.
+    """Trace of a step as the program of one device.
 
     Args:
-        graph: The graph that it is traced in.
+        graph: The graph that the program is traced in.
     """
 
-    # Whether it is a step that runs eagerly, and nothing is traced.
+    # Whether the step runs eagerly, so that nothing is traced.
     is_eager = False
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
         self.effects: dict[Any, list[Effect]] = {}
-        # Reads that each replica makes by itself, by the `id` of their placeholder.
+        # Functions by which each replica reads its own value, by the `id` of the
+        # placeholder for it.
         self.reads: dict[int, Callable[[], tf.Tensor]] = {}
-        # What gradients are taken of.
+        # The tensors that gradients are taken of.
         self.losses: list[Any] = []
         self._sources: dict[int, Any] = {}
         self._templates: dict[Any, Any] = {}
@@ -62,7 +63,7 @@ class ProgramTrace:
     def add(
         self, tensors: Sequence[Any], run: Callable[[list], None], kind: str = "whole"
     ) -> None:
-        """Note what each replica does at this place of the program."""
+        """Record an effect at this position of the program."""
         graph = tf.compat.v1.get_default_graph()
         if graph is not self.graph:
             # TensorFlow drops a branch that returns nothing and has no side effect.
@@ -78,23 +79,23 @@ class ProgramTrace:
     def read(
         self, shape: Any, dtype: tf.DType, read: Callable[[], tf.Tensor]
     ) -> tf.Tensor:
-        """Return a stand-in for what each replica reads by itself, the same on all."""
+        """Return a placeholder for a value that each replica reads, equal on all."""
         with self.graph.as_default():
             tensor = tf.compat.v1.placeholder(dtype, shape)
         self.reads[id(tensor)] = read
         return tensor
 
     def note_assigned(self, variable: Any) -> None:
-        """Note that the step has assigned a variable that all replicas have."""
+        """Record that the step has assigned a mirrored variable."""
 
     def template_of(self, op: Any, make: Callable[[Any], Any]) -> Any:
-        """Return what is kept of an operation for all replicas."""
+        """Return the cached template of an operation, created on first use."""
         if op not in self._templates:
             self._templates[op] = make(op)
         return self._templates[op]
 
     def source(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made for a key before, or make it."""
+        """Return the cached source for a key, created on first use."""
         if id(key) not in self._sources:
             with self.graph.as_default(), tf.control_dependencies(None):
                 self._sources[id(key)] = make()
@@ -108,10 +109,10 @@ def current() -> ProgramTrace | None:
 
 def traced() -> ProgramTrace | None:
     """Return the program that this thread traces into a graph, or `None`."""
-    found = current()
-    return None if found is None or found.is_eager else found
+    trace = current()
+    return None if trace is None or trace.is_eager else trace
 
 
 def tracing(trace: ProgramTrace | None) -> contextlib.AbstractContextManager[None]:
-    """Trace a program inside, or none."""
+    """Return a context in which this thread traces a program, or none."""
     return step_context.using(trace=trace)

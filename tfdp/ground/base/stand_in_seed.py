@@ -1,25 +1,25 @@
-"""A global seed of TensorFlow that stands in for one that the user has not set.
+"""Stand-in seed: a global seed of TensorFlow if the user has set none.
 
-With a global seed TensorFlow takes both it and an operation's own, so that operations
-with a seed would draw other numbers than where the user has set no global one.
-`tfdp.training.keras_hooks.runtime_hooks.seeds_of_operation` leaves them theirs.
+TensorFlow combines a global seed with an operation's seed. So a stand-in seed would
+change the numbers of operations with a seed of their own.
+`tfdp.training.keras_hooks.runtime_hooks.seeds_of_operation` keeps theirs.
 """
 
 from __future__ import annotations
 
 import tensorflow as tf
 
-# The seed of this process, if any.
+# The last stand-in seed of this process, or empty.
 _stand_in: list[int] = []
 
 
 def seed() -> int | None:
-    """The seed of `set_seed` that was set last, or `None`."""
+    """Return the last seed of `set_seed`, or `None`."""
     return _stand_in[-1] if _stand_in else None
 
 
 def set_seed(value: int) -> None:
-    """Set a global seed that changes only what has no seed of its own.
+    """Set a global seed for operations without a seed of their own.
 
     Args:
         value: Int, the seed.

@@ -1,7 +1,7 @@
-"""`StepContext`: what one replica's step knows, in the thread that traces or runs it.
+"""`StepContext`: the state of one replica's step, by the thread that runs or traces it.
 
-Keras's hooks call us without it, so it is found by thread: `current` is the one way.
-`ActiveHooks` are those that callbacks activate while steps are traced.
+Hooks of Keras have no argument for it, so `current` looks it up by thread.
+`ActiveHooks` are the hooks that callbacks activate while steps are traced.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True)
 class StepContext:
-    """What one replica's step knows.
+    """State of one replica's step.
 
     Args:
-        trace: `ProgramTrace` of the program of one device that is traced, or `None`.
+        trace: `ProgramTrace` of the step as the program of one device, or `None`.
         batch_weight: `BatchWeight` of the replica, or `None`.
-        deferred: Pair of a list of deferred updates and the graph that they are made
-            in, or `None` where updates are made at once.
-        residuals: `StepResiduals` that collect what compressors leave out, or `None`.
-        is_compiled: Bool, whether XLA compiles what is traced.
-        label: String, of the collectives that are traced, or `None`.
-        ops_before_need: Sequence of operations, the last ones that run without the
-            results of these collectives.
+        deferred: Pair of the list of deferred updates and the graph of the step, or
+            `None` if updates are not deferred.
+        residuals: `StepResiduals` that collect compressors' residuals, or `None`.
+        is_compiled: Bool, whether XLA compiles the traced function.
+        label: String, the label of traced collectives, or `None`.
+        ops_before_need: Sequence of the last operations that run without the results
+            of the traced collectives.
     """
 
     trace: Any = None
@@ -97,7 +97,7 @@ class ActiveHooks(Generic[_T]):
         self._hooks.append(hook)
 
     def deactivate(self, hook: _T) -> None:
-        """Deactivate a hook; without effect if it is not active."""
+        """Deactivate a hook; no effect if it is not active."""
         if hook in self._hooks:
             self._hooks.remove(hook)
 
@@ -109,10 +109,10 @@ class ActiveHooks(Generic[_T]):
         """Deactivate the hooks that were not active before.
 
         Args:
-            before: List, the result of `active` at that time.
+            before: List of hooks, the earlier result of `active`.
 
         Returns:
-            Bool, whether there was any.
+            Bool, whether any hook was deactivated.
         """
         newer = [hook for hook in self._hooks if hook not in before]
         for hook in newer:

@@ -1,7 +1,7 @@
-"""Temporary files and folders: the next process removes those of one that was killed.
+"""Temporary files and folders, with removal of those that killed processes have left.
 
-The name of each has the process that made it. Those of a running process stay, and so
-do those of another host or container until they are an hour old.
+Each name contains the process that created the file. Files of a running process stay,
+and files of another host or container stay until they are an hour old.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import uuid
 from tfdp.ground.base.process_identity import ENDED, machine, state_and_start
 from tfdp.ground.forks import TemporaryDirectory
 
-# `tfdp-`, what it is for, host, process, start of the process.
+# The form of a name: `tfdp-`, purpose, host, process, start of the process, suffix.
 _NAME = re.compile(r"\.?tfdp-[a-z]+-([0-9a-f]{8})-([0-9]+)-([0-9]+)-.+")
-# A file that is being written has been changed since.
+# Seconds since the last change after which a file of another host counts as left over:
+# a file that is still being written changes more often.
 _LONGEST_PAUSE_SECONDS = 3600.0
 
 
 def temporary_name(purpose: str) -> str:
-    """Return a name that no other file has.
+    """Return a unique name for a temporary file of this process.
 
     Args:
         purpose: String of small letters.
@@ -43,10 +44,10 @@ def temporary_name(purpose: str) -> str:
 
 
 class TemporaryFolder(TemporaryDirectory):
-    """Temporary folder; those that killed processes have left are removed.
+    """Temporary folder; folders of killed processes are removed when it is created.
 
     Args:
-        purpose: String of small letters, a part of its name.
+        purpose: String of small letters, a part of the name.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -55,12 +56,12 @@ class TemporaryFolder(TemporaryDirectory):
 
 
 def is_left_over(name: str, age_seconds: float | None) -> bool:
-    """Return whether a file is temporary, and the process that made it has ended.
+    """Return whether a file is temporary and its process has ended.
 
     Args:
-        name: String.
-        age_seconds: Float, the time since its last change, or `None` if that is not
-            known: then one of another host is not left over.
+        name: String, the name of the file.
+        age_seconds: Float, seconds since the last change, or `None` if unknown: then a
+            file of another host is not left over.
 
     Example:
 
@@ -81,7 +82,7 @@ def is_left_over(name: str, age_seconds: float | None) -> bool:
 
 
 def remove_left_over(folder: str | os.PathLike) -> None:
-    """Remove what this user's killed processes have left in a folder.
+    """Remove temporary files of this user's killed processes from a folder.
 
     Args:
         folder: String or path-like.
@@ -89,14 +90,14 @@ def remove_left_over(folder: str | os.PathLike) -> None:
     with contextlib.suppress(OSError), os.scandir(os.fspath(folder)) as entries:
         for entry in entries:
             if _NAME.fullmatch(entry.name):
-                with contextlib.suppress(OSError):  # another process was first
+                with contextlib.suppress(OSError):  # another process has removed it
                     _remove_if_left_over(entry)
 
 
 def _remove_if_left_over(entry: os.DirEntry) -> None:
     status = entry.stat(follow_symlinks=False)
     is_folder = entry.is_dir(follow_symlinks=False)
-    # A folder has no time of the last change in it.
+    # The modification time of a folder does not show changes of files inside it.
     age = None if is_folder else time.time() - status.st_mtime
     if status.st_uid != os.geteuid() or not is_left_over(entry.name, age):
         return
@@ -108,12 +109,12 @@ def _remove_if_left_over(entry: os.DirEntry) -> None:
 
 @functools.cache
 def _host() -> str:
-    """Eight digits for this boot of the host and its processes, as a container has."""
+    """Return eight hexadecimal digits for this boot and namespace of processes."""
     key = machine() or socket.gethostname()
     return hashlib.sha256(key.encode()).hexdigest()[:8]
 
 
 def _start_of(process: int) -> int | None:
-    """When a process has started, in ticks since the boot; `None` if it has ended."""
+    """Return when a process started, in ticks since boot; `None` if it has ended."""
     state, started = state_and_start(process)
     return None if state in ENDED else int(started)

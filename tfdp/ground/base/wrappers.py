@@ -1,4 +1,4 @@
-"""Optimizers that were wrapped, and those that a model has beside its own."""
+"""Wrappers of optimizers, and a model's optimizers other than `model.optimizer`."""
 
 from __future__ import annotations
 
@@ -11,52 +11,54 @@ from tfdp.ground.base.param_groups import innermost
 _ATTRIBUTE = "_tfdp_wrapper"
 
 
-class _Link:
-    """What a wrapped optimizer knows of its wrapper."""
+class _WrapperReference:
+    """Reference from an optimizer to its wrapper, which Keras does not save."""
 
     def __init__(self, wrapper: Any) -> None:
         self.wrapper = wrapper
 
 
 def note_wrapper(optimizer: Any, wrapper: Any) -> None:
-    """Remember what has taken over an optimizer: from now on they live together.
+    """Record the wrapper of an optimizer, which stays alive with it.
 
     Args:
         optimizer: Keras optimizer.
         wrapper: `DistributedOptimizer` around it.
     """
-    # Not the wrapper itself: Keras writes to files what it finds in an optimizer.
-    vars(optimizer)[_ATTRIBUTE] = _Link(wrapper)
+    # Keras would save a wrapper that is an attribute of the optimizer.
+    vars(optimizer)[_ATTRIBUTE] = _WrapperReference(wrapper)
 
 
 def wrapper_of(optimizer: Any) -> Any:
-    """Return the `DistributedOptimizer` that has taken over an optimizer, or `None`."""
+    """Return the `DistributedOptimizer` around an optimizer, or `None`."""
     link = None if optimizer is None else vars(optimizer).get(_ATTRIBUTE)
     return None if link is None else link.wrapper
 
 
 def other_optimizers(model: Any) -> dict[str, Any]:
-    """Return the optimizers that a model, such as a GAN, has beside `model.optimizer`.
+    """Return a model's optimizers other than `model.optimizer`, as of a GAN.
 
     Args:
         model: Keras model.
 
     Returns:
-        Dict from names of attributes to Keras optimizers, in one order.
+        Dict from names of attributes to Keras optimizers, sorted by name.
     """
-    found = {
+    attributes = {
         name: value
         for name, value in sorted(vars(model).items())
         if isinstance(value, keras.optimizers.Optimizer)
     }
-    own = getattr(model, "optimizer", None)
+    main = getattr(model, "optimizer", None)
     known = {
-        id(part) for optimizer in [own, *found.values()] for part in _parts(optimizer)
+        id(part)
+        for optimizer in [main, *attributes.values()]
+        for part in _parts(optimizer)
     }
-    if own is not None:
-        known.add(id(own))
+    if main is not None:
+        known.add(id(main))
     others = {}
-    for name, value in found.items():
+    for name, value in attributes.items():
         if id(value) not in known:
             known.add(id(value))
             others[name] = value
@@ -64,7 +66,7 @@ def other_optimizers(model: Any) -> dict[str, Any]:
 
 
 def _parts(optimizer: Any) -> list[Any]:
-    """The optimizers within one, which are no others beside it."""
+    """Return all optimizers inside an optimizer, at any depth."""
     parts = []
     while optimizer is not None:
         parts += [part for part in innermost(optimizer) if part is not optimizer]

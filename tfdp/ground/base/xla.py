@@ -1,7 +1,7 @@
-"""XLA: functions of a replica's step that are compiled, as far as XLA can.
+"""XLA: compilation of functions of a replica's step, with checks beforehand.
 
-What XLA lacks is found while a step is traced, and not by an error of its first run,
-which would have read its batch already.
+Operations that XLA lacks are detected while a step is traced. An error of the first run
+would come too late, after it has read its batch.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import tensorflow as tf
 from tfdp.ground import _compat
 from tfdp.ground.base import loops, step_context
 
-# In the check for what XLA lacks these stand for sizes that no one knows before a step,
-# until a model can do with one: with many strides it needs large images, and one that
+# Values for unknown dimensions in the check of a function. Tried in this order until
+# the model accepts one. A model with many strides needs large images, and a model that
 # halves and doubles them, or folds axes, needs multiples.
 _TRIED_SIZES = (16, 96, 224, 512)
-# An operation and its name in the graph.
+# The part of TensorFlow's error with the type and name of an unsupported operation.
 _LACKS = re.compile(r": (\w+) \(No registered .*?\{\{node ([^}]*)\}\}", re.DOTALL)
 
 
 class CannotCompileError(Exception):
-    """XLA cannot compile a function, with the reason."""
+    """XLA cannot compile a function, for the reason in the message."""
 
 
 def is_wanted() -> bool:
-    """Return whether XLA is to compile the running step, and does not yet.
+    """Return whether XLA shall compile the current step and is not tracing it yet.
 
-    A model that is not built, as in `predict` without `fit`, makes its variables in
-    the first trace, which XLA cannot; the next one is compiled.
+    A model that is not built, as in `predict` without `fit`, creates its variables in
+    the first trace, which XLA cannot compile; the next trace is compiled.
     """
     loop = loops.current()
     return (
@@ -44,16 +44,16 @@ def is_wanted() -> bool:
 
 
 def is_tracing() -> bool:
-    """Return whether this thread traces what XLA compiles."""
+    """Return whether this thread traces a function that XLA compiles."""
     return step_context.current().is_compiled
 
 
 def trace(function: Callable, args: tuple) -> Any:
-    """Trace a function that XLA compiles when it is called.
+    """Trace a function for compilation by XLA on its first call.
 
     Args:
         function: Callable of nested structures of tensors.
-        args: Tuple of its arguments.
+        args: Tuple of the function's arguments.
 
     Returns:
         Concrete function.
@@ -64,14 +64,14 @@ def trace(function: Callable, args: tuple) -> Any:
 
 
 def check(concrete: Any, device: str) -> None:
-    """Raise what XLA cannot compile of a traced function.
+    """Raise if XLA cannot compile a traced function.
 
     Args:
         concrete: Concrete function.
-        device: String, where it is to run.
+        device: String, the device of the function.
 
     Raises:
-        CannotCompileError: If XLA lacks an operation, or cannot know a shape.
+        CannotCompileError: If XLA lacks an operation, or a shape is not static.
     """
     num_arguments = len(concrete.inputs) - len(concrete.captured_inputs)
     arguments = concrete.inputs[:num_arguments]
@@ -89,15 +89,15 @@ def check(concrete: Any, device: str) -> None:
 
 
 def run(function: Callable, args: tuple, device: str) -> Any:
-    """Run a function, compiled if XLA can.
+    """Run a function, compiled if XLA can compile it.
 
     Args:
         function: Callable of nested structures of tensors.
-        args: Tuple of its arguments.
-        device: String, where it runs.
+        args: Tuple of the function's arguments.
+        device: String, the device of the function.
 
     Returns:
-        What it returns.
+        The result of the function.
     """
     try:
         concrete = trace(function, args)
@@ -108,12 +108,13 @@ def run(function: Callable, args: tuple, device: str) -> Any:
 
 
 def _static(tensor: Any, any_size: int) -> tf.TensorSpec:
+    """Return a static spec of a tensor, with `any_size` for unknown dimensions."""
     sizes = [any_size if size is None else size for size in tensor.shape.as_list()]
     return tf.TensorSpec(sizes, tensor.dtype)
 
 
 def _problem(concrete: Any, specs: list[tf.TensorSpec], device: str) -> str:
-    """The error of lowering a function for arguments of these sizes, or `""`."""
+    """Return the error of lowering a function for these arguments, or `""`."""
     try:
         _compat.lower(concrete, specs, device)
     except (ValueError, tf.errors.OpError) as error:
@@ -122,7 +123,7 @@ def _problem(concrete: Any, specs: list[tf.TensorSpec], device: str) -> str:
 
 
 def _reason(text: str) -> str:
-    """The sentence of an error of XLA's that says what it lacks."""
+    """Return the reason in an error of XLA, as a clause for messages."""
     lacks = _LACKS.search(text)
     if lacks:
         return f"XLA lacks the operation `{lacks[1]}` ({lacks[2]!r})"

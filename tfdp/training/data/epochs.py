@@ -81,7 +81,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         _warn_of_no_end(strategy, iterator)
         _count_reads(strategy, iterator)
     island = island_in_training() if is_tfdp(strategy) else None
-    loops.data_is_read()
+    loops.record_data_read()
     if _compat.holds_arrays(iterator.data_adapter):
         loops.note_batch_rows(iterator.data_adapter.batch_size)
 

@@ -208,7 +208,7 @@ def draw_seed(original: Callable, seed: Any) -> Any:
     """Draw a seed that differs between replicas; rank 0 has the seed of one device."""
     drawn = original(seed)
     if (trace := program_trace.current()) is not None:
-        if loops.in_steps_alone():
+        if loops.loop_uses_local_steps():
             drawn += _seed_of_group(trace, drawn.dtype)
         return drawn
     context = replica_context()

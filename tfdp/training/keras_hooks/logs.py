@@ -44,7 +44,7 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
 def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
     """Return the logs of an eager step on all rows; weighted means with local steps."""
     local = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
-    is_alone = loops.in_steps_alone()
+    is_alone = loops.loop_uses_local_steps()
     means = list(map(_weighted_by_rows, local)) if is_alone else []
     merged = _sum_over_replicas(strategy, model, means)
     values = map(_cast_like, merged, local) if is_alone else [own[0] for own in local]

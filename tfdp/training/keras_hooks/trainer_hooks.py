@@ -185,7 +185,7 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     for feature in registered():
         feature.before_meeting(model)
     results = original(model, logs)
-    if results is logs and logs and loops.in_steps_alone():
+    if results is logs and logs and loops.loop_uses_local_steps():
         # An overridden step returns logs itself. Metrics need no mean: reading them
         # merges their states.
         return mean_over_workers(model.distribute_strategy.extended.worker_group, logs)

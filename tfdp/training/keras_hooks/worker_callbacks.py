@@ -227,7 +227,7 @@ def _saving_participants(callback: Any) -> list:
     Saving sharded state requires all workers. The participants write no files.
     """
     if isinstance(callback, keras.callbacks.BackupAndRestore):
-        return [_compat.backup_that_writes_nothing(callback, TemporaryFolder("backup"))]
+        return [_compat.backup_without_files(callback, TemporaryFolder("backup"))]
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return [callback]
     if getattr(callback, "embeddings_freq", 0):

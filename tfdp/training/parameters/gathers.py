@@ -150,7 +150,7 @@ class Gathers:
             self._announce_read(parameter)
             return self.gather_on_hosts(parameter)
         # The first local replica of an eager step gathers for all local replicas.
-        run = _compat.run_of_replicas()
+        run = _compat.shared_run_object()
         if parameter.eager_value is None or parameter.eager_value[0] is not run:
             whole = self.gather_on_hosts(parameter)
             if travels_quantized(parameter, _unit_of(parameter).options):

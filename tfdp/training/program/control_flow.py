@@ -81,7 +81,7 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
             for index, value in zip(changed, values, strict=True)
         }
         if is_counter:
-            values_by_input[id(plan.graph.inputs[0])] = _compat.counter_of_passes()
+            values_by_input[id(plan.graph.inputs[0])] = _compat.while_loop_counter()
         return builder.run_inside(plan, op.inputs, values_by_input)
 
     def cond(*values: Any) -> Any:

@@ -73,7 +73,7 @@ def training_group(strategy: Any) -> TrainingGroup:
 
 def groups_of_ranks(strategy: Any) -> Sequence[Sequence[int]]:
     """Return the ranks of each group of replicas that trains together."""
-    if not loops.in_steps_alone():
+    if not loops.loop_uses_local_steps():
         return [range(strategy.num_replicas_in_sync)]
     return _local_steps().groups_of_ranks(strategy)
 
@@ -85,7 +85,7 @@ def merging_group(strategy: Any) -> ProcessGroup:
     whose replicas train together.
     """
     extended = strategy.extended
-    if not loops.in_steps_alone():
+    if not loops.loop_uses_local_steps():
         return extended.host_group
     parts: list[set[int]] = []
     for ranks in groups_of_ranks(strategy):

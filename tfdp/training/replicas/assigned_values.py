@@ -59,7 +59,7 @@ class AssignedValues:
 
         Args:
             are_alike: Bool, whether all workers had made the same assignments. If not,
-                the parameter counts as mixed until an assignment replaces it.
+                the parameter counts as mixed until all workers replace it.
         """
         self.is_mixed |= not are_alike
         self._count, self._digest = 0, ""

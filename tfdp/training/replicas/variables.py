@@ -106,7 +106,7 @@ class StatisticVariable(MirroredVariable):
     """
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
-        if program_trace.current() is None and not loops.in_steps_alone():
+        if program_trace.current() is None and not loops.loop_uses_local_steps():
             self.distribute_strategy.extended.note_statistics([self])
         return super()._update_replica(update_fn, value, **kwargs)
 

@@ -186,7 +186,7 @@ def _slice_variable(value: tf.Tensor) -> Any:
 
 def _segment_value(segment: Segment, variables: Sequence[Any]) -> tf.Tensor:
     """Return the elements of a segment on the active replica."""
-    replica = _compat.local_replica_id_in_force()
+    replica = _compat.active_local_replica_id()
     return own_elements(variables[segment.index], segment, replica)
 
 

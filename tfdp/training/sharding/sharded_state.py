@@ -272,6 +272,7 @@ class ShardedState:
         )
 
     def _sharded(self, optimizer: Any, plan: ShardPlan) -> ShardedParamGroup:
+        """Create the shards of one inner optimizer on each local replica."""
         variables = _compat.trained_by(optimizer)
         if self._gathers is not None:
             plan = plan_of_parameters(plan, variables, self._gathers)

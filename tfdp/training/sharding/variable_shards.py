@@ -136,9 +136,9 @@ class VariableShards(OwnedState):
 
     def _clone_with_settings(self, optimizer: Any, variables: list[Any]) -> Any:
         """Return the clone with the user's settings, counter and rate."""
-        _compat.adopt(self.clone, optimizer)
+        _compat.share_state(self.clone, optimizer)
         for index, copy in self._copies.items():
-            _compat.decay_alike(self.clone, copy, variables[index])
+            _compat.copy_decay_exclusion(self.clone, copy, variables[index])
         settings = _settings_of(optimizer)
         for name in self._set_by_build & settings.keys():
             del settings[name]

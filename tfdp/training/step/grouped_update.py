@@ -24,8 +24,9 @@ LARGEST_ELEMENTS = 2**11
 # Elements of a group, at most: 128 KB of float32, so that a dozen flat tensors fit into
 # the cache of a core. Groups of twice the size took longer.
 LARGEST_GROUP = 2**15
-# Mean elements of a variable, at least, for an update that XLA compiles: only then is its
-# single loop faster than the optimizer's kernels, which each pass through the memory.
+# Mean elements of a variable, at least, for an update that XLA compiles. For fewer, its
+# single loop is slower than the optimizer's kernels, with one pass through the memory
+# each.
 LEAST_FOR_XLA = 2**13
 
 

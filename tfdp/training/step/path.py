@@ -166,6 +166,7 @@ def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
 
 
 def _decay_and_update(step: Step, gradients: list) -> None:
+    """Update the variables of each group, and count the success in the loss scale."""
     for group, clipped, schedule in zip(
         step.param_groups, gradients, step.schedules, strict=True
     ):

@@ -216,5 +216,7 @@ def checked_gradients(
                 f"{pluralize(len(grads), 'gradient')} for "
                 f"{pluralize(len(trained), 'variable')}"
             )
-        gradients, trained = _compat.without_missing(optimizer, list(grads), trained)
+        gradients, trained = _compat.drop_missing_gradients(
+            optimizer, list(grads), trained
+        )
     return list(gradients), list(trained)

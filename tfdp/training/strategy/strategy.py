@@ -100,7 +100,7 @@ class _Strategy:
     ) -> Any:
         """Run a function on every replica, as `tf.distribute` defines it.
 
-        Keras's loops run their steps by it too; those are divided among the replicas.
+        Keras's loops call it too; it divides their steps among the replicas.
 
         Args:
             fn: Callable, run in each replica's context.

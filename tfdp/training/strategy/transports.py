@@ -34,8 +34,8 @@ from tfdp.ground.options import CommunicationOptions
 _DEFAULT_CONNECT_SECONDS = 300.0
 # The direct transport uses socket features of Linux.
 _HAS_DIRECT = sys.platform == "linux"
-# Meshes of this process, a worker of one cluster only, by the interfaces of all workers:
-# every worker must use the same meshes, so the key must not depend on the worker.
+# Meshes of this process, a worker of one cluster only. The key is the interfaces of all
+# workers, because all must use the same meshes.
 _meshes: dict[tuple[str | None, ...], Mesh] = {}
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
 
@@ -109,7 +109,7 @@ def _close_at_exit() -> None:
 
 
 def host_transport(transport: Transport) -> Transport:
-    """Return the transport for small tensors on hosts, by that of the replicas."""
+    """Return the transport for small tensors on hosts, given that of the replicas."""
     return TensorFlowTransport() if transport.name == "nccl" else transport
 
 
