@@ -91,7 +91,7 @@ def _divided_step(
     """Return a replica's step: its part of the program that one device would run."""
     if strategy.extended.balance is not None:
         total = None  # the load balancer divides rows unevenly
-    are_alike = have_equal_rows(local, merging_group(strategy))
+    are_alike = batch_weights.have_equal_rows(local, merging_group(strategy))
     divided = DividedStep(strategy, loop, fn, others)
     # The answer must be the same for all replicas, and the first replica's step may
     # build the model, which changes it.
