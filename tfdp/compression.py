@@ -1,4 +1,4 @@
-"""Compressed reduction of gradients: fewer bytes on the wire, errors fed back."""
+"""Compressed reduction of gradients: fewer bytes sent, with error feedback."""
 
 from tfdp.training.compression.block_quantized import BlockQuantized
 from tfdp.training.compression.compressor import Compressor, GradientBucket

@@ -1,4 +1,4 @@
-"""Input data: sources that are read by index, and files that workers divide."""
+"""Input data: data sources with random access, and files sharded over workers."""
 
 from tfdp.training.data.file_shards import shard_files
 from tfdp.training.data.index_source import from_source

@@ -14,8 +14,8 @@ import tensorflow as tf
 from tfdp.ground import user_code
 from tfdp.ground.arguments import checked_bool, checked_number
 
-# What Keras's layers call their biases and the parameters of normalisation. Most
-# have one axis, but the biases of attention and of GRU have two.
+# Names of biases and normalization parameters in Keras's layers. The test by shape
+# alone would miss the biases of attention and GRU, which have two axes.
 _EXCLUDED_NAMES = ("bias", "beta", "gamma")
 
 
@@ -23,8 +23,8 @@ _EXCLUDED_NAMES = ("bias", "beta", "gamma")
 class LARS(keras.optimizers.Optimizer):
     """Layer-wise adaptive rate scaling, for training with large batches.
 
-    Each variable `w` with gradient `g` takes a step with momentum, whose
-    learning rate is scaled by a trust ratio of its own:
+    Each variable `w` with gradient `g` takes a momentum step, whose learning rate
+    is scaled by the variable's trust ratio:
 
     ```python
     trust_ratio = trust_coefficient * norm(w) / (
@@ -36,38 +36,37 @@ class LARS(keras.optimizers.Optimizer):
     w = w - velocity
     ```
 
-    The trust ratio is 1 where `norm(w)` or `norm(g)` is zero. With
-    `nesterov=True` the last line takes the velocity one step ahead: `momentum *
-    velocity` and the new term once more.
+    The trust ratio is 1 if `norm(w)` or `norm(g)` is zero. With `nesterov=True`
+    the last line subtracts `momentum * velocity` plus the new term instead of
+    `velocity`.
 
-    Biases and the parameters of normalisation take `g` for the whole bracket
-    and 1 for the trust ratio: plain momentum, no decay. They are the variables
-    with at most one axis and those whose name is `bias`, `beta` or `gamma`.
-    More can be excluded before the first step, from either part alone:
-    `exclude_from_layer_adaptation` takes the trust ratio away,
-    `exclude_from_weight_decay` the decay (in the ratio too). As in Keras, these
-    two calls are not part of the config.
+    Biases and normalization parameters use plain momentum: a trust ratio of 1 and
+    no weight decay. They are the variables with at most one axis, and those whose
+    name is `bias`, `beta` or `gamma`. Further variables can be excluded before the
+    first step: `exclude_from_layer_adaptation` sets their trust ratio to 1,
+    `exclude_from_weight_decay` removes the decay, also from the ratio. As in
+    Keras, these two calls are not part of the config.
 
-    A sparse gradient, as an Embedding has, is made dense first, with rows that
-    occur twice summed. Norms are taken in float32 or wider.
+    A sparse gradient, such as that of an Embedding, is made dense first, and
+    duplicate rows are summed. Norms are computed in float32 or wider.
 
     Args:
         learning_rate: A float, a `keras.optimizers.schedules.LearningRateSchedule`
-            or a callable without arguments. Since the trust ratio is small, it is
-            larger than that of SGD: 1 to 30 is usual for large batches, with
+            or a callable without arguments. Since the trust ratio is small, the rate
+            is larger than for SGD: 1 to 30 is usual for large batches, with
             warmup. Defaults to `0.1`.
         momentum: Float between 0 and 1. Defaults to `0.9`.
         trust_coefficient: Float above 0, the length of a step relative to the
             norm of the weights at a learning rate of 1. Defaults to `0.001`.
         weight_decay: Float of at least 0, or `None` for 0. It is part of the
-            gradient and of the trust ratio as written above; it is not the
-            decoupled decay that Keras means by this argument elsewhere.
-            Defaults to `0.0005`.
-        nesterov: Bool. Defaults to `False`.
-        epsilon: Float of at least 0. Defaults to `0.0`.
-        exclude_biases_and_norms: Bool, whether biases and the parameters of
-            normalisation are excluded as said above. Defaults to `True`.
-        **kwargs: What all optimizers of Keras take: `clipnorm`, `clipvalue`,
+            gradient and of the trust ratio, as in the formula above, unlike the
+            decoupled weight decay of other Keras optimizers. Defaults to `0.0005`.
+        nesterov: Bool, whether to use Nesterov momentum. Defaults to `False`.
+        epsilon: Float of at least 0, added to the denominator of the trust ratio.
+            Defaults to `0.0`.
+        exclude_biases_and_norms: Bool, whether biases and normalization parameters
+            use plain momentum. Defaults to `True`.
+        **kwargs: Arguments of all Keras optimizers: `clipnorm`, `clipvalue`,
             `global_clipnorm`, `use_ema`, `ema_momentum`,
             `ema_overwrite_frequency`, `loss_scale_factor`,
             `gradient_accumulation_steps` and `name`.
@@ -85,11 +84,12 @@ class LARS(keras.optimizers.Optimizer):
 
     Source: You, Gitman, Ginsburg 2017, "Large Batch Training of Convolutional
     Networks", https://arxiv.org/abs/1708.03888, equation 6 and algorithm 1. The
-    exclusions are those of later practice, Goyal et al. 2017,
+    exclusions follow later practice: Goyal et al. 2017,
     https://arxiv.org/abs/1706.02677, for the decay.
     """
 
-    # The momentum contains the learning rate, as that of `SGD` does.
+    # Velocities contain the learning rate, as those of `SGD` do, so that a warmup
+    # rescales them.
     rate_in_slots = True
 
     def __init__(
@@ -146,13 +146,13 @@ class LARS(keras.optimizers.Optimizer):
     ) -> None:
         """Exclude variables from the trust ratio, before the first step.
 
-        A second call replaces the first. Biases and the parameters of
-        normalisation stay excluded, see `exclude_biases_and_norms`.
+        A second call replaces the first. Biases and normalization parameters stay
+        excluded, see `exclude_biases_and_norms`.
 
         Args:
             var_list: List of variables.
-            var_names: List of strings, regular expressions. A variable in whose
-                path one of them is found is excluded.
+            var_names: List of strings, regular expressions. A variable is excluded
+                if one of them matches a part of its path.
 
         Raises:
             ValueError: If the optimizer is built, or `var_names` is one string.
@@ -173,29 +173,29 @@ class LARS(keras.optimizers.Optimizer):
     def exclude_alike(
         self, other: LARS, variables: Sequence[Any], theirs: Sequence[Any]
     ) -> None:
-        """Exclude from another one's adaptation what this one excludes.
+        """Exclude the same variables from the trust ratio of another optimizer.
 
         Args:
             other: `LARS`, not built.
-            variables: Sequence of variables of this one.
-            theirs: Sequence of variables of the other, which stand for them.
+            variables: Sequence of variables of this optimizer.
+            theirs: Sequence of the corresponding variables of `other`.
         """
         other._excluded_keys = frozenset(
-            other._var_key(its)
-            for own, its in zip(variables, theirs, strict=True)
-            if self._is_excluded_from_adaptation(own)
+            other._var_key(counterpart)
+            for variable, counterpart in zip(variables, theirs, strict=True)
+            if self._is_excluded_from_adaptation(variable)
         )
 
     def build(self, variables: Sequence[Any]) -> None:
-        """Make a velocity for each variable, unless the momentum is zero."""
+        """Create a velocity for each variable, unless the momentum is zero."""
         if self.built:
             return
         super().build(variables)
         self.momentums = []
         if self.momentum:
             self.momentums = self.add_optimizer_variables(variables, "momentum")
-        # By position: under a strategy `update_step` meets the variables of one
-        # replica, which have other names.
+        # Exclusions are stored by position: under a strategy `update_step` receives
+        # the variables of one replica, whose names differ.
         self._excluded = frozenset(
             index
             for index, variable in enumerate(variables)
@@ -236,7 +236,7 @@ class LARS(keras.optimizers.Optimizer):
         }
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
-        """Skip Keras's decoupled decay: `update_step` decays.
+        """Skip Keras's decoupled decay: `update_step` applies the decay.
 
         Guarded by test_weight_decay_is_applied_once.
         """
@@ -248,6 +248,7 @@ class LARS(keras.optimizers.Optimizer):
         return bool(self._excluded_names and re.search(self._excluded_names, path))
 
     def _decay_of(self, variable: Any, index: int) -> float:
+        """Return the weight decay of a variable, 0 if it is excluded."""
         if index in self._excluded or not self._use_weight_decay(variable):
             return 0.0
         return self.weight_decay or 0.0
@@ -269,12 +270,12 @@ def _is_bias_or_norm(variable: Any) -> bool:
 
 
 def _norm_dtype(dtype: Any) -> tf.DType:
-    """Dtype to compute norms in: squares of half precision leave its range."""
+    """Return the dtype to compute norms in: half precision would overflow."""
     return tf.float64 if tf.as_dtype(dtype) == tf.float64 else tf.float32
 
 
 def _densify(gradient: Any, variable: Any, dtype: tf.DType) -> tf.Tensor:
-    """Convert a gradient to one tensor: a norm needs rows that occur twice as a sum."""
+    """Convert a gradient to a dense tensor: a norm needs duplicate rows summed."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.cast(gradient.values, dtype)
         return tf.math.unsorted_segment_sum(values, gradient.indices, variable.shape[0])

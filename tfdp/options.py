@@ -1,4 +1,4 @@
-"""Links of a cluster: what `CommunicationOptions(links=...)` is given."""
+"""Descriptions of a cluster's links, for `CommunicationOptions(links=...)`."""
 
 from tfdp.ground.links import Link, Links
 

@@ -1,4 +1,4 @@
-"""Ray Train for Keras 3: a trainer, a callback that reports, shards of Ray Data.
+"""Ray Train for Keras 3: a trainer, a reporting callback, and shards of Ray Data.
 
 Needs `pip install tfdp[ray]`.
 """
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tfdp.features.ray.report import ReportCallback, dataset_shard
     from tfdp.features.ray.trainer import KerasTrainer
 
-_HOMES = {
+_MODULES = {
     "KerasTrainer": "tfdp.features.ray.trainer",
     "ReportCallback": "tfdp.features.ray.report",
     "dataset_shard": "tfdp.features.ray.report",
@@ -20,14 +20,14 @@ _HOMES = {
 __all__ = ["KerasTrainer", "ReportCallback", "dataset_shard"]
 
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of this package
+if not TYPE_CHECKING:  # with `__getattr__` a type checker accepts any attribute
 
     def __getattr__(name: str) -> Any:
-        # Loaded late: the driver of a job needs Ray, and no TensorFlow.
-        if name not in _HOMES:
+        # Imported lazily: the driver of a Ray job needs no TensorFlow.
+        if name not in _MODULES:
             raise AttributeError(f"module 'tfdp.ray' has no attribute {name!r}")
         try:
-            return getattr(importlib.import_module(_HOMES[name]), name)
+            return getattr(importlib.import_module(_MODULES[name]), name)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "ray":
                 raise

@@ -1,4 +1,4 @@
-"""Logical CPU devices: several replicas on a machine without GPUs, for tests."""
+"""Logical CPU devices, for tests with several replicas on a machine without GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tfdp.communication.cluster.devices import set_logical_cpus
 
 
 def logical_cpus(count: int) -> list[str]:
-    """Split the CPU into logical devices, each of which can hold a replica.
+    """Split the CPU into logical devices, one for each replica.
 
     Call it before any other use of TensorFlow.
 

@@ -21,7 +21,7 @@ from tests.reduction.cases_plans import collectives, step_of
 from tfdp.features.tuning import callback, plan_cache, proposals, tuner
 from tfdp.ground import user_code
 
-SMALL_BLOCKS = {"BLOCK_STEPS": 2, "_FEWEST_UPDATES": 2, "_SKIPPED_AT_FIRST": 1}
+SMALL_BLOCKS = {"BLOCK_STEPS": 2, "_MIN_UPDATES": 2, "_SKIPPED_AT_FIRST": 1}
 STEPS_PER_EPOCH = 30
 layers = keras.layers
 
@@ -62,7 +62,7 @@ def tuned(env: Env, **constants: int) -> collections.abc.Iterator[StepClock | No
     with (
         mock.patch.multiple(tuner, **(SMALL_BLOCKS | constants)),
         # The models here are smaller than the smallest bucket that is worth it.
-        mock.patch.object(proposals, "_LEAST_BUCKET_BYTES", 64),
+        mock.patch.object(proposals, "_MIN_BUCKET_BYTES", 64),
         mock.patch.object(callback, "time", types.SimpleNamespace(perf_counter=clock)),
         mock.patch.object(
             plan_cache, "plans_path", return_value=env.tmp / f"{env.rank}.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tfdp.features.tuning.plan_cache import PlanChoice
-from tfdp.features.tuning.proposals import MOST_PROPOSALS, Proposal, propose
+from tfdp.features.tuning.proposals import MAX_PROPOSALS, Proposal, propose
 from tfdp.ground.links import Link, Links
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan, Entry, plan_buckets
@@ -61,7 +61,7 @@ def test_where_messages_are_dear_large_buckets_come_first():
 def test_proposals_are_few_and_differ_from_the_default_and_each_other(links: Links):
     default = default_plan()
     found = proposed(links, plan=default)
-    assert 0 < len(found) <= MOST_PROPOSALS
+    assert 0 < len(found) <= MAX_PROPOSALS
     plans = [[len(b.entries) for b in p.plan] for p in found]
     assert [len(b.entries) for b in default] not in plans
     assert len({str(plan) for plan in plans}) == len(plans)
@@ -75,8 +75,8 @@ def test_on_several_nodes_an_algorithm_is_tried_beside_the_sizes():
     algorithms = (None, "ring", "tree", "halving_doubling", "hierarchical")
     found = proposed(BANDWIDTH, topology, algorithms)
     sizes = [p.choice.bucket_bytes for p in found]
-    assert len(found) == MOST_PROPOSALS
-    assert len(set(sizes)) >= MOST_PROPOSALS - 1
+    assert len(found) == MAX_PROPOSALS
+    assert len(set(sizes)) >= MAX_PROPOSALS - 1
     # A link of one node that many streams share: the ring is the slowest.
     assert all(str(route) != "ring" for p in found for route in p.routes)
 

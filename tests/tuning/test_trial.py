@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tfdp.features.tuning.tuner import DEFAULT, Trial, most_blocks
+from tfdp.features.tuning.tuner import DEFAULT, Trial, max_blocks
 
 
 def tried(num_rivals: int, seconds: Callable[[int], float]) -> tuple[Trial, int]:
@@ -90,7 +90,7 @@ def test_a_single_block_that_is_far_off_decides_nothing():
 @pytest.mark.parametrize("num_rivals", [1, 2, 3, 4, 5])
 def test_rivals_are_halved_and_the_last_one_is_measured_anew(num_rivals: int):
     trial, blocks = tried(num_rivals, lambda plan: 1.0 / (1 + plan / 10))
-    assert blocks == most_blocks(num_rivals)
+    assert blocks == max_blocks(num_rivals)
     assert trial.winner == num_rivals
     assert trial.gain is not None
     assert trial.gain.num_rounds == 9

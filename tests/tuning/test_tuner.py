@@ -9,7 +9,7 @@ import pytest
 
 from tfdp.features.tuning.plan_cache import PlanChoice
 from tfdp.features.tuning.proposals import Proposal
-from tfdp.features.tuning.tuner import Tuner, longest, most_steps
+from tfdp.features.tuning.tuner import Tuner, longest, max_trial_steps
 from tfdp.ground.plans.buckets import BucketPlan
 
 
@@ -63,7 +63,7 @@ def run(loop: FakeLoop, tuner: Tuner, limit: int = 10_000) -> int:
 def test_the_fastest_plan_is_in_force_at_the_end():
     loop = FakeLoop({0: 0.1, 10: 0.12, 20: 0.08, 30: 0.09, 40: 0.1, 50: 0.2})
     tuner = Tuner(loop, 1)
-    assert run(loop, tuner) == most_steps(1)
+    assert run(loop, tuner) == max_trial_steps(1)
     assert tuner.outcome is not None
     assert tuner.outcome.winner == proposal(20)
     assert loop.size == 20

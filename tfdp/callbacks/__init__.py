@@ -1,15 +1,15 @@
-"""Callbacks for `model.fit`: each switches one feature on, or observes.
+"""Callbacks for `model.fit`: each enables one feature or observes training.
 
-- `bases`: base classes of those that change training, which turn the model's optimizer
-  into a `DistributedOptimizer`, once, and of those that time steps.
+- `bases`: base classes of callbacks that change training, which wrap the model's
+  optimizer in a `DistributedOptimizer`, and of callbacks that time steps.
 - `gradient_accumulation`, `loss_scaling`, `sharded_optimizer`, `learning_rate_warmup`,
-  `gradient_noise_scale`: one feature of that optimizer each.
-- `local_sgd`, `diloco`: replicas or nodes step alone.
+  `gradient_noise_scale`: one feature of the `DistributedOptimizer` each.
+- `local_sgd`, `diloco`: training in which replicas or nodes update independently.
 - `backup_and_restore`, with `resumed_batches`: backups, and the resumption of a run on
   any number of replicas.
 - `communication_monitor`, `timeline`: measurements of steps.
 - `input_probe`: how long the `fit` of a script waits for data, for `tfdp doctor`.
-- `consistency_check`: a checksum of all replicas' weights.
+- `consistency_check`: a comparison of checksums of all replicas' weights.
 """
 
 from tfdp.callbacks.backup_and_restore import BackupAndRestore

@@ -47,49 +47,48 @@ from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.position import DataPosition
 
-# Of what a backup holds beside tensors; a newer tfdp may know more.
+# Version of the metadata in a backup; backups of a higher version are refused.
 _FORMAT = 1
 
 
 class BackupAndRestore(StrategyCallback):
-    """Save training as it goes, and resume exactly there when it is run again.
+    """Back up training regularly, and resume it exactly when the script runs again.
 
-    A run that was killed at any moment ends with the weights, and the history, of one
-    that was not, bit for bit on as many replicas (where the operations themselves are
-    deterministic), and as one device would on any other number. All workers write,
-    each its own part, into one directory that they share; `fit` is called with the
-    same arguments.
+    A run that was interrupted at any moment ends with the same weights and history as
+    an uninterrupted run: bit for bit on the same number of replicas (if the operations
+    are deterministic), and as on one device on any other number. Each worker writes its
+    own part into one shared directory. Call `fit` with the same arguments.
 
-    A backup has the weights; the optimizer's state, sharded or not; the loss scale;
-    what waits for the next update; the metrics of the epoch so far; random states; the
-    position in the data; and the state of callbacks: those of Keras, and any that has
-    the methods `get_state()`, which returns what JSON can hold, and `set_state(state)`.
+    A backup holds the weights; the optimizer's state, sharded or not; the loss scale;
+    accumulated gradients; the metrics of the epoch so far; random states; the position
+    in the data; and the state of callbacks: those of Keras, and any that has the
+    methods `get_state()`, which returns JSON-serializable data, and `set_state(state)`.
 
-    On SIGTERM, which cluster managers send before they take a machine away, all
-    workers save at the end of a step, within a second or so, and exit with code 75.
+    On SIGTERM, which cluster managers send before they reclaim a machine, all workers
+    save at the end of a step, within about a second, and exit with code 75.
 
     Args:
-        directory: String or path-like. One for each `fit` of a script. It is made if
-            it is not there. Or a URL of an object store, such as `"s3://bucket/run"`
-            (`pip install tfdp[fsspec] s3fs`).
+        directory: String or path-like, a separate directory for each `fit` of a script,
+            created if missing; or the URL of an object store, such as
+            `"s3://bucket/run"` (`pip install tfdp[fsspec] s3fs`).
         save_freq: `"epoch"`, or an int, batches between two backups. Defaults to
             `"epoch"`.
         keep: Int, how many backups are kept. Defaults to 3.
-        delete_at_end: Bool, whether the backups are deleted when `fit` is through, as
-            Keras does, so that the script trains anew when it is run again. Where
-            they are kept, it goes on after the last epoch. Defaults to `True`.
-        batch: String, what stays the same on another number of replicas: the
-            `"global"` batch, and with it the training; or the batch of each replica,
-            `"per_replica"`. Then the batch size is to be that of each replica times
-            their number, the learning rate is multiplied by as much as that changes,
-            and the position in the data is kept up to a part of a batch, whose samples
-            are seen twice. Defaults to `"global"`.
+        delete_at_end: Bool, whether the backups are deleted when `fit` finishes, as
+            Keras does, so that the script starts from scratch when it runs again. With
+            `False` it continues after the last epoch. Defaults to `True`.
+        batch: String, what stays the same on another number of replicas. `"global"`:
+            the global batch, and so the result of training. `"per_replica"`: the batch
+            of each replica; the script passes that size times the number of replicas,
+            the learning rate is multiplied by the same ratio, and the position in the
+            data is rounded down to a whole batch, so that some samples are seen twice.
+            Defaults to `"global"`.
 
     Raises:
-        ValueError: If an argument is none of these; on every worker, in `fit`, if the
-            directory has backups of another model or run, or none that is intact.
-        OSError: On every worker, in `fit`, if one of them cannot write, or an object
-            store does not answer it.
+        ValueError: If an argument is invalid; on every worker, in `fit`, if the
+            directory has backups of another model or run, or no intact backup.
+        OSError: On every worker, in `fit`, if a worker cannot write, or an object
+            store does not answer.
 
     Example:
 
@@ -105,10 +104,11 @@ class BackupAndRestore(StrategyCallback):
     ['step-2', 'step-4']
     """
 
-    # It is called after all others, and told of them.
+    # `fit` calls a callback with this attribute after all others, and passes it the
+    # others, whose state it saves.
     resumes_fit = True
 
-    # Settings that all workers have to share.
+    # Settings that must be the same on all workers.
     compared = ("save_freq", "keep", "delete_at_end", "batch")
 
     def __init__(
@@ -132,7 +132,7 @@ class BackupAndRestore(StrategyCallback):
         self._change: BatchChange | None = None
 
     def listen(self, position: DataPosition) -> None:
-        """Record preemption notices until `fit` returns; called as it begins."""
+        """Record preemption notices until `fit` returns; called when `fit` begins."""
         self._notice = PreemptionNotice()
         self._notice.listen()
         position.exit_stack.callback(self._notice.stop)
@@ -142,10 +142,10 @@ class BackupAndRestore(StrategyCallback):
         self._position = position
         self._others = others
 
-    # What Keras calls, after all other callbacks.
+    # Hooks that Keras calls, after those of all other callbacks.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Look for a backup; load one from between two epochs."""
+        """Find the newest backup; load it if it was made between two epochs."""
         self._worker_group = worker_group_of(self.model)
         self._backups = Backups(self._folder(), self.keep, self._worker_group)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
@@ -154,14 +154,14 @@ class BackupAndRestore(StrategyCallback):
         self._pending_load = None
         self._build_model()
         self._backups.prepare()
-        found = self._backups.find_newest(self._plan_load)
-        if found is not None:
-            self._resume(*found)
+        newest_backup = self._backups.find_newest(self._plan_load)
+        if newest_backup is not None:
+            self._resume(*newest_backup)
         elif self.save_freq != "epoch":
             self._warn_about_position(self._position.nondeterminism)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Load a backup from within this epoch, once the others have begun it."""
+        """Load a backup made within this epoch, after the other callbacks began it."""
         self._epoch, self._last_batch = epoch, -1
         self._position.last_logs = None
         self._begin = self._position.snapshot()
@@ -176,14 +176,15 @@ class BackupAndRestore(StrategyCallback):
         self._position.last_logs = from_json(index.run["logs"])
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Save if it is time, or if the machine is to be taken away."""
+        """Save if a backup is due, or on a preemption notice."""
         before = self._total
         self._total += batch - self._last_batch
         self._last_batch = batch
-        # Replicas that train alone do not ask each other in between.
+        # With local steps, workers ask each other about notices only when they
+        # exchange: asking after each batch would synchronize them.
         ask_every = LOCAL_STEPS.batches_between_meetings(self.model, is_delayed=False)
-        may_ask = ask_every and self._total // ask_every > before // ask_every
-        if may_ask and self._watch.is_given(self._total):
+        asks = ask_every and self._total // ask_every > before // ask_every
+        if asks and self._watch.is_given(self._total):
             self._save(self._epoch, batch + 1, logs)
             self._exit()
         every = self.save_freq
@@ -191,7 +192,7 @@ class BackupAndRestore(StrategyCallback):
             self._save(self._epoch, batch + 1, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save if it is time, or if the machine is to be taken away."""
+        """Save if a backup is due, or on a preemption notice."""
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if is_preempted or self.save_freq == "epoch":
             self._save(epoch + 1, 0, {})
@@ -199,24 +200,24 @@ class BackupAndRestore(StrategyCallback):
             self._exit()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Delete the backups, unless they are to be kept.
+        """Delete the backups, unless the user keeps them.
 
-        They are kept, too, where this process is about to end: the script may not
-        come to saving the trained model.
+        They also stay on a preemption notice: the process may end before the script
+        has saved the trained model.
         """
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if self.delete_at_end and not is_preempted:
             self._backups.delete()
 
-    # Saving.
+    # Saving of backups.
 
     def _save(self, epoch: int, batches: int, logs: Any) -> None:
         """Add a backup.
 
         Args:
-            epoch: Int, the epoch to go on with.
-            batches: Int, how many of its batches are done.
-            logs: Dict, those of the last batch.
+            epoch: Int, the epoch in which a resumed run continues.
+            batches: Int, completed batches of that epoch.
+            logs: Dict, the logs of the last batch.
         """
         equalize_replicas(self.model)
         states, arrays = callback_states(self._others)
@@ -239,7 +240,7 @@ class BackupAndRestore(StrategyCallback):
         self._backups.save(self._total, tensors, run, serialize)
 
     def _folder(self) -> str:
-        """The directory, or in it that of an island, which is a job of its own."""
+        """Return the directory; an island, a job of its own, has a subdirectory."""
         island = Island.from_environment()
         if island is None:
             return self.directory
@@ -254,10 +255,10 @@ class BackupAndRestore(StrategyCallback):
         )
         raise SystemExit(PREEMPTED)
 
-    # Going on.
+    # Resuming from backups.
 
     def _plan_load(self, index: Index) -> LoadPlan:
-        """Plan what to read of a backup, if it is one of this run."""
+        """Plan what to read of a backup, or raise if it is not of this run."""
         run = index.run
         if run is None:
             raise IncompatibleBackup("it is a checkpoint, and none of a run")
@@ -289,6 +290,10 @@ class BackupAndRestore(StrategyCallback):
         return load_plan
 
     def _resume(self, index: Index, load_plan: LoadPlan) -> None:
+        """Set epoch, step and data position from a backup, and load it or defer that.
+
+        A backup made within an epoch is loaded when that epoch begins.
+        """
         run, self._change = index.run, self._batches.change_since(index.run)
         difference = self._position.difference_to(run["data"], self._change)
         self._total = run["steps"]
@@ -296,9 +301,10 @@ class BackupAndRestore(StrategyCallback):
         epochs = self.params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
         if run["epoch"]:
-            # An epoch has ended: what metrics were created with counts no more.
+            # Keras resets metrics when an epoch begins, so that a run past its first
+            # epoch has none of their initial values.
             self.model.reset_metrics()
-        # Where nothing is left to train, no epoch begins that could load it.
+        # A run that is over begins no epoch, so that loading cannot be deferred.
         if difference is None and run["batches"] and not is_over:
             self._pending_load = index, load_plan
         else:
@@ -319,17 +325,18 @@ class BackupAndRestore(StrategyCallback):
         )
         if change := cpu_kernels.change_since(index.versions):
             self._say(change)
-        # Keras would begin with it in the next `fit`, too.
+        # Keras would start the next `fit` at the same initial epoch.
         self._position.exit_stack.callback(_compat.set_initial_epoch, self.model, 0)
 
     def _load(self, index: Index, load_plan: LoadPlan) -> None:
+        """Restore tensors, callbacks, random states and learning rates."""
         run = index.run
         self._backups.load(index, run["steps"], load_plan)
         set_callback_states(self._others, run["callbacks"], load_plan.arrays)
         restore_random_states(run["random"], self._worker_group)
-        said = self._batches.adapt(run, self._change)
-        if said is not None:
-            self._say(said)
+        adaptation = self._batches.adapt(run, self._change)
+        if adaptation is not None:
+            self._say(adaptation)
 
     def _say(self, text: str) -> None:
         """Print a line on the first worker."""
@@ -337,6 +344,7 @@ class BackupAndRestore(StrategyCallback):
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
 
     def _warn_about_position(self, difficulty: str | None) -> None:
+        """Warn that the position in the data cannot be restored, if it cannot."""
         if difficulty is not None:
             user_code.warn(
                 f"The position in the data cannot be restored: {difficulty}. A run "
@@ -344,7 +352,7 @@ class BackupAndRestore(StrategyCallback):
             )
 
     def _build_model(self) -> None:
-        """Build metrics and optimizer, which Keras does late without a strategy."""
+        """Build metrics and optimizer, which Keras builds late without a strategy."""
         if not _compat.is_one_device(self.model.distribute_strategy):
             return
         spec = _compat.local_element_spec(self._position.dataset)

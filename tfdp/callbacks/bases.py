@@ -1,4 +1,4 @@
-"""Base classes: callbacks that change the optimizer, and those that time steps."""
+"""Base classes of callbacks that change the optimizer and of those that time steps."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class StrategyCallback(keras.callbacks.Callback):
-    """Callback that needs a strategy of tfdp."""
+    """Callback that requires a model under a tfdp strategy."""
 
     def __init__(self) -> None:
         super().__init__()
         install.install()
 
     def set_model(self, model: Any) -> None:
-        """Check the strategy."""
+        """Check that the model's strategy is tfdp's."""
         super().set_model(model)
         check_strategy(model.distribute_strategy)
 
 
 class OptimizerCallback(keras.callbacks.Callback):
-    """Callback that sets a feature of its model's `DistributedOptimizer`.
+    """Callback that enables a feature of its model's `DistributedOptimizer`.
 
-    It does so when `fit` hands it the model, which is before the step is traced.
+    The feature is enabled in `set_model`, which `fit` calls before it traces the step.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class OptimizerCallback(keras.callbacks.Callback):
         self.is_in_fit = False
 
     def set_model(self, model: Any) -> None:
-        """Switch the feature on; have the step traced again if that changes it.
+        """Enable the feature, and have the step traced again if that changes it.
 
         Raises:
             ValueError: If the model is not compiled, or its strategy is not tfdp's.
@@ -53,13 +53,13 @@ class OptimizerCallback(keras.callbacks.Callback):
             )
         check_strategy(model.distribute_strategy)
         is_new = not isinstance(model.optimizer, DistributedOptimizer)
-        self._warn_of_others(model)
+        self._warn_about_other_optimizers(model)
         self.switch_on(distributed_optimizer(model))
         if is_new or model.optimizer.needs_trace:
             model.train_function = None
 
-    def _warn_of_others(self, model: Any) -> None:
-        """Warn of optimizers that a model, such as a GAN, has beside its own."""
+    def _warn_about_other_optimizers(self, model: Any) -> None:
+        """Warn about optimizers of a model, such as a GAN, that lack the feature."""
         others = [
             name
             for name, optimizer in other_optimizers(model).items()
@@ -74,19 +74,19 @@ class OptimizerCallback(keras.callbacks.Callback):
             )
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Switch the callback's feature on.
+        """Enable the callback's feature.
 
         Args:
-            optimizer: The model's.
+            optimizer: `DistributedOptimizer` of the model.
         """
         raise NotImplementedError
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Note that `fit` runs, and not `evaluate`."""
+        """Record that `fit` is running, and not `evaluate`."""
         self.is_in_fit = True
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Note that `fit` is over."""
+        """Record that `fit` has ended."""
         self.is_in_fit = False
 
     @property
@@ -96,14 +96,14 @@ class OptimizerCallback(keras.callbacks.Callback):
 
 
 def distributed_optimizer(model: Any) -> DistributedOptimizer:
-    """Wrap the model's optimizer in a `DistributedOptimizer`, once.
+    """Wrap the model's optimizer in a `DistributedOptimizer`, unless it is one.
 
     Args:
         model: A compiled Keras model.
 
     Returns:
-        `DistributedOptimizer`, around the optimizer that was there, with its
-        state.
+        `DistributedOptimizer` around the model's previous optimizer and its state, or
+        the one that the model already had.
     """
     if not isinstance(model.optimizer, DistributedOptimizer):
         with model.distribute_strategy.scope():

@@ -1,4 +1,4 @@
-"""Monitor of a step's communication, its buckets and its slow workers."""
+"""Monitor of a step's communication, its buckets and stragglers."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.files import problem_of_folder
 from tfdp.ground.base.finalizers import finalizers
 
+# The latest steps of this worker that `CommunicationMonitor.recent` can average.
 _KEPT_STEPS = 200
 
 
 @dataclasses.dataclass(frozen=True)
 class StepStatistics:
-    """Means over some steps of this worker, in seconds a step.
+    """Mean times of this worker over several steps, in seconds per step.
 
     Args:
-        step_seconds: Float.
-        compute_seconds: Float, what is not exposed communication.
-        communication_seconds: Float, in which a collective was under way.
-        exposed_seconds: Float, in which nothing but collectives was.
+        step_seconds: Float, duration of a step.
+        compute_seconds: Float, the step without exposed communication.
+        communication_seconds: Float, time in which a collective was running.
+        exposed_seconds: Float, time in which only collectives were running.
         communication_fraction: Float, s = T_comm / (T_comp + T_comm).
     """
 
@@ -49,25 +50,25 @@ class StepStatistics:
 
 
 class CommunicationMonitor(MeasuringCallback):
-    """Measure where the time of a step goes, and advise what would make it shorter.
+    """Measure computation and communication of steps, and advise what to speed up.
 
     Per window of `every` steps the first worker writes: step time with its
-    percentiles, samples per second, compute and communication, what of the
-    communication is exposed, seconds of each bucket, bytes sent, busbw, the norm of
-    the gradient, loss scale and skipped steps, each worker's step time and how long
-    it waits for the others. They go to TensorBoard (tags by subject, such as
+    percentiles, samples per second, compute time, communication time and its exposed
+    part, seconds of each bucket, bytes sent, busbw, the norm of the gradient, loss
+    scale and skipped steps, each worker's step time and how long it waits for the
+    others. These are written to TensorBoard (tags by subject, such as
     `communication/exposed_seconds` and `step/seconds`), to `communication.csv`
     and, at the end of `fit`, to `communication.json`; a table and one sentence of
-    advice are printed. A worker that the others wait for again and again is named
-    once an epoch, with what to do about it.
+    advice are printed. A persistent straggler is reported once per epoch, with a
+    remedy.
 
-    On CPUs time stamps inside the graph tell; on GPUs, whose kernels run after
-    their launch, the device's own profile of one step an epoch does.
+    On CPUs the times are taken by time stamps inside the graph; on GPUs, whose kernels
+    run asynchronously, by the device's own profile of one step per epoch.
 
     Args:
-        log_dir: String or path-like, where to write.
+        log_dir: String or path-like, directory of the reports.
         every: Int, steps of a window. Defaults to 10.
-        histogram: Bool, whether TensorBoard gets histograms too. Defaults to `True`.
+        histogram: Bool, whether TensorBoard also gets histograms. Defaults to `True`.
 
     Raises:
         ValueError: If `every` is not positive; in `fit`, if `log_dir` cannot be
@@ -78,11 +79,11 @@ class CommunicationMonitor(MeasuringCallback):
     >>> CommunicationMonitor("logs", every=20).every
     20
 
-    Source: Li et al. 2020, https://arxiv.org/abs/2006.15704, for what is exposed;
-    nccl-tests' PERFORMANCE.md for busbw.
+    Source: Li et al. 2020, https://arxiv.org/abs/2006.15704, for exposed
+    communication; nccl-tests' PERFORMANCE.md for busbw.
     """
 
-    # Settings that all workers have to share.
+    # Settings that must be the same on all workers.
     compared = ("every", "histogram")
 
     def __init__(
@@ -98,29 +99,29 @@ class CommunicationMonitor(MeasuringCallback):
         self._report_thread: ReportThread | None = None
         self._window: list[Reading] = []
         self._recent: collections.deque[Reading] = collections.deque(maxlen=_KEPT_STEPS)
-        self._last_meter: Meter | None = None
+        self._latest_meter: Meter | None = None
 
     def recent(self, num_steps: int = 20) -> StepStatistics:
-        """Compute means over the last steps of this worker.
+        """Compute mean times over the last steps of this worker.
 
         Args:
-            num_steps: Int, at most 200. Defaults to 20.
+            num_steps: Int, the number of steps, at most 200. Defaults to 20.
 
         Returns:
             `StepStatistics`.
 
         Raises:
-            ValueError: If `num_steps` is no integer of at least 1.
+            ValueError: If `num_steps` is not an integer of at least 1.
             RuntimeError: If no step has been measured yet.
         """
         num_steps = checked_integer("num_steps", num_steps, 1)
         last = list(self._recent)[-num_steps:]
-        if not last or self._last_meter is None:
+        if not last or self._latest_meter is None:
             raise RuntimeError(
                 "No step has been measured yet: the first step of `fit` is traced, and "
                 "does not count."
             )
-        mean = mean_of([self._last_meter.sample(reading) for reading in last])
+        mean = mean_of([self._latest_meter.sample(reading) for reading in last])
         busy, compute = mean.communication_seconds, mean.compute_seconds
         return StepStatistics(
             mean.step_seconds,
@@ -130,24 +131,24 @@ class CommunicationMonitor(MeasuringCallback):
             fraction(busy, compute),
         )
 
-    # What Keras and tfdp call.
+    # Hooks that Keras and tfdp call.
 
     def find_problem(self, num_steps: int | None) -> str:
-        """Describe what is wrong with the settings, or `""`; on the first worker."""
+        """Return what is wrong with the settings, or `""`; runs on the first worker."""
         del num_steps
         return problem_of_folder(self.log_dir, "log_dir")
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Trace steps with time stamps, and start to report."""
+        """Have steps traced with time stamps, and start the reporting thread."""
         strategy = strategy_of(self.model)
         worker_group = strategy.extended.worker_group if strategy else WorkerGroup(0, 1)
         self._recent.clear()
         self._window = []
         self.meter = meter_for(self.model, strategy, norm_every=self.every)
-        self._last_meter = self.meter
+        self._latest_meter = self.meter
         if strategy is not None:
             self.meter.start()
-        if self._report_thread is not None:  # of a `fit` that was broken off
+        if self._report_thread is not None:  # left by a `fit` that raised an error
             self._end_thread()
         self._num_fits += 1
         if worker_group.is_chief:
@@ -157,16 +158,17 @@ class CommunicationMonitor(MeasuringCallback):
             )
         self._report_thread = ReportThread(Mailbox(worker_group), self._run_report)
         self._report_thread.start()
-        # Keras does not say when a `fit` is broken off.
+        # Keras calls no hook when `fit` raises an error, so that a finalizer stops the
+        # thread.
         self._finalizer = finalizers.register(self, self._report_thread.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start to count batches."""
+        """Restart the count of batches."""
         super().on_epoch_begin(epoch, logs)
         self._epoch = epoch
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Store a reading; report when a window is full."""
+        """Store a reading, and report the window when it is full."""
         if reading is not None:
             self._window.append(reading)
             self._recent.append(reading)
@@ -175,7 +177,7 @@ class CommunicationMonitor(MeasuringCallback):
         self._print_notices()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Write what is left, and on the first worker the summary."""
+        """Write the last window, and on the first worker the summary."""
         if self._report_thread is None:
             return
         self._report()
@@ -192,27 +194,29 @@ class CommunicationMonitor(MeasuringCallback):
                 settings = settings_of(self.model, self.every)
                 with contextlib.closing(self._run_report):
                     print(self._run_report.finish(facts, settings))
-        except (OSError, tf.errors.OpError) as later:  # TensorBoard's file has others
+        except (OSError, tf.errors.OpError) as later:  # OpError: TensorBoard's file
             error = error or later
         if error is not None:
-            # Training has ended well, and the other workers wait for this one.
+            # A warning, no error: training has succeeded, and the other workers wait
+            # for this one.
             user_code.warn(
                 "`CommunicationMonitor` could not write all of its reports: "
                 f"{error_text(error)}"
             )
 
     def _end_thread(self) -> None:
+        """Wait for the reporting thread to finish, and detach its finalizer."""
         assert self._report_thread is not None
         self._report_thread.close()
         self._finalizer.detach()
 
     def _print_notices(self) -> None:
-        """Print what the thread has found of the epochs that are over."""
+        """Print the stragglers that the thread has found in completed epochs."""
         while self._run_report is not None and self._run_report.notices:
             print(f"\nCommunicationMonitor: {self._run_report.notices.popleft()}")
 
     def _report(self) -> None:
-        """Pass the window to the thread that computes and writes."""
+        """Pass the readings of the window to the reporting thread."""
         readings, self._window = self._window, []
         meter = self.meter
         if not readings or meter is None or self._report_thread is None:
@@ -222,7 +226,7 @@ class CommunicationMonitor(MeasuringCallback):
         scale, skipped = loss_scale_of(self.model.optimizer)
         step, epoch = self.step, self._epoch
 
-        def make() -> Window:
+        def compute_window() -> Window:
             return window_of(
                 [meter.sample(reading) for reading in readings],
                 step=step,
@@ -231,4 +235,4 @@ class CommunicationMonitor(MeasuringCallback):
                 skipped_steps=skipped,
             )
 
-        self._report_thread.put(make)
+        self._report_thread.put(compute_window)

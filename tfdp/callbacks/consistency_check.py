@@ -1,4 +1,4 @@
-"""Check that all replicas hold the same weights."""
+"""Check that all replicas have the same weights."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from tfdp.training.replicas.drift_probe import DriftProbe
 
 
 class ConsistencyCheck(StrategyCallback):
-    """Stop training when a replica no longer has the weights of the others.
+    """Stop training when the weights of a replica differ from those of the others.
 
-    Data parallelism rests on replicas that are alike; one that computes wrongly, or
-    whose weights something has changed, spoils the training of all without a sign.
-    Every `every` steps, before the first and after the last, a checksum of the bits of
-    all weights is compared. A difference of a single bit ends `fit` on every worker,
-    with an error that names the replica in the minority (of two: both), the step, and
+    Data parallelism requires identical replicas: a replica that computes wrongly, or
+    whose weights were changed, corrupts the training of all silently. Every `every`
+    steps, before the first and after the last, replicas compare a checksum of the bits
+    of all weights. A difference of a single bit ends `fit` on every worker, with an
+    error that names the replica in the minority (both if there are two), the step, and
     the first variable that differs.
 
-    The checksums are computed on the replicas' own devices and travel with the logs: no
-    further communication. With one replica there is nothing to compare. Of sharded
-    parameters each replica has another part: of these it is compared, with a warning,
-    what the workers have assigned to them outside of steps (`set_weights`, `assign`,
-    `load_weights`), also where nodes have copies of them (`shard_scope="node"`).
+    The checksums are computed on the replicas' own devices and are reduced with the
+    logs, without further communication. With one replica there is nothing to compare.
+    Sharded parameters are left out, with a warning, since each replica has another
+    shard of them; what workers assign to them outside of steps (`set_weights`,
+    `assign`, `load_weights`) is compared, also with `shard_scope="node"`.
 
-    Of a Python generator or a `PyDataset` workers also compare, by a short message, the
-    class labels of the batch of that step: a worker that has drawn other random numbers
+    With a Python generator or a `PyDataset`, workers also compare the class labels of
+    that step's batch, by a short message: a worker that has drawn other random numbers
     would continue with other rows.
 
     Args:
-        every: Int, steps from one check to the next. With `steps_per_execution` the
-            last check of an execution counts. Defaults to 100.
+        every: Int, steps from one check to the next. With `steps_per_execution` only
+            the last check of an execution is read. Defaults to 100.
 
     Raises:
         ValueError: If `every` is not positive; in `fit`, if the model's strategy is not
             tfdp's.
         RuntimeError: In `fit`, on every worker, if replicas differ.
-        ValueError: In `fit`, on every worker, if batches hold other labels.
+        ValueError: In `fit`, on every worker, if the labels of batches differ.
 
     Example:
 
@@ -61,7 +61,7 @@ class ConsistencyCheck(StrategyCallback):
     compute wrongly.
     """
 
-    # Workers compare `every` themselves when training begins.
+    # Empty, since the check of the weights before the first step compares `every`.
     compared: tuple[str, ...] = ()
 
     def __init__(self, every: int = 100) -> None:
@@ -73,13 +73,13 @@ class ConsistencyCheck(StrategyCallback):
         self._last_batch = -1
 
     def set_model(self, model: Any) -> None:
-        """Check the strategy, and have a step that was traced before traced again."""
+        """Check the strategy, and have the step traced again, with checks in it."""
         super().set_model(model)
         if model.distribute_strategy.num_replicas_in_sync > 1:
             model.train_function = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Compare the weights, and trace steps with checks."""
+        """Compare the weights, and have steps traced with checks."""
         self._probe = self._labels = None
         self._step = 0
         strategy = strategy_of(self.model)
@@ -91,30 +91,31 @@ class ConsistencyCheck(StrategyCallback):
                 "`ConsistencyCheck` compares weights that `LocalSGD` and `DiLoCo` let "
                 "differ between exchanges. Leave out one of them."
             )
-        self._warn_of_parts()
+        self._warn_about_sharded_weights()
         self._check("before the first step")
         self._probe = DriftProbe(strategy, self.model, self.every)
         self._probe.start()
-        self._labels = self._record_of_labels(strategy)
+        self._labels = self._shared_label_record(strategy)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start to count batches."""
+        """Restart the count of batches."""
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Show the step what was assigned before it where state is sharded."""
+        """Add assignments since the last step to the checksum of sharded weights."""
         if self._probe is not None:
             self._probe.update_assigned()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Read the result of a check, if there was one."""
+        """Read the result of the check, if one was due."""
         before = self._step
         self._step += batch - self._last_batch
         self._last_batch = batch
         if self._probe is None or self._step // self.every == before // self.every:
             return
         step, numbers = self._probe.read()
-        # Alike on all workers, since the logs' sum is.
+        # All workers raise together: the checksums are summed with the logs, whose sum
+        # is the same on all workers.
         if len({number for number in numbers if number}) > 1:
             strategy = strategy_of(self.model)
             raise_difference(strategy, self.model, f"at step {step} of `fit`", numbers)
@@ -122,12 +123,12 @@ class ConsistencyCheck(StrategyCallback):
             self._check_labels(self._labels)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Compare the weights that training has ended with."""
+        """Compare the final weights."""
         if self._probe is not None:
             self._probe = None
             self._check("after the last step")
 
-    def _record_of_labels(self, strategy: Any) -> LabelRecord | None:
+    def _shared_label_record(self, strategy: Any) -> LabelRecord | None:
         """Return the record of this worker's labels, if all workers have one."""
         worker_group, loop = strategy.extended.worker_group, loops.current()
         record = None if loop is None else loop.label_record
@@ -142,15 +143,15 @@ class ConsistencyCheck(StrategyCallback):
         """Compare the labels of the batch that all workers have trained on."""
         worker_group = strategy_of(self.model).extended.worker_group
         number = self._last_batch + 1 if labels.restarts else self._step
-        found = labels.labels_of(number)
+        arrays = labels.labels_of(number)
         values = ArrayValues(
-            {f"{name} of batch {number}": found[name] for name in found}
+            {f"{name} of batch {number}": arrays[name] for name in arrays}
         )
         topic = f"ConsistencyCheck(every={self.every}): labels"
-        told = worker_group.all_gather(topic, values.fingerprints())
-        check_same_values(worker_group, topic, told, values)
+        fingerprints = worker_group.all_gather(topic, values.fingerprints())
+        check_same_values(worker_group, topic, fingerprints, values)
 
-    def _warn_of_parts(self) -> None:
+    def _warn_about_sharded_weights(self) -> None:
         weights = recorded_weights(self.model)
         sharded = [weight for weight in weights if weight.value.has_parts]
         if sharded:
@@ -162,7 +163,8 @@ class ConsistencyCheck(StrategyCallback):
             )
 
     def _check(self, when: str) -> None:
-        # Workers that are given other settings are at different calls.
+        # The topic has `every`, so that workers with different settings get an error
+        # that names it.
         topic = f"ConsistencyCheck(every={self.every})"
         weights = compared_weights(self.model)
         check_weights(strategy_of(self.model), weights, topic, when)

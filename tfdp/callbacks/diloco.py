@@ -1,4 +1,4 @@
-"""DiLoCo: nodes train by themselves, and an outer step brings them together."""
+"""DiLoCo: nodes train independently, and an outer optimizer step combines them."""
 
 from __future__ import annotations
 
@@ -20,70 +20,70 @@ from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class DiLoCo(LocalStepsCallback):
-    """Train each node by itself, and bring the nodes together every so many updates.
+    """Train nodes independently, and combine them by an outer step at an interval.
 
-    Within a node the replicas train synchronously. After `sync_every` updates the mean
-    of what the nodes have learned, by samples, is taken as the gradient of an outer
-    optimizer, whose weights all go on from: between nodes the weights travel once in
-    `sync_every` updates. What is given up is exactness: the result is not that of one
-    device. The slots of the inner optimizer stay with their node. Between outer steps
-    no node waits for another: logs within an epoch are those of the worker, and moving
-    statistics of BatchNormalization those of the replica.
+    Within a node the replicas train synchronously. After `sync_every` updates the
+    change of the weights, averaged over the nodes by samples, becomes the gradient of
+    an outer optimizer, and all replicas continue from the weights that it computes.
+    Nodes communicate once in `sync_every` updates; in return, the result is not that of
+    one device. Slots of the inner optimizer stay on their node. Between outer steps
+    nodes do not wait for each other: logs within an epoch are those of the worker, and
+    moving statistics of BatchNormalization those of the replica.
 
-    With `delay` an exchange travels while the replicas go on, and its outer step is
-    made `delay` updates after it was sent; of the weights that a replica has by then
-    it keeps `mixing`, and takes the rest from the common ones. The most updates by
-    which an outer step was late in an epoch is logged as `staleness`.
+    With `delay`, an exchange runs while the replicas continue, and its outer step is
+    made `delay` updates after it was sent; each replica then keeps the fraction
+    `mixing` of its local weights, and takes the rest from the common ones. The largest
+    lateness of an outer step in an epoch, in updates, is logged as `staleness`.
 
-    With `dynamic_steps` a slower worker makes fewer inner steps, in proportion to its
-    speed, as it was measured in the epoch before: it leaves out batches of its own, so
-    that the others wait less for it. Of the first epoch all make all steps.
+    With `dynamic_steps`, a slower worker makes fewer inner steps, in proportion to its
+    speed in the epoch before: it skips some of its own batches, so that the others wait
+    less for it. In the first epoch all workers make all steps.
 
-    Under `tfdp run --islands` the nodes are jobs of their own, which meet in outer
-    steps and nowhere else: one that is gone stops no other.
+    Under `tfdp run --islands` each node is a separate job that communicates with the
+    others only in outer steps: a job that fails does not stop the others.
 
-    At the end of an epoch, before `evaluate` and `predict` and before a backup an outer
-    step is made, and slots are averaged, so that what is evaluated and saved are the
-    outer weights, and one state. Give epochs of at least `sync_every` updates. Sharded
-    state and the gradient noise scale cannot be combined with it.
+    An outer step is also made, and slots are averaged, at the end of an epoch, before
+    `evaluate` and `predict`, and before a backup, so that the outer weights and one
+    common state are evaluated and saved. Epochs should have at least `sync_every`
+    updates. Sharded state and the gradient noise scale are not supported.
 
     Args:
         sync_every: Int, updates from one outer step to the next. Defaults to 100.
         outer_optimizer: Keras optimizer of the outer step, not built yet; each model
             gets a copy. Defaults to SGD with a rate of 0.7 and Nesterov momentum of
             0.9, as in the paper.
-        scope: String: `"node"`, or `"replica"`, where each replica trains by itself.
-            Defaults to `"node"`.
-        fragments: Int, parts of the weights that are exchanged one after the other,
-            each once in `sync_every` updates, so that less travels at a time. Defaults
+        scope: String, what trains synchronously: `"node"`, all replicas of a node; or
+            `"replica"`, each replica alone. Defaults to `"node"`.
+        fragments: Int, parts of the weights that are exchanged one after another, each
+            once in `sync_every` updates, so that each exchange is smaller. Defaults
             to 1.
-        compression: In which form what was learned travels between nodes, as in
+        compression: Compression of exchanges between nodes, as in
             `tfdp.CommunicationOptions`: `"fp16"`, `"bf16"`, `"int8"` or another
-            `tfdp.compression.Compressor`, which keeps what it leaves out for the next
-            exchange; or `None`. Defaults to `None`.
-        delay: Int, updates between the begin of an exchange and its outer step, less
-            than `sync_every / fragments`. Workers that TensorFlow's own collectives
-            connect, and GPUs, exchange only then. Defaults to 0.
-        mixing: Float from 0 to 1, how much of its own weights a replica keeps in a
-            delayed outer step. Defaults to 0.5.
-        scale_by_staleness: Bool, whether what is learned from an exchange that is s
+            `tfdp.compression.Compressor`, with error feedback to the next exchange; or
+            `None`. Defaults to `None`.
+        delay: Int, updates between the start of an exchange and its outer step, less
+            than `sync_every / fragments`. On GPUs, and with TensorFlow's own
+            collectives, the exchange runs only at that outer step. Defaults to 0.
+        mixing: Float from 0 to 1, the fraction of its local weights that a replica
+            keeps in a delayed outer step. Defaults to 0.5.
+        scale_by_staleness: Bool, whether the gradient of an outer step that is s
             updates late is multiplied by `sync_every / (sync_every + s)`. Defaults to
             `False`.
-        min_participants: Int, how many workers make an exchange, the first among them,
-            or `None`: all. An exchange waits `patience_seconds` for those that were
-            there at the last one, and goes on without who is late. That worker takes
-            the common weights when it comes, instead of its own. It needs
-            `backend="direct"`, a `delay`, one fragment, and no compression. Defaults
-            to `None`.
+        min_participants: Int, the number of workers that an exchange needs, the first
+            worker among them; or `None`: all. An exchange waits `patience_seconds` for
+            workers that took part in the last one, and continues without those that
+            are late. A late worker takes the common weights instead of its own when it
+            arrives. It needs `backend="direct"`, a `delay`, one fragment, and no
+            compression. Defaults to `None`.
         patience_seconds: Float, how long an exchange waits for more workers than
             `min_participants`. Defaults to 1.0.
         dynamic_steps: Bool, whether slower workers make fewer inner steps. The
-            smallest part that one makes is logged as `inner_steps`. Gradients must
-            not be accumulated. Defaults to `False`.
+            smallest fraction that a worker makes is logged as `inner_steps`. Gradients
+            must not be accumulated. Defaults to `False`.
 
     Raises:
-        ValueError: If an argument is none of these; in `fit`, if all replicas are on
-            one node, or where it is combined with what it excludes.
+        ValueError: If an argument is invalid; in `fit`, if all replicas are on one
+            node, or if it is combined with an unsupported feature.
 
     Example:
 
@@ -97,9 +97,9 @@ class DiLoCo(LocalStepsCallback):
     of slower workers.
     """
 
-    # Settings that all workers have to share.
+    # Settings that must be the same on all workers.
     compared = ("settings",)
-    # See `tfdp.features.islands`.
+    # Marks the callback that exchanges between islands; their `fit` requires one.
     trains_islands = True
 
     def __init__(
@@ -141,44 +141,44 @@ class DiLoCo(LocalStepsCallback):
         self._island: IslandTraining | None = None
 
     def set_model(self, model: Any) -> None:
-        """Switch local steps on; or, on an island, prepare its exchanges."""
+        """Enable local steps; or, on an island, prepare its exchanges."""
         island = Island.from_environment()
         if island is not None:
             self._island = IslandTraining(model, self.options, self.settings, island)
         super().set_model(model)
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Make the state of local steps, which an island has none of."""
+        """Create the state of local steps, except on an island, which has none."""
         if self._island is None:
             super().switch_on(optimizer)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Join the other islands, when all else is ready."""
+        """Start local steps when due; on an island, join the others at first."""
         if self._island is None:
             super().on_train_batch_begin(batch, logs)
         else:
-            self._island.begin()
+            self._island.join()
             self._last_batch = batch - 1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Exchange what an island has learned, when that is due."""
+        """On an island, count batches, and exchange when that is due."""
         if self._island is not None:
-            self._island.batches_end(batch - self._last_batch)
+            self._island.end_batches(batch - self._last_batch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare what is made before the first step."""
+        """Prepare exchanges before the first step is traced."""
         super().on_train_begin(logs)
         if self._island is not None:
-            self._island.fit_begins()
+            self._island.begin_fit()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Train synchronously again; leave the other islands."""
+        """Return to synchronous training; an island leaves the others."""
         super().on_train_end(logs)
         if self._island is not None:
-            self._island.end()
+            self._island.leave()
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start to look for late outer steps, and agree on the inner ones of each."""
+        """Reset the logged staleness, and agree on the inner steps of each worker."""
         super().on_epoch_begin(epoch, logs)
         if self._island is not None:
             self._island.staleness = 0
@@ -189,9 +189,9 @@ class DiLoCo(LocalStepsCallback):
             exchanges.staleness.assign(0)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Log by how many updates an outer step was late, and who made fewest."""
+        """Log the staleness, and the smallest fraction of inner steps."""
         if self._island is not None:
-            self._island.meet()
+            self._island.sync()
             if logs is not None:
                 logs["islands"] = self._island.participants
                 logs["staleness"] = self._island.staleness
@@ -202,14 +202,14 @@ class DiLoCo(LocalStepsCallback):
             logs["staleness"] = int(exchanges.staleness.numpy())
 
     def _exchanges(self) -> Any:
-        """The exchanges of the model's optimizer, if they are delayed."""
+        """Return the exchanges of the model's optimizer, if they are delayed."""
         local_steps = self.optimizer.features.local_steps
         if local_steps is None or not self.options.delay:
             return None
         return local_steps.exchanges
 
     def _share_steps(self) -> None:
-        """Agree with all workers on the part of the inner steps that each makes."""
+        """Agree with all workers on the fraction of inner steps that each makes."""
         if self.optimizer.accumulation_steps > 1:
             raise ValueError(
                 "`dynamic_steps` leaves out batches, each of which must be an update. "
@@ -227,12 +227,13 @@ class DiLoCo(LocalStepsCallback):
             "seconds of an inner step", pace.take_seconds()
         )
         nodes = workers_by_node(strategy, self.options.outer.scope)
-        if found := shares(seconds, nodes):
-            pace.share, self._least_share = found[worker_group.rank], min(found)
+        if step_shares := shares(seconds, nodes):
+            pace.share = step_shares[worker_group.rank]
+            self._least_share = min(step_shares)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Dict, what all workers have to share, as JSON can hold it."""
+        """Dict, JSON-serializable settings that must be the same on all workers."""
         outer = self.options.outer
         assert outer is not None
         return {

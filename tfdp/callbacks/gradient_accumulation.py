@@ -6,26 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdp.callbacks.bases import OptimizerCallback
-from tfdp.features.islands.training import meet_islands_after_flush
+from tfdp.features.islands.training import sync_islands_after_flush
 from tfdp.ground.plans.schedules import check_steps, steps_at_epoch
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class GradientAccumulation(OptimizerCallback):
-    """Make an update from the mean gradient of several batches.
+    """Make each update from the mean gradient of several batches.
 
-    Nothing is communicated but at the last of them. `optimizer.iterations` and
+    Replicas communicate only at the last of them. `optimizer.iterations` and
     learning-rate schedules count updates.
 
     Args:
-        steps: Int, batches of an update, or a dict from the first epoch to
-            their number from there on, such as `{0: 8, 5: 4}`.
+        steps: Int, batches per update; or a dict from an epoch to the batches per
+            update from that epoch on, such as `{0: 8, 5: 4}`. Defaults to 4.
         flush: `"epoch"` makes an update of the batches that are left over at
-            the end of an epoch, with their true number. Defaults to `None`: they
-            are carried over to the next epoch, as Keras does.
+            the end of an epoch, divided by their true number. Defaults to `None`:
+            they are carried over to the next epoch, as Keras does.
 
     Raises:
-        ValueError: If `steps` or `flush` is something else.
+        ValueError: If `steps` or `flush` is invalid.
 
     Example:
 
@@ -33,7 +33,7 @@ class GradientAccumulation(OptimizerCallback):
     {0: 8, 5: 4}
     """
 
-    # Settings that all workers have to share.
+    # Settings that must be the same on all workers.
     compared = ("steps", "flush")
 
     def __init__(
@@ -53,19 +53,19 @@ class GradientAccumulation(OptimizerCallback):
         self.flush = flush
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Make accumulators, so that a later epoch needs no new trace.
+        """Create accumulators, so that a later epoch needs no new trace.
 
         Raises:
-            ValueError: If the optimizer was given another number of batches.
+            ValueError: If the optimizer accumulates another number of batches.
         """
         steps = self.steps
         numbers = set(steps.values()) if isinstance(steps, Mapping) else {steps}
-        own = optimizer.accumulation_steps
-        if own > 1 and own not in numbers and optimizer.features.plan is None:
+        before = optimizer.accumulation_steps
+        if before > 1 and before not in numbers and optimizer.features.plan is None:
             raise ValueError(
                 "The optimizer was made to accumulate, too. Give the number of batches "
                 "in one place, the optimizer or the callback. Received: "
-                f"accumulation_steps={own} and steps={steps}"
+                f"accumulation_steps={before} and steps={steps}"
             )
         if max(numbers) > 1:
             optimizer.accumulation_steps = max(numbers)
@@ -76,14 +76,15 @@ class GradientAccumulation(OptimizerCallback):
         self.optimizer.accumulation_steps = steps_at_epoch(self.steps, epoch)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Flush, so that validation within `fit` sees what the epoch has learned."""
+        """Flush, so that validation within `fit` includes the leftover batches."""
         self._flush()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Flush the batches that are left over."""
+        """Flush the leftover batches."""
         self._flush()
 
     def _flush(self) -> None:
+        """Make an update of the leftover batches, if the user asks for it."""
         if self.flush and self.is_in_fit and self.optimizer.accumulated_steps:
             self.optimizer.flush()
-            meet_islands_after_flush(self.model)
+            sync_islands_after_flush(self.model)

@@ -1,4 +1,4 @@
-"""Gradient noise scale, from norms that data parallelism has for free."""
+"""Gradient noise scale, from gradient norms that data parallelism already has."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class GradientNoiseScale(OptimizerCallback):
-    """Log the batch size beyond which more replicas stop paying.
+    """Log the batch size beyond which more replicas bring little speedup.
 
-    The replicas' own gradients are gradients of small batches, their mean is that
-    of a large one; from the two norms follow the noise of the gradient and its
-    true size. Logged as `gradient_noise_scale` at the end of each epoch: the
-    simple noise scale, in samples. It needs at least two replicas.
+    Each replica's gradient is that of a small batch, and their mean is that of a
+    large one; the two norms give the noise of the gradient and the size of the true
+    gradient. The simple noise scale, in samples, is logged as
+    `gradient_noise_scale` at the end of each epoch. It needs at least two replicas.
 
     Args:
         smoothing: Float in [0, 1), weight of the past in the moving averages of
-            the two estimates. Defaults to 0.99.
+            noise and size. Defaults to 0.99.
 
     Raises:
         ValueError: If `smoothing` is outside the range, or there is one replica.
@@ -28,7 +28,7 @@ class GradientNoiseScale(OptimizerCallback):
     Source: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A.1.
     """
 
-    # Settings that all workers have to share.
+    # Settings that must be the same on all workers.
     compared = ("smoothing",)
 
     def __init__(self, smoothing: float = 0.99) -> None:

@@ -35,8 +35,10 @@ from tfdp.training.data.own_rows import supports_row_reads
 from tfdp.training.data.stages import MAPS
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
+# Shortest interval between two writes of the result.
 _WRITE_EVERY_SECONDS = 0.5
-# Whose files would be of a training that was broken off.
+# Callbacks that are left out of a measured `fit`: their files would hold the state of
+# a training that was cut short.
 _WRITERS = (
     keras.callbacks.ModelCheckpoint,
     keras.callbacks.CSVLogger,
@@ -49,15 +51,16 @@ _WRITERS = (
 
 
 class EnoughSteps(SystemExit):
-    """End of a script that was measured."""
+    """Exit of a script whose input was measured for enough steps."""
 
 
 class InputProbe(MeasuringCallback):
-    """Measure steps, write the means to a file, and end the script after enough.
+    """Measure steps, write mean waits to a file, and end the script after enough steps.
 
     Args:
-        path: `Path` of a JSON file, replaced as training goes on.
-        num_steps: Int, after which the script ends; the same on all workers.
+        path: `Path` of a JSON file, which is replaced regularly during training.
+        num_steps: Int, the number of measured steps after which the script ends; the
+            same on all workers.
     """
 
     def __init__(self, path: Path, num_steps: int) -> None:
@@ -71,17 +74,17 @@ class InputProbe(MeasuringCallback):
         self._written_at = 0.0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Trace steps with time stamps."""
+        """Have steps traced with time stamps."""
         strategy = strategy_of(self.model)
         self._problem = _problem_of(self.model, strategy)
-        # On GPUs too: their data is awaited by the host.
+        # The meter of CPUs also serves on GPUs: the host waits for their data.
         self.meter = Meter()
         if strategy is not None:
             self.meter.start()
         self._write()
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Take in a step."""
+        """Record the times of a step, and end the script after enough steps."""
         if reading is None or self.meter is None:
             return
         sample = self.meter.sample(reading)
@@ -93,12 +96,12 @@ class InputProbe(MeasuringCallback):
             self._write()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Write what there is; another `fit` may follow."""
+        """Write the result so far; another `fit` may follow."""
         self._write()
 
     def _write(self) -> None:
         self._written_at = time.monotonic()
-        content = {  # in a file that is whole whenever it is read
+        content = {
             "problem": self._problem,
             "num_steps": len(self._times),
             "wait": dataclasses.asdict(mean_wait(self._times)) if self._times else None,
@@ -109,7 +112,7 @@ class InputProbe(MeasuringCallback):
 
 
 def _problem_of(model: Any, strategy: Any) -> str:
-    """Say why the steps of a model cannot be measured, or `""`."""
+    """Return why the steps of a model cannot be measured, or `""`."""
     if strategy is None:
         return (
             "the model has no strategy of tfdp; make it in the scope of "
@@ -123,19 +126,19 @@ def _problem_of(model: Any, strategy: Any) -> str:
 
 
 def measure_fits(probe: InputProbe) -> None:
-    """Have each `fit` of this process measured, and write no files.
+    """Measure each `fit` of this process, without the callbacks that write files.
 
     Args:
-        probe: `InputProbe`.
+        probe: `InputProbe` that is added to each `fit`.
     """
 
     def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
         stock: Callable = super(keras.Model, model).fit
         bound = inspect.signature(stock).bind(*args, **kwargs)
         probe.pipeline = pipeline_of(bound.arguments.get("x"), strategy_of(model))
-        given = callback_list(bound.arguments.get("callbacks"))
-        kept = [each for each in given if not isinstance(each, _WRITERS)]
-        names = [type(each).__name__ for each in given if each not in kept]
+        callbacks = callback_list(bound.arguments.get("callbacks"))
+        kept = [each for each in callbacks if not isinstance(each, _WRITERS)]
+        names = [type(each).__name__ for each in callbacks if each not in kept]
         probe.left_out = list(dict.fromkeys([*probe.left_out, *names]))
         bound.arguments["callbacks"] = [*kept, probe]
         return stock(*bound.args, **bound.kwargs)
@@ -144,10 +147,10 @@ def measure_fits(probe: InputProbe) -> None:
 
 
 def pipeline_of(data: Any, strategy: Any) -> Pipeline:
-    """Properties of what `fit` is given.
+    """Describe the input pipeline of a `fit`.
 
     Args:
-        data: The argument `x`.
+        data: The argument `x` of `fit`.
         strategy: The model's tfdp strategy, or `None`.
 
     Returns:
@@ -175,6 +178,7 @@ def pipeline_of(data: Any, strategy: Any) -> Pipeline:
 
 
 def _obstacle_of_py_dataset(dataset: Any, strategy: Any) -> str:
+    """Return how to keep each worker from preparing all rows, or `""`."""
     if not _has_other_workers(strategy) or supports_row_reads(dataset):
         return ""
     return (
@@ -188,6 +192,7 @@ def _has_other_workers(strategy: Any) -> bool:
 
 
 def _obstacle_of(dataset: tf.data.Dataset, strategy: Any) -> str:
+    """Return why each worker prepares all rows of a dataset, or `""`."""
     if not _has_other_workers(strategy):
         return ""
     ranks = strategy.extended.local_ranks

@@ -11,25 +11,26 @@ from tfdp.ground.plans.schedules import steps_at_epoch
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 from tfdp.training.step.warmup import WarmupOptions
 
+# Stages of a warmup; they are part of a backup's state.
 _WAITING, _RISING, _OVER = "waiting", "rising", "over"
 
 
 class LearningRateWarmup(OptimizerCallback):
-    """Raise the learning rate, update by update, to what a large batch can bear.
+    """Raise the learning rate linearly, update by update, to suit a large batch.
 
-    The rate goes in a straight line from the base rate, that of the optimizer,
-    to the base rate times the number of replicas. Then the product is handed
-    over: a rate that is a variable gets it as its value, for other callbacks to
-    act on; a `LearningRateSchedule` stays multiplied.
+    The rate rises from the base rate, that of the optimizer, to the base rate times
+    the number of replicas. After the warmup, a rate that is a variable has the
+    product as its value, which other callbacks may change; a `LearningRateSchedule`
+    stays multiplied.
 
     Args:
-        epochs: Float or `None`, length in epochs. Defaults to 5 where `steps`
+        epochs: Float or `None`, length in epochs. Defaults to 5 if `steps`
             is not given.
         steps: Int or `None`, length in updates.
-        initial_factor: Float or `None`, the first factor of the base rate.
-            Defaults to `None`: the last factor divided by the number of replicas.
-        scale_with_replicas: Bool, whether the last factor is the number of
-            replicas, or else 1. Defaults to `True`.
+        initial_factor: Float or `None`, the factor of the base rate at the start.
+            Defaults to `None`: the final factor divided by the number of replicas.
+        scale_with_replicas: Bool, whether the final factor is the number of
+            replicas; otherwise it is 1. Defaults to `True`.
         momentum_correction: Bool, whether the momentum of `SGD`, which contains
             the rate, is rescaled with it. Defaults to `True`.
 
@@ -45,7 +46,7 @@ class LearningRateWarmup(OptimizerCallback):
     Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677.
     """
 
-    # Settings that all workers have to share.
+    # Settings that must be the same on all workers.
     compared = (
         "epochs",
         "steps",
@@ -84,13 +85,13 @@ class LearningRateWarmup(OptimizerCallback):
         self._updates = 0
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Set a warmup of the optimizer; its begin and end are known later."""
+        """Set a provisional warmup; its start and end are set at the first batch."""
         if optimizer is not self._optimizer:
-            # Another model, or another optimizer: a warmup of its own.
+            # Each model and each optimizer has a separate warmup.
             self._optimizer = optimizer
             self._stage = _WAITING
         if self._stage == _WAITING and optimizer.has_warmed_up:
-            self._stage = _OVER  # the last factor is in the rate already
+            self._stage = _OVER  # the rate already contains the final factor
         if self._stage == _WAITING:
             self._has_trained = (
                 optimizer.was_traced or self.model.train_function is not None
@@ -108,10 +109,10 @@ class LearningRateWarmup(OptimizerCallback):
             )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Start the warmup, or resume it where training had stopped.
+        """Start the warmup, or resume that of an interrupted run.
 
-        Updates that were restored, by a file or by a callback, count as part of the
-        warmup; those that the model has made before in this process do not.
+        Restored updates, from a file or by a callback, count as part of the warmup;
+        updates that the model made earlier in this process do not.
         """
         if self._stage != _WAITING:
             return
@@ -132,7 +133,7 @@ class LearningRateWarmup(OptimizerCallback):
             self._stage = _OVER
 
     def get_state(self) -> dict[str, Any]:
-        """State of the warmup, for `BackupAndRestore`."""
+        """Return the state of the warmup, for `BackupAndRestore`."""
         options = self._optimizer.warmup if self._optimizer is not None else None
         plain = None if options is None else dataclasses.asdict(options)
         return {"stage": self._stage, "options": plain}
@@ -148,6 +149,7 @@ class LearningRateWarmup(OptimizerCallback):
         self.optimizer.warmup = None if options is None else WarmupOptions(**options)
 
     def _num_updates(self) -> int:
+        """Return the length of the warmup in updates."""
         if self.steps is not None:
             return self.steps
         left, updates, epoch = float(self.epochs or 0), 0.0, 0
@@ -158,6 +160,7 @@ class LearningRateWarmup(OptimizerCallback):
         return max(1, round(updates))
 
     def _options(self, steps: int, start: int) -> WarmupOptions:
+        """Return the options of a warmup of `steps` updates from update `start` on."""
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         last = replicas if self.scale_with_replicas else 1
         first = last / replicas
@@ -167,6 +170,7 @@ class LearningRateWarmup(OptimizerCallback):
 
 
 def _positive(name: str, value: Any) -> float | None:
+    """Return an argument, checked to be a positive number or `None`."""
     if value is None:
         return None
     return checked_number(name, value, "a positive number", above=0)

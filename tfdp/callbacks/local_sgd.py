@@ -1,4 +1,4 @@
-"""Local SGD: replicas step alone and average their weights now and then."""
+"""Local SGD: replicas update independently and average their weights periodically."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 
 class LocalStepsCallback(OptimizerCallback):
-    """Base of the callbacks that let replicas or nodes step alone.
+    """Base of the callbacks under which replicas or nodes update independently.
 
     Args:
         options: `LocalStepsOptions`.
-        start_step: Int, updates that are made synchronously first.
+        start_step: Int, synchronous updates before local steps start.
     """
 
-    # By which islands know that there is one of them.
+    # Marks callbacks of local steps, of which an island may have only one.
     steps_locally = True
 
     def __init__(self, options: LocalStepsOptions, start_step: int) -> None:
@@ -26,35 +26,35 @@ class LocalStepsCallback(OptimizerCallback):
         what = "updates that are made before"
         self.options = options
         self.start_step = checked_integer("start_step", start_step, 0, what)
-        self._left = 0  # synchronous updates, at least
+        self._left = 0  # lower bound of the synchronous updates until local steps
         self._last_batch = -1
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Make the state; begin at once where nothing comes before."""
+        """Create the state; start local steps at once if `start_step` is 0."""
         optimizer.features.start_local_steps(
             self.options, LocalSteps, now=self.start_step == 0
         )
         self._left = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare what all workers make together, before a step is traced."""
+        """Prepare exchanges with all workers, before a step is traced."""
         super().on_train_begin(logs)
         local_steps = self.optimizer.features.local_steps
         if local_steps is not None:
             local_steps.prepare(self.model.distribute_strategy)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Start to count batches."""
+        """Restart the count of batches."""
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Begin when `start_step` updates are made, also before a resumed run."""
+        """Start local steps after `start_step` updates, also in a resumed run."""
         if self.optimizer.features.uses_local_steps:
             return
         self._left -= batch - self._last_batch
         self._last_batch = batch
         if self._left > 0:
-            return  # reading the number of updates waits for the step
+            return  # reading `iterations` in each step would wait for the device
         self._left = self.start_step - int(self.optimizer.iterations.numpy())
         if self._left <= 0:
             self.optimizer.features.start_local_steps(
@@ -63,37 +63,37 @@ class LocalStepsCallback(OptimizerCallback):
             self.model.make_train_function(force=True)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Train synchronously again."""
+        """Return to synchronous training."""
         super().on_train_end(logs)
         self.optimizer.features.stop_local_steps()
         self.model.train_function = None
 
 
 class LocalSGD(LocalStepsCallback):
-    """Let each replica train alone on its rows, and average all every few updates.
+    """Train each replica independently, and average all replicas every few updates.
 
-    For links that are slower than the model: of `sync_every` updates one communicates,
-    weights and the optimizer's slots instead of gradients. What is given up is
-    exactness: between two averages each replica follows its own gradients, clipped by
-    themselves, and the result is not that of one device. The average counts a replica
-    by the samples that it has seen. Between averages no replica waits for another: logs
-    within an epoch are those of the worker, and moving statistics of BatchNormalization
-    those of the replica.
+    Use it if the network limits training: one of `sync_every` updates communicates,
+    and exchanges weights and the optimizer's slots instead of gradients. In return, the
+    result is not that of one device: between two averages each replica follows its own
+    gradients, which are clipped separately. Replicas are weighted by the samples that
+    they have seen. Between averages replicas do not wait for each other: logs within an
+    epoch are those of the worker, and moving statistics of BatchNormalization those of
+    the replica.
 
-    The replicas are averaged also at the end of an epoch, before `evaluate` and
-    `predict` and before a backup, so that what is evaluated and saved is one model;
-    between averages a callback that reads weights sees those of a replica. Sharded
-    state and the gradient noise scale cannot be combined with it.
+    Replicas are also averaged at the end of an epoch, before `evaluate` and `predict`,
+    and before a backup, so that one model is evaluated and saved. Between averages, a
+    callback that reads weights gets those of one replica. Sharded state and the
+    gradient noise scale are not supported.
 
     Args:
-        sync_every: Int, updates from one average to the next. With 1 and plain SGD it
-            is synchronous training. Defaults to 8.
-        start_step: Int, updates that are made synchronously first (post-local SGD).
+        sync_every: Int, updates from one average to the next. With 1 and plain SGD
+            training is synchronous. Defaults to 8.
+        start_step: Int, synchronous updates before local steps start (post-local SGD).
             Defaults to 0.
 
     Raises:
-        ValueError: If an argument is no such integer; in `fit`, where it is combined
-            with what it excludes.
+        ValueError: If an argument is invalid; in `fit`, if it is combined with an
+            unsupported feature.
 
     Example:
 
@@ -104,7 +104,7 @@ class LocalSGD(LocalStepsCallback):
     https://arxiv.org/abs/1808.07217, for `start_step`.
     """
 
-    # Settings that all workers have to share.
+    # Settings that must be the same on all workers.
     compared = ("sync_every", "start_step")
 
     def __init__(self, sync_every: int = 8, start_step: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for float16, agreed by all replicas."""
+"""Dynamic loss scaling for float16, the same on all replicas."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from tfdp.training.step import loss_scale
 
 
 class LossScaling(OptimizerCallback):
-    """Scale the loss, and skip a step whose gradients overflow anywhere.
+    """Scale the loss, and skip a step if gradients overflow on any replica.
 
-    A skipped step changes nothing but the scale and its counters. The logs get
-    `loss_scale` and `skipped_steps` at the end of each epoch.
+    A skipped step changes only the scale and its counters. `loss_scale` and
+    `skipped_steps` are logged at the end of each epoch.
 
     Args:
-        initial_scale: Float, the first factor. Defaults to `2**15`.
-        growth_steps: Int, steps without overflow after which it doubles.
+        initial_scale: Float, the scale at the start. Defaults to `2**15`.
+        growth_steps: Int, steps without overflow after which the scale doubles.
             Defaults to 2000.
-        min_scale: Float, below which it is not halved. Defaults to 1.
+        min_scale: Float, the smallest scale. Defaults to 1.
 
     Raises:
         ValueError: If a value is not positive.
-        RuntimeError: In `fit`, after ten skips in a row at the smallest scale.
+        RuntimeError: In `fit`, after ten consecutive skips at the smallest scale.
 
     Example:
 
@@ -34,7 +34,7 @@ class LossScaling(OptimizerCallback):
     Source: Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.
     """
 
-    # Settings that all workers have to share.
+    # Settings that must be the same on all workers.
     compared = ("scaling",)
 
     def __init__(
@@ -46,13 +46,14 @@ class LossScaling(OptimizerCallback):
         super().__init__()
         self.scaling = loss_scale.LossScaling(
             initial_scale=initial_scale,
-            # `None` would be a scale that stays as it is.
+            # Checked here, since the optimizer's `LossScaling` takes `None` for a
+            # constant scale.
             growth_steps=checked_integer("growth_steps", growth_steps, 1),
             min_scale=min_scale,
         )
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Set a loss scale of the optimizer; one with these settings stays."""
+        """Set the optimizer's loss scale; an equal one keeps its state."""
         optimizer.loss_scaling = self.scaling
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

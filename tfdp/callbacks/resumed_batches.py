@@ -1,4 +1,4 @@
-"""Batches of a resumed run compared with those of its backup, and their rates."""
+"""Comparison of a resumed run's batches with its backup's; scaled learning rates."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tfdp.training.data.batch_change import (
 from tfdp.training.data.position import DataPosition
 from tfdp.training.step.warmup import WarmupOptions
 
-# Of the identity of a run, what may change with the number of replicas.
+# Keys of a run's identity that may change with the number of replicas.
 _MAY_CHANGE = ("batch_size", "steps_per_epoch")
 
 
 class ResumedBatches:
-    """Comparison of a run's batches with a backup's, and what follows from it.
+    """Comparison of a run's batches with a backup's, and adaptation to a change.
 
     Args:
         model: Compiled Keras model, in `fit`.
-        position: `DataPosition` of its data.
+        position: `DataPosition` of the data of that `fit`.
         batch: String, `"global"` or `"per_replica"`: the batch that stays the same on
             another number of replicas.
     """
@@ -43,10 +43,10 @@ class ResumedBatches:
         self._batch = batch
 
     def metadata(self, epoch: int) -> dict[str, Any]:
-        """Metadata of the batches for a backup.
+        """Return the metadata of the batches for a backup.
 
         Args:
-            epoch: Int, the epoch to go on with.
+            epoch: Int, the epoch in which a resumed run continues.
         """
         return {
             "identity": self._identity(),
@@ -58,16 +58,16 @@ class ResumedBatches:
         }
 
     def change_since(self, run: dict[str, Any]) -> BatchChange | None:
-        """Change of the batch since a backup, where it may change.
+        """Return the change of the batch since a backup.
 
         Args:
-            run: Dict, what the backup tells.
+            run: Dict, the run's metadata in the backup.
 
         Returns:
-            `BatchChange` or `None`.
+            `BatchChange`, or `None` if the batch is the same.
 
         Raises:
-            IncompatibleBackup: If the backup is not of this run.
+            IncompatibleBackup: If the backup is of another run.
         """
         change = self._change(run)
         for name, now in self._identity().items():
@@ -82,13 +82,13 @@ class ResumedBatches:
     def resume_position(
         self, run: dict[str, Any], change: BatchChange | None
     ) -> tuple[dict[str, Any], int]:
-        """Position to resume at: the data as its epoch began, and batches since."""
+        """Return the data position at the start of the epoch, and the batches since."""
         batches = run["batches"]
         if change is None:
             return run["data"], batches
         if change.keeps_updates and batches:
             waiting = run["accumulation"]["waiting"]
-            # Else they are taken again, and make the update from its begin.
+            # Accumulated batches that cannot be carried over are computed again.
             batches -= 0 if change.can_carry(waiting) else waiting
         return convert_position(
             run["data"],
@@ -99,10 +99,10 @@ class ResumedBatches:
         )
 
     def adapt(self, run: dict[str, Any], change: BatchChange | None) -> str | None:
-        """Adapt what was restored to the batches of this run.
+        """Adapt learning rates and accumulated gradients to the batches of this run.
 
         Returns:
-            String, what was done, for people; or `None`.
+            String, a message to the user; or `None` if the batch is the same.
         """
         restore_rate_factors(self._model, run.get("rates"))
         if change is None:
@@ -111,7 +111,8 @@ class ResumedBatches:
             return self._scale_rates(change, run.get("rates"))
         waiting = run["accumulation"]["waiting"]
         if change.can_carry(waiting):
-            # Each of them is a mean over its samples.
+            # The accumulator sums gradients that are means over a batch, so that it is
+            # rescaled by the ratio of the batch sizes.
             ratio = change.before / change.now
             self._model.optimizer.set_accumulated_count(change.floor(waiting), ratio)
         else:
@@ -132,6 +133,7 @@ class ResumedBatches:
         )
 
     def _change(self, run: dict[str, Any]) -> BatchChange | None:
+        """Compare the batches only, without the rest of the run's identity."""
         accumulation = run.get("accumulation", {"steps": 1, "waiting": 0})
         then = Batches(
             run["facts"]["replicas"],
@@ -155,7 +157,7 @@ class ResumedBatches:
             raise IncompatibleBackup(str(error)) from error
 
     def _identity(self) -> dict[str, Any]:
-        """Identity of the run: what has to be the same in the run that resumes."""
+        """Return the properties of the run that the resumed run must share."""
         optimizer: Any = self._model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         names = [] if inner is None else [type(p).__name__ for p in innermost(inner)]
@@ -167,13 +169,13 @@ class ResumedBatches:
 
 
 def rate_factors(model: Any) -> dict[str, Any]:
-    """Collect the factors of the learning rate that no variable holds.
+    """Collect the parts of the learning rate that are not stored in a variable.
 
     Args:
         model: Compiled Keras model.
 
     Returns:
-        Dict: the script's schedules, and what they are multiplied by.
+        Dict: the configs of the script's schedules, and the warmup that scales them.
     """
     warmup = getattr(model.optimizer, "warmup", None)
     return {
@@ -185,26 +187,26 @@ def rate_factors(model: Any) -> dict[str, Any]:
 
 
 def restore_rate_factors(model: Any, saved: dict[str, Any] | None) -> None:
-    """Restore the factors of schedules that `rate_factors` collected.
+    """Restore the warmup that `rate_factors` collected, for learning-rate schedules.
 
-    A rate that is a variable needs none: it was restored with its factor, or a
-    callback that raises it has restored its own.
+    It is not needed if the rate is a variable: its restored value contains the factor,
+    or `LearningRateWarmup` has restored its own state.
     """
     if saved and saved["warmup"] and not _are_rates_variables(model):
         _set_warmup(model, WarmupOptions(**saved["warmup"]))
 
 
 def scale_rates(model: Any, ratio: float, saved: dict[str, Any] | None) -> bool:
-    """Multiply the learning rate from now on, in a warmup and after it too.
+    """Multiply the learning rate from now on, also during and after a warmup.
 
     Args:
         model: Compiled Keras model.
-        ratio: Float.
-        saved: Dict, what `rate_factors` had returned in the run that was interrupted.
+        ratio: Float, the factor.
+        saved: Dict, the result of `rate_factors` in the interrupted run, or `None`.
 
     Returns:
-        Bool: `False` if nothing was changed, for the script makes another schedule
-        than in that run and so has adapted it itself.
+        Bool: `False` if nothing was changed, since the script's schedule differs from
+        that of the interrupted run: the script has adapted it itself.
     """
     options = getattr(model.optimizer, "warmup", None)
     if not _are_rates_variables(model):
@@ -221,6 +223,7 @@ def scale_rates(model: Any, ratio: float, saved: dict[str, Any] | None) -> bool:
 
 
 def _set_warmup(model: Any, options: WarmupOptions) -> None:
+    """Set the warmup of the model's optimizer; trace the step again if needed."""
     optimizer = distributed_optimizer(model)
     optimizer.warmup = options
     if optimizer.needs_trace:
@@ -241,7 +244,7 @@ def _are_rates_variables(model: Any) -> bool:
 
 
 def _schedule_config(optimizer: Any) -> str | None:
-    """Config of a schedule as text, or `None` where it has none."""
+    """Return a learning-rate schedule's config as text, or `None` without one."""
     if _compat.has_rate_variable(optimizer):
         return None
     try:

@@ -13,40 +13,41 @@ from tfdp.training.sharding.options import SHARDINGS, ShardingOptions
 
 
 class ShardedOptimizer(OptimizerCallback):
-    """Shard the state of the model's optimizer, with the same result as without.
+    """Shard the state of the model's optimizer, with the same result as unsharded.
 
-    Gradients are reduce-scattered, each replica updates the part that it owns, and
-    the new weights are all-gathered: as many bytes as an all-reduce, and the slots
-    of Adam, say, take one N-th of the memory on each of N replicas. Slots that Keras
-    has built are shared out and freed before the first step; an optimizer that was
-    given to `compile` as `DistributedOptimizer(..., sharding="optimizer")` never has
-    them. Files are those of plain Keras.
+    Gradients are reduce-scattered, each replica updates its shard, and the new weights
+    are all-gathered: this transfers as many bytes as an all-reduce, and slots, such as
+    those of Adam, take 1/N of the memory on each of N replicas. Slots that Keras has
+    built are sharded and freed before the first step; an optimizer that was passed to
+    `compile` as `DistributedOptimizer(..., sharding="optimizer")` never allocates them
+    in full. Files have the format of plain Keras.
 
     Args:
-        stage: Int: 1, slots are sharded (ZeRO-1); 2, accumulated gradients too
-            (ZeRO-2); or 3, the weights too, of which a step gathers what it computes
-            with (ZeRO-3). Defaults to 1.
-        shard_scope: String: `"all"`, or `"node"`, where every node has the whole
-            state, so that less travels between nodes. Defaults to `"all"`.
-        offload: `"cpu"`: what is sharded is kept and updated in the memory of the
-            host, for models whose state does not fit into that of the GPUs; or
-            `None`. Defaults to `None`.
-        gather_groups: In stage 3, a sequence of strings: names of layers, the
-            parameters of each of which are gathered together. Those of other layers
-            are grouped by size. Defaults to none.
-        reshard_after_forward: In stage 3, `True`: what was gathered is freed when its
-            layers have run, and gathered again for the backward pass; `False`: it is
-            kept until then, for fewer bytes and more memory; or `"node"`: it is
-            gathered again inside of nodes only. Defaults to `True`.
-        prefetch: In stage 3, an int: groups that are gathered ahead of the one that
-            computes. Defaults to 1.
-        gather_compression: In stage 3, `"int8"`: matrices and the like are gathered in
-            8 bits an element, and computed with as rounded; each replica's part of
-            them is not rounded. Or `None`. Defaults to `None`.
+        stage: Int: 1, slots are sharded (ZeRO-1); 2, also accumulated gradients
+            (ZeRO-2); or 3, also the weights, which each step gathers layer by layer
+            (ZeRO-3). Defaults to 1.
+        shard_scope: String: `"all"`, shards over all replicas; or `"node"`, over the
+            replicas of each node, for less communication between nodes. Defaults to
+            `"all"`.
+        offload: `"cpu"`: shards are stored and updated in host memory, for models whose
+            state does not fit into GPU memory; or `None`. Defaults to `None`.
+        gather_groups: In stage 3, a sequence of strings: names of layers. The
+            parameters of each named layer are gathered together; other layers are
+            grouped by size. Defaults to none.
+        reshard_after_forward: In stage 3, `True`: gathered weights are freed after
+            their layers' forward pass, and gathered again for the backward pass;
+            `False`: they are kept until then, for fewer bytes and more memory; or
+            `"node"`: they are gathered again within nodes only. Defaults to `True`.
+        prefetch: In stage 3, an int: the number of groups that are gathered ahead of
+            the one that computes. Defaults to 1.
+        gather_compression: In stage 3, `"int8"`: matrices and higher-rank weights are
+            gathered in 8 bits per element, and the step computes with the rounded
+            values; the shards themselves are not rounded. Or `None`. Defaults to
+            `None`.
         units: The old name of `gather_groups`.
 
     Raises:
-        ValueError: If an argument is none of these.
+        ValueError: If an argument is invalid.
 
     Example:
 
@@ -58,10 +59,11 @@ class ShardedOptimizer(OptimizerCallback):
     https://arxiv.org/abs/2306.10209, for compressed gathers.
     """
 
-    # Callbacks that write files have to run on every worker.
+    # Marks sharded state: saving gathers it, so that callbacks that write files must
+    # run on every worker.
     shards = True
 
-    # Settings that all workers have to share.
+    # Settings that must be the same on all workers.
     compared = ("settings",)
 
     def __init__(
@@ -91,10 +93,10 @@ class ShardedOptimizer(OptimizerCallback):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Dict, the options as arguments of a `DistributedOptimizer`."""
+        """Dict, the options as keyword arguments of a `DistributedOptimizer`."""
         return self.options.config
 
     def switch_on(self, optimizer: DistributedOptimizer) -> None:
-        """Shard the optimizer; one that is sharded like this stays as it is."""
+        """Shard the optimizer, unless it is already sharded with these options."""
         optimizer.note_model(self.model)
         optimizer.shard(self.options)

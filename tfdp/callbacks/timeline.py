@@ -1,4 +1,4 @@
-"""Trace of some steps: computation and communication of all workers."""
+"""Trace of selected steps: computation and communication of all workers."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.files import problem_of_folder
 from tfdp.ground.text import pluralize
 
-# How long the first worker waits for another one's part.
+# How long the first worker waits for the trace of each other worker.
 _PATIENCE_SECONDS = 20.0
 
 
 class Timeline(MeasuringCallback):
-    """Write some steps as a trace that Perfetto and `chrome://tracing` show.
+    """Write selected steps as a trace for Perfetto and `chrome://tracing`.
 
-    Each worker has lanes for its steps, for what every replica computes (forward,
+    Each worker has lanes for its steps, for the computation of each replica (forward,
     backward, update) and for its collectives, named by bucket. The clocks of the
     workers are aligned. TensorBoard's profiler can be used at the same time on CPUs.
 
     Args:
-        path: String or path-like, the file, such as `"timeline.json"`. Open it at
-            https://ui.perfetto.dev.
+        path: String or path-like, the output file, such as `"timeline.json"`. Open it
+            at https://ui.perfetto.dev.
         steps: Tuple of two ints, the first and the last step, counted from 1 over
             all epochs. The first is at least 2: the step before it is traced.
             Defaults to `(10, 15)`.
 
     Raises:
-        ValueError: If `steps` is no such tuple; in `fit`, if it is past the end of
-            training, `path` cannot be written or the strategy is not tfdp's.
+        ValueError: If `steps` is invalid; in `fit`, if it is past the end of training,
+            `path` cannot be written or the strategy is not tfdp's.
 
     Example:
 
@@ -51,7 +51,7 @@ class Timeline(MeasuringCallback):
     https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU.
     """
 
-    # Settings that all workers have to share.
+    # Settings that must be the same on all workers.
     compared = ("steps",)
 
     def __init__(
@@ -68,10 +68,10 @@ class Timeline(MeasuringCallback):
         first, last = self.steps
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
-    # What Keras and tfdp call.
+    # Hooks that Keras and tfdp call.
 
     def find_problem(self, num_steps: int | None) -> str:
-        """Describe what is wrong with the settings, or `""`; on the first worker."""
+        """Return what is wrong with the settings, or `""`; runs on the first worker."""
         if num_steps is not None and num_steps < self.steps[1]:
             return (
                 "`Timeline` is to show steps that training does not reach. "
@@ -81,7 +81,7 @@ class Timeline(MeasuringCallback):
         return problem_of_folder(self.path.parent, "path")
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Trace steps with time stamps."""
+        """Have steps traced with time stamps."""
         strategy = strategy_of(self.model)
         if strategy is None:
             raise ValueError(
@@ -97,13 +97,13 @@ class Timeline(MeasuringCallback):
         self.meter.start()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Tell the meter when the steps to be shown begin."""
+        """Notify the meter when the selected steps begin."""
         if self.meter is not None and self.step >= self.steps[0] - 1:
             self.meter.trace_begins()
         super().on_train_batch_begin(batch, logs)
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Store the readings of the steps that are asked for."""
+        """Store the readings of the selected steps."""
         first, last = self.steps
         if reading is not None and self.step >= first:
             self._readings.append((self.step, reading))
@@ -111,7 +111,7 @@ class Timeline(MeasuringCallback):
             self._write()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Write what there is if training ended before the last step."""
+        """Write the steps so far if training ended before the last selected one."""
         if self.meter is None:
             return
         user_code.warn(
@@ -121,15 +121,15 @@ class Timeline(MeasuringCallback):
         self._write()
 
     def _write(self) -> None:
-        """Send this worker's part to the first, which merges and writes all."""
+        """Send this worker's trace to the first worker, which merges and writes all."""
         meter, self.meter = self.meter, None
         assert meter is not None
         assert self._mailbox is not None
-        own = meter.trace(self._worker_group.rank, self._host, self._readings)
+        trace = meter.trace(self._worker_group.rank, self._host, self._readings)
         if not self._worker_group.is_chief:
-            self._mailbox.send(0, json.dumps(dataclasses.asdict(own)))
+            self._mailbox.send(0, json.dumps(dataclasses.asdict(trace)))
             return
-        workers = [own]
+        workers = [trace]
         for rank in range(1, self._worker_group.num_workers):
             text = self._mailbox.receive(0, rank, _PATIENCE_SECONDS)
             if text is not None:
@@ -137,7 +137,7 @@ class Timeline(MeasuringCallback):
         try:
             self._write_file([worker for worker in workers if worker.slices])
         except OSError as error:
-            # Training goes on: the other workers are in the next step already.
+            # A warning, no error: the other workers are already in the next step.
             user_code.warn(f"`Timeline` could not be written: {error}")
 
     def _write_file(self, workers: list[WorkerTrace]) -> None:

@@ -1,12 +1,12 @@
-"""What can be added to training: each feature registers itself, the core knows none.
+"""Optional features of training: each registers itself, and the core imports none.
 
-How one is added: `tfdp.ground.base.feature`, and "Add a feature" in CONTRIBUTING.md.
+To add one, see `tfdp.ground.base.feature` and "Add a feature" in CONTRIBUTING.md.
 
-- `built_in`: imports the features of this package, in their order.
-- `ray`: Ray Train, a trainer, a callback and shards of Ray Data.
-- `tuning`: a plan of buckets found by trial in the first steps of `fit`.
-- `islands`: workers that are jobs of their own, and the hub where they meet.
-- `local_steps`: updates alone, and the exchange of what was learned.
+- `built_in`: imports of the features of this package, in the order of their hooks.
+- `ray`: a trainer, a callback and dataset shards for Ray Train.
+- `tuning`: bucket plans tuned by trial in the first steps of `fit`.
+- `islands`: workers that are separate jobs, and the hub through which they exchange.
+- `local_steps`: local updates of replicas or nodes, and periodic exchanges.
 - `monitor`: step times and traces, gathered and written.
-- `tracking`: Weights & Biases and MLflow, from the first worker.
+- `tracking`: logging to Weights & Biases and MLflow from the first worker only.
 """

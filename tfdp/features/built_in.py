@@ -1,6 +1,7 @@
-"""The features of training: each registers itself when it is imported, in this order.
+"""Imports of all built-in features, each of which registers itself on import.
 
-Bucket tuning is last, since its callback comes before those that others add.
+Hooks run in this order. Bucket tuning is last, since it puts its callback in front of
+those that the other features add.
 """
 
 import tfdp.features.tracking.watch  # isort: skip

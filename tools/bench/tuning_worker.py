@@ -42,7 +42,7 @@ def fit_arm(strategy: Any, bucket_mb: float | str | None) -> Arm:
             the default.
     """
     import tfdp
-    from tfdp.features.tuning.tuner import most_steps
+    from tfdp.features.tuning.tuner import max_trial_steps
     from tfdp.launch.bench.fit import timed_fit
 
     options = tfdp.CommunicationOptions()
@@ -59,7 +59,7 @@ def fit_arm(strategy: Any, bucket_mb: float | str | None) -> Arm:
         # All arms share the process's one strategy.
         extended.options = extended.reducer.options = options
         if needs_trial:
-            steps, needs_trial = most_steps(1), False
+            steps, needs_trial = max_trial_steps(1), False
         return fit(steps)
 
     return run
@@ -76,7 +76,7 @@ def make_arms(setup: dict[str, Any]) -> Arms:
     from tfdp.launch.bench.training import make_strategy
 
     # Steps after the trial are measured by themselves.
-    callback.LEAST_PART = 1
+    callback.MIN_TRIALS_PER_FIT = 1
     strategy = make_strategy(setup)
     arms: dict[str, Arm] = {
         name: fit_arm(strategy, bucket_mb) for name, bucket_mb in setup["arms"].items()

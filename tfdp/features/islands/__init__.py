@@ -1,13 +1,13 @@
-"""Islands: workers that train as jobs of their own and meet in outer steps only.
+"""Islands: workers that train as separate jobs and communicate in outer steps only.
 
-One that ends stops no other, and one that comes back goes on from what all have in
-common. Files, in reading order:
+An island that ends does not stop the others, and one that restarts continues from the
+state that all have in common. Files, in reading order:
 
-- `hub_connection`: messages and signs of life over an authenticated connection.
-- `hub`: the process that islands connect to, one meeting for each `fit`: its rounds,
-  and the state for who joins.
-- `member`: the hub as an island sees it, or the launcher of another machine.
-- `training`: exchanges of an island while it trains, and what all have in common.
+- `hub_connection`: messages and heartbeats over an authenticated connection.
+- `hub`: the server that islands connect to: for each `fit` a meeting with its rounds,
+  and the state for islands that join.
+- `member`: clients of the hub, for an island and for the launcher of another machine.
+- `training`: exchanges of an island while it trains, and the common outer state.
 
-Only the last imports TensorFlow: a hub runs in the launcher.
+Only `training` imports TensorFlow, since a hub runs in the launcher.
 """

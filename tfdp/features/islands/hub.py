@@ -1,7 +1,7 @@
-"""The hub: the process that islands connect to, one meeting for each `fit`.
+"""The hub: the server that islands connect to, with one meeting for each `fit`.
 
-Nobody trains here: the state that an island which is behind gets is what another one
-has kept here, see `tfdp.communication.transport.rounds`.
+The hub does not train. An island that is behind receives the state that another island
+has stored on the hub, see `tfdp.communication.transport.rounds`.
 """
 
 from __future__ import annotations
@@ -28,48 +28,49 @@ from tfdp.features.islands.hub_connection import (
     HubConnection,
 )
 
-# How long those who come first wait for the others, which may still start.
+# How long the first islands wait for others that may still be starting.
 JOIN_SECONDS = 120.0
 
 
 class Meeting(Rounds):
-    """The rounds of one `fit` of all islands, and the state for who joins.
+    """Exchange rounds of one `fit` of all islands, and the state for joining islands.
 
     Args:
-        expected: Set of ints, islands that may come, for which the first ones wait.
-        join_seconds: Float, for how long.
+        expected: Set of ints, islands that the first ones wait for before they start.
+        join_seconds: Float, how long the first islands wait for the others.
     """
 
     def __init__(self, expected: set[int], join_seconds: float) -> None:
         super().__init__(sorted(expected))
-        # Who has not come yet, beside who may come, or come again.
+        # Islands that have not joined this meeting yet. `_may_come` also has those
+        # that may come back.
         self._expected = set(expected)
         self._begins_by = time.monotonic() + join_seconds
         self._is_closed = False
-        # Of those who wait for the first exchange, with their updates.
+        # Updates and state of each island that waits for the meeting to begin.
         self._first_states: dict[int, tuple[int, list[Array]]] = {}
         self._settings: dict[str, Any] | None = None
 
     def close(self) -> None:
-        """End all that waits."""
+        """Wake up all waiting islands with an error."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     @property
     def is_over(self) -> bool:
-        """Bool, whether nobody is there, and nobody will come."""
+        """Bool, whether no island is connected, and none will connect any more."""
         with self._changed:
             return not self._members and not self._may_come
 
     def expect_no_more(self, index: int) -> None:
-        """Take note that an island is through, or does not come any more."""
+        """Stop waiting for an island that has finished, or will not join."""
         with self._changed:
             self._expected.discard(index)
             super().expect_no_more(index)
 
     def new_member(self, index: int) -> Participant:
-        """Let an island in, in place of what it was before."""
+        """Add an island, which replaces its earlier connection, if any."""
         member = Participant(index, has_begun=False)
         with self._changed:
             self._members[index] = member
@@ -78,7 +79,7 @@ class Meeting(Rounds):
         return member
 
     def leave(self, member: Participant) -> None:
-        """Take note that an island has gone: nobody waits for it any more."""
+        """Remove a disconnected island: rounds no longer wait for it."""
         with self._changed:
             if self._members.get(member.index) is member:
                 del self._members[member.index]
@@ -92,13 +93,16 @@ class Meeting(Rounds):
         updates: int,
         state: list[Array],
     ) -> Reply:
-        """Return the state from which an island goes on, once the first ones are there.
+        """Wait until the meeting begins, and return the state to continue from.
 
         Args:
-            member: `Participant`.
-            settings: Dict, which all have to share.
-            updates: Int, those that it has made before, as where it is resumed.
-            state: List of arrays, its own.
+            member: `Participant` that joins.
+            settings: Dict, settings that must be the same on all islands.
+            updates: Int, updates that the island has made before, if it is resumed.
+            state: List of arrays, the outer state of the island.
+
+        Returns:
+            `Reply` with the common state, or with an error if settings differ.
         """
         with self._changed:
             self._settings = self._settings or settings
@@ -117,11 +121,11 @@ class Meeting(Rounds):
             return self._standing()
 
     def keep(self, version: int, state: list[Array]) -> None:
-        """Keep the state after an exchange, for those who join.
+        """Store the state after an exchange, for islands that join later.
 
         Args:
             version: Int, the number of the exchange.
-            state: List of arrays.
+            state: List of arrays, the outer state after it.
         """
         with self._changed:
             if self._state is None or version > self._state[0]:
@@ -129,7 +133,7 @@ class Meeting(Rounds):
                 self._means = [pair for pair in self._means if pair[0] > version]
 
     def _furthest(self) -> list[Array]:
-        """The state with most updates, and of several that of the first island."""
+        """Return the state with the most updates; of equals, the first island's."""
         states = self._first_states
         return states[max(states, key=lambda index: (states[index][0], -index))][1]
 
@@ -142,29 +146,29 @@ class Meeting(Rounds):
         super()._check(member)
 
 
-def _difference(own: dict[str, Any], others: dict[str, Any]) -> str:
-    """The first setting in which an island differs from the others."""
+def _difference(settings: dict[str, Any], others: dict[str, Any]) -> str:
+    """Describe the first setting in which an island differs from the others."""
     for name, value in others.items():
-        if own.get(name) != value:
-            own_text, text = json.dumps(own.get(name)), json.dumps(value)
-            return f"{name} is {own_text} here, and {text} on others"
-    return f"it has more settings: {', '.join(sorted(set(own) - set(others)))}"
+        if settings.get(name) != value:
+            here, there = json.dumps(settings.get(name)), json.dumps(value)
+            return f"{name} is {here} here, and {there} on others"
+    return f"it has more settings: {', '.join(sorted(set(settings) - set(others)))}"
 
 
 class Hub:
-    """The place where islands meet; to be used as a context manager.
+    """Server through which islands exchange weights; use it as a context manager.
 
     Args:
-        server: Listening TCP socket, which is its own from then on.
-        secret: String, which all islands have.
-        count: Int, islands that may come.
-        join_seconds: Float, how long the first ones wait for the others. Defaults to
-            two minutes.
-        own: Collection of ints, islands of the process that runs the hub, which says
-            itself when they have ended. Defaults to none.
+        server: Listening TCP socket; the hub takes ownership and closes it.
+        secret: String, the shared secret that authenticates islands.
+        count: Int, number of islands.
+        join_seconds: Float, how long the first islands wait for the others. Defaults
+            to two minutes.
+        own: Collection of ints, islands started by the process that runs the hub,
+            which calls `ended` for them. Defaults to none.
 
     Attributes:
-        port: Int, the one that it listens on.
+        port: Int, the port of `server`.
     """
 
     def __init__(
@@ -179,21 +183,24 @@ class Hub:
         self._join_seconds = join_seconds
         self._lock = threading.Lock()
         self._is_closed = False
-        # Which islands give a sign of life over each.
+        # Each open connection, with the islands that it keeps alive: one island, or
+        # the running islands of a launcher.
         self._connections: dict[HubConnection, set[int]] = {}
         self._meetings: dict[int, Meeting] = {}
-        # Islands that have not ended for good, and of those that have been here.
+        # `_expected` has the islands that have not ended for good; `_seen` those that
+        # have connected at least once.
         self._expected = set(range(count))
         self._seen: set[int] = set()
         self._own = frozenset(own)
-        # When others were last heard of, by `time.monotonic()`.
-        self._heard_at: dict[int, float] = {}
+        # `time.monotonic()` of the last contact with each island that has since
+        # disconnected.
+        self._last_contact: dict[int, float] = {}
         self._acceptor = Acceptor(
             secret,
             SERVICE,
             [server],
             self._begin,
-            lacks_files=functools.cache(_warn_of_lack),  # once
+            lacks_files=functools.cache(_warn_about_file_limit),  # warns only once
         )
 
     def __enter__(self) -> Hub:
@@ -212,36 +219,36 @@ class Hub:
 
     @property
     def is_needed(self) -> bool:
-        """Bool, whether an island is there, or has been and may come back."""
+        """Bool, whether an island is connected, or may come back."""
         with self._lock:
             return bool(self._connections or self._seen & self._expected)
 
     def forget_lost(self) -> list[int]:
-        """Take islands for ended that have been silent for a minute with no connection.
+        """Mark islands as ended that have had no connection for a minute.
 
-        An island that failed starts again without delay, and its launcher reports
-        meanwhile: where neither is heard of, the launcher has ended, too.
+        A failed island restarts without delay, and its launcher reports it meanwhile:
+        without a connection from either, the launcher has ended, too.
 
         Returns:
-            List of ints, those that were expected until now.
+            List of ints, the islands that were marked by this call.
         """
         with self._lock:
-            heard = self._own.union(*self._connections.values())
+            alive = self._own.union(*self._connections.values())
             since = time.monotonic() - SILENT_SECONDS
             lost = [
                 index
-                for index in sorted(self._seen & self._expected - heard)
-                if self._heard_at[index] <= since
+                for index in sorted(self._seen & self._expected - alive)
+                if self._last_contact[index] <= since
             ]
         for index in lost:
             self.ended(index)
         return lost
 
     def ended(self, index: int) -> None:
-        """Take note that an island has ended for good: nobody waits for it.
+        """Mark an island as ended for good: no meeting waits for it.
 
         Args:
-            index: Int, the island's.
+            index: Int, index of the island.
         """
         with self._lock:
             self._expected.discard(index)
@@ -250,34 +257,37 @@ class Hub:
             meeting.expect_no_more(index)
 
     def _begin(self, sock: socket.socket, _: Authenticated) -> None:
+        """Serve an accepted connection on a new thread."""
         threading.Thread(
             target=self._serve, args=(sock,), name="tfdp hub", daemon=True
         ).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        """Answer one island until it has gone."""
+        """Serve one connection until it ends."""
         connection = HubConnection(sock)
         with self._lock:
             is_late = self._is_closed
             self._connections[connection] = set()
         try:
-            # Whoever breaks the rules is gone, too.
+            # KeyError, TypeError and ValueError are violations of the protocol, which
+            # end the connection like a lost one.
             with contextlib.suppress(*GONE, KeyError, TypeError, ValueError):
                 if not is_late:
                     self._answer(connection)
         finally:
             with self._lock:
-                heard = self._connections.pop(connection)
-                self._heard_at.update(dict.fromkeys(heard, time.monotonic()))
+                indices = self._connections.pop(connection)
+                self._last_contact.update(dict.fromkeys(indices, time.monotonic()))
             connection.close()
 
     def _answer(self, connection: HubConnection) -> None:
+        """Read the first message, and serve an island or a launcher."""
         head, arrays = connection.receive()
         if head["kind"] == "launcher":
             self._serve_launcher(connection, head)
             return
         index = int(head["index"])
-        self._hear_of(connection, {index})
+        self._register_alive(connection, {index})
         number = int(head["fit"])
         meeting = self._meeting(number)
         member = meeting.new_member(index)
@@ -292,32 +302,33 @@ class Hub:
         finally:
             meeting.leave(member)
             with self._lock:
-                if meeting.is_over:  # its state is of no use to anybody
+                if meeting.is_over:  # no island will ask for its state
                     self._meetings.pop(number, None)
 
-    def _hear_of(self, connection: HubConnection, indices: set[int]) -> None:
-        """Take note of islands that live while a connection does."""
+    def _register_alive(self, connection: HubConnection, indices: set[int]) -> None:
+        """Record the islands that are alive as long as a connection is."""
         with self._lock:
             before = self._connections[connection] - indices
-            self._heard_at.update(dict.fromkeys(before, time.monotonic()))
+            self._last_contact.update(dict.fromkeys(before, time.monotonic()))
             self._connections[connection] = indices
             self._seen |= indices
-            self._expected |= indices  # also one that was taken for lost
+            self._expected |= indices  # also an island that was marked as lost
 
     def _serve_launcher(self, connection: HubConnection, head: dict[str, Any]) -> None:
-        """Take the reports of another machine's launcher until it has gone."""
-        told: set[int] = set()
+        """Process the reports of another machine's launcher until it disconnects."""
+        reported: set[int] = set()
         while True:
-            for index in set(head["ended"]) - told:
+            for index in set(head["ended"]) - reported:
                 self.ended(index)
-            told.update(head["ended"])
-            self._hear_of(connection, set(head["running"]))
+            reported.update(head["ended"])
+            self._register_alive(connection, set(head["running"]))
             send_frame(connection, {})
             head, _ = connection.receive()
 
     def _serve_member(
         self, connection: HubConnection, meeting: Meeting, member: Participant
     ) -> None:
+        """Serve the exchanges of an island until it leaves or disconnects."""
         while True:
             head, arrays = connection.receive()
             if head["kind"] == "bye":
@@ -332,6 +343,7 @@ class Hub:
             reply.send(connection)
 
     def _meeting(self, number: int) -> Meeting:
+        """Return the meeting of a `fit`, created at its first island."""
         with self._lock:
             if number not in self._meetings:
                 expected = set(self._expected)
@@ -339,5 +351,5 @@ class Hub:
             return self._meetings[number]
 
 
-def _warn_of_lack(lack: str) -> None:
+def _warn_about_file_limit(lack: str) -> None:
     print(f"tfdp: no island can connect: {lack}", file=sys.stderr, flush=True)

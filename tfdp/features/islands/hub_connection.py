@@ -1,4 +1,4 @@
-"""Connections between islands, launchers and their hub, with signs of life."""
+"""Connections between islands, launchers and their hub, with heartbeats."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.frames import receive_frame, send_frame
 from tfdp.ground.forks import close_in_forks
 
-# What is dialled, see `tfdp.communication.connection`.
+# Name of the service in the handshake of `tfdp.communication.connection`.
 SERVICE = "hub"
-# Each end sends a sign of life so often, and without any for so long is lost.
+# Interval of heartbeats, and the silence after which the other end counts as lost.
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60
 _TIMEVAL = struct.Struct("ll")
 _BEAT = {"kind": "beat"}
-# What a connection raises whose other end has gone.
+# Errors that a connection raises when the other end is lost.
 GONE = (EOFError, OSError)
 
 
 class HubConnection:
-    """Authenticated connection; any thread may close it.
+    """Authenticated connection to or from the hub; any thread may close it.
 
-    Reading and writing fail after a minute in which the other end has sent, or taken,
-    nothing: a process that is suspended keeps its connections.
+    Reading and writing fail if the other end sends or accepts no bytes for a minute:
+    the TCP connections of a suspended process would stay open.
 
     Args:
-        sock: TCP socket after the handshake, which belongs to the connection.
+        sock: TCP socket after the handshake; the connection takes ownership of it.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -43,19 +43,19 @@ class HubConnection:
             sock.setsockopt(socket.SOL_SOCKET, option, silence)
 
     def send(self, *buffers: bytes | memoryview) -> None:
-        """Send buffers, one after the other.
+        """Send buffers, one after another.
 
         Raises:
-            OSError: If the other end has gone.
+            OSError: If the other end is lost.
         """
         for buffer in buffers:
             self._sock.sendall(buffer, socket.MSG_NOSIGNAL)
 
     def receive_into(self, view: bytearray | memoryview) -> None:
-        """Fill a buffer.
+        """Receive bytes until a buffer is full.
 
         Raises:
-            EOFError, OSError: If the other end has gone, or is silent for too long.
+            EOFError, OSError: If the other end is lost, or is silent for too long.
         """
         rest = memoryview(view)
         while rest.nbytes:
@@ -65,10 +65,10 @@ class HubConnection:
             rest = rest[received:]
 
     def receive(self) -> tuple[dict[str, Any], list[Array]]:
-        """Receive a message, after signs of life.
+        """Receive a message, skipping heartbeats.
 
         Raises:
-            EOFError, OSError: If the other end has gone, or is silent for too long.
+            EOFError, OSError: If the other end is lost, or is silent for too long.
         """
         while True:
             head, arrays = receive_frame(self)
@@ -76,23 +76,23 @@ class HubConnection:
                 return head, arrays
 
     def send_beat(self) -> None:
-        """Send a sign of life, which `receive` passes over.
+        """Send a heartbeat, which `receive` skips.
 
         Raises:
-            OSError: If the other end has gone.
+            OSError: If the other end is lost.
         """
         send_frame(self, _BEAT)
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
-        """Send signs of life while the other end waits for what is computed inside.
+        """Send heartbeats while the body runs, and the other end waits for its result.
 
-        Nothing else is sent meanwhile.
+        The body must not send on this connection.
         """
         is_over = threading.Event()
 
         def beat() -> None:
-            with contextlib.suppress(*GONE):  # what is sent next says so
+            with contextlib.suppress(*GONE):  # the next message raises the error
                 while not is_over.wait(BEAT_SECONDS):
                     self.send_beat()
 
@@ -105,7 +105,7 @@ class HubConnection:
             thread.join()
 
     def close(self) -> None:
-        """Close it, also where another thread waits on it."""
+        """Close the connection, and wake up a thread that waits on it."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()

@@ -1,4 +1,4 @@
-"""The hub as an island sees it, and as the launcher of another machine does."""
+"""Clients of the hub: of an island, and of the launcher of another machine."""
 
 from __future__ import annotations
 
@@ -28,25 +28,28 @@ from tfdp.features.islands.hub_connection import (
 )
 from tfdp.ground.forks import close_in_forks
 
+# How long an island tries to connect, with an interval of `_RETRY_SECONDS`.
 _CONNECT_SECONDS = 60.0
-_PROOF_SECONDS = 10.0
 _RETRY_SECONDS = 0.2
+# Limit of the authentication of one connection.
+_PROOF_SECONDS = 10.0
+# Interval at which a launcher tries to connect to the hub.
 _REPORT_AGAIN_SECONDS = 1.0
-# A launcher whose islands have ended has nothing else to wait for.
+# Limit of a launcher's last report, so that an unreachable hub cannot delay its exit.
 _CLOSE_SECONDS = 5.0
 
 
 class HubGone(RuntimeError):
-    """The connection to the hub has ended."""
+    """Raised when the connection to the hub is lost."""
 
 
 class Member:
     """Connection of an island to the hub.
 
     Args:
-        island: `Island`.
-        fit: Int, number of this `fit` in its process; those of one number meet.
-            Defaults to 0.
+        island: `Island` that connects.
+        fit: Int, number of this `fit` in its process: islands exchange with those of
+            the same number. Defaults to 0.
 
     Raises:
         RuntimeError: If the hub cannot be reached, or has another secret.
@@ -56,7 +59,8 @@ class Member:
         self._island = island
         self._fit = fit
         self._connection = connect(island, _CONNECT_SECONDS)
-        # Held while the hub is asked, and knows that this island waits.
+        # Serializes messages: no heartbeat is sent within a message, nor while this
+        # island waits for a reply.
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         threading.Thread(target=self._beat, name="tfdp beat", daemon=True).start()
@@ -64,20 +68,20 @@ class Member:
     def join(
         self, settings: dict[str, Any], state: Sequence[Array], updates: int = 0
     ) -> Reply:
-        """Join the others, and wait for those that start.
+        """Join the other islands, and wait for those that are starting.
 
         Args:
-            settings: Dict that JSON can hold, alike on all islands.
-            state: Sequence of arrays, from which all begin if this island is the one
-                with most updates, or the first of several.
-            updates: Int, those that it has made before. Defaults to 0.
+            settings: Dict, JSON-serializable, which must be the same on all islands.
+            state: Sequence of arrays, the outer state of this island. All start from
+                the state of the island with the most updates, or the first such.
+            updates: Int, updates that this island has made before. Defaults to 0.
 
         Returns:
-            `Reply` with the state that all have in common.
+            `Reply` with the common state.
 
         Raises:
-            ValueError: If others have other settings.
-            RuntimeError: If the hub has gone.
+            ValueError: If other islands have other settings.
+            HubGone: If the connection is lost.
         """
         head = {
             "kind": "join",
@@ -95,36 +99,36 @@ class Member:
         return reply
 
     def exchange(self, version: int, samples: float, arrays: Sequence[Array]) -> Reply:
-        """Bring arrays to the exchange that follows a version, and wait for its mean.
+        """Send arrays to the next exchange, and wait for the mean over the islands.
 
         Args:
             version: Int, exchanges that this island has made.
-            samples: Float, by which it counts.
-            arrays: Sequence of arrays.
+            samples: Float, weight of this island in the mean.
+            arrays: Sequence of arrays to average.
 
         Returns:
-            `Reply`.
+            `Reply` with the mean, or with the state if this island is behind.
 
         Raises:
-            HubGone: If the hub has gone, or has taken this island for gone.
+            HubGone: If the connection is lost, or the hub has closed it.
         """
         head = {"kind": "exchange", "version": version, "samples": samples}
         return self._ask(head, arrays)
 
     def keep(self, version: int, state: Sequence[Array]) -> None:
-        """Leave the state after an exchange with the hub, for those who join.
+        """Store the state after an exchange on the hub, for islands that join later.
 
         Raises:
-            HubGone: If the hub has gone.
+            HubGone: If the connection is lost.
         """
         self._send({"kind": "state", "version": version}, state)
 
     def close(self, *, is_through: bool = False) -> None:
-        """Leave; the others do not wait for this island any more.
+        """Disconnect; the other islands no longer wait for this one.
 
         Args:
-            is_through: Bool, whether it does not come back to this `fit`. Defaults to
-                `False`.
+            is_through: Bool, whether this island has finished this `fit`, and will
+                not join it again. Defaults to `False`.
         """
         self._is_closed.set()
         if is_through:
@@ -133,17 +137,18 @@ class Member:
         self._connection.close()
 
     def _ask(self, head: dict[str, Any], arrays: Sequence[Array]) -> Reply:
-        with self._translated():
+        """Send a message, and wait for the hub's reply."""
+        with self._exclusive_connection():
             send_frame(self._connection, head, arrays)
             return Reply.from_frame(*self._connection.receive())
 
     def _send(self, head: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
-        with self._translated():
+        with self._exclusive_connection():
             send_frame(self._connection, head, arrays)
 
     @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Use the connection alone inside; translate what it raises."""
+    def _exclusive_connection(self) -> Iterator[None]:
+        """Hold the lock of the connection, and convert its errors to `HubGone`."""
         with self._lock:
             try:
                 yield
@@ -155,23 +160,22 @@ class Member:
                 ) from error
 
     def _beat(self) -> None:
-        """Send signs of life, until this island leaves."""
-        with contextlib.suppress(HubGone):  # the next exchange says so
+        """Send heartbeats until this island disconnects."""
+        with contextlib.suppress(HubGone):  # the next exchange raises the error
             while not self._is_closed.wait(BEAT_SECONDS):
-                with self._translated():
+                with self._exclusive_connection():
                     self._connection.send_beat()
 
 
 class LauncherLink(threading.Thread):
-    """Reports of a launcher to the hub: which of its islands run, or start again.
+    """Thread that reports to the hub which islands of a launcher run or restart.
 
-    The hub waits for an island that has failed as long as its launcher reports. A hub
-    that cannot be reached is tried again, and is no error of the launcher: its islands
-    say so.
+    The hub waits for a failed island as long as its launcher reports it. Connecting is
+    retried, and an unreachable hub is no error of the launcher: its islands raise it.
 
     Args:
-        island: `Island`, any of this launcher's.
-        indices: Sequence of ints, its islands.
+        island: `Island`, any island of this launcher.
+        indices: Sequence of ints, indices of all islands of this launcher.
     """
 
     def __init__(self, island: Island, indices: Sequence[int]) -> None:
@@ -184,25 +188,25 @@ class LauncherLink(threading.Thread):
         self.start()
 
     def ended(self, index: int) -> None:
-        """Report that an island has ended for good: nobody waits for it.
+        """Report that an island has ended for good: the others no longer wait for it.
 
         Args:
-            index: Int, the island's.
+            index: Int, index of the island.
         """
         self._ended.add(index)
         self._changed.set()
 
     def close(self) -> None:
-        """Report that all islands have ended, as far as the hub can be reached."""
+        """Report that all islands have ended, if the hub can be reached."""
         self._ended.update(self._indices)
         self._is_closed = True
         self._changed.set()
         self.join(_CLOSE_SECONDS)
 
     def run(self) -> None:
-        """Report until this link is closed."""
+        """Connect and report until this link is closed."""
         while True:
-            # RuntimeError: the hub has not started yet, or has ended.
+            # `connect` raises RuntimeError if the hub does not run yet, or has ended.
             with contextlib.suppress(*GONE, RuntimeError):
                 self._report_on(connect(self._island, 0.0))
                 return
@@ -230,14 +234,14 @@ class LauncherLink(threading.Thread):
 
 
 def connect(island: Island, within_seconds: float) -> HubConnection:
-    """Connect to the hub.
+    """Connect to the hub, and authenticate.
 
     Args:
-        island: `Island`.
-        within_seconds: Float, for how long it is tried.
+        island: `Island` with the hub's address and secret.
+        within_seconds: Float, how long connecting is retried.
 
     Returns:
-        `HubConnection` whose ends have proved themselves.
+        `HubConnection`, authenticated on both ends.
 
     Raises:
         RuntimeError: If the hub cannot be reached, or has another secret.

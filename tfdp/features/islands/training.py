@@ -1,4 +1,4 @@
-"""Exchanges of an island while it trains, and what all islands have in common."""
+"""Exchanges of an island while it trains, and the outer state common to all islands."""
 
 from __future__ import annotations
 
@@ -28,40 +28,42 @@ from tfdp.training.keras_hooks.added_callbacks import OptimizerProgressCheck
 from tfdp.training.keras_hooks.worker_callbacks import WRITERS, callback_list
 from tfdp.training.replicas.variables import StatisticVariable
 
+# Duration of a wait for other islands after which the user is notified.
 _WARN_AFTER_SECONDS = 30.0
-# Of a process that trains several times.
-_fits = itertools.count()
-# Those that train at the moment, by model.
+# Numbers of the calls of `fit` in this process: islands exchange within one number.
+_fit_numbers = itertools.count()
+# The `IslandTraining` of each model that is in `fit`.
 _running: weakref.WeakKeyDictionary[Any, IslandTraining] = weakref.WeakKeyDictionary()
 
 
 class Islands(Feature):
-    """Islands that meet in outer steps only, see `tfdp.features.islands`."""
+    """Hooks of islands, which exchange in outer steps, see `tfdp.features.islands`."""
 
     def before_loop(self, model: Any) -> None:
-        """Continue from what all islands have in common, before an evaluation."""
+        """Exchange before an evaluation, so that it uses the common weights."""
         if (training := _running.get(model)) is not None:
-            training.meet()
+            training.sync()
 
     def choose_callbacks(self, fit: Fit) -> None:
-        """Keep those that write files on the first island only; `DiLoCo` comes first.
+        """Keep file-writing callbacks on the first island only; move `DiLoCo` first.
 
         Raises:
-            ValueError: If nothing would bring the islands together, or several
-                callbacks.
+            ValueError: Unless exactly one callback exchanges between islands.
         """
         if Island.from_environment() is None:
             return
         callbacks = fit.arguments["callbacks"]
-        given = callback_list(callbacks)
-        is_met = any(hasattr(callback, "trains_islands") for callback in given)
-        if fit.strategy is None or not is_met:
+        callback_objects = callback_list(callbacks)
+        has_exchange = any(
+            hasattr(callback, "trains_islands") for callback in callback_objects
+        )
+        if fit.strategy is None or not has_exchange:
             raise ValueError(
                 "The workers of `tfdp run --islands` train with a strategy of tfdp and "
                 "`tfdp.callbacks.DiLoCo`, which brings them together. Add what is "
                 "missing, or leave out `--islands`."
             )
-        if sum(hasattr(callback, "steps_locally") for callback in given) > 1:
+        if sum(hasattr(callback, "steps_locally") for callback in callback_objects) > 1:
             raise ValueError(
                 "An island trains by one `DiLoCo`, whose exchanges are of all its "
                 "replicas. Leave out `LocalSGD`, and a second `DiLoCo`."
@@ -69,42 +71,45 @@ class Islands(Feature):
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return
         writes = fit.strategy.extended.worker_group.is_job_chief
-        chosen = [c for c in given if writes or not isinstance(c, WRITERS)]
-        # At the end of an epoch the others see the weights that all have in common.
-        fit.arguments["callbacks"] = sorted(chosen, key=_place)
+        chosen = [c for c in callback_objects if writes or not isinstance(c, WRITERS)]
+        # `DiLoCo` exchanges at the end of an epoch: callbacks after it, such as
+        # checkpoints, see the common weights.
+        fit.arguments["callbacks"] = sorted(chosen, key=_order_of_callback)
 
     def after_fit(self, fit: Fit) -> None:
-        """Leave the other islands, where `fit` has not done so: it failed."""
+        """Leave the other islands if `fit` has failed."""
         if (training := _running.get(fit.model)) is not None:
-            training.end(is_through=False)
+            training.leave(is_through=False)
 
 
 register(Islands())
 
 
-def _place(callback: Any) -> int:
+def _order_of_callback(callback: Any) -> int:
+    """Return the sort key that puts the progress check and `DiLoCo` first."""
     if isinstance(callback, OptimizerProgressCheck):
         return 0
     return 1 if hasattr(callback, "trains_islands") else 2
 
 
-def meet_islands_after_flush(model: Any) -> None:
-    """Exchange an update of the batches that were left over, where islands train.
+def sync_islands_after_flush(model: Any) -> None:
+    """On an island, exchange after an update of leftover accumulated batches.
 
     Args:
         model: Keras model.
     """
     if (training := _running.get(model)) is not None:
-        training.flushed()
+        training.sync_after_flush()
 
 
 class OuterState:
-    """Weights after the last exchange, statistics beside them, and the outer optimizer.
+    """Outer weights, averaged statistics, and the outer optimizer with its slots.
 
-    To be used on a thread without a strategy's scope: these variables are no replica's.
+    Use it on a thread outside of a strategy's scope: its variables must not be
+    replicated.
 
     Args:
-        template: Keras optimizer of the outer step, not built.
+        template: Keras optimizer of the outer step, not built; it is copied.
         weights: Sequence of arrays, the trained weights.
         statistics: Sequence of arrays that are averaged, such as moving statistics.
     """
@@ -120,21 +125,20 @@ class OuterState:
 
     @property
     def weights(self) -> list[Array]:
-        """List of arrays, the trained weights."""
+        """List of arrays, the outer weights."""
         return [np.array(anchor.numpy()) for anchor in self._anchors]
 
     @property
     def arrays(self) -> list[Array]:
-        """List of arrays, the whole state."""
+        """List of arrays: slots, outer weights and statistics."""
         slots = [np.array(variable.numpy()) for variable in self._optimizer.variables]
         return [*slots, *self.weights, *self.statistics]
 
     def step(self, mean: Sequence[Array]) -> None:
-        """Make an outer step.
+        """Make an outer step from the mean over all islands.
 
         Args:
-            mean: Sequence of arrays, the mean pseudo-gradients, and then the mean
-                statistics.
+            mean: Sequence of arrays, mean pseudo-gradients followed by mean statistics.
         """
         count = len(self._anchors)
         gradients = [tf.convert_to_tensor(array) for array in mean[:count]]
@@ -143,13 +147,13 @@ class OuterState:
         self.statistics = list(mean[count:])
 
     def take(self, reply: Reply) -> None:
-        """Take a state, and make the outer steps since.
+        """Adopt the state in a reply, and make the outer steps since that state.
 
         Args:
             reply: `Reply` with a state.
 
         Raises:
-            ValueError: If it is the state of another model.
+            ValueError: If the shapes are those of another model.
         """
         variables = [*self._optimizer.variables, *self._anchors]
         state = reply.state
@@ -168,16 +172,16 @@ class OuterState:
 
 
 class IslandTraining:
-    """An island's part of DiLoCo: what it has learned travels beside its steps.
+    """DiLoCo on one island; exchanges run on a thread beside the training steps.
 
     Args:
         model: Keras model.
         options: `LocalStepsOptions` with an outer step.
-        settings: Dict that JSON can hold, which all islands have to share.
-        island: `Island`.
+        settings: Dict, JSON-serializable, which must be the same on all islands.
+        island: `Island` that trains in this process.
 
     Raises:
-        ValueError: If the options have what islands cannot do.
+        ValueError: If islands do not support the options.
 
     Source: Douillard et al. 2023, https://arxiv.org/abs/2311.08105.
     """
@@ -201,12 +205,12 @@ class IslandTraining:
         self._member: Member | None = None
         self._state: OuterState | None = None
         self._version = 0
-        # What the weights were after the last exchange.
+        # The weights after the last exchange, from which pseudo-gradients are computed.
         self._common: list[Array] = []
         self._batches = 0
-        # Updates since what is learned was sent last; and when that was, if its
-        # exchange is under way.
-        self._learned = 0
+        # Updates since pseudo-gradients were last sent, which weight this island in the
+        # next mean; and the number of the update after which they were sent.
+        self._new_updates = 0
         self._sent_at = 0
         self._exchange: Future[Any] | None = None
         self.staleness = self.participants = 0
@@ -215,31 +219,31 @@ class IslandTraining:
     def _updates(self) -> int:
         return self._batches // _micro_batches(self._model.optimizer)
 
-    def fit_begins(self) -> None:
-        """Count this `fit`, also if nothing is left of it to train."""
+    def begin_fit(self) -> None:
+        """Take the number of this `fit`, also if it has no steps left to train."""
         user_code.check_process_of_tensorflow("`fit`")
-        self._fit = next(_fits)
+        self._fit = next(_fit_numbers)
 
-    def begin(self) -> None:
-        """Join the others, once, and go on from what all have in common."""
+    def join(self) -> None:
+        """Join the other islands, once, and start from the common state."""
         if self._member is not None:
             return
         _running[self._model] = self
         weights, statistics = self._weights(), self._statistics()
         updates = int(self._model.optimizer.iterations.numpy())
 
-        def join() -> None:
+        def connect() -> None:
             template = self._outer_options.optimizer
             self._state = OuterState(template, weights, statistics)
-            self._join(updates)
+            self._connect(updates)
 
-        _task(join).result()
+        _run_on_thread(connect).result()
         assert self._state is not None
         self._common = self._state.weights
         self._assign(self._common, self._state.statistics)
 
-    def _join(self, updates: int) -> None:
-        """Connect to the hub, and take what all have in common; on a thread."""
+    def _connect(self, updates: int) -> None:
+        """Connect to the hub, and adopt the common state; runs on a thread."""
         assert self._state is not None
         settings = {
             **self._settings,
@@ -251,15 +255,15 @@ class IslandTraining:
         self._version = reply.version
         self._state.take(reply)
 
-    def batches_end(self, count: int) -> None:
-        """Send what was learned when it is time, and use what has come.
+    def end_batches(self, count: int) -> None:
+        """Count batches; start an exchange, or apply its result, when that is due.
 
         Args:
             count: Int, batches of this execution.
         """
         before = self._updates
         self._batches += count
-        self._learned += self._updates - before
+        self._new_updates += self._updates - before
         delay, every = self._options.delay, self._options.sync_every
         is_due = self._updates // every > before // every
         is_over = is_due or self._updates - self._sent_at >= delay
@@ -270,56 +274,60 @@ class IslandTraining:
             if not delay:
                 self._finish(0.0)
 
-    def meet(self) -> None:
-        """Go on from what all have in common: the end of an epoch, or an evaluation.
+    def sync(self) -> None:
+        """Exchange at once, and continue from the common weights.
 
-        The next exchange is due after as many updates as at the beginning.
+        Called at the end of an epoch and before an evaluation. The next exchange is due
+        `sync_every` updates later.
         """
         if self._exchange is not None:
-            # Nothing of its own is left to an island that has learned nothing since.
-            self._finish(self._outer_options.mixing if self._learned else 0.0)
-        if self._learned:
+            # Without local updates since the exchange was sent, the island adopts the
+            # common weights instead of mixing.
+            self._finish(self._outer_options.mixing if self._new_updates else 0.0)
+        if self._new_updates:
             self._launch()
             self._finish(0.0)
         self._batches %= _micro_batches(self._model.optimizer)
         self._sent_at = 0
 
-    def flushed(self) -> None:
-        """Count an update of the batches that were left over, and meet."""
-        self._learned += 1
+    def sync_after_flush(self) -> None:
+        """Count an update of leftover accumulated batches, and exchange."""
+        self._new_updates += 1
         self._batches -= self._batches % _micro_batches(self._model.optimizer)
-        self.meet()
+        self.sync()
 
-    def end(self, *, is_through: bool = True) -> None:
-        """Leave the others; they do not wait for this island any more.
+    def leave(self, *, is_through: bool = True) -> None:
+        """Leave the other islands, which no longer wait for this one.
 
         Args:
-            is_through: Bool, whether it has come to the end of its `fit`. Defaults to
-                `True`.
+            is_through: Bool, whether its `fit` has finished. Defaults to `True`.
         """
         _running.pop(self._model, None)
         if self._member is not None and self._owner.is_current:
             self._member.close(is_through=is_through)
 
     def _launch(self) -> None:
-        own = zip(self._common, self._weights(), strict=True)
-        arrays = [before - now for before, now in own]
-        samples = float(self._learned)
-        self._learned, self._sent_at = 0, self._updates
+        """Start an exchange of pseudo-gradients and statistics on a thread."""
+        pairs = zip(self._common, self._weights(), strict=True)
+        arrays = [before - now for before, now in pairs]
+        samples = float(self._new_updates)
+        self._new_updates, self._sent_at = 0, self._updates
         arrays += self._statistics()
         updates = int(self._model.optimizer.iterations.numpy())
-        self._exchange = _task(lambda: self._exchanged(samples, arrays, updates))
+        self._exchange = _run_on_thread(
+            lambda: self._run_exchange(samples, arrays, updates)
+        )
 
-    def _exchanged(self, samples: float, arrays: list[Array], updates: int) -> bool:
-        """Exchange, on a thread; returns whether this island was behind."""
+    def _run_exchange(self, samples: float, arrays: list[Array], updates: int) -> bool:
+        """Exchange, on a thread, and return whether this island was behind."""
         member, state = self._member, self._state
         assert member is not None
         assert state is not None
         try:
             reply = member.exchange(self._version, samples, arrays)
-        except HubGone:  # which had heard nothing for too long; or the network had
+        except HubGone:  # the island was silent for too long, or the network failed
             member.close()
-            self._join(updates)
+            self._connect(updates)
             return True
         if reply.is_behind:
             state.take(reply)
@@ -328,12 +336,16 @@ class IslandTraining:
             self.participants = reply.participants
         self._version = reply.version
         if reply.keeps:
-            with contextlib.suppress(HubGone):  # the next exchange joins again
+            with contextlib.suppress(HubGone):  # the next exchange reconnects
                 member.keep(reply.version, state.arrays)
         return reply.is_behind
 
     def _finish(self, mixing: float) -> None:
-        """Take the common weights, but for a part of what was learned meanwhile."""
+        """Wait for the exchange, and mix the common weights with the local ones.
+
+        Args:
+            mixing: Float, the fraction of the local weights that is kept.
+        """
         assert self._exchange is not None
         assert self._state is not None
         exchange, self._exchange = self._exchange, None
@@ -347,24 +359,25 @@ class IslandTraining:
             )
         was_behind = exchange.result()
         if was_behind:
-            self._learned = 0  # which it goes on without
+            self._new_updates = 0  # the common weights replace those of these updates
         self.staleness = max(self.staleness, self._updates - self._sent_at)
         weights = self._common = self._state.weights
         if mixing and not was_behind:
             weights = [
-                mixing * own + (1.0 - mixing) * common
-                for own, common in zip(self._weights(), self._common, strict=True)
+                mixing * local + (1.0 - mixing) * common
+                for local, common in zip(self._weights(), self._common, strict=True)
             ]
         self._assign(weights, self._state.statistics)
 
     def _weights(self) -> list[Array]:
-        """What the model has: float32, or wider where it is."""
+        """Return the model's trained weights, in float32 or wider."""
         return [_wide(variable) for variable in self._model.trainable_variables]
 
     def _statistics(self) -> list[Array]:
-        return [_wide(variable) for variable in self._averaged()]
+        return [_wide(variable) for variable in self._statistic_variables()]
 
-    def _averaged(self) -> list[Any]:
+    def _statistic_variables(self) -> list[Any]:
+        """Return the variables that are averaged, such as moving statistics."""
         return [
             variable
             for variable in self._model.variables
@@ -372,19 +385,19 @@ class IslandTraining:
         ]
 
     def _assign(self, weights: list[Array], statistics: list[Array]) -> None:
-        variables = [*self._model.trainable_variables, *self._averaged()]
+        variables = [*self._model.trainable_variables, *self._statistic_variables()]
         for variable, array in zip(variables, [*weights, *statistics], strict=True):
             variable.assign(array)
 
 
-def _task(function: Callable[[], Any]) -> Future[Any]:
-    """Run a function on a thread of its own, which does not outlive the process."""
+def _run_on_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Run a function on a new daemon thread."""
     future: Future[Any] = Future()
 
     def run() -> None:
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  it is raised by `result`
+        except BaseException as error:  # noqa: BLE001  `Future.result` raises it
             future.set_exception(error)
 
     threading.Thread(target=run, name="tfdp island", daemon=True).start()
@@ -392,16 +405,19 @@ def _task(function: Callable[[], Any]) -> Future[Any]:
 
 
 def _wide(variable: Any) -> Array:
+    """Return the value of a variable, with half precision widened to float32."""
     value = np.array(variable.numpy())
     return value.astype("float32") if value.dtype.itemsize < 4 else value
 
 
 def _micro_batches(optimizer: Any) -> int:
-    own = getattr(optimizer, "accumulation_steps", None)
-    return own or getattr(optimizer, "gradient_accumulation_steps", None) or 1
+    """Return the batches per update, by tfdp's or Keras's gradient accumulation."""
+    steps = getattr(optimizer, "accumulation_steps", None)
+    return steps or getattr(optimizer, "gradient_accumulation_steps", None) or 1
 
 
 def _check(options: LocalStepsOptions, island: Island) -> None:
+    """Raise if islands do not support the options."""
     outer = options.outer
     assert outer is not None
     if outer.min_participants is not None and outer.min_participants > island.count:
@@ -410,15 +426,15 @@ def _check(options: LocalStepsOptions, island: Island) -> None:
             f"min_participants={outer.min_participants}, "
             f"{pluralize(island.count, 'island')}"
         )
-    others = {
+    unsupported = {
         "fragments": outer.fragments > 1,
         "compression": outer.compression is not None,
         "scale_by_staleness": outer.scales_by_staleness,
         "dynamic_steps": options.is_dynamic,
         'scope="replica"': outer.scope != "node",
     }
-    if found := [f"`{name}`" for name, is_used in others.items() if is_used]:
+    if used := [f"`{name}`" for name, is_used in unsupported.items() if is_used]:
         raise ValueError(
             "Islands exchange whole weights as they are, each at its own pace. Leave "
-            f"out {', '.join(found)}, or `--islands`."
+            f"out {', '.join(used)}, or `--islands`."
         )

@@ -1,14 +1,15 @@
-"""Local steps: replicas, or nodes, update alone and meet every so many updates.
+"""Local steps: replicas or nodes update independently, and exchange periodically.
 
-- `options`: how often they meet, and what they do then; checks of a user's arguments.
-- `local_steps`: the state of a step, when the replicas meet, and what Keras's loops do
-  with all of it.
-- `outer_step`: the update of what all hold in common, by what each has learned.
-- `exchanges`: outer steps of each fragment, at once or some updates later.
-- `in_flight`: what was sent and is not used yet, who adds it up meanwhile, and rounds
-  that go on without workers that are late.
-- `reducers`: sums of what replicas have learned, compressed if asked, and of a node.
-- `pace`: inner steps that slow workers leave out.
+- `options`: interval and kind of the exchanges, and checks of a user's arguments.
+- `local_steps`: the state of local steps, when an exchange is due, and the hooks of
+  Keras's loops.
+- `outer_step`: the update of the common weights by the mean pseudo-gradients.
+- `exchanges`: exchange and outer step of each fragment, at once or delayed.
+- `in_flight`: pseudo-gradients that were sent and not used yet, their sums on a thread,
+  and rounds that continue without late workers.
+- `reducers`: sums of pseudo-gradients, optionally compressed, and gradient reducers of
+  a node.
+- `pace`: inner steps that slow workers skip.
 """
 
 from tfdp.features.local_steps.local_steps import LocalSteps, LocalStepsFeature

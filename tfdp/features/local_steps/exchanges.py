@@ -1,4 +1,4 @@
-"""Outer steps of each fragment: at once, or some inner updates after they began."""
+"""Exchange and outer step of each fragment: at once, or delayed by inner updates."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from tfdp.training.reduction.reducer import Reducer
 
 
 class Exchanges:
-    """The exchange of each fragment, and what is under way of it.
+    """Exchanges of the fragments of a model, and their state while in flight.
 
     Args:
         make_variable: Callable that creates a Keras variable of the inner optimizer.
         options: `LocalStepsOptions` with an outer step.
         outer: `OuterStep`.
         trained: Sequence of the trained Keras variables.
-        fragments: Sequence of sequences of ints, their positions by fragment.
+        fragments: Sequence of sequences of ints, for each fragment the positions of its
+            variables in `trained`.
 
     Source: Douillard et al. 2025, "Streaming DiLoCo with overlapping communication",
     https://arxiv.org/abs/2501.18512, algorithm 2, for delayed exchanges and how their
@@ -56,29 +57,31 @@ class Exchanges:
         self._reducer: Reducer | None = None
         self._background_reducer: Reducer | None = None
         self._in_flight: dict[int, Background | Deferred] = {}
-        # Where a worker may miss outer steps of the others.
+        # Set if `min_participants` lets a late worker miss outer steps.
         self.rounds: RoundExchange | None = None
-        # By fragment, after which update what is under way was sent; 0: nothing is.
+        # For each fragment, the number of the update after which it was sent; 0 if no
+        # exchange is in flight.
         self._launched = make_variable(
             shape=(len(fragments),),
             dtype="int",
             initializer="zeros",
             name="exchanges_launched",
         )
-        # The most updates by which an outer step was late since this was last zero.
+        # The largest lateness of an outer step, in updates, since the last reset.
         self.staleness = make_variable(
             shape=(), dtype="int", initializer="zeros", name="exchange_staleness"
         )
 
     @property
     def variables(self) -> list:
-        """Keras variables of the inner optimizer that it has made."""
+        """List of the Keras variables that it created in the inner optimizer."""
         return [self._launched, self.staleness]
 
     def prepare(self, strategy: Any) -> None:
-        """Let exchanges run beside the steps where they may, on all workers.
+        """Create the threads that run exchanges beside the steps, if supported.
 
-        Outside of a step, and once: what is traced refers to it.
+        Call it on all workers before a step is traced, since the graph refers to them.
+        A second call has no effect.
         """
         options = self._outer_options
         if options.min_participants is not None and self.rounds is None:
@@ -104,8 +107,8 @@ class Exchanges:
                 compresses=self._compresses,
             )
 
-    def learned(self, number: int) -> list[tf.Tensor]:
-        """The pseudo-gradients of a fragment, this replica's."""
+    def pseudo_gradients(self, number: int) -> list[tf.Tensor]:
+        """Return this replica's pseudo-gradients of a fragment."""
         return self._outer.pseudo_gradients(
             self._fragments[number], self._variables_of(number)
         )
@@ -118,17 +121,17 @@ class Exchanges:
         reducer: GradientReducer,
         update: Update,
     ) -> None:
-        """Make an outer step of a fragment; all replicas go on from its result.
+        """Make an outer step of a fragment, and set its weights on all replicas.
 
         Args:
-            number: Int, of the fragment.
-            gradients: Sequence of tensors, what this replica has learned.
-            share: Scalar tensor, by which this replica counts; those of all make one.
+            number: Int, index of the fragment.
+            gradients: Sequence of tensors, pseudo-gradients of this replica.
+            share: Scalar tensor, weight of this replica; the weights add up to 1.
             reducer: `GradientReducer` of all replicas.
             update: Callable that runs an optimizer, see `OuterStep.update`.
         """
         sums = sums_by_share(
-            self._own_reducer(reducer),
+            self._pseudo_gradient_reducer(reducer),
             gradients,
             self._variables_of(number),
             share,
@@ -137,24 +140,24 @@ class Exchanges:
         self._step(number, sums, update)
 
     def launch(self, number: int, samples: tf.Tensor, updates: tf.Tensor) -> None:
-        """Send what this replica has learned of a fragment.
+        """Send this replica's pseudo-gradients of a fragment.
 
         Args:
-            number: Int, of the fragment.
-            samples: Scalar float32 tensor, by which this replica counts.
-            updates: Scalar tensor, inner updates so far, alike on all replicas.
+            number: Int, index of the fragment.
+            samples: Scalar float32 tensor, samples by which this replica is weighted.
+            updates: Scalar tensor, inner updates so far, the same on all replicas.
         """
-        gradients = self.learned(number)
+        gradients = self.pseudo_gradients(number)
         if self.rounds is not None:
             state = [_read(variable) for variable in self._outer.carried]
-            self.rounds.launch(_replica(), samples, gradients, state)
+            self.rounds.launch(_local_replica(), samples, gradients, state)
         else:
-            self._in_flight_of(number).launch(_replica(), [samples, *gradients])
+            self._in_flight_of(number).launch(_local_replica(), [samples, *gradients])
         launched = _compat.local_part(self._launched)
         launched.scatter_nd_update([[number]], [tf.cast(updates, launched.dtype)])
 
-    def is_under_way(self, number: int) -> tf.Tensor:
-        """Scalar bool tensor, whether what was sent of a fragment waits to be used."""
+    def is_in_flight(self, number: int) -> tf.Tensor:
+        """Return a scalar bool tensor: a fragment was sent, and not finished yet."""
         return _compat.local_part(self._launched)[number] > 0
 
     def finish(
@@ -165,14 +168,15 @@ class Exchanges:
         update: Update,
         give_back: Callable[[tf.Tensor], None],
     ) -> None:
-        """Make the outer step of what was sent, and mix it with what was done since.
+        """Make the outer step of a fragment in flight, and mix in local weights.
 
         Args:
-            number: Int, of the fragment.
-            updates: Scalar tensor, inner updates so far, alike on all replicas.
+            number: Int, index of the fragment.
+            updates: Scalar tensor, inner updates so far, the same on all replicas.
             reducer: `GradientReducer` of all replicas.
             update: Callable that runs an optimizer, see `OuterStep.update`.
-            give_back: Callable that counts samples again that were sent in vain.
+            give_back: Callable that takes the samples of an exchange that did not take
+                place, and counts them for the next one.
         """
         launched = _compat.local_part(self._launched)
         late = tf.cast(updates, launched.dtype) - launched[number]
@@ -181,43 +185,43 @@ class Exchanges:
             sums = self._sums_of_sent(number, reducer)
             self._step(number, self._scaled(sums, late), update, mixing)
         else:
-            outcome = self.rounds.collect(_replica())
+            result = self.rounds.collect(_local_replica())
 
             def step() -> tf.Tensor:
-                self._take_state(outcome.state)
-                kept = tf.where(outcome.is_behind, 0.0, mixing)
-                self._step(number, self._scaled(outcome.gradients, late), update, kept)
+                self._assign_state(result.state)
+                kept = tf.where(result.is_behind, 0.0, mixing)
+                self._step(number, self._scaled(result.gradients, late), update, kept)
                 return tf.constant(True)
 
-            def go_on() -> tf.Tensor:
-                give_back(outcome.samples)
+            def skip() -> tf.Tensor:
+                give_back(result.samples)
                 return tf.constant(False)
 
-            tf.cond(outcome.is_made, step, go_on)
+            tf.cond(result.is_made, step, skip)
         staleness = _compat.local_part(self.staleness)
         staleness.assign(tf.maximum(staleness.read_value(), late), read_value=False)
         launched.scatter_nd_update([[number]], [tf.zeros((), launched.dtype)])
 
-    def take_state_of_first(self, reducer: GradientReducer) -> None:
-        """Take the outer state of the first replica, whose worker misses no step."""
+    def broadcast_state(self, reducer: GradientReducer) -> None:
+        """Broadcast the outer state of the first replica, whose worker leads rounds."""
         context = replica_context()
         assert context is not None
         is_first = tf.equal(context.replica_id_in_sync_group, 0)
-        own = [_read(variable) for variable in self._outer.carried]
-        self._take_state(
-            reducer.sum([tf.where(is_first, v, tf.zeros_like(v)) for v in own])
+        state = [_read(variable) for variable in self._outer.carried]
+        self._assign_state(
+            reducer.sum([tf.where(is_first, v, tf.zeros_like(v)) for v in state])
         )
 
     def _sums_of_sent(
         self, number: int, reducer: GradientReducer
     ) -> Sequence[tf.Tensor]:
-        """Sums over all replicas of what they have sent."""
+        """Return the sums of a fragment's pseudo-gradients over all replicas."""
         sent = self._in_flight_of(number)
         if isinstance(sent, Background):
-            return sent.collect(_replica())
-        samples, *gradients = sent.collect(_replica())
+            return sent.collect(_local_replica())
+        samples, *gradients = sent.collect(_local_replica())
         return sums_by_samples(
-            self._own_reducer(reducer),
+            self._pseudo_gradient_reducer(reducer),
             samples,
             gradients,
             self._variables_of(number),
@@ -227,18 +231,21 @@ class Exchanges:
     def _scaled(
         self, sums: Sequence[tf.Tensor], late: tf.Tensor
     ) -> Sequence[tf.Tensor]:
-        """Sums that are `late` updates old, smaller if that is asked for."""
+        """Return the sums, scaled down by their staleness if the options say so."""
         if not self._outer_options.scales_by_staleness:
             return sums
         factor = self._sync_every / tf.cast(self._sync_every + late, tf.float64)
         return [total * tf.cast(factor, total.dtype) for total in sums]
 
-    def _take_state(self, state: Sequence[tf.Tensor]) -> None:
+    def _assign_state(self, state: Sequence[tf.Tensor]) -> None:
         for variable, value in zip(self._outer.carried, state, strict=True):
             _compat.local_part(variable).assign(value, read_value=False)
 
-    def take_common_weights(self) -> None:
-        """Leave nothing of its own to a replica that has made no update since."""
+    def adopt_common_weights(self) -> None:
+        """Set the weights of this replica to the common ones, if exchanges are delayed.
+
+        A delayed exchange has mixed local weights into them.
+        """
         if not self._outer_options.delay:
             return
         for variable, anchor in zip(self._trained, self._outer.anchors, strict=True):
@@ -264,18 +271,18 @@ class Exchanges:
         update: Update,
         mixing: float | tf.Tensor = 0.0,
     ) -> None:
-        """Make an outer step; a replica keeps some of its own weights."""
+        """Make an outer step, and keep the fraction `mixing` of the local weights."""
         common = self._outer.update(self._fragments[number], sums, update)
         for variable, value in zip(self._variables_of(number), common, strict=True):
             part, mixed = _compat.local_part(variable), value
             if tf.is_tensor(mixing) or mixing:
                 kept = tf.cast(mixing, value.dtype)
-                own = tf.cast(part.read_value(), value.dtype)
-                mixed = kept * own + (1.0 - kept) * value
+                local = tf.cast(part.read_value(), value.dtype)
+                mixed = kept * local + (1.0 - kept) * value
             part.assign(tf.cast(mixed, part.dtype), read_value=False)
 
-    def _own_reducer(self, reducer: GradientReducer) -> GradientReducer:
-        """The reducer of pseudo-gradients of the replica that is running."""
+    def _pseudo_gradient_reducer(self, reducer: GradientReducer) -> GradientReducer:
+        """Return the reducer of pseudo-gradients of the running replica."""
         context = replica_context()
         if not self._compresses or context is None:
             return reducer
@@ -286,6 +293,7 @@ class Exchanges:
         return ReplicaReducer(self._reducer, context)
 
     def _in_flight_of(self, number: int) -> Background | Deferred:
+        """Return what holds a fragment in flight, created at first use."""
         if number not in self._in_flight:
             strategy = tf.distribute.get_strategy()
             self._in_flight[number] = Deferred(strategy, self._specs_of(number))
@@ -296,7 +304,7 @@ def _read(variable: Any) -> tf.Tensor:
     return tf.convert_to_tensor(_compat.local_part(variable))
 
 
-def _replica() -> int:
-    """Index of the replica that is running among the local ones."""
+def _local_replica() -> int:
+    """Return the index of the running replica among the local replicas."""
     context = replica_context()
     return 0 if context is None else _compat.local_replica_id(context)

@@ -1,7 +1,7 @@
-"""Pseudo-gradients between the update that sends them and the one that uses them.
+"""Pseudo-gradients in flight, between the update that sends and the one that uses them.
 
-What was sent waits, is summed on a thread beside the steps, or goes into rounds that go
-on without workers that are late.
+They are stored until all replicas sum them (`Deferred`), summed on a thread beside the
+steps (`Background`), or exchanged in rounds that skip late workers (`RoundExchange`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from tfdp.ground.text import pluralize
 from tfdp.training.reduction.gradient_reducer import GradientReducer, ReplicaReducer
 from tfdp.training.reduction.reducer import Reducer
 
-# Of rounds, alike on all workers, which make them in one order.
+# Numbers for the names of `RoundExchange`s; the same on all workers, since all create
+# these in the same order.
 _names = itertools.count()
-# A replica sends its samples before its pseudo-gradients.
+# The samples of a replica, which come before its pseudo-gradients.
 _SAMPLES = tf.TensorSpec([], tf.float32)
+# The fields `is_made` and `is_behind` of a round's reply.
 _FLAGS = tf.TensorSpec([2], tf.int32)
 
 
 class Deferred:
-    """Pseudo-gradients wait where they are until all replicas add them up.
+    """Queue of a replica's pseudo-gradients, which are summed when they are used.
 
-    For transports whose collectives belong to one step: nothing is saved, but the
-    result is that of a `Background`.
+    For transports whose collectives cannot run beside the steps: it saves no time, but
+    has the same result as `Background`.
 
     Args:
-        strategy: A tfdp strategy, or that of one device.
+        strategy: A tfdp strategy, or Keras's default strategy of one device.
         specs: Sequence of `tf.TensorSpec` of the pseudo-gradients.
     """
 
@@ -50,14 +52,14 @@ class Deferred:
             self._queues = [new_queue(d, [_SAMPLES, *specs]) for d in self._devices]
 
     def launch(self, replica: int, tensors: Sequence[tf.Tensor]) -> None:
-        """Keep the samples and the pseudo-gradients of a local replica."""
+        """Store the samples and the pseudo-gradients of a local replica."""
         with tf.device(self._devices[replica]):
             self._queues[replica].enqueue(
                 [tf.constant(0, tf.int64), *map(tf.identity, tensors)]
             )
 
     def collect(self, replica: int) -> list[tf.Tensor]:
-        """Return what a local replica has launched last."""
+        """Return the stored samples and pseudo-gradients of a local replica."""
         with tf.device(self._devices[replica]):
             _, *tensors = self._queues[replica].dequeue()
         return tensors
@@ -66,7 +68,8 @@ class Deferred:
 def has_background(strategy: Any) -> bool:
     """Return whether collectives of a strategy may run beside its steps.
 
-    TensorFlow's own need not, nor may NCCL's, which come in one order on all devices.
+    Those of TensorFlow's runtime and of NCCL may not: their order must be the same on
+    all devices.
     """
     return is_tfdp(strategy) and isinstance(
         strategy.extended.group.transport, ProcessTransport
@@ -74,22 +77,23 @@ def has_background(strategy: Any) -> bool:
 
 
 def background_reducer(strategy: Any, compression: Any) -> Reducer:
-    """Make the reducer of exchanges beside the steps, on all workers, outside of one.
+    """Create the reducer of exchanges beside the steps.
 
-    It has a process group of its own, whose collectives wait for none of a step's.
+    Call it on all workers, outside of a step. It has a separate process group, so that
+    its collectives do not wait for those of a step.
 
     Args:
         strategy: A tfdp strategy with a `ProcessTransport`.
-        compression: As in `CommunicationOptions`.
+        compression: Compression as in `CommunicationOptions`.
     """
-    like = strategy.extended.group
+    whole = strategy.extended.group
     group = ProcessGroup(
-        LaunchOrder(like.devices, like.launch_order.num_channels),
-        like.size,
-        like.transport,
-        positions=like.local_positions,
-        nodes=like.nodes,
-        workers=like.workers,
+        LaunchOrder(whole.devices, whole.launch_order.num_channels),
+        whole.size,
+        whole.transport,
+        positions=whole.local_positions,
+        nodes=whole.nodes,
+        workers=whole.workers,
     )
     return new_reducer(strategy, compression, group)
 
@@ -102,28 +106,28 @@ def background_exchange(
     *,
     compresses: bool,
 ) -> Background:
-    """Make a thread that sums the pseudo-gradients of a fragment beside the steps.
+    """Create a thread that sums the pseudo-gradients of a fragment beside the steps.
 
     Args:
-        name: String, of the thread.
-        reducer: `Reducer`, see `background_reducer`, which the caller has to keep: what
-            carries the bytes of its process group ends with the group.
+        name: String, name of the thread.
+        reducer: `Reducer` from `background_reducer`. The caller must keep a reference:
+            the connections of its process group are closed with the group.
         variables: Sequence of the trained Keras variables.
         specs: Sequence of `tf.TensorSpec` of their pseudo-gradients.
         compresses: Bool, whether the reducer may round them.
     """
     hosts = [host_of(device) for device in reducer.group.devices]
-    given = [_SAMPLES, *specs]
+    input_specs = [_SAMPLES, *specs]
     exchange = tf.function(
         functools.partial(_exchange, reducer, variables, compresses),
-        input_signature=[[given] * len(hosts)],
+        input_signature=[[input_specs] * len(hosts)],
         autograph=False,
     ).get_concrete_function()
-    return Background(name, hosts, given, specs, lambda parts: exchange(parts))
+    return Background(name, hosts, input_specs, specs, lambda parts: exchange(parts))
 
 
 def specs_of(variables: Sequence[Any]) -> list[tf.TensorSpec]:
-    """Specs of tensors like some Keras variables."""
+    """Return the `tf.TensorSpec` of each Keras variable."""
     return [tf.TensorSpec(v.shape, tf.as_dtype(v.dtype)) for v in variables]
 
 
@@ -133,42 +137,43 @@ def _exchange(
     compresses: bool,
     parts: list[list[tf.Tensor]],
 ) -> list[list[tf.Tensor]]:
-    """Sum the parts of all replicas, in the graph of a thread's function."""
+    """Sum samples and pseudo-gradients over all replicas; traced for the thread."""
     sums = []
     for replica, (samples, *gradients) in enumerate(parts):
-        own: GradientReducer = ReplicaReducer(reducer, None, replica)
+        of_replica: GradientReducer = ReplicaReducer(reducer, None, replica)
         device = reducer.group.devices[replica]
         with tf.device(device), _compat.ordered_by_itself():
             sums.append(
                 sums_by_samples(
-                    own, samples, gradients, variables, compresses=compresses
+                    of_replica, samples, gradients, variables, compresses=compresses
                 )
             )
     return sums
 
 
-class Outcome(NamedTuple):
-    """What a replica gets of a round, see `tfdp.communication.transport.rounds`."""
+class RoundResult(NamedTuple):
+    """Result of a round for a replica, see `tfdp.communication.transport.rounds`."""
 
-    is_made: tf.Tensor  # [], bool
-    is_behind: tf.Tensor  # [], bool
-    samples: tf.Tensor  # [], float32: those that it has sent
-    gradients: list[tf.Tensor]
-    state: list[tf.Tensor]  # before the round
+    is_made: tf.Tensor  # [], bool, whether the round took place
+    is_behind: tf.Tensor  # [], bool, whether this worker has missed rounds
+    samples: tf.Tensor  # [], float32, the samples that this replica sent
+    gradients: list[tf.Tensor]  # means over the participants
+    state: list[tf.Tensor]  # outer state before the round
 
 
 class RoundExchange:
-    """The rounds of a worker, on a thread beside its steps.
+    """Exchange in rounds that skip late workers, on a thread beside the steps.
 
     Args:
         strategy: A tfdp strategy.
         specs: Sequence of `tf.TensorSpec` of the pseudo-gradients.
         state_specs: Sequence of `tf.TensorSpec` of the outer state.
-        least: Int, how many workers make a round.
-        patience_seconds: Float, how long a round waits for more.
+        least: Int, the number of workers that a round needs.
+        patience_seconds: Float, how long a round waits for more workers.
 
     Raises:
-        ValueError: If nothing carries rounds between these workers, or there are fewer.
+        ValueError: If the transport does not support rounds, or if there are fewer than
+            `least` workers.
     """
 
     def __init__(
@@ -180,14 +185,14 @@ class RoundExchange:
         patience_seconds: float,
     ) -> None:
         self._num_gradients = len(specs)
-        self._end = _end_of(strategy, least, patience_seconds)
+        self._endpoint = _round_endpoint(strategy, least, patience_seconds)
         hosts = [host_of(device) for device in strategy.extended.group.devices]
         self._background = Background(
             "tfdp rounds",
             hosts,
             [_SAMPLES, *specs, *state_specs],
             [_FLAGS, _SAMPLES, *specs, *state_specs],
-            _function(self._end, len(specs)),
+            _round_function(self._endpoint, len(specs)),
         )
 
     def launch(
@@ -197,28 +202,29 @@ class RoundExchange:
         gradients: Sequence[tf.Tensor],
         state: Sequence[tf.Tensor],
     ) -> None:
-        """Send what a local replica has learned, in the graph of a step."""
+        """Send pseudo-gradients of a local replica, in the graph of a step."""
         self._background.launch(replica, [samples, *gradients, *state])
 
-    def collect(self, replica: int) -> Outcome:
-        """Return what became of what a local replica has sent last."""
+    def collect(self, replica: int) -> RoundResult:
+        """Return the result of the last round that a local replica launched."""
         flags, samples, *rest = self._background.collect(replica)
         gradients, state = rest[: self._num_gradients], rest[self._num_gradients :]
-        return Outcome(flags[0] > 0, flags[1] > 0, samples, gradients, state)
+        return RoundResult(flags[0] > 0, flags[1] > 0, samples, gradients, state)
 
-    def rest(self) -> None:
-        """Make no more rounds until all have met: this worker is at the meeting."""
+    def pause(self) -> None:
+        """Make no more rounds until all workers have synchronized."""
         self._background.wait()
-        self._end.rest()
+        self._endpoint.rest()
 
-    def meet(self) -> None:
-        """Begin anew after a meeting."""
-        self._end.meet()
+    def resume(self) -> None:
+        """Make rounds again after all workers have synchronized."""
+        self._endpoint.meet()
 
 
-def _end_of(
+def _round_endpoint(
     strategy: Any, least: int, patience_seconds: float
 ) -> RoundLeader | RoundFollower:
+    """Connect this worker for rounds: the first one leads, the others follow."""
     extended = strategy.extended
     transport, worker_group = extended.group.transport, extended.worker_group
     connect = getattr(transport, "connect", None)
@@ -242,14 +248,14 @@ def _end_of(
     return RoundLeader(links, least, patience_seconds)
 
 
-def _function(
+def _round_function(
     end: RoundLeader | RoundFollower, num_gradients: int
 ) -> Callable[[list[list[tf.Tensor]]], list[list[tf.Tensor]]]:
-    """What the thread does with the tensors of the local replicas."""
+    """Return the thread's function: one round for the tensors of the local replicas."""
 
     def run(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
-        samples = [float(own[0].numpy()) for own in parts]
-        columns = [[t.numpy() for t in own[1 : 1 + num_gradients]] for own in parts]
+        samples = [float(part[0].numpy()) for part in parts]
+        columns = [[t.numpy() for t in part[1 : 1 + num_gradients]] for part in parts]
         gradients = mean_by_samples(list(zip(samples, columns, strict=True)))
         state = parts[0][1 + num_gradients :]
         reply = end.exchange(sum(samples), gradients, [t.numpy() for t in state])
@@ -259,6 +265,6 @@ def _function(
             results = [tf.convert_to_tensor(array) for array in mean]
             if reply.is_behind:
                 state = [tf.convert_to_tensor(array) for array in reply.state]
-        return [[flags, own[0], *results, *state] for own in parts]
+        return [[flags, part[0], *results, *state] for part in parts]
 
     return run

@@ -1,4 +1,4 @@
-"""The state of local steps, the exchange between the replicas, and Keras's loops."""
+"""State and exchanges of local steps, and their hooks in Keras's loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tfdp.training.step.step import Step, StepFeature
 
 
 class LocalSteps(StepFeature):
-    """Counts what a replica has done alone, and exchanges it when that is due.
+    """Count a replica's local updates and samples, and exchange when that is due.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
@@ -63,37 +63,37 @@ class LocalSteps(StepFeature):
         self.updates = make_variable(
             shape=(), dtype="int", initializer="zeros", name="local_updates"
         )
-        # Since the last exchange of each fragment; another number on each replica, and
-        # zero where the state may be saved.
+        # Samples since the last exchange of each fragment. The numbers differ between
+        # replicas, and are zero whenever the state may be saved.
         self.samples = make_variable(
             shape=(len(self._fragments),),
             dtype="float32",
             initializer="zeros",
             name="local_samples",
         )
-        # Of micro-batches whose update is still to be made.
+        # Samples of accumulated micro-batches that are not part of an update yet.
         self.waiting_samples = make_variable(
             shape=(), dtype="float32", initializer="zeros", name="local_waiting_samples"
         )
 
     @property
     def variables(self) -> list:
-        """Keras variables of the optimizer that it has made."""
-        own = [self.updates, self.samples, self.waiting_samples]
+        """List of the Keras variables that it created in the optimizer."""
+        variables = [self.updates, self.samples, self.waiting_samples]
         for part in self.outer, self.exchanges:
-            own += [] if part is None else part.variables
-        return own
+            variables += [] if part is None else part.variables
+        return variables
 
     @property
     def num_groups(self) -> int:
-        """Int, the replicas, or nodes, that step alone."""
+        """Int, the number of replicas or nodes that update independently."""
         strategy, outer = tf.distribute.get_strategy(), self.options.outer
         if outer is None or outer.scope == "replica" or not is_tfdp(strategy):
             return strategy.num_replicas_in_sync
         return len(strategy.extended.group.nodes)
 
     def groups_of_ranks(self, strategy: Any) -> Sequence[Sequence[int]]:
-        """The ranks of the replicas of each group that steps by itself.
+        """Return the ranks of the replicas in each group that updates independently.
 
         Args:
             strategy: A tfdp strategy.
@@ -104,28 +104,28 @@ class LocalSteps(StepFeature):
         return [sorted(node) for node in strategy.extended.topology.nodes]
 
     def prepare(self, strategy: Any) -> None:
-        """Prepare what is not made within a step, on all workers, once.
+        """Create threads of exchanges; call on all workers before a step is traced.
 
         Args:
-            strategy: The strategy that trains.
+            strategy: Strategy of the model that is trained.
         """
         if self.exchanges is not None:
             self.exchanges.prepare(strategy)
 
-    def rest(self) -> None:
-        """Wait for no worker that is late, nor be waited for, while all meet."""
+    def before_sync(self) -> None:
+        """Pause rounds before all workers synchronize."""
         if self.exchanges is not None and self.exchanges.rounds is not None:
-            self.exchanges.rounds.rest()
+            self.exchanges.rounds.pause()
 
-    def meet(self) -> None:
-        """Go on after all have met."""
+    def after_sync(self) -> None:
+        """Restart inner steps and rounds after all workers have synchronized."""
         if self.pace is not None:
             self.pace.restart()
         if self.exchanges is not None and self.exchanges.rounds is not None:
-            self.exchanges.rounds.meet()
+            self.exchanges.rounds.resume()
 
     def reducer(self) -> GradientReducer:
-        """The reducer of the gradients of the replica that is running."""
+        """Return the reducer of the running replica's gradients within its group."""
         outer = self.options.outer
         if outer is None or outer.scope == "replica":
             return GradientReducer()
@@ -139,37 +139,37 @@ class LocalSteps(StepFeature):
         return self._node_reducers.of_replica(strategy, replica_context())
 
     def begin(self) -> None:
-        """Prepare a step, before the first update."""
+        """Copy the outer weights if necessary, before the first update of a step."""
         if self.outer is not None:
             self.outer.begin(self._trained)
 
     def end(self, step: Step, is_due: Any, is_kept: Any) -> None:
-        """Count a micro-batch, and exchange what was learned when that is due."""
+        """Count a micro-batch, and exchange when that is due."""
         self.count(is_due, is_kept)
         optimizer, reducer = step.optimizer, step.reducer
         self.exchange_if_due(optimizer, reducer, decay_and_update, is_due)
 
     def count(self, is_due: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
-        """Count a micro-batch of this replica, once its update is made.
+        """Count the samples of a micro-batch, after its update if one was due.
 
-        Micro-batches that are left over where all meet count in no average.
+        Leftover micro-batches of an epoch are not counted in any average.
 
         Args:
-            is_due: Scalar bool tensor, or bool, whether an update was due; alike on
-                all replicas.
-            is_kept: Scalar bool tensor, or bool, false where an overflow was skipped,
-                so that nothing was learned from the samples.
+            is_due: Scalar bool tensor, or bool, whether an update was due; the same
+                on all replicas.
+            is_kept: Scalar bool tensor, or bool, false if the update was skipped on
+                overflow, so that its samples do not count.
         """
         samples = _compat.local_part(self.samples)
-        own = tf.cast(_own_samples(), samples.dtype)
+        new_samples = tf.cast(_local_samples(), samples.dtype)
         if is_due is not True:
             waiting = _compat.local_part(self.waiting_samples)
-            own += waiting.read_value()
-            left = tf.where(is_due, tf.zeros_like(own), own)
+            new_samples += waiting.read_value()
+            left = tf.where(is_due, tf.zeros_like(new_samples), new_samples)
             waiting.assign(left, read_value=False)
             is_kept = tf.logical_and(is_due, is_kept)
-        learned_from = own * tf.cast(is_kept, own.dtype)
-        samples.assign_add(tf.fill(samples.shape, learned_from), read_value=False)
+        counted = new_samples * tf.cast(is_kept, new_samples.dtype)
+        samples.assign_add(tf.fill(samples.shape, counted), read_value=False)
         updates = _compat.local_part(self.updates)
         updates.assign_add(tf.cast(is_due, updates.dtype), read_value=False)
 
@@ -180,19 +180,19 @@ class LocalSteps(StepFeature):
         update: Update,
         is_due: tf.Tensor | bool,
     ) -> None:
-        """Exchange the fragments whose turn it is after an update.
+        """Exchange the fragments that are due after this update.
 
         Args:
             optimizer: Keras optimizer, no wrapper.
             reducer: `GradientReducer` of all replicas.
             update: Callable that runs an optimizer, see `OuterStep.update`.
-            is_due: Scalar bool tensor, or bool, whether an update was due; alike on
-                all replicas.
+            is_due: Scalar bool tensor, or bool, whether an update was due; the same
+                on all replicas.
         """
         updates = _compat.local_part(self.updates).read_value()
-        place = updates % self.options.sync_every
+        position = updates % self.options.sync_every
         for number, offset in enumerate(self.options.offsets):
-            begins = tf.logical_and(is_due, tf.equal(place, offset))
+            begins = tf.logical_and(is_due, tf.equal(position, offset))
             if not self.options.delay:
                 exchange = functools.partial(
                     self._exchange, number, optimizer, reducer, update
@@ -201,13 +201,13 @@ class LocalSteps(StepFeature):
                 continue
             _cond(begins, functools.partial(self._launch, number, updates))
             later = (offset + self.options.delay) % self.options.sync_every
-            is_over = tf.logical_and(is_due, tf.equal(place, later))
+            is_over = tf.logical_and(is_due, tf.equal(position, later))
             self._finish(number, is_over, updates, reducer, update)
 
     def exchange(
         self, optimizer: Any, reducer: GradientReducer, update: Update
     ) -> None:
-        """Exchange everything, slots too: afterwards all replicas have one state.
+        """Exchange all fragments and slots, so that all replicas have the same state.
 
         Args:
             optimizer: Keras optimizer, no wrapper.
@@ -220,7 +220,7 @@ class LocalSteps(StepFeature):
                 self._finish(number, True, updates.read_value(), reducer, update)
             self._exchange(number, optimizer, reducer, update)
         if self.exchanges is not None:
-            self.exchanges.take_common_weights()
+            self.exchanges.adopt_common_weights()
             slots = slots_of(optimizer)
             _assign(slots, _means(slots, reducer, 1.0 / reducer.num_replicas))
         if self.outer is not None:
@@ -232,30 +232,36 @@ class LocalSteps(StepFeature):
     def _exchange(
         self, number: int, optimizer: Any, reducer: GradientReducer, update: Update
     ) -> None:
-        """Exchange a fragment, unless nothing was done since it was the last time."""
+        """Exchange a fragment, unless no replica has samples since the last time."""
         samples = _compat.local_part(self.samples)
-        own = tf.cast(samples[number], tf.float64)
-        (total,) = reducer.sum([own])
+        local_samples = tf.cast(samples[number], tf.float64)
+        (total,) = reducer.sum([local_samples])
         exchanges, variables = self.exchanges, self._trained
-        learned: Sequence[tf.Tensor] | None = None
+        from_old_state: Sequence[tf.Tensor] | None = None
         if exchanges is not None and exchanges.rounds is not None:
-            # By how much a worker has moved from where it was, not from where all are.
-            learned = exchanges.learned(number)
-            exchanges.take_state_of_first(reducer)
+            # A worker that missed rounds started from an older outer state, so that
+            # its pseudo-gradients are computed before the broadcast replaces that.
+            from_old_state = exchanges.pseudo_gradients(number)
+            exchanges.broadcast_state(reducer)
 
         def exchange() -> None:
+            share = local_samples / total
             if exchanges is not None:
-                gradients = exchanges.learned(number) if learned is None else learned
-                exchanges.exchange(number, gradients, own / total, reducer, update)
+                gradients = (
+                    exchanges.pseudo_gradients(number)
+                    if from_old_state is None
+                    else from_old_state
+                )
+                exchanges.exchange(number, gradients, share, reducer, update)
             else:
                 state = [*variables, *slots_of(optimizer)]
-                _assign(state, _means(state, reducer, own / total))
+                _assign(state, _means(state, reducer, share))
             samples.scatter_nd_update([[number]], [0.0])
 
         _cond(total > 0, exchange)
 
     def _launch(self, number: int, updates: tf.Tensor) -> None:
-        """Send what was learned of a fragment, and go on."""
+        """Start the delayed exchange of a fragment."""
         assert self.exchanges is not None
         samples = _compat.local_part(self.samples)
         self.exchanges.launch(number, samples[number], updates)
@@ -269,22 +275,22 @@ class LocalSteps(StepFeature):
         reducer: GradientReducer,
         update: Update,
     ) -> None:
-        """Use what was sent of a fragment, if anything is under way."""
+        """Finish the delayed exchange of a fragment, if one is in flight and due."""
         exchanges = self.exchanges
         assert exchanges is not None
 
         def give_back(sent: tf.Tensor) -> None:
             samples = _compat.local_part(self.samples)
-            samples.scatter_nd_add([[number]], [sent])
+            samples.scatter_nd_add([[number]], [sent])  # for the next exchange
 
         finish = functools.partial(
             exchanges.finish, number, updates, reducer, update, give_back
         )
-        _cond(tf.logical_and(is_over, exchanges.is_under_way(number)), finish)
+        _cond(tf.logical_and(is_over, exchanges.is_in_flight(number)), finish)
 
 
 def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> list:
-    """Means over all replicas, each of which counts by its share."""
+    """Return means over all replicas, weighted by `share`, that of this replica."""
     parts = [_compat.local_part(variable) for variable in variables]
     values = [tf.cast(part.read_value(), wide_dtype(part.dtype)) for part in parts]
     return reducer.sum(
@@ -299,35 +305,37 @@ def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
             part.assign(tf.cast(value, part.dtype), read_value=False)
 
 
-def _own_samples() -> tf.Tensor:
-    """Scalar float64 tensor, the samples of this replica's micro-batch.
+def _local_samples() -> tf.Tensor:
+    """Return the number of samples in this replica's micro-batch, a float64 scalar.
 
-    Where Keras's loops do not count them all replicas have as many.
+    Outside of Keras's loops, which count samples, it is the same on all replicas.
     """
     weight, samples = batch_weight.current(), batch_weight.num_samples()
-    own = tf.constant(1.0, tf.float64) if weight is None else weight
-    return own if samples is None else own * tf.cast(samples, own.dtype)
+    share = tf.constant(1.0, tf.float64) if weight is None else weight
+    return share if samples is None else share * tf.cast(samples, share.dtype)
 
 
 def slots_of(optimizer: Any) -> list:
-    """Keras variables of an optimizer that follow from its replica's gradients.
+    """Return the slots of an optimizer: its variables that depend on gradients.
 
-    Its scalars, such as the learning rate and the number of updates, follow from the
-    number of steps alone, and are alike on all replicas as they are.
+    Its scalars, such as the learning rate and the number of updates, depend only on
+    the number of steps, and are always the same on all replicas.
 
     Args:
         optimizer: Keras optimizer, no wrapper.
     """
-    found = {
+    slots = {
         id(variable): variable
         for part in innermost(optimizer)
         for variable in part.variables
         if len(variable.shape) and tf.as_dtype(variable.dtype).is_floating
     }
-    return list(found.values())
+    return list(slots.values())
 
 
 def _cond(predicate: tf.Tensor, action: Callable[[], None]) -> None:
+    """Run an action in the graph if a predicate holds."""
+
     def run() -> tf.Tensor:
         action()
         return tf.constant(True)
@@ -336,24 +344,23 @@ def _cond(predicate: tf.Tensor, action: Callable[[], None]) -> None:
 
 
 class LocalStepsFeature(Feature):
-    """Replicas, or nodes, that train alone between meetings: see each hook."""
+    """Hooks of local steps: averages, pacing, and the interval of exchanges."""
 
     def before_meeting(self, model: Any) -> None:
-        """Tell late workers that this one waits for them, and they not for it."""
+        """Pause rounds, so that late workers do not wait for this one."""
         if steps_alone(model):
             local_steps = model.optimizer.features.local_steps
             if local_steps is not None:
-                local_steps.rest()
+                local_steps.before_sync()
 
     before_loop = before_meeting
 
     def equalize_replicas(self, model: Any) -> None:
-        """Average what the replicas of a model have learned alone.
+        """Average weights, slots and moving statistics over the replicas of a model.
 
-        After local steps every replica would evaluate and save its own weights, and the
-        moving statistics of its own batches. Averages of these are what averages in
-        every step would have led to, since each step moves them by a fraction of its
-        batch's.
+        Otherwise each replica would evaluate and save its own weights and statistics.
+        One average of moving statistics equals averaging them in each step, since a
+        step changes them linearly.
         """
         average = getattr(getattr(model, "optimizer", None), "average_replicas", None)
         if average is not None:
@@ -366,30 +373,30 @@ class LocalStepsFeature(Feature):
             )
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:
-        """Let a worker that is slow leave out updates where its callback says so."""
+        """Let a slow worker skip updates, with `DiLoCo(dynamic_steps=True)`."""
 
         @functools.wraps(step)
         def paced(iterator: Any) -> Any:
-            own = model.optimizer.features.local_steps if steps_alone(model) else None
-            if own is None or own.pace is None:
+            local = model.optimizer.features.local_steps if steps_alone(model) else None
+            if local is None or local.pace is None:
                 return step(iterator)
-            return own.pace.step(model, step, iterator)
+            return local.pace.step(model, step, iterator)
 
         return paced
 
     def batches_between_meetings(
         self, model: Any, *, is_delayed: bool = True
     ) -> int | None:
-        """Return after how many batches the workers meet at the latest.
+        """Return the largest number of batches between synchronizations of workers.
 
         Args:
             model: Keras model in `fit`.
-            is_delayed: Bool, whether exchanges that run beside the steps are no
-                meetings. Defaults to `True`.
+            is_delayed: Bool, whether delayed exchanges, which run beside the steps, do
+                not count as synchronizations. Defaults to `True`.
 
         Returns:
-            Int, 1 without local steps; or `None` if they do not within an epoch, as
-            where nobody waits for a worker that is late.
+            Int, 1 without local steps; or `None` if workers do not synchronize within
+            an epoch, such as with `min_participants`.
         """
         if not steps_alone(model):
             return 1

@@ -1,4 +1,4 @@
-"""Options of local steps, and the checks of what a user has given."""
+"""Options of local steps, and checks of a user's arguments."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ SCOPES = ("node", "replica")
 
 @dataclasses.dataclass(frozen=True)
 class OuterOptions:
-    """How the replicas go on from what each has learned.
+    """Options of outer steps, which combine the weights of replicas or nodes.
 
     Args:
         optimizer: Keras optimizer of the outer step, a template that is not built.
-        scope: String, who trains synchronously between two outer steps: those of a
-            `"node"`, or nobody, each `"replica"` by itself.
-        fragments: Int, parts of the weights that are exchanged one after the other.
-        compression: What travels between nodes, as in `CommunicationOptions`, or
-            `None`.
-        delay: Int, inner updates between the begin of an exchange and its use.
-        mixing: Float from 0 to 1, how much of its own weights a replica keeps where
-            it takes the common ones `delay` updates later.
-        scales_by_staleness: Bool, whether an outer update that is late is smaller.
-        min_participants: Int, workers that make an exchange, or `None`: all.
-        patience_seconds: Float, how long an exchange waits for more than these.
+        scope: String, what trains synchronously between two outer steps: `"node"`, all
+            replicas of a node; or `"replica"`, each replica alone.
+        fragments: Int, parts of the weights that are exchanged one after another.
+        compression: Compression of exchanges between nodes, as in
+            `CommunicationOptions`, or `None`.
+        delay: Int, inner updates between the start of an exchange and its outer step.
+        mixing: Float from 0 to 1, the fraction of its local weights that a replica
+            keeps in a delayed outer step.
+        scales_by_staleness: Bool, whether the gradient of a late outer step is scaled
+            down.
+        min_participants: Int, the number of workers that an exchange needs, or `None`:
+            all.
+        patience_seconds: Float, how long an exchange waits for more workers than
+            `min_participants`.
 
     Raises:
-        ValueError: If one of them is something else.
+        ValueError: If an argument is invalid.
     """
 
     optimizer: Any
@@ -78,22 +81,26 @@ class OuterOptions:
             self._check_rounds()
 
     def _set_integer(self, name: str, what: str, least: int = 1) -> None:
+        """Check an integer field, and store it as an int."""
         value = checked_integer(name, getattr(self, name), least, what)
         object.__setattr__(self, name, value)
 
     def _set_number(self, name: str, what: str, most: float | None = None) -> None:
+        """Check a numeric field, and store it as a float."""
         value = checked_number(name, getattr(self, name), what, least=0, most=most)
         object.__setattr__(self, name, value)
 
     def _check_features(self) -> None:
+        """Raise if the optimizer uses a feature that an outer step cannot have."""
         names = ("use_ema", "gradient_accumulation_steps", "loss_scale_factor")
-        if found := [name for name in names if getattr(self.optimizer, name, None)]:
+        if used := [name for name in names if getattr(self.optimizer, name, None)]:
             raise ValueError(
                 "`outer_optimizer` makes one update of each exchange, whose result all "
-                f"go on from. Leave out {', '.join(f'`{name}`' for name in found)}."
+                f"go on from. Leave out {', '.join(f'`{name}`' for name in used)}."
             )
 
     def _check_rounds(self) -> None:
+        """Raise if `min_participants` is combined with options that it excludes."""
         if not self.delay or self.fragments > 1 or self.compression is not None:
             raise ValueError(
                 "`min_participants` needs a `delay` of at least 1, and is for "
@@ -113,7 +120,7 @@ class OuterOptions:
 
     @property
     def compression_by_level(self) -> Any:
-        """The compression as `CommunicationOptions` take it."""
+        """Compression as an argument of `CommunicationOptions`."""
         if self.compression is None or self.scope == "replica":
             return self.compression
         return {"outer": self.compression}
@@ -121,18 +128,18 @@ class OuterOptions:
 
 @dataclasses.dataclass(frozen=True)
 class LocalStepsOptions:
-    """When replicas that step alone meet, and what they do then.
+    """Interval and kind of the exchanges of local steps.
 
     Args:
         sync_every: Int, updates from one exchange to the next.
-        outer: `OuterOptions`, or `None`: weights and slots are averaged. Defaults to
-            `None`.
+        outer: `OuterOptions` of outer steps, or `None`: weights and slots are averaged.
+            Defaults to `None`.
         is_dynamic: Bool, whether slower workers make fewer inner steps. Defaults to
             `False`.
 
     Raises:
-        ValueError: If `sync_every` is no integer of at least 1, or too small for the
-            fragments.
+        ValueError: If `sync_every` is not an integer of at least 1, or too small for
+            the fragments and the delay.
     """
 
     sync_every: int
@@ -160,27 +167,27 @@ class LocalStepsOptions:
 
     @property
     def delay(self) -> int:
-        """Int, inner updates between the begin of an exchange and its use."""
+        """Int, inner updates between the start of an exchange and its outer step."""
         return 0 if self.outer is None else self.outer.delay
 
     @property
     def num_fragments(self) -> int:
-        """Int, parts of the weights that are exchanged one after the other."""
+        """Int, parts of the weights that are exchanged one after another."""
         return 1 if self.outer is None else self.outer.fragments
 
     @property
     def offsets(self) -> list[int]:
-        """List of ints: the updates, modulo `sync_every`, after which each is due."""
+        """List of ints: the update, modulo `sync_every`, after which each is due."""
         count = self.num_fragments
         return [
             (i + 1) * self.sync_every // count % self.sync_every for i in range(count)
         ]
 
     def fragments_of(self, sizes: list[int]) -> list[list[int]]:
-        """Cut variables into fragments of about equal size, in their order.
+        """Divide variables into fragments of about equal size, in their order.
 
         Args:
-            sizes: List of ints, the elements of each variable.
+            sizes: List of ints, the number of elements of each variable.
 
         Returns:
             List of lists of positions, one for each fragment, none of them empty.

@@ -1,4 +1,4 @@
-"""The outer step: what all hold in common, updated by what each has learned."""
+"""The outer step: an update of the common weights by the mean pseudo-gradients."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from tfdp.features.local_steps.options import OuterOptions
 from tfdp.ground import _compat
 from tfdp.training.step.accumulation import wide_zeros
 
+# Callable that updates variables by an optimizer, with the signature of
+# `tfdp.training.step.grouped_update.decay_and_update`.
 Update = Callable[[Any, Sequence[Any], Sequence[Any], Any], None]
 
 
 class OuterStep:
-    """The weights after the last exchange, alike everywhere, and their optimizer.
+    """The outer optimizer and its weights, those after the last exchange.
+
+    They are the same on all replicas.
 
     Args:
         make_variable: Callable that creates a Keras variable of the inner optimizer.
@@ -33,10 +37,13 @@ class OuterStep:
         variables: Sequence[Any],
     ) -> None:
         template = options.optimizer
-        with tf.init_scope():  # a step may be traced, and the rate is read
+        with (
+            tf.init_scope()
+        ):  # `get_config` reads the rate, also while a step is traced
             config = template.get_config()
         self.optimizer = type(template).from_config(config)
-        # No assignment here: the first step may be under way, being traced.
+        # The weights are copied by `begin` in the step: an assignment here would become
+        # part of the graph if the first step is being traced.
         self.is_begun = make_variable(
             shape=(), dtype="int", initializer="zeros", name="outer_is_begun"
         )
@@ -45,32 +52,32 @@ class OuterStep:
 
     @property
     def variables(self) -> list:
-        """Keras variables of the inner optimizer that it has made."""
+        """List of the Keras variables that it created in the inner optimizer."""
         return [self.is_begun, *self.anchors]
 
     @property
     def state(self) -> dict[str, Any]:
-        """Dict from names to all Keras variables, those of its optimizer too."""
-        own = {"is_begun": self.is_begun, "iterations": self.optimizer.iterations}
+        """Dict from names to Keras variables, including the outer optimizer's."""
+        state = {"is_begun": self.is_begun, "iterations": self.optimizer.iterations}
         for index, anchor in enumerate(self.anchors):
-            own[f"weights/{index}"] = anchor
+            state[f"weights/{index}"] = anchor
         slots = [v for v in self.optimizer.variables if len(v.shape)]
-        return own | {f"slots/{index}": slot for index, slot in enumerate(slots)}
+        return state | {f"slots/{index}": slot for index, slot in enumerate(slots)}
 
     @property
     def carried(self) -> list:
-        """Keras variables that a worker which has missed outer steps has to take."""
+        """List of the Keras variables that a worker that missed outer steps adopts."""
         return [*self.optimizer.variables, *self.anchors]
 
     def end(self) -> None:
-        """Start anew from the weights of the next step: callbacks may change them."""
+        """Have the next step copy the weights again, which callbacks may change."""
         begun = _compat.local_part(self.is_begun)
         begun.assign(tf.zeros((), begun.dtype), read_value=False)
 
     def begin(self, variables: Sequence[Any]) -> None:
-        """Start from the weights that training begins with, at first and after `end`.
+        """Copy the weights into the anchors, in the first step and after `end`.
 
-        Where a weight is what an anchor of more digits was rounded to, that stays.
+        An anchor is kept if it equals the weight after rounding to the weight's dtype.
         """
         begun = _compat.local_part(self.is_begun)
 
@@ -90,11 +97,11 @@ class OuterStep:
     def pseudo_gradients(
         self, positions: Sequence[int], variables: Sequence[Any]
     ) -> list[tf.Tensor]:
-        """By how much this replica has moved away from the common weights, negated.
+        """Return the outer weights minus this replica's weights.
 
         Args:
-            positions: Sequence of ints, which weights.
-            variables: Sequence of Keras variables, these weights of the replica.
+            positions: Sequence of ints, positions of the weights.
+            variables: Sequence of Keras variables, the weights at these positions.
         """
         parts = [_compat.local_part(self.anchors[position]) for position in positions]
         return [
@@ -106,16 +113,16 @@ class OuterStep:
     def update(
         self, positions: Sequence[int], gradients: Sequence[tf.Tensor], update: Update
     ) -> list[tf.Tensor]:
-        """Update some of the common weights by the replicas' mean pseudo-gradients.
+        """Update some of the outer weights by mean pseudo-gradients.
 
         Args:
-            positions: Sequence of ints, which.
-            gradients: Sequence of tensors, the mean of each over all replicas.
+            positions: Sequence of ints, positions of the weights.
+            gradients: Sequence of tensors, their mean pseudo-gradients.
             update: Callable that runs an optimizer, see
                 `tfdp.training.step.grouped_update.decay_and_update`.
 
         Returns:
-            List of tensors, the new common weights.
+            List of tensors, the new outer weights.
         """
         anchors = [self.anchors[position] for position in positions]
         parts = [_compat.local_part(anchor) for anchor in anchors]

@@ -1,4 +1,4 @@
-"""Inner steps that a slow worker leaves out, so that the others wait less for it."""
+"""Inner steps that a slow worker skips, so that the others wait less for it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import tensorflow as tf
 from tfdp.features.local_steps.options import LocalStepsOptions
 from tfdp.ground import _compat
 
-# A worker that is not slower than this is as fast as the fastest one: times vary.
-_AS_FAST = 0.9
+# A worker skips steps only if its speed is below this fraction of the fastest one's:
+# smaller differences are noise.
+_MAX_SLOW_SHARE = 0.9
 
 
 class Pace:
-    """Which batches of a worker are inner steps, and how long one takes.
+    """Choice of the batches that a worker trains on, and timing of its inner steps.
 
     Args:
         options: `LocalStepsOptions`.
@@ -28,92 +29,100 @@ class Pace:
     def __init__(self, options: LocalStepsOptions) -> None:
         every = options.sync_every
         later = [offset + options.delay for offset in options.offsets]
-        self._places = {place % every for place in [*options.offsets, *later]}
+        self._exchange_positions = {
+            place % every for place in [*options.offsets, *later]
+        }
         self._every = every
         self.share = 1.0
         self._logs: Any = None
-        self._passed = self._made = 0
-        # Of inner steps that no exchange is a part of.
-        self._since: float | None = None
-        self._ended = self._seconds = self._left_out_seconds = 0.0
+        self._num_passed = self._num_made = 0
+        # The clock times inner steps between two exchanges, without the exchanges.
+        self._clock_started: float | None = None
+        self._ended = self._seconds = self._skipped_seconds = 0.0
         self._num_timed = self._num_on_clock = 0
         self._is_first = True
 
     def restart(self) -> None:
-        """Begin again with the first update after a meeting."""
-        self._passed = self._made = 0
-        self._since, self._is_first = None, True
+        """Restart at the first update after all workers have synchronized."""
+        self._num_passed = self._num_made = 0
+        self._clock_started, self._is_first = None, True
 
     def take_seconds(self) -> float | None:
-        """Return the mean time of an inner step, if one was measured, and forget it."""
+        """Return the mean time of an inner step, or `None`, and reset it."""
         mean = self._seconds / self._num_timed if self._num_timed else None
         self._seconds, self._num_timed = 0.0, 0
         return mean
 
     def step(self, model: Any, compute: Callable[..., Any], iterator: Any) -> Any:
-        """Make the next updates of a model, or leave them out.
+        """Make the next updates of a model, or skip them.
 
         Args:
             model: Keras model in `fit`.
-            compute: Callable that takes an iterator and makes them.
+            compute: Callable that takes an iterator and makes the updates.
             iterator: Iterator of batches.
 
         Returns:
-            Dict, the logs: those before, where the updates are left out.
+            Dict, the logs; those of the last update if these are skipped.
         """
-        # An exchange is waited for, and is not a part of what an inner step takes.
         count = int(model.steps_per_execution)
-        meets = self._holds_exchange(count)
-        # One after an exchange is always made, and timed.
-        is_made = meets or self._is_first or self._is_owed(count)
-        if meets:
+        has_exchange = self._holds_exchange(count)
+        # The updates after an exchange are always made, so that there is a time of an
+        # inner step in each interval.
+        is_made = has_exchange or self._is_first or self._is_step_due(count)
+        if has_exchange:
             self._stop_clock(model)
         if is_made:
             self._logs = compute(iterator)
-            self._made += count
+            self._num_made += count
             self._num_on_clock += count
         else:
-            self._leave_out(model, iterator, count)
-        if meets or not self._passed:
+            self._skip(model, iterator, count)
+        if has_exchange or not self._num_passed:
             self._start_clock(model)
-        self._is_first = meets
-        self._passed += count
+        self._is_first = has_exchange
+        self._num_passed += count
         self._ended = time.perf_counter()
         return self._logs
 
     def _holds_exchange(self, count: int) -> bool:
-        updates = range(self._passed + 1, self._passed + count + 1)
-        return any(update % self._every in self._places for update in updates)
+        """Return whether an exchange starts or ends within the next updates."""
+        updates = range(self._num_passed + 1, self._num_passed + count + 1)
+        return any(
+            update % self._every in self._exchange_positions for update in updates
+        )
 
-    def _is_owed(self, count: int) -> bool:
-        return self._made < self.share * (self._passed + count)
+    def _is_step_due(self, count: int) -> bool:
+        """Return whether the worker's share requires the next updates to be made."""
+        return self._num_made < self.share * (self._num_passed + count)
 
-    def _leave_out(self, model: Any, iterator: Any, count: int) -> None:
-        """Pass batches over; schedules and exchanges count them as the others do."""
+    def _skip(self, model: Any, iterator: Any, count: int) -> None:
+        """Skip batches, but count their updates, for schedules and exchanges."""
         for number in range(count):
             try:
                 next(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 if not number:
                     raise
-                count = number  # the last execution of an epoch may be a part of one
+                count = number  # the last execution of an epoch may have fewer steps
                 break
         optimizer = model.optimizer
         for variable in optimizer.iterations, optimizer.features.local_steps.updates:
             for replica in range(model.distribute_strategy.extended.num_local):
                 part = _compat.local_value(variable, replica)
                 part.assign_add(tf.cast(count, part.dtype), read_value=False)
-        self._left_out_seconds += time.perf_counter() - self._ended
+        self._skipped_seconds += time.perf_counter() - self._ended
 
     def _start_clock(self, model: Any) -> None:
+        """Start to time inner steps, after the devices have finished the last one."""
         _wait_for_step(model)
-        self._since = time.perf_counter()
-        self._left_out_seconds, self._num_on_clock = 0.0, 0
+        self._clock_started = time.perf_counter()
+        self._skipped_seconds, self._num_on_clock = 0.0, 0
 
     def _stop_clock(self, model: Any) -> None:
-        if self._since is not None and self._num_on_clock:
+        """Add the time since the clock was started, without that of skipped steps."""
+        if self._clock_started is not None and self._num_on_clock:
             _wait_for_step(model)
-            elapsed = time.perf_counter() - self._since - self._left_out_seconds
+            elapsed = time.perf_counter() - self._clock_started - self._skipped_seconds
             self._seconds += elapsed
             self._num_timed += self._num_on_clock
 
@@ -121,14 +130,15 @@ class Pace:
 def shares(
     seconds: Sequence[float | None], nodes: Sequence[Sequence[int]]
 ) -> list[float] | None:
-    """Return which part of the inner steps each worker makes.
+    """Return the fraction of the inner steps that each worker makes.
 
     Args:
-        seconds: Sequence of floats, how long one takes on each worker, or `None`.
+        seconds: Sequence of floats, duration of an inner step on each worker, or `None`
+            if a worker has measured none.
         nodes: Sequence of sequences of ints, workers that make the same steps.
 
     Returns:
-        List of floats, by worker; or `None` if one has measured nothing.
+        List of floats, by worker; or `None` if a worker has measured no step.
 
     Example:
 
@@ -140,19 +150,19 @@ def shares(
         return None
     slowest = [max(measured[worker] for worker in node) for node in nodes]
     result = [1.0] * len(measured)
-    for node, own in zip(nodes, slowest, strict=True):
-        share = min(slowest) / own
-        if share < _AS_FAST:
+    for node, node_seconds in zip(nodes, slowest, strict=True):
+        share = min(slowest) / node_seconds
+        if share < _MAX_SLOW_SHARE:
             for worker in node:
                 result[worker] = share
     return result
 
 
 def workers_by_node(strategy: Any, scope: str) -> list[list[int]]:
-    """Return the workers that make their inner steps together.
+    """Return the groups of workers that make their inner steps together.
 
-    Those of a node, whose replicas communicate in each of them; and of several nodes
-    where a worker is a part of more than one.
+    These are the workers of a node, whose replicas communicate in each inner step; and
+    the workers of several nodes that have a worker in common.
 
     Args:
         strategy: A tfdp strategy.
@@ -175,5 +185,5 @@ def workers_by_node(strategy: Any, scope: str) -> list[list[int]]:
 
 
 def _wait_for_step(model: Any) -> None:
-    """Wait for the devices, which may be behind this process."""
+    """Wait until the devices have finished the step that was launched last."""
     model.optimizer.features.local_steps.updates.numpy()

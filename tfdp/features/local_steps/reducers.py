@@ -1,4 +1,4 @@
-"""Sums over the replicas of a node, and of what replicas have learned."""
+"""Gradient reducers within a node, and weighted sums of pseudo-gradients."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tfdp.training.reduction.reducer import Reducer
 
 
 class NodeReducers:
-    """The reducers over the nodes of local replicas, each made once.
+    """Gradient reducers over the nodes of local replicas, each created once.
 
-    The variables are compared with those of all workers when the first one is asked
-    for: not all nodes have a reducer, and not all workers trace a step again when one
-    does.
+    All workers compare their variables at the first request of a reducer, and not when
+    one is created: nodes of one replica create none, and workers trace steps again at
+    different times.
 
     Args:
         variables: Sequence of the trained Keras variables.
@@ -33,11 +33,11 @@ class NodeReducers:
         self._reducers: dict[int, Reducer] = {}
 
     def of_replica(self, strategy: Any, context: Any) -> GradientReducer:
-        """The reducer over the node of the replica that is running.
+        """Return the gradient reducer over the node of the running replica.
 
         Args:
             strategy: A tfdp strategy.
-            context: The replica context.
+            context: Replica context of the running replica.
 
         Raises:
             ValueError: In eager mode, with several replicas in this process; or if a
@@ -67,6 +67,7 @@ class NodeReducers:
         return ReplicaReducer(self._reducers[group.key], context)
 
     def _compare(self, worker_group: Any) -> None:
+        """Compare the variables with those of all workers, once."""
         if not self._is_compared:
             self._is_compared = True
             check_same_variables(
@@ -77,20 +78,20 @@ class NodeReducers:
 def new_reducer(
     strategy: Any, compression: Any, group: ProcessGroup | None = None
 ) -> Reducer:
-    """Make the reducer of pseudo-gradients, on all workers.
+    """Create the reducer of pseudo-gradients; call it on all workers.
 
-    What its compressors keep lies with that of the strategy's reducer, so that
-    checkpoints hold both.
+    It shares the residual store of the strategy's reducer, so that checkpoints contain
+    the residuals of both.
 
     Args:
         strategy: A tfdp strategy.
-        compression: As in `CommunicationOptions`.
+        compression: Compression as in `CommunicationOptions`.
         group: `ProcessGroup` of all replicas, or `None` for the strategy's. Defaults
             to `None`.
     """
     extended = strategy.extended
     whole = extended.reducer
-    # Buckets are not tuned: a compressor keeps something for each.
+    # An explicit `bucket_mb` disables tuning: a compressor has residuals by bucket.
     bucket_mb = whole.options.bucket_bytes / 2**20
     options = dataclasses.replace(
         whole.options, compression=compression, bucket_mb=bucket_mb
@@ -114,13 +115,13 @@ def sums_by_share(
     *,
     compresses: bool,
 ) -> list[tf.Tensor]:
-    """Sum pseudo-gradients over all replicas, each of which counts by its share.
+    """Sum pseudo-gradients over all replicas, weighted by shares.
 
     Args:
         reducer: `GradientReducer` of all replicas.
-        gradients: Sequence of tensors, this replica's.
-        variables: Sequence of the trained Keras variables that they are for.
-        share: Scalar tensor; the shares of all replicas add up to one.
+        gradients: Sequence of tensors, pseudo-gradients of this replica.
+        variables: Sequence of the corresponding trained Keras variables.
+        share: Scalar tensor, weight of this replica; the weights add up to 1.
         compresses: Bool, whether the reducer may round them.
     """
     share = tf.cast(share, tf.float64)
@@ -140,13 +141,13 @@ def sums_by_samples(
     *,
     compresses: bool,
 ) -> list[tf.Tensor]:
-    """Sum pseudo-gradients over all replicas, each of which counts by its samples.
+    """Average pseudo-gradients over all replicas, weighted by samples.
 
     Args:
         reducer: `GradientReducer` of all replicas.
-        samples: Scalar tensor, those of this replica.
-        gradients: Sequence of tensors, this replica's.
-        variables: Sequence of the trained Keras variables that they are for.
+        samples: Scalar tensor, number of samples of this replica.
+        gradients: Sequence of tensors, pseudo-gradients of this replica.
+        variables: Sequence of the corresponding trained Keras variables.
         compresses: Bool, whether the reducer may round them.
     """
     samples = tf.cast(samples, tf.float64)

@@ -1,4 +1,4 @@
-"""Advice: one sentence about what would make a run faster."""
+"""Advice: one sentence that recommends how to make a run faster."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from tfdp.features.monitor.windows import Straggler
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.plans.gathers import StepGathers
 
-# Below these parts of a step there is little to gain.
+# Fractions of a step below which no advice is given: exposed communication, and waiting
+# for data.
 _LITTLE, _MUCH_INPUT = 0.1, 0.25
-# A collective of fewer bytes in less time is mostly latency; in more, the link is slow.
+# A collective below both limits takes mostly latency; a small one that takes longer
+# runs over a slow link.
 _SMALL_BYTES, _SHORT_SECONDS = 2**20, 0.01
 
 
@@ -25,16 +27,16 @@ class Facts:
     """Properties of a run that advice depends on, besides its times.
 
     Args:
-        num_replicas: Int.
-        num_nodes: Int.
-        num_buckets: Int, collectives of gradients in a step.
-        gradient_bytes: Int, what they reduce.
-        compression: Whether gradients travel compressed.
+        num_replicas: Int, number of replicas on all workers.
+        num_nodes: Int, number of nodes.
+        num_buckets: Int, all-reduces of gradients in a step.
+        gradient_bytes: Int, size of the gradients that they reduce.
+        compression: Bool, whether gradients are compressed.
         accumulates: Bool, whether an update takes several micro-batches.
-        num_gathers: Int, tensors that a step gathers or sums up for operations that
-            need the whole batch. Defaults to 0.
-        gathered_bytes: Int, their bytes. Defaults to 0.
-        largest_gather: String, the largest of them. Defaults to `""`.
+        num_gathers: Int, tensors that a step gathers or sums over replicas for
+            operations that need the whole batch. Defaults to 0.
+        gathered_bytes: Int, size of these tensors. Defaults to 0.
+        largest_gather: String, description of the largest one. Defaults to `""`.
     """
 
     num_replicas: int
@@ -51,12 +53,12 @@ class Facts:
 def advise(
     totals: Mapping[str, float], facts: Facts, straggler: Straggler | None
 ) -> str:
-    """Recommend one change.
+    """Recommend one change that would make a run faster.
 
     Args:
-        totals: Mapping, see `tfdp.features.monitor.windows.Totals`.
-        facts: `Facts`.
-        straggler: `Straggler`, or `None`.
+        totals: Mapping, `Totals.values` of the run.
+        facts: `Facts` of the run.
+        straggler: `Straggler` of the run, or `None`.
 
     Returns:
         String, one sentence.
@@ -92,6 +94,13 @@ def advise(
 
 
 def _remedy(exposed: float, seconds: float, facts: Facts) -> str:
+    """Recommend a change against exposed communication.
+
+    Args:
+        exposed: Float, exposed communication as a fraction of a step.
+        seconds: Float, communication time of a step.
+        facts: `Facts` of the run.
+    """
     num_buckets = max(1, facts.num_buckets)
     if facts.gathered_bytes > facts.gradient_bytes:
         return (
@@ -105,7 +114,8 @@ def _remedy(exposed: float, seconds: float, facts: Facts) -> str:
             f"{facts.num_buckets} collectives of {mean_bytes / 1e6:.2g} MB are mostly "
             "latency, and larger buckets would need fewer"
         )
-    # Half of the bytes, or half of the updates.
+    # bf16 halves the bytes, and two micro-batches halve the exchanges: either saves
+    # about half of the exposed communication.
     saved = f"would save about {exposed / 2:.1g} of it"
     steps = "accumulating gradients over two micro-batches"
     if not is_latency and not facts.compression:
@@ -116,10 +126,10 @@ def _remedy(exposed: float, seconds: float, facts: Facts) -> str:
 
 
 def facts_of(model: Any) -> Facts:
-    """Properties of a model's run that advice depends on.
+    """Return the properties of a model's run that advice depends on.
 
     Args:
-        model: A Keras model that has been trained.
+        model: Keras model that has been trained.
     """
     strategy = strategy_of(model)
     optimizer = model.optimizer
@@ -129,7 +139,7 @@ def facts_of(model: Any) -> Facts:
     try:
         plan = strategy.communication_plan(model)
         num_buckets, num_bytes = len(plan.buckets), plan.num_bytes
-    except ValueError:  # a model that was only run eagerly, of no known inputs
+    except ValueError:  # the model only ran eagerly, so that its inputs are unknown
         num_buckets = num_bytes = 0
     gathers = strategy.extended.step_gathers.get(model, {}).get("fit", StepGathers())
     largest = gathers.largest
@@ -147,10 +157,10 @@ def facts_of(model: Any) -> Facts:
 
 
 def settings_of(model: Any, every: int) -> dict[str, Any]:
-    """Settings of a run, for its JSON file.
+    """Return the settings of a run, for its JSON file.
 
     Args:
-        model: A Keras model.
+        model: Keras model that was trained.
         every: Int, steps of a window.
     """
     strategy = strategy_of(model)
@@ -166,10 +176,10 @@ def settings_of(model: Any, every: int) -> dict[str, Any]:
 
 
 def loss_scale_of(optimizer: Any) -> tuple[float, int]:
-    """The loss scale in force, and how many steps were skipped so far.
+    """Return the current loss scale, and the number of skipped steps.
 
     Args:
-        optimizer: A Keras optimizer, or `None`.
+        optimizer: Keras optimizer, or `None`.
 
     Returns:
         Tuple of a float, NaN without a loss scale, and an int.

@@ -1,4 +1,4 @@
-"""Meter of steps on GPUs, whose kernels only a profile of the devices can time."""
+"""Timing of steps on GPUs, whose asynchronous kernels require a device profile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tfdp.features.monitor.trace import Slice, WorkerTrace
 from tfdp.ground import _compat
 from tfdp.ground.base.temporary import TemporaryFolder
 
-# Which step of an epoch is profiled: the first ones still allocate memory.
+# Number of the profiled step in an epoch, from 1: earlier steps still allocate memory.
 _PROFILED_STEP = 5
 
 
@@ -34,10 +34,10 @@ class DeviceEvent:
 
     Args:
         device: String, such as `"/device:GPU:0"`.
-        stream: String.
-        name: String.
-        begin: Float, seconds.
-        end: Float, seconds.
+        stream: String, name of the CUDA stream.
+        name: String, name of the kernel or copy.
+        begin: Float, start in seconds by the device's clock.
+        end: Float, end in seconds by the device's clock.
     """
 
     device: str
@@ -48,18 +48,18 @@ class DeviceEvent:
 
     @property
     def is_collective(self) -> bool:
-        """Bool, true of a kernel of NCCL."""
+        """Bool, whether it is a kernel of NCCL."""
         return "nccl" in self.name.lower()
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceTimes:
-    """Communication times of a worker's GPUs: means over them, in seconds.
+    """Communication times of a worker's GPUs: means over the GPUs, in seconds.
 
     Args:
-        communication_seconds: Float, in which a collective ran.
-        exposed_seconds: Float, in which nothing else did.
-        buckets: List of floats, each collective of the first GPU in order.
+        communication_seconds: Float, time in which a collective was running.
+        exposed_seconds: Float, time in which only collectives were running.
+        buckets: List of floats, duration of each collective of the first GPU, in order.
     """
 
     communication_seconds: float
@@ -68,26 +68,26 @@ class DeviceTimes:
 
 
 class Profile:
-    """A profile of what runs between its begin and its end."""
+    """Profile of the GPUs between the calls of `begin` and `end`."""
 
     def __init__(self) -> None:
         self._folder: TemporaryFolder | None = None
 
     def begin(self) -> bool:
-        """Start the profiler, and return whether it was free."""
+        """Start the profiler, and return `False` if it was already in use."""
         if self._folder is not None:
             return True
         self._folder = TemporaryFolder("profile")
         try:
             tf.profiler.experimental.start(self._folder.name)
-        except tf.errors.AlreadyExistsError:  # TensorBoard's callback, say
+        except tf.errors.AlreadyExistsError:  # for example, TensorBoard's callback
             self._folder.cleanup()
             self._folder = None
             return False
         return True
 
     def end(self) -> list[DeviceEvent]:
-        """Stop the profiler and return what the GPUs did."""
+        """Stop the profiler, and return the events of the GPUs."""
         assert self._folder is not None
         try:
             tf.profiler.experimental.stop()
@@ -98,10 +98,10 @@ class Profile:
 
 
 def read_events(folder: Path) -> list[DeviceEvent]:
-    """The kernels in the profiles of a folder, ordered by time.
+    """Read the GPU events in the profiles of a folder, ordered by time.
 
     Args:
-        folder: `Path`, as given to `tf.profiler.experimental.start`.
+        folder: `Path`, the log directory of `tf.profiler.experimental.start`.
     """
     events: list[DeviceEvent] = []
     for path in folder.rglob("*.xplane.pb"):
@@ -113,10 +113,10 @@ def read_events(folder: Path) -> list[DeviceEvent]:
 
 
 def device_times(events: Sequence[DeviceEvent]) -> DeviceTimes:
-    """Sum up the times of kernels.
+    """Compute communication times from the events of a step.
 
     Args:
-        events: Sequence of `DeviceEvent`.
+        events: Sequence of `DeviceEvent`, at least one.
 
     Example:
 
@@ -130,9 +130,9 @@ def device_times(events: Sequence[DeviceEvent]) -> DeviceTimes:
     devices = sorted({event.device for event in events})
     busy, exposed = [], []
     for device in devices:
-        own = [event for event in events if event.device == device]
-        collectives = [(e.begin, e.end) for e in own if e.is_collective]
-        others = [(e.begin, e.end) for e in own if not e.is_collective]
+        of_device = [event for event in events if event.device == device]
+        collectives = [(e.begin, e.end) for e in of_device if e.is_collective]
+        others = [(e.begin, e.end) for e in of_device if not e.is_collective]
         busy.append(seconds_covered(collectives))
         exposed.append(busy[-1] - _overlap(collectives, others))
     first = [e for e in events if e.is_collective and e.device == devices[0]]
@@ -143,15 +143,17 @@ def device_times(events: Sequence[DeviceEvent]) -> DeviceTimes:
 
 
 def _overlap(some: Iterable[Interval], others: list[Interval]) -> float:
-    """Seconds covered by both lists of intervals."""
+    """Return the seconds covered by both lists of intervals."""
     both = [cut for begin, end in some for cut in clipped(others, begin, end)]
     return seconds_covered(both)
 
 
 def _events_of(plane: object) -> Iterator[DeviceEvent]:
+    """Yield the events of an `XPlane`, the profile of one device."""
     names = {key: item.name for key, item in plane.event_metadata.items()}  # type: ignore[attr-defined]
     for line in plane.lines:  # type: ignore[attr-defined]
-        # Other lines repeat the kernels by operation, module or step.
+        # Only lines of streams are read: others list the same kernels by operation,
+        # module or step.
         if not line.name.startswith("Stream"):
             continue
         for event in line.events:
@@ -162,17 +164,17 @@ def _events_of(plane: object) -> Iterator[DeviceEvent]:
 
 
 class DeviceMeter(Meter):
-    """Meter of steps whose kernels run after the host has launched them.
+    """Meter of steps on GPUs, where kernels run after the host has launched them.
 
-    Time stamps in the graph would tell when a kernel was launched. So the step time
-    is the host's, and what of it was communication is taken from the profile of one
-    step an epoch.
+    Time stamps in the graph would give the launch times. Therefore step times are
+    measured on the host, and the fraction of communication is taken from the profile of
+    one step per epoch.
 
     Args:
-        norm_every: Int, after how many steps the gradient's norm is noted again, or
-            `None` for never.
-        num_replicas: Int, on all workers.
-        wire_bytes: Int, that each replica sends in a step.
+        norm_every: Int, steps from one record of the gradient's norm to the next, or
+            `None` for no records.
+        num_replicas: Int, number of replicas on all workers.
+        wire_bytes: Int, bytes that each replica sends in a step.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class DeviceMeter(Meter):
 
     @property
     def labels(self) -> list[str]:
-        """One for each collective of the profiled step."""
+        """List of strings, one label for each collective of the profiled step."""
         return _labels(self._times)
 
     def interrupt(self) -> None:
@@ -199,14 +201,14 @@ class DeviceMeter(Meter):
         self._step_of_epoch = 0
 
     def step_begins(self) -> None:
-        """Take the time; begins to profile if it is the step for that."""
+        """Record the start time, and start the profile if this step is to have one."""
         super().step_begins()
         self._step_of_epoch += 1
         if self._step_of_epoch == _PROFILED_STEP and not self._traces:
             self._is_profiling = self._profile.begin()
 
     def step_ends(self, num_steps: int = 1) -> Reading | None:
-        """Take the time; a step that was profiled is slower and does not count."""
+        """Record the end time; return `None` for a profiled step, which is slower."""
         reading = super().step_ends(num_steps)
         if not self._is_profiling or self._traces:
             return reading
@@ -218,7 +220,7 @@ class DeviceMeter(Meter):
         return None
 
     def sample(self, reading: Reading) -> Sample:
-        """The host's time, divided as the profiled step was."""
+        """Divide the host's step time in the proportions of the profiled step."""
         seconds = reading.seconds / reading.num_steps
         samples, norm = notes(reading, self.recorder.rows)
         sample = Sample(
@@ -236,7 +238,8 @@ class DeviceMeter(Meter):
         times = self._times
         if times is None or not self._profiled_seconds:
             return sample
-        # Of an execution of several steps, all were profiled.
+        # The profile covers all steps of an execution, so that its times are divided by
+        # their number.
         scale = reading.seconds / self._profiled_seconds / reading.num_steps
         exposed = min(seconds, scale * times.exposed_seconds)
         return dataclasses.replace(
@@ -251,7 +254,7 @@ class DeviceMeter(Meter):
         )
 
     def trace_begins(self) -> None:
-        """Begin to profile."""
+        """Start the profile of the selected steps."""
         if not self._traces:
             self._traces = True
             self._is_profiling = self._profile.begin()
@@ -259,7 +262,7 @@ class DeviceMeter(Meter):
     def trace(
         self, rank: int, host: str, readings: list[tuple[int, Reading]]
     ) -> WorkerTrace:
-        """The steps of the host, and what ran on each stream of each GPU."""
+        """Return a trace of the host's steps and of each stream of each GPU."""
         trace = WorkerTrace(rank, host, [], {0: "steps"}, {})
         for step, reading in readings:
             trace.slices.append(Slice(0, f"step {step}", reading.begin, reading.end))
@@ -267,7 +270,8 @@ class DeviceMeter(Meter):
         self._is_profiling = self._traces = False
         if not events or not readings:
             return trace
-        # The device's clock need not be the host's: the first kernel begins the trace.
+        # The device's clock differs from the host's: the first kernel is placed at the
+        # start of the first step.
         shift = readings[0][1].begin - events[0].begin
         streams = sorted({(event.device, event.stream) for event in events})
         for lane, (device, stream) in enumerate(streams, start=1):
@@ -282,21 +286,22 @@ class DeviceMeter(Meter):
 
 
 def _labels(times: DeviceTimes | None) -> list[str]:
+    """Return a label for each collective in the times."""
     count = 0 if times is None else len(times.buckets)
     return [f"collective {number}" for number in range(count)]
 
 
 def meter_for(model: Any, strategy: Any, norm_every: int | None = None) -> Meter:
-    """A meter for the devices of a strategy.
+    """Create a meter for the devices of a strategy.
 
     Args:
-        model: The Keras model.
+        model: Keras model that is trained.
         strategy: Its tfdp strategy, or `None`.
-        norm_every: Int, at every how manieth step the gradient's norm is noted, or
-            `None` for never. Defaults to `None`.
+        norm_every: Int, steps from one record of the gradient's norm to the next, or
+            `None` for no records. Defaults to `None`.
 
     Returns:
-        `Meter`.
+        `Meter`; a `DeviceMeter` on GPUs.
     """
     if strategy is None:
         return Meter(norm_every)
@@ -308,7 +313,7 @@ def meter_for(model: Any, strategy: Any, norm_every: int | None = None) -> Meter
 
 
 def _wire_bytes(model: Any, strategy: Any) -> int:
-    """Bytes that a replica sends in a step, or 0 where only a step can tell."""
+    """Return the bytes that a replica sends in a step, or 0 if no plan is known yet."""
     try:
         return strategy.communication_plan(model).wire_bytes
     except ValueError:

@@ -1,4 +1,4 @@
-"""Gradient noise scale, measured from small and large batches of one step."""
+"""Gradient noise scale, measured from the local and the global batch of each step."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tfdp.training.step.step import Step, StepFeature
 
 
 class GradientNoise(StepFeature):
-    """Moving averages of the size of the true gradient and of its noise.
+    """Moving averages of the squared norm of the true gradient, and of its noise.
 
     Args:
         make_variable: Callable that creates a Keras variable of the optimizer.
-        smoothing: Float, weight of the past.
+        smoothing: Float, weight of the past in the averages.
 
     Source: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A.1.
     """
@@ -37,22 +37,26 @@ class GradientNoise(StepFeature):
 
     @property
     def variables(self) -> list:
-        """List of its Keras variables."""
+        """List of the Keras variables of the averages."""
         return [self.signal, self.noise]
 
     @property
     def scale(self) -> float:
-        """Float, noise scale in samples; NaN before it is known."""
+        """Float, noise scale in samples; NaN before the first measurement."""
         signal, noise = float(self.signal.numpy()), float(self.noise.numpy())
         return noise / signal if signal > 0 else float("nan")
 
     @property
     def counters(self) -> dict[str, Any]:
-        """The variables by name."""
+        """Dict from name to the Keras variable of an average."""
         return {"signal": self.signal, "noise": self.noise}
 
     def check(self, optimizer: Any) -> None:
-        """See `StepFeature`."""
+        """Raise if the optimizer does not have the gradients that are compared.
+
+        Raises:
+            ValueError: With sharded accumulators, or with Adasum.
+        """
         if optimizer.features.accumulation and optimizer.accumulates_sums:
             raise ValueError(
                 "The gradient noise scale needs what each replica accumulates itself, "
@@ -74,7 +78,7 @@ class GradientNoise(StepFeature):
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
     ) -> None:
-        """Compare each replica's gradient with that of all, by one scalar more."""
+        """Compare each replica's gradient with the mean, by summing one scalar more."""
         if totals.gradients is None:
             return
         if tf.executing_eagerly() and batch_weight.is_part_of_sum():
@@ -89,15 +93,15 @@ class GradientNoise(StepFeature):
         replicas = step.reducer.num_replicas
         factor = tf.constant(1.0, tf.float64) if divisor is None else divisor
         if totals.count is not None:
-            # What was accumulated has the weights of its micro-batches.
+            # Accumulated gradients already contain the weights of their micro-batches.
             samples = samples * tf.cast(totals.count, tf.float32)
             factor = factor / replicas
         else:
-            factor *= weight  # it is a part of a sum
+            factor *= weight  # the gradient is this replica's part of a weighted sum
         scaled = squared_norm(totals.gradients)
-        own = scaled / tf.square(tf.cast(factor, tf.float32))
-        own = tf.math.multiply_no_nan(own, tf.cast(weight > 0, tf.float32))
-        small = step.reducer.sum([own])[0] / replicas
+        local = scaled / tf.square(tf.cast(factor, tf.float32))
+        local = tf.math.multiply_no_nan(local, tf.cast(weight > 0, tf.float32))
+        small = step.reducer.sum([local])[0] / replicas
         self.update(small, statistics.squared_norm(), replicas, samples)
 
     def update(
@@ -108,9 +112,9 @@ class GradientNoise(StepFeature):
         Args:
             small: Scalar tensor, mean over replicas of the squared norm of a
                 replica's mean gradient.
-            large: Scalar tensor, squared norm of the mean gradient of all.
-            num_replicas: Int.
-            samples: Scalar float32 tensor, samples of all replicas.
+            large: Scalar tensor, squared norm of the mean gradient of all replicas.
+            num_replicas: Int, number of replicas.
+            samples: Scalar float32 tensor, number of samples on all replicas.
         """
         others = float(num_replicas - 1)
         signal = (num_replicas * large - small) / others
@@ -119,5 +123,6 @@ class GradientNoise(StepFeature):
             part = _compat.local_part(variable)
             old = part.read_value()
             moved = self.smoothing * old + (1.0 - self.smoothing) * estimate
-            # Neither an overflow nor a replica without samples tells anything.
+            # An overflow, or a replica without samples, gives an estimate that is not
+            # finite; the average is kept.
             part.assign(tf.where(tf.math.is_finite(estimate), moved, old))

@@ -1,4 +1,4 @@
-"""Waiting for data: its share of a step on each worker, and what to do about it."""
+"""Wait for input data: its fraction of a step on each worker, and advice."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-# From this part of a step on waiting matters, and below the second there is none: Keras
-# itself takes a few milliseconds between two steps.
+# Waiting is reported from the first fraction of a step on. Below the second a worker
+# counts as not waiting: Keras itself takes a few milliseconds between two steps.
 _MUCH, _LITTLE = 0.2, 0.1
-# Buffers are full when training begins.
+# First steps that are left out of the mean: prefetch buffers are full when training
+# starts, so that they hardly wait.
 _SETTLING_STEPS = 10
 
 GENERATOR, PY_DATASET, TORCH = "a generator", "a PyDataset", "a DataLoader"
@@ -25,13 +26,14 @@ class Pipeline:
     """Properties of the data of a `fit` that advice depends on.
 
     Args:
-        kind: String, such as `GENERATOR`, or empty for what needs no word.
+        kind: String, kind of the data source, such as `GENERATOR`; empty for a
+            `tf.data` pipeline without a generator. Defaults to `""`.
         has_serial_map: Bool, whether a `map` has no `num_parallel_calls`.
             Defaults to `False`.
-        has_map: Bool, whether there is a `map`. Defaults to `False`.
-        is_cached: Bool, whether there is a `cache`. Defaults to `False`.
-        obstacle: String, what makes each worker prepare all rows, and what to do.
-            Defaults to none.
+        has_map: Bool, whether the pipeline has a `map`. Defaults to `False`.
+        is_cached: Bool, whether the pipeline has a `cache`. Defaults to `False`.
+        obstacle: String, why each worker prepares all rows, and the remedy; empty if
+            each prepares only its own. Defaults to `""`.
     """
 
     kind: str = ""
@@ -43,12 +45,12 @@ class Pipeline:
 
 @dataclasses.dataclass(frozen=True)
 class InputWait:
-    """Mean step of one worker, and how much of it passes before its data is there.
+    """Mean step time of one worker, and its mean wait for data.
 
     Args:
-        num_steps: Int, steps of which it is the mean.
-        step_seconds: Float.
-        input_seconds: Float.
+        num_steps: Int, number of averaged steps.
+        step_seconds: Float, duration of a step.
+        input_seconds: Float, time of a step before its data is available.
 
     Example:
 
@@ -62,16 +64,16 @@ class InputWait:
 
     @property
     def share(self) -> float:
-        """Float, the part of a step that is waiting."""
+        """Float, the fraction of a step that the worker waits for data."""
         return self.input_seconds / self.step_seconds if self.step_seconds else 0.0
 
 
 def mean_wait(times: Sequence[tuple[float, float]]) -> InputWait:
-    """The mean of steps, without the first ones, in which buffers are still full.
+    """Average steps, without the first ones, in which prefetch buffers are still full.
 
     Args:
-        times: Sequence of pairs, seconds of a step and those before it had its data;
-            at least one.
+        times: Sequence of pairs, at least one: seconds of a step, and seconds before it
+            had its data.
 
     Example:
 
@@ -87,8 +89,8 @@ def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
     """Recommend one change of the input pipeline.
 
     Args:
-        waits: Mapping from the worker's rank to its `InputWait`, at least one.
-        pipeline: `Pipeline`.
+        waits: Mapping from a worker's rank to its `InputWait`, at least one.
+        pipeline: `Pipeline` of the run.
 
     Returns:
         String, one sentence.
@@ -105,14 +107,16 @@ def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
     others = [wait.share for key, wait in waits.items() if key != rank]
     is_apart = bool(others) and statistics.median(others) < _LITTLE
     who = f"Worker {rank} waits" if others else "Training waits"
-    # An obstacle costs every worker the same. Which of them is seen to wait for it
-    # is chance: one that is a little faster has its data while it waits for the rest.
+    # An obstacle delays all workers alike, but a faster worker prepares data while it
+    # waits for the others in collectives: a single waiting worker is then no sign of a
+    # problem on its host.
     is_of_one = is_apart and not pipeline.obstacle
     remedy = _REMEDY_OF_ONE if is_of_one else _remedy(pipeline)
     return f"{who} for its data for {share:.0%} of a step: {remedy}."
 
 
 def _remedy(pipeline: Pipeline) -> str:
+    """Recommend a change to the pipeline of all workers."""
     if pipeline.obstacle:
         return f"each worker prepares all rows, not only its own: {pipeline.obstacle}"
     if pipeline.kind == GENERATOR:

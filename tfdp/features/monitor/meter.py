@@ -1,4 +1,4 @@
-"""Meter of a worker's steps, and the callback base that drives it."""
+"""Timing of a worker's steps, and the base of callbacks that use it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tfdp.features.monitor.readings import (
 )
 from tfdp.features.monitor.trace import WorkerTrace, trace_of_worker
 
-# More than the time between reading one clock and the other.
+# Difference between the elapsed times of the wall clock and of `perf_counter` above
+# which the wall clock was set; reading one after the other takes far less.
 _CLOCK_SET_SECONDS = 0.2
 
 
@@ -25,9 +26,9 @@ class Meter:
     """Meter of steps on CPUs, by time stamps inside the graph.
 
     Args:
-        norm_every: Int, after how many steps the gradient's norm is noted again, or
-            `None` for never. Defaults to `None`.
-        num_replicas: Int, on all workers. Defaults to 1.
+        norm_every: Int, steps from one record of the gradient's norm to the next, or
+            `None` for no records. Defaults to `None`.
+        num_replicas: Int, number of replicas on all workers. Defaults to 1.
     """
 
     def __init__(self, norm_every: int | None = None, num_replicas: int = 1) -> None:
@@ -38,12 +39,12 @@ class Meter:
         self._num_rows = -1
 
     def start(self) -> None:
-        """Record what is traced from now on."""
+        """Add time stamps to steps that are traced from now on."""
         self.recorder.stop()
         self.recorder.__enter__()
 
     def stop(self) -> None:
-        """Stop recording what is traced."""
+        """Stop adding time stamps to traced steps."""
         self.recorder.stop()
 
     def interrupt(self) -> None:
@@ -51,12 +52,12 @@ class Meter:
         self._begin = None
 
     def step_begins(self) -> None:
-        """Take the time, unless the step before has just ended."""
+        """Record the start time, unless it is the end of the step before."""
         if self._begin is None:
             self._begin, self._clock = time.time(), time.perf_counter()
 
     def step_ends(self, num_steps: int = 1) -> Reading | None:
-        """Take the time and read what the step noted.
+        """Record the end time, and read the time stamps of the step.
 
         Args:
             num_steps: Int, steps of this execution. Defaults to 1.
@@ -73,7 +74,7 @@ class Meter:
         if begin is None or was_traced:
             return None
         seconds = self._clock - clock
-        # Time stamps of a graph are by the wall clock, which somebody may set.
+        # Time stamps of a graph use the wall clock, which the system may set.
         if abs(self._begin - begin - seconds) > _CLOCK_SET_SECONDS:
             return None
         return Reading(values, begin, self._begin, seconds, num_steps)
@@ -83,17 +84,17 @@ class Meter:
         return sample_of(reading, self.recorder.rows)
 
     def trace_begins(self) -> None:
-        """Prepare for the first step that is to be traced."""
+        """Prepare for the steps of a trace; called before the first one."""
 
     def trace(
         self, rank: int, host: str, readings: list[tuple[int, Reading]]
     ) -> WorkerTrace:
-        """Trace of this worker over some steps.
+        """Return the trace of this worker over several steps.
 
         Args:
-            rank: Int, this worker's.
-            host: String.
-            readings: List of step number and `Reading`.
+            rank: Int, rank of this worker.
+            host: String, host of this worker.
+            readings: List of pairs: number of a step and its `Reading`.
         """
         rows = self.recorder.rows
         replicas = [replicas_of(reading, rows) for _, reading in readings]
@@ -102,15 +103,15 @@ class Meter:
     @property
     def labels(self) -> list[str]:
         """Labels of the collectives, in the order in which they were traced."""
-        found = list(dict.fromkeys(c.label for c in self.recorder.collectives))
-        shards_parameters = any(label.split()[0] == timing.UNIT for label in found)
-        return [*found, *KINDS] if shards_parameters else found
+        labels = list(dict.fromkeys(c.label for c in self.recorder.collectives))
+        shards_parameters = any(label.split()[0] == timing.UNIT for label in labels)
+        return [*labels, *KINDS] if shards_parameters else labels
 
 
 class TimedSteps(keras.callbacks.Callback):
-    """A callback that is told of every step, and of what the step noted.
+    """Base of callbacks that receive a `Reading` of every step.
 
-    While `meter` is set, steps are timed.
+    Steps are timed while `meter` is set.
     """
 
     def __init__(self) -> None:
@@ -120,30 +121,30 @@ class TimedSteps(keras.callbacks.Callback):
         self._last_batch = -1
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Take in an execution; `step` is its last step.
+        """Handle an execution of one or more steps; `self.step` is its last step.
 
         Args:
             num_steps: Int, steps of the execution.
-            reading: `Reading`, or `None` where it was being traced.
+            reading: `Reading`, or `None` if it was not timed.
         """
         raise NotImplementedError
 
     def set_model(self, model: Any) -> None:
-        """Have a step that was traced before traced again."""
+        """Have the step traced again, with time stamps."""
         super().set_model(model)
         model.train_function = None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin to count batches."""
+        """Restart the count of batches."""
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Take the time of the first step of an epoch."""
+        """Record the start time of the first step of an epoch."""
         if self.meter is not None:
             self.meter.step_begins()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Count the steps of the execution, and read what they noted."""
+        """Count the steps of the execution, and read their time stamps."""
         if self.meter is None:
             return
         num_steps = batch - self._last_batch

@@ -1,4 +1,4 @@
-"""Readings of a step: what a worker recorded, and the times computed from it."""
+"""Recorded values of a step on one worker, and the times computed from them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ import numpy as np
 from tfdp.communication.collectives import step_events, timing
 
 Interval = tuple[float, float]
-# Collectives that nothing in the forward or backward pass waits for.
+# First words of the labels of collectives that overlap with the backward pass: neither
+# the forward nor the backward pass waits for their results.
 _IN_BACKGROUND = (timing.GRADIENTS, timing.ROWS, "logs", "statistics")
-# The collectives of sharded parameters by what they are for, and their labels.
+# Kinds of collectives of sharded parameters, with the first word of their labels.
 _KINDS = {
     "forward_gathers": timing.UNIT,
     "backward_gathers": timing.UNIT_AGAIN,
     "reduce_scatters": timing.GRADIENTS,
 }
 KINDS = tuple(name for kind in _KINDS for name in (kind, f"{kind}_exposed"))
-# A collective, and when it began and ended.
+# A collective with its start and end, in seconds of the wall clock.
 Timed = tuple[timing.Collective, float, float]
 
 
 def seconds_covered(intervals: Iterable[Interval]) -> float:
-    """Seconds covered by at least one of several intervals.
+    """Return the seconds covered by at least one of several intervals.
 
     Args:
-        intervals: Iterable of begin and end, in seconds.
+        intervals: Iterable of pairs of start and end, in seconds.
 
     Returns:
         Float, seconds.
@@ -42,24 +43,24 @@ def seconds_covered(intervals: Iterable[Interval]) -> float:
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as intervals that do not overlap, in order.
+    """Merge overlapping intervals, and return them in order.
 
     Example:
 
     >>> merged([(1.0, 3.0), (0.0, 2.0), (5.0, 6.0)])
     [(0.0, 3.0), (5.0, 6.0)]
     """
-    found: list[Interval] = []
+    disjoint: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if disjoint and begin <= disjoint[-1][1]:
+            disjoint[-1] = disjoint[-1][0], max(disjoint[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            disjoint.append((begin, end))
+    return disjoint
 
 
 def clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
-    """Intervals cut to those between two moments.
+    """Cut intervals to their parts between two times.
 
     Example:
 
@@ -72,14 +73,14 @@ def clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Int
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """Recorded values, read when a step had ended.
+    """Recorded values of a step or an execution, read after its end.
 
     Args:
         values: Array of shape `[num_rows, 3]`, see `Recorder.read`.
-        begin: Float, when the step before had ended, seconds of the wall clock.
-        end: Float, when this one had.
-        seconds: Float, time between the two by a clock that is never set.
-        num_steps: Int, steps in between; the values are of the last one.
+        begin: Float, end of the step before, in seconds of the wall clock.
+        end: Float, end of this step, in seconds of the wall clock.
+        seconds: Float, time between the two by a monotonic clock.
+        num_steps: Int, steps of the execution; the values are those of the last step.
     """
 
     values: np.ndarray
@@ -91,20 +92,21 @@ class Reading:
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One step of one worker.
+    """Times and counts of one step of one worker.
 
     Args:
-        num_steps: Int, that it stands for: those of an execution.
-        step_seconds: Float, from the end of the step before to its own.
-        input_seconds: Float, how much of it passed before the step had its data.
-        compute_seconds: Float, what is not exposed communication.
-        communication_seconds: Float, in which a collective was under way.
-        exposed_seconds: Float, in which nothing but collectives was.
-        sent_bytes: Float, by each replica.
-        samples: Float, of the global batch; NaN where unknown.
-        squared_norm: Float, this worker's part; NaN at most steps.
-        buckets: Dict from label to seconds from its first collective to its last;
-            with sharded parameters also from `KINDS` to seconds.
+        num_steps: Int, steps of the execution that it represents.
+        step_seconds: Float, time from the end of the step before to the end of this.
+        input_seconds: Float, time of the step before its data was available.
+        compute_seconds: Float, the step without exposed communication.
+        communication_seconds: Float, time in which a collective was running.
+        exposed_seconds: Float, time in which only collectives were running.
+        sent_bytes: Float, bytes sent by each replica.
+        samples: Float, samples of the global batch; NaN if unknown.
+        squared_norm: Float, this worker's part of the gradient's squared norm; NaN in
+            steps that did not record it.
+        buckets: Dict from label to seconds from the start of its first collective to
+            the end of its last; with sharded parameters also from `KINDS` to seconds.
     """
 
     num_steps: int
@@ -124,11 +126,11 @@ class Replica:
     """Times of one replica's step, in seconds of the wall clock.
 
     Args:
-        begin: Float, when its data was there.
-        loss: Float, when its forward pass was through.
-        backward_end: Float or `None`, when the last gradient was there, as the
-            collectives saw it.
-        collectives: List of collective, begin and end.
+        begin: Float, time at which its data was available.
+        loss: Float, end of the forward pass.
+        backward_end: Float or `None`, time at which the last gradient was ready for its
+            collective.
+        collectives: List of `Timed` collectives.
     """
 
     begin: float
@@ -137,27 +139,28 @@ class Replica:
     collectives: list[Timed]
 
     def labelled(self) -> dict[str, Interval]:
-        """Intervals from a label's first collective to the end of its last."""
-        found: dict[str, Interval] = {}
+        """Return for each label the interval that its collectives span."""
+        intervals: dict[str, Interval] = {}
         for collective, begin, end in self.collectives:
-            first, last = found.get(collective.label, (begin, end))
-            found[collective.label] = min(first, begin), max(last, end)
-        return found
+            first, last = intervals.get(collective.label, (begin, end))
+            intervals[collective.label] = min(first, begin), max(last, end)
+        return intervals
 
     def exposed(self) -> list[Interval]:
-        """Intervals in which collectives kept the replica from computing.
+        """Return the intervals in which collectives kept the replica from computing.
 
-        In the forward and the backward pass these are the ones that it waits for,
-        such as those of synchronized BatchNormalization, and sharded parameters from
-        when they are needed; afterwards all.
+        During the forward and the backward pass these are collectives that the pass
+        waits for, such as those of synchronized BatchNormalization, and gathers of
+        sharded parameters from the time at which they are needed. After the backward
+        pass all collectives are exposed.
         """
         return [pair for timed in self.collectives for pair in self._exposed(timed)]
 
     def kinds(self) -> dict[str, float]:
-        """Seconds of the kinds of collectives of sharded parameters, see `KINDS`.
+        """Return the seconds of each kind of collective of sharded parameters.
 
         Returns:
-            Dict, empty where parameters are not sharded.
+            Dict with the keys `KINDS`, empty if parameters are not sharded.
         """
         of_kind = {
             kind: [c for c in self.collectives if c[0].label.split()[0] == word]
@@ -165,15 +168,17 @@ class Replica:
         }
         if not of_kind["forward_gathers"]:
             return {}
-        found = {}
-        for kind, own in of_kind.items():
-            exposed = [pair for timed in own for pair in self._exposed(timed)]
-            found[kind] = seconds_covered((begin, end) for _, begin, end in own)
-            found[f"{kind}_exposed"] = seconds_covered(exposed)
-        return found
+        seconds = {}
+        for kind, collectives in of_kind.items():
+            exposed = [pair for timed in collectives for pair in self._exposed(timed)]
+            seconds[kind] = seconds_covered(
+                (begin, end) for _, begin, end in collectives
+            )
+            seconds[f"{kind}_exposed"] = seconds_covered(exposed)
+        return seconds
 
     def _exposed(self, timed: Timed) -> list[Interval]:
-        """When a collective kept the replica from computing: one interval, or none."""
+        """Return the exposed part of a collective: a list of one interval, or none."""
         collective, begin, end = timed
         since: float | None = begin
         if collective.label.split()[0] in _IN_BACKGROUND:
@@ -186,33 +191,37 @@ class Replica:
 
 
 def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
-    """Times of the last step of a reading on each local replica.
+    """Return the times of each local replica in the last step of a reading.
 
     Args:
-        reading: `Reading`.
-        rows: Sequence of `Row`, what its values are of.
+        reading: `Reading` of the step.
+        rows: Sequence of `Row`, descriptions of the reading's values.
     """
     times = {
         mark.replica: pair for mark, pair in _marks(reading, rows, step_events.TIMES)
     }
-    found = []
+    replicas = []
     for replica, (begin, loss, _) in sorted(times.items()):
         since = reading.begin if reading.num_steps == 1 else begin
-        own = _of_this_step(reading, rows, replica, since)
+        collectives = _collectives_since(reading, rows, replica, since)
         ready: dict[str, float] = {}
-        for collective, start, _ in own:
+        for collective, start, _ in collectives:
             if collective.is_of_gradients:
                 known = ready.get(collective.label, start)
                 ready[collective.label] = min(start, known)
         last = max(ready.values()) if ready else None
-        found.append(Replica(float(begin), float(loss), last, _one_by_one(own)))
-    return found
+        in_order = _without_queueing(collectives)
+        replicas.append(Replica(float(begin), float(loss), last, in_order))
+    return replicas
 
 
-def _of_this_step(
+def _collectives_since(
     reading: Reading, rows: Sequence[timing.Row], replica: int, since: float
 ) -> list[Timed]:
-    """Collectives of this step: others hold the times of an earlier one."""
+    """Return the collectives of a replica that started at `since` or later.
+
+    Rows of collectives that this step did not run hold the times of an earlier step.
+    """
     return [
         (_completed(row, float(third)), float(begin), float(end))
         for row, (begin, end, third) in zip(rows, reading.values, strict=False)
@@ -222,7 +231,7 @@ def _of_this_step(
 
 
 def _completed(row: timing.Collective, third: float) -> timing.Collective:
-    """A collective with what only the step knew: its size, or when it was needed."""
+    """Fill in a collective's recorded third value: its size, or when it was needed."""
     if row.num_bytes < 0:
         return dataclasses.replace(row, num_bytes=int(third))
     return dataclasses.replace(row, needed_at=third) if row.is_awaited else row
@@ -231,31 +240,35 @@ def _completed(row: timing.Collective, third: float) -> timing.Collective:
 def _marks(
     reading: Reading, rows: Sequence[timing.Row], name: str
 ) -> list[tuple[timing.Mark, np.ndarray]]:
+    """Return the marks of a name with their recorded values."""
     return [
         (row, pair)
-        # What was traced since is not in the values.
+        # The values may be fewer: rows may have been traced after the reading.
         for row, pair in zip(rows, reading.values, strict=False)
         if isinstance(row, timing.Mark) and row.name == name
     ]
 
 
-def _one_by_one(collectives: list[Timed]) -> list[Timed]:
-    """A collective that is ready is not under way before its chain is free."""
+def _without_queueing(collectives: list[Timed]) -> list[Timed]:
+    """Start each collective after the end of the one before it in its chain.
+
+    The recorded start is the time at which its input was ready.
+    """
     free: dict[int, float] = {}
-    found = []
+    started = []
     for collective, begin, end in collectives:
         begin = max(begin, free.get(collective.chain, begin))
-        found.append((collective, min(begin, end), end))
+        started.append((collective, min(begin, end), end))
         free[collective.chain] = end
-    return found
+    return started
 
 
 def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
     """Compute the sample of a step: means over the local replicas.
 
     Args:
-        reading: `Reading`.
-        rows: Sequence of `Row`, what its values are of.
+        reading: `Reading` of the step.
+        rows: Sequence of `Row`, descriptions of the reading's values.
     """
     replicas = replicas_of(reading, rows)
     seconds = reading.seconds / reading.num_steps
@@ -265,7 +278,8 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
     exposed = _mean([_covered(r.exposed(), reading) for r in replicas])
     spans = [[(begin, end) for _, begin, end in r.collectives] for r in replicas]
     busy = [_covered(span, reading) for span in spans]
-    # All steps of an execution but the first begin where another one ends.
+    # The wait for data is known for executions of one step only: the values are those
+    # of the last step, which starts where another one ends.
     is_whole = reading.num_steps == 1
     first = min(replica.begin for replica in replicas)
     waited = max(0.0, first - reading.begin) if is_whole else 0.0
@@ -287,25 +301,26 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
             label: _mean([e - b for b, e in (d[label] for d in labelled if label in d)])
             for label in labelled[0]
         }
-        | {kind: _mean([own[kind] for own in kinds]) for kind in kinds[0]},
+        | {kind: _mean([by_kind[kind] for by_kind in kinds]) for kind in kinds[0]},
     )
 
 
 def notes(reading: Reading, rows: Sequence[timing.Row]) -> tuple[float, float]:
-    """The samples of the batch, and the worker's part of the squared norm."""
+    """Return the samples of the batch, and the worker's part of the squared norm."""
     samples, step = math.nan, math.nan
     for _, pair in _marks(reading, rows, step_events.BATCH):
         samples, step = float(pair[0]), float(pair[1])
     squares = [
         float(pair[0])
         for _, pair in _marks(reading, rows, step_events.NORM)
-        # Noted in this execution, which has so many steps.
+        # Norms of earlier executions stay in the values, and are left out.
         if pair[1] > step - reading.num_steps
     ]
     return samples, sum(squares) if squares else math.nan
 
 
 def _covered(intervals: list[Interval], reading: Reading) -> float:
+    """Return the seconds of a reading that the intervals cover."""
     return seconds_covered(clipped(intervals, reading.begin, reading.end))
 
 

@@ -1,4 +1,4 @@
-"""Report of a run: the windows of all workers, merged and written by worker 0."""
+"""Report of a run: worker 0 merges the windows of all workers, and writes them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from tfdp.features.monitor.sinks import (
     write_json,
 )
 from tfdp.features.monitor.windows import (
-    Excess,
     Row,
+    SlowestWorker,
     Totals,
     Window,
-    excess_of,
     find_straggler,
     merge,
     persistent_straggler,
+    slowest_worker,
 )
 
+# Base name of the report files.
 _NAME = "communication"
-# Of so many windows it is known at the end who was slow; a run may have millions.
+# The latest windows from which stragglers are found; a run may have millions.
 _KEPT_WINDOWS = 10_000
-# How long the first worker waits for another one's windows, and at the end for all.
+# How long the first worker waits for the windows of another worker, and at the end of
+# `fit` for the reporting thread.
 _PATIENCE_SECONDS, _PARTING_SECONDS = 10.0, 20.0
-# Windows of this time travel together: every message costs the steps beside it.
+# Windows of this period are sent in one message: each message slows concurrent steps.
 _PAUSE_SECONDS = 1.0
 
 
@@ -46,11 +48,11 @@ class RunReport:
     """Writer of the rows of a run, on worker 0.
 
     Args:
-        folder: `Path`, which is there.
+        folder: `Path` of an existing folder.
         hosts: Sequence of strings, the host of each worker.
         histogram: Bool, whether TensorBoard gets histograms.
-        number: Int, which `fit` of its callback this is: from the second on, the
-            files have it in their names. Defaults to 1.
+        number: Int, number of this `fit` of the callback, which is part of the file
+            names from 2 on. Defaults to 1.
     """
 
     def __init__(
@@ -62,31 +64,31 @@ class RunReport:
         number: int = 1,
     ) -> None:
         self.totals = Totals()
-        # What is to be said of epochs that are over; another thread may say it.
+        # Messages about completed epochs; the callback prints them on another thread.
         self.notices: collections.deque[str] = collections.deque()
         self._folder = folder
         self._name = _NAME if number == 1 else f"{_NAME}-{number}"
         self._hosts = hosts
         self._histogram = histogram
-        # What the collectives of a step are for, known when one has been traced.
+        # Labels of the collectives of a step, known after a step has been traced.
         self.labels: Sequence[str] = ()
         self._before: Row | None = None
         self._windows = _no_windows()
         self._windows_of_epoch = _no_windows()
-        self._last_of_epoch_before: Excess | None = None
+        self._last_of_epoch_before: SlowestWorker | None = None
         self._files: list[CsvFile | TensorBoardFile] = []
 
     def take(self, row: Row) -> None:
-        """Write a row; the first one of an epoch ends the epoch before."""
+        """Write a row; the first row of an epoch ends the epoch before."""
         if self._before is not None and row.epoch != self._before.epoch:
             self.end_epoch()
         recent = [row] if self._before is None else [self._before, row]
         straggler = find_straggler(recent, self._hosts)
         self._before = row
-        excess = excess_of(row)
-        if excess is not None:
-            self._windows.append(excess)
-            self._windows_of_epoch.append(excess)
+        slowest = slowest_worker(row)
+        if slowest is not None:
+            self._windows.append(slowest)
+            self._windows_of_epoch.append(slowest)
         rank = None if straggler is None else straggler.rank
         values = column_values(row, rank)
         for file in self._files or self._open():
@@ -94,13 +96,14 @@ class RunReport:
         self.totals.add(row)
 
     def end_epoch(self) -> None:
-        """Note in `notices` which worker was slow in the windows of the epoch."""
+        """Append a message to `notices` if a worker was slow throughout the epoch."""
         windows, self._windows_of_epoch = self._windows_of_epoch, _no_windows()
         if not windows or self._before is None:
             return
         last = windows[-1]
         if len(windows) == 1 and self._last_of_epoch_before is not None:
-            # A short epoch: who is slow in it is slow again if it was before.
+            # A straggler needs two windows: with one window per epoch, the last one of
+            # the epoch before is the other.
             windows.appendleft(self._last_of_epoch_before)
         self._last_of_epoch_before = last
         straggler = persistent_straggler(windows, self._hosts)
@@ -115,11 +118,11 @@ class RunReport:
             file.close()
 
     def finish(self, facts: Facts, settings: dict[str, Any]) -> str:
-        """Write the JSON file.
+        """Write the JSON file, and return a summary.
 
         Args:
-            facts: `Facts`.
-            settings: Dict, what the run was.
+            facts: `Facts` of the run.
+            settings: Dict, settings of the run.
 
         Returns:
             String, a table and one sentence of advice.
@@ -129,8 +132,8 @@ class RunReport:
         advice = advise(values, facts, straggler)
         hosts = dict(enumerate(self._hosts))
         workers = [
-            {"rank": rank, "host": hosts[rank], **own}
-            for rank, own in self.totals.workers.items()
+            {"rank": rank, "host": hosts[rank], **means}
+            for rank, means in self.totals.workers.items()
         ]
         content = {
             "settings": {**settings, **dataclasses.asdict(facts)},
@@ -148,6 +151,7 @@ class RunReport:
         return summary_table(self.totals, hosts, advice)
 
     def _open(self) -> list[CsvFile | TensorBoardFile]:
+        """Open the CSV file and, if it is installed, that of TensorBoard."""
         names = column_names(len(self._hosts), self.labels)
         self._files = [CsvFile(self._folder / f"{self._name}.csv", names)]
         if has_tensorboard():
@@ -156,18 +160,18 @@ class RunReport:
         return self._files
 
 
-def _no_windows() -> collections.deque[Excess]:
+def _no_windows() -> collections.deque[SlowestWorker]:
     return collections.deque(maxlen=_KEPT_WINDOWS)
 
 
 class ReportThread(threading.Thread):
-    """A thread that sends this worker's windows, or on the first worker merges them.
+    """Thread that sends this worker's windows to the first worker, which merges them.
 
-    Training never waits for it: a worker that is silent is left out.
+    Training never waits for it; windows of workers that do not answer are left out.
 
     Args:
         mailbox: `Mailbox` of all workers.
-        report: `RunReport` on the first worker, which takes each `Row`, or `None`.
+        report: `RunReport` on the first worker, or `None` on the others.
     """
 
     def __init__(self, mailbox: Mailbox, report: RunReport | None) -> None:
@@ -175,8 +179,8 @@ class ReportThread(threading.Thread):
         self.error: Exception | None = None
         self._mailbox = mailbox
         self._report = report
-        self._made: queue.SimpleQueue[Callable[[], Window] | None]
-        self._made = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], Window] | None]
+        self._queue = queue.SimpleQueue()
         self._is_closing = threading.Event()
         self._num_sent = 0
         others = range(1, mailbox.num_workers)
@@ -185,42 +189,43 @@ class ReportThread(threading.Thread):
         self._silent: set[int] = set()
 
     def put(self, make: Callable[[], Window]) -> None:
-        """Take a window of this worker, which is computed by the thread.
+        """Queue a window of this worker, which the thread computes.
 
         Args:
             make: Callable that returns the `Window`.
         """
         if self.error is None:
-            self._made.put(make)
+            self._queue.put(make)
 
     def stop(self) -> None:
-        """Have the thread end once all windows are through."""
+        """Have the thread end after all queued windows, without waiting for it."""
         self._is_closing.set()
-        self._made.put(None)
+        self._queue.put(None)
 
     def close(self) -> None:
-        """Wait until all windows are through, for a limited time."""
+        """Wait until all queued windows are processed, for a limited time."""
         self.stop()
         self.join(_PARTING_SECONDS)
 
     def run(self) -> None:
-        """Work until closed; an error ends the reports, not the training."""
+        """Process windows until closed; an error ends the reports, not the training."""
         is_open = True
         try:
             while is_open:
-                batch = [self._made.get()]
+                batch = [self._queue.get()]
                 self._is_closing.wait(_PAUSE_SECONDS)
-                while not self._made.empty():
-                    batch.append(self._made.get())
+                while not self._queue.empty():
+                    batch.append(self._queue.get())
                 is_open = None not in batch
-                self._pass_on([make() for make in batch if make is not None])
+                self._send_or_merge([make() for make in batch if make is not None])
         except Exception as error:  # noqa: BLE001
             self.error = error
 
-    def _pass_on(self, windows: list[Window]) -> None:
+    def _send_or_merge(self, windows: list[Window]) -> None:
+        """Send windows to the first worker; on it, merge and report them."""
         if self._report is not None:
             for window in windows:
-                others = self._of_others(window.step)
+                others = self._windows_of_others(window.step)
                 windows_of_all = {0: window, **others}
                 self._report.take(merge(windows_of_all, self._mailbox.num_workers))
         elif windows:
@@ -228,18 +233,18 @@ class ReportThread(threading.Thread):
             self._mailbox.send(self._num_sent, json.dumps(texts))
             self._num_sent += 1
 
-    def _of_others(self, step: int) -> dict[int, Window]:
-        """The other workers' windows that end with a step, by rank."""
-        found = {}
+    def _windows_of_others(self, step: int) -> dict[int, Window]:
+        """Return the other workers' windows that end with a step, by rank."""
+        windows = {}
         for rank, arrived in self._arrived.items():
             while step not in arrived and self._receive(rank):
                 pass
             if step in arrived:
-                found[rank] = arrived.pop(step)
-        return found
+                windows[rank] = arrived.pop(step)
+        return windows
 
     def _receive(self, rank: int) -> bool:
-        """Take in a message of a worker, and return whether there was one."""
+        """Receive the next message of a worker, and return whether one arrived."""
         patience = 0.01 if rank in self._silent else _PATIENCE_SECONDS
         text = self._mailbox.receive(self._num_received[rank], rank, patience)
         if text is None:

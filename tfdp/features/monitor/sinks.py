@@ -21,8 +21,8 @@ from tfdp.features.monitor.windows import Row, Totals
 from tfdp.ground.base.files import replaced
 from tfdp.ground.text import pluralize
 
-# Columns by subject. TensorBoard shows a tag among those of its subject, which is what
-# stands before the slash; unfolded at first are the two that come first by name.
+# Columns by subject. TensorBoard groups tags by the subject before their slash, and
+# initially expands the two groups whose names come first in the alphabet.
 VALUES = {
     "step": (
         "step_seconds",
@@ -42,11 +42,12 @@ VALUES = {
     ),
     "gradients": ("gradient_norm", "loss_scale", "skipped_steps"),
 }
-_SUBJECTS = {column: subject for subject, own in VALUES.items() for column in own}
+_SUBJECTS = {name: subject for subject, names in VALUES.items() for name in names}
 _BY_WORKER, _BY_COLLECTIVE = "step_by_worker", "step_by_collective"
-# What tells where a row stands has no tag.
-_PLACES = ("step", "epoch")
+# Columns that locate a row in the run; they have no tag in TensorBoard.
+_POSITION_COLUMNS = ("step", "epoch")
 _DISTRIBUTION = "distribution_seconds"
+# Names of times in the summary table.
 _NAMES = {
     "compute": "compute",
     "exposed": "communication, exposed",
@@ -55,11 +56,11 @@ _NAMES = {
 
 
 def column_names(num_workers: int, labels: Sequence[str]) -> list[str]:
-    """The columns of a run, in order.
+    """Return the columns of a run, in order.
 
     Args:
-        num_workers: Int.
-        labels: Sequence of strings, what the collectives of a step are for.
+        num_workers: Int, number of workers.
+        labels: Sequence of strings, labels of the collectives of a step.
 
     Returns:
         List of strings.
@@ -75,7 +76,7 @@ def column_names(num_workers: int, labels: Sequence[str]) -> list[str]:
         for what in ("step", "wait")
     ]
     return [
-        *_PLACES,
+        *_POSITION_COLUMNS,
         *_SUBJECTS,
         "straggler_rank",
         *workers,
@@ -84,33 +85,35 @@ def column_names(num_workers: int, labels: Sequence[str]) -> list[str]:
 
 
 def _column_of(label: str) -> str:
-    """The column of a label."""
+    """Return the column of a collective's label."""
     return f"{label.replace(' ', '')}_seconds"
 
 
 def column_values(row: Row, straggler: int | None) -> dict[str, float]:
-    """The numbers of a row, by column.
+    """Return the values of a row, by column.
 
     Args:
-        row: `Row`.
+        row: `Row` of the run.
         straggler: Int, the rank of the worker that the others wait for, or `None`.
 
     Returns:
         Dict from column to number.
     """
-    found: dict[str, float] = {"step": row.step, "epoch": row.epoch, **row.values}
+    values: dict[str, float] = {"step": row.step, "epoch": row.epoch, **row.values}
     if straggler is not None:
-        found["straggler_rank"] = straggler
+        values["straggler_rank"] = straggler
     for rank, wait in row.waits().items():
-        found[f"worker{rank}_step_seconds"] = row.workers[rank].mean.step_seconds
-        found[f"worker{rank}_wait_seconds"] = wait
+        values[f"worker{rank}_step_seconds"] = row.workers[rank].mean.step_seconds
+        values[f"worker{rank}_wait_seconds"] = wait
     for label, seconds in row.buckets.items():
-        found[_column_of(label)] = seconds
-    return found
+        values[_column_of(label)] = seconds
+    return values
 
 
 def scalars_of(values: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a row, by tag: its subject, a slash and the column without it.
+    """Return the values of a row by TensorBoard tag, `subject/column`.
+
+    A subject at the start of a column's name is removed from it.
 
     Args:
         values: Mapping from column to number.
@@ -123,22 +126,25 @@ def scalars_of(values: Mapping[str, float]) -> dict[str, float]:
     >>> scalars_of({"step": 10, "step_seconds": 0.5, "bucket0_seconds": 0.1})
     {'step/seconds': 0.5, 'step_by_collective/bucket0_seconds': 0.1}
     """
-    return {_tag_of(k): value for k, value in values.items() if k not in _PLACES}
+    return {
+        _tag_of(k): value for k, value in values.items() if k not in _POSITION_COLUMNS
+    }
 
 
 def _tag_of(column: str) -> str:
+    """Return the TensorBoard tag of a column."""
     if re.match(r"straggler_|worker\d+_", column):
         return f"{_BY_WORKER}/{column}"
     subject = _SUBJECTS.get(column, _BY_COLLECTIVE)
-    # A card has room for few letters.
+    # The subject is not repeated: TensorBoard truncates long titles.
     return f"{subject}/{column.removeprefix(f'{subject}_')}"
 
 
 def histograms_of(row: Row) -> dict[str, Sequence[float]]:
-    """The times of a row's steps and of its collectives, by tag.
+    """Return the times of a row's steps and of its collectives, by tag.
 
     Args:
-        row: `Row`.
+        row: `Row` of the run.
 
     Returns:
         Dict from tag to seconds.
@@ -150,11 +156,11 @@ def histograms_of(row: Row) -> dict[str, Sequence[float]]:
 
 
 class CsvFile:
-    """A row for each window.
+    """CSV file with a row for each window.
 
     Args:
-        path: `Path`.
-        columns: Sequence of strings.
+        path: `Path` of the file, which is overwritten.
+        columns: Sequence of strings, names of the columns.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
@@ -165,7 +171,7 @@ class CsvFile:
         self._writer.writeheader()
 
     def add(self, row: Row, values: Mapping[str, float]) -> None:
-        """Write the values of a row; what is unknown stays empty."""
+        """Write the values of a row; unknown values are empty."""
         del row
         self._writer.writerow({k: v for k, v in values.items() if not math.isnan(v)})
         self._file.flush()
@@ -176,14 +182,14 @@ class CsvFile:
 
 
 class TensorBoardFile:
-    """Scalars and histograms as TensorBoard shows them.
+    """Writer of scalars and histograms for TensorBoard.
 
-    One protocol buffer holds all of a window: an operation for each number would
-    cost more than the rest of the monitor.
+    The values of a window are written as one protocol buffer: one operation per value
+    would take longer than the rest of the monitor.
 
     Args:
-        folder: `Path`.
-        histogram: Bool, whether there are histograms.
+        folder: `Path` of the log directory.
+        histogram: Bool, whether to write histograms.
     """
 
     def __init__(self, folder: Path, *, histogram: bool) -> None:
@@ -191,10 +197,11 @@ class TensorBoardFile:
         self._histogram = histogram
 
     def add(self, row: Row, values: Mapping[str, float]) -> None:
-        """Write the values of a row; what is unknown is left out."""
+        """Write the values of a row; unknown values are left out."""
         from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 
-        # The older form of a scalar, which TensorBoard reads alike, is made faster.
+        # TensorBoard also reads the scalar format of TensorFlow 1, which is faster to
+        # create.
         summary = tf.compat.v1.Summary()
         for tag, value in scalars_of(values).items():
             if not math.isnan(value):
@@ -202,29 +209,30 @@ class TensorBoardFile:
         parts = [summary]
         histograms = histograms_of(row) if self._histogram else {}
         parts += [histogram_pb(t, np.asarray(v)) for t, v in histograms.items() if v]
-        # Serialized messages one after the other are one message.
+        # Concatenated protocol buffers of one type parse as their merged message.
         joined = b"".join(part.SerializeToString() for part in parts)
         with self._writer.as_default():
             tf.summary.experimental.write_raw_pb(joined, row.step)
 
     def close(self) -> None:
-        """Write what is still in memory."""
+        """Flush and close the file."""
         self._writer.close()
 
 
 def has_tensorboard() -> bool:
-    """Tell if TensorBoard is installed."""
+    """Return whether TensorBoard is installed."""
     return importlib.util.find_spec("tensorboard") is not None
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file whole or not at all; what is no number becomes `null`."""
+    """Write a JSON file atomically; NaN and infinities become `null`."""
     text = json.dumps(_finite(content), indent=1) + "\n"
     with replaced(path) as temporary:
         Path(temporary).write_text(text, "utf-8")
 
 
 def _finite(value: Any) -> Any:
+    """Replace NaN and infinities in nested values by `None`."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -233,10 +241,10 @@ def _finite(value: Any) -> Any:
 
 
 def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
-    """A run as a table.
+    """Format the totals of a run as a table, followed by advice.
 
     Args:
-        totals: `Totals`, with at least one row.
+        totals: `Totals` of at least one row.
         hosts: Mapping from rank to the name of a host.
         advice: String, one sentence.
 
@@ -278,11 +286,11 @@ def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
     if values["skipped_steps"]:
         table.add_row("skipped steps", f"{values['skipped_steps']:.0f}", "overflows")
     if len(totals.workers) > 1:
-        for rank, own in totals.workers.items():
+        for rank, means in totals.workers.items():
             table.add_row(
                 f"worker {rank} ({hosts[rank]})",
-                _ms(own["compute_seconds"]),
-                f"own part of a step; waits {_ms(own['wait_seconds'])} for others",
+                _ms(means["compute_seconds"]),
+                f"own part of a step; waits {_ms(means['wait_seconds'])} for others",
             )
     shown = io.StringIO()
     Console(file=shown, width=100, force_jupyter=False).print(table)

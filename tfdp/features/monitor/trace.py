@@ -1,4 +1,4 @@
-"""Timeline: steps of all workers as a trace for Chrome and Perfetto."""
+"""Traces: steps of all workers in the Trace Event Format of Chrome and Perfetto."""
 
 from __future__ import annotations
 
@@ -10,30 +10,29 @@ from typing import Any
 
 from tfdp.features.monitor.readings import Interval, Reading, Replica, clipped, merged
 
-# Lanes of a worker: the steps, and then two for each replica.
+# Lanes of a worker: lane 0 for its steps, then two for each replica.
 _STEPS_LANE, _LANES_PER_REPLICA = 0, 2
-# Times in a file are eighths of a microsecond: as floats these are exact, also their
-# sums and as the whole nanoseconds to which Perfetto cuts them off. The wall clock in
-# a float64 is no finer.
+# Times in the file are multiples of 1/8 microsecond, which floats represent exactly,
+# also in sums, and which are whole nanoseconds, to which Perfetto truncates. The wall
+# clock as a float64 is no finer.
 _TICKS_PER_MICROSECOND = 8
-# Bars of one lane that overlap by less do so by the clocks' own error.
+# Overlaps of bars in one lane up to this length are errors of the clocks.
 _TOLERANCE_TICKS = _TICKS_PER_MICROSECOND
 
 
 def clock_offset(first: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Estimate by how much another worker's clock is ahead of the first one's.
+    """Estimate how far another worker's clock is ahead of the first worker's.
 
-    A collective ends on all workers at nearly the same time, the shorter it is the
-    more so; and on none before it has begun on all, which bounds the error however
-    unequal they are.
+    A collective ends on all workers at nearly the same time, especially a short one.
+    It ends on no worker before it has started on all, which bounds the error.
 
     Args:
-        first: Sequence of begin and end of each collective by the first worker's
-            clock, in seconds.
-        other: The same collectives by the other worker's clock.
+        first: Sequence of pairs of start and end of each collective by the first
+            worker's clock, in seconds.
+        other: Sequence of pairs, the same collectives by the other worker's clock.
 
     Returns:
-        Float, seconds; 0 where there are no collectives.
+        Float, seconds; 0 without collectives.
 
     Example:
 
@@ -51,7 +50,7 @@ def clock_offset(first: Sequence[Interval], other: Sequence[Interval]) -> float:
     estimate = statistics.median(b[1] - a[1] for a, b in short)
     least = max(b[0] - a[1] for a, b in pairs)
     most = min(b[1] - a[0] for a, b in pairs)
-    if least > most:  # a clock was set, or drifts, while they ran
+    if least > most:  # a clock was set, or drifted, during the trace
         return estimate
     return min(max(estimate, least), most)
 
@@ -61,11 +60,11 @@ class Slice:
     """One bar of a trace.
 
     Args:
-        lane: Int, number among the lanes of its worker.
-        name: String.
-        begin: Float, seconds by the worker's clock.
-        end: Float.
-        facts: Dict, what is shown when it is chosen.
+        lane: Int, number of the lane on its worker.
+        name: String, title of the bar.
+        begin: Float, start in seconds by the worker's clock.
+        end: Float, end in seconds by the worker's clock.
+        facts: Dict, details that the viewer shows when the bar is selected.
     """
 
     lane: int
@@ -77,15 +76,15 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerTrace:
-    """Trace of one worker over some steps.
+    """Trace of one worker over several steps.
 
     Args:
-        rank: Int.
-        host: String.
+        rank: Int, rank of the worker.
+        host: String, host of the worker.
         slices: List of `Slice`.
-        lanes: Dict from lane to its name.
-        collectives: Dict from a name that is the same on all workers to begin and
-            end, by the worker's clock.
+        lanes: Dict from the number of a lane to its name.
+        collectives: Dict from a name that is the same on all workers to start and
+            end by the worker's clock.
     """
 
     rank: int
@@ -96,7 +95,7 @@ class WorkerTrace:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> WorkerTrace:
-        """The inverse of `dataclasses.asdict`, also after a way through JSON."""
+        """Restore a trace from the result of `dataclasses.asdict`, also via JSON."""
         slices = [Slice(**item) for item in content["slices"]]
         lanes = {int(lane): name for lane, name in content["lanes"].items()}
         collectives = {k: (v[0], v[1]) for k, v in content["collectives"].items()}
@@ -110,14 +109,14 @@ def trace_of_worker(
     replicas: Sequence[Sequence[Replica]],
     num_replicas: int,
 ) -> WorkerTrace:
-    """The trace of a worker, from stamps inside the graph.
+    """Build the trace of a worker from time stamps inside the graph.
 
     Args:
-        rank: Int.
-        host: String.
-        readings: Sequence of step number and `Reading`.
+        rank: Int, rank of the worker.
+        host: String, host of the worker.
+        readings: Sequence of pairs: number of a step and its `Reading`.
         replicas: Sequence with the local `Replica` objects of each reading.
-        num_replicas: Int, on all workers.
+        num_replicas: Int, number of replicas on all workers.
     """
     trace = WorkerTrace(rank, host, [], {_STEPS_LANE: "steps"}, {})
     for (step, reading), local in zip(readings, replicas, strict=True):
@@ -126,34 +125,36 @@ def trace_of_worker(
         for number, replica in enumerate(local):
             compute = 1 + _LANES_PER_REPLICA * number
             collectives = compute + 1
-            # Every worker has as many.
+            # All workers have the same number of replicas, so that this is the global
+            # rank of the replica.
             name = f"replica {rank * len(local) + number}"
             trace.lanes[compute] = f"{name}: compute"
             trace.lanes[collectives] = f"{name}: collectives"
             trace.slices.extend(_phases(compute, reading, replica))
             trace.slices.extend(_collectives(collectives, step, replica))
-            _note_common(trace, number, step, replica, num_replicas)
+            _record_common_collectives(trace, number, step, replica, num_replicas)
     return trace
 
 
 def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
-    """All workers in one trace, by the first one's clock.
+    """Merge the traces of all workers, by the first worker's clock.
 
-    A lane whose bars overlap becomes several, of one name.
+    A lane with overlapping bars is shown as several rows of the same name.
 
     Args:
-        workers: Sequence of `WorkerTrace`, the first worker's first.
+        workers: Sequence of `WorkerTrace`, beginning with the first worker's.
 
     Returns:
-        Dict, to be written as JSON.
+        Dict in the Trace Event Format, to be written as JSON.
 
     Source: the Trace Event Format, which Perfetto and `chrome://tracing` read.
     """
     offsets = {worker.rank: _offset(workers[0], worker) for worker in workers}
     start = min(bar.begin - offsets[w.rank] for w in workers for bar in w.slices)
     events: list[dict[str, Any]] = []
-    # Perfetto takes the thread whose number is its process's for the first one, and
-    # finds a thread's name by its number alone: none is 0, and none is there twice.
+    # Perfetto shows the thread whose number equals its process's as the main one, and
+    # looks up names by thread number alone: numbers are unique over all workers, and
+    # not 0.
     other_tids = itertools.count(2 + max(offsets))
     for worker in workers:
         pid = 1 + worker.rank
@@ -165,7 +166,8 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
             events.append(_metadata("thread_name", pid, tid, name=name))
             events.append(_metadata("thread_sort_index", pid, tid, sort_index=order))
             events += [_event(pid, tid, bar) for bar in bars]
-    # Names come first: Perfetto reads events that bear no time in their order.
+    # Metadata events have no time, so that Perfetto reads them in file order: names
+    # must precede the bars.
     events.sort(key=lambda event: event["ph"] != "M")
     return {
         "traceEvents": events,
@@ -176,7 +178,7 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Bar:
-    """A slice in ticks since the begin of the trace."""
+    """A slice with start and end in ticks since the start of the trace."""
 
     begin: int
     end: int
@@ -184,7 +186,7 @@ class _Bar:
 
 
 def _rows(worker: WorkerTrace, zero: float) -> Iterator[tuple[str, list[_Bar]]]:
-    """Name and bars of each row of a worker; those of a row do not overlap."""
+    """Yield the name and the bars of each row of a worker, without overlaps."""
     for lane, name in sorted(worker.lanes.items()):
         bars = [_bar_of(s, zero) for s in worker.slices if s.lane == lane]
         for row in _without_overlap(bars):
@@ -192,6 +194,7 @@ def _rows(worker: WorkerTrace, zero: float) -> Iterator[tuple[str, list[_Bar]]]:
 
 
 def _bar_of(shown: Slice, zero: float) -> _Bar:
+    """Convert a slice to ticks since the time `zero`."""
     begin, end = (
         round(1e6 * _TICKS_PER_MICROSECOND * (moment - zero))
         for moment in (shown.begin, shown.end)
@@ -200,9 +203,9 @@ def _bar_of(shown: Slice, zero: float) -> _Bar:
 
 
 def _without_overlap(bars: Sequence[_Bar]) -> list[list[_Bar]]:
-    """Spread bars over as few rows as they need, at least one.
+    """Distribute bars over the fewest rows without overlaps, at least one.
 
-    What overlaps by no more than the clocks' error is cut off instead.
+    Overlaps within the clocks' error are cut off instead.
     """
     rows: list[list[_Bar]] = [[]]
     for bar in sorted(bars, key=lambda bar: (bar.begin, bar.end)):
@@ -219,17 +222,17 @@ def _without_overlap(bars: Sequence[_Bar]) -> list[list[_Bar]]:
 
 
 def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
-    """Bars of what a replica computes, from end to end of a step."""
+    """Return the bars of a replica's phases, which fill the whole step."""
     begin = min(max(replica.begin, reading.begin), reading.end)
     name = "input" if reading.num_steps == 1 else "earlier steps"
     bars = [Slice(lane, name, reading.begin, begin)]
     ready = replica.backward_end
-    # Where nothing was reduced, the gradients were only added up.
+    # A step without all-reduces of gradients only accumulates them: it has no update.
     until = reading.end if ready is None else min(max(begin, ready), reading.end)
     if begin <= replica.loss < until:
         bars.append(Slice(lane, "forward", begin, replica.loss))
         bars.append(Slice(lane, "backward", replica.loss, until))
-    else:  # The stamp of the loss came late: nothing waits for it.
+    else:  # no operation waits for the time stamp of the loss, so that it may be late
         bars.append(Slice(lane, "forward and backward", begin, until))
     for begin, end in clipped(merged(replica.exposed()), until, reading.end):
         bars.append(Slice(lane, "update", until, begin))
@@ -240,7 +243,7 @@ def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
 
 
 def _collectives(lane: int, step: int, replica: Replica) -> Iterator[Slice]:
-    """Bars of a replica's collectives."""
+    """Yield the bars of a replica's collectives."""
     for collective, begin, end in replica.collectives:
         facts = {
             "collective": collective.kind,
@@ -251,10 +254,10 @@ def _collectives(lane: int, step: int, replica: Replica) -> Iterator[Slice]:
         yield Slice(lane, collective.label, begin, end, facts)
 
 
-def _note_common(
+def _record_common_collectives(
     trace: WorkerTrace, number: int, step: int, replica: Replica, num_replicas: int
 ) -> None:
-    """Note the collectives that all workers take part in, to align clocks."""
+    """Record the collectives in which all workers take part, to align clocks."""
     counts: dict[str, int] = {}
     for collective, begin, end in replica.collectives:
         if collective.group_size == num_replicas or collective.label == "logs":
@@ -265,6 +268,7 @@ def _note_common(
 
 
 def _offset(first: WorkerTrace, other: WorkerTrace) -> float:
+    """Estimate how far another worker's clock is ahead of the first worker's."""
     if first.rank == other.rank:
         return 0.0
     shared = sorted(first.collectives.keys() & other.collectives.keys())
@@ -279,6 +283,7 @@ def _title(worker: WorkerTrace) -> str:
 
 
 def _event(pid: int, tid: int, bar: _Bar) -> dict[str, Any]:
+    """Return a complete event ("X") of the Trace Event Format."""
     return {
         "ph": "X",
         "pid": pid,
@@ -291,4 +296,5 @@ def _event(pid: int, tid: int, bar: _Bar) -> dict[str, Any]:
 
 
 def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
+    """Return a metadata event ("M") of the Trace Event Format."""
     return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}

@@ -1,4 +1,4 @@
-"""Windows: means of a worker and of all, and which worker the others wait for."""
+"""Windows: means over several steps and over workers, and detection of stragglers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import numpy as np
 
 from tfdp.features.monitor.readings import Sample
 
+# Percentiles of step times, and their columns.
 _PERCENTS = (50, 95, 99)
 _PERCENTILES = ("p50_seconds", "p95_seconds", "p99_seconds")
+# Columns that are averaged, fields of `Sample`.
 _MEANS = (
     "step_seconds",
     "input_seconds",
@@ -23,25 +25,28 @@ _MEANS = (
     "exposed_seconds",
     "sent_bytes",
 )
+# Columns whose latest value is reported instead of a mean.
 _LATEST = ("gradient_norm", "loss_scale", "skipped_steps")
-# Enough for percentiles; a run may have millions of steps.
+# The latest step times, and the latest rows of each bucket, that `Totals` keeps for
+# percentiles and medians; a run may have millions of steps.
 _KEPT_TIMES, _KEPT_ROWS = 20_000, 1_000
-# A worker is reported from this part of a step on, or at once from the second.
+# A worker is a straggler if it is slower by the first fraction of a step in several
+# windows, or by the second in one.
 _NOTABLE, _CLEAR = 0.2, 0.5
-# As many windows are no accident.
+# The number of windows in which a persistent straggler is slow at least.
 _SEVERAL = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """A few consecutive steps of one worker.
+    """Means over several consecutive steps of one worker.
 
     Args:
         step: Int, the last step, counted from 1 in this run.
-        epoch: Int.
-        mean: `Sample`, means over the steps; its norm is the latest that was noted.
-        loss_scale: Float, or NaN without one.
-        skipped_steps: Int, so far.
+        epoch: Int, the epoch of that step.
+        mean: `Sample`, means over the steps; its norm is the latest recorded one.
+        loss_scale: Float, the loss scale, or NaN without one.
+        skipped_steps: Int, steps skipped so far in this run.
         times: List of floats, the seconds of a step in each execution.
     """
 
@@ -53,12 +58,12 @@ class Window:
     times: list[float]
 
     def to_json(self) -> str:
-        """A text, for other workers."""
+        """Encode the window as JSON, to send it to another worker."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Window:
-        """The inverse of `to_json`."""
+        """Decode the result of `to_json`."""
         content = json.loads(text)
         return cls(**{**content, "mean": Sample(**content["mean"])})
 
@@ -71,21 +76,21 @@ def window_of(
     loss_scale: float = math.nan,
     skipped_steps: int = 0,
 ) -> Window:
-    """Put the samples of a worker together.
+    """Combine the samples of a worker into a window.
 
     Args:
         samples: Sequence of `Sample`, at least one.
-        step: Int, the last one's number.
-        epoch: Int.
-        loss_scale: Float, or NaN without one.
-        skipped_steps: Int, so far.
+        step: Int, number of the last step.
+        epoch: Int, epoch of the last step.
+        loss_scale: Float, the loss scale, or NaN without one.
+        skipped_steps: Int, steps skipped so far in this run.
     """
     times = [sample.step_seconds for sample in samples]
     return Window(step, epoch, mean_of(samples), loss_scale, skipped_steps, times)
 
 
 def mean_of(samples: Sequence[Sample]) -> Sample:
-    """Several samples as one, which stands for the steps of all.
+    """Average several samples into one, which represents the steps of all.
 
     Args:
         samples: Sequence of `Sample`, at least one.
@@ -111,12 +116,12 @@ class Row:
     """A window of the whole cluster: means over the workers.
 
     Args:
-        step: Int.
-        epoch: Int.
-        values: Dict from the name of a column to a number.
-        buckets: Dict from label to seconds.
+        step: Int, the last step of the window.
+        epoch: Int, the epoch of that step.
+        values: Dict from the name of a column to its value.
+        buckets: Dict from the label of a collective to seconds on the first worker.
         times: List of floats, the seconds of each step of the first worker.
-        workers: Dict from rank to its `Window`; those that were silent are missing.
+        workers: Dict from rank to `Window`, without workers that did not report it.
     """
 
     step: int
@@ -128,14 +133,14 @@ class Row:
 
     @property
     def num_steps(self) -> int:
-        """Int, that were timed."""
+        """Int, number of timed steps."""
         return self.workers[0].mean.num_steps
 
     def waits(self) -> dict[int, float]:
-        """Seconds that each worker waited for others, by its rank.
+        """Return the seconds that each worker waited for others, by rank.
 
-        All have the same collectives: what one is in longer than another is time in
-        which it waited.
+        All workers run the same collectives, so that the worker with the least exposed
+        communication did not wait, and the excess of the others is waiting.
         """
         exposed = {r: w.mean.exposed_seconds for r, w in self.workers.items()}
         least = min(exposed.values())
@@ -143,36 +148,36 @@ class Row:
 
 
 def merge(windows: dict[int, Window], num_workers: int) -> Row:
-    """Put the windows of the workers together.
+    """Merge the windows of the workers into a row.
 
     Args:
-        windows: Dict from rank to `Window`; rank 0 is there.
-        num_workers: Int, of which some may be silent.
+        windows: Dict from rank to `Window`, with rank 0; others may be missing.
+        num_workers: Int, number of all workers.
     """
-    own = windows[0]
+    first = windows[0]
     parts = [window.mean for window in windows.values()]
     means = {name: _mean([getattr(p, name) for p in parts]) for name in _MEANS}
-    means["sent_bytes"] = own.mean.sent_bytes
+    means["sent_bytes"] = first.mean.sent_bytes
     is_whole = len(parts) == num_workers
     squares = sum(p.squared_norm for p in parts) if is_whole else math.nan
     return Row(
-        step=own.step,
-        epoch=own.epoch,
+        step=first.step,
+        epoch=first.epoch,
         values={
-            **_completed(means, own.times),
-            "samples_per_second": own.mean.samples / means["step_seconds"],
+            **_with_derived_columns(means, first.times),
+            "samples_per_second": first.mean.samples / means["step_seconds"],
             "gradient_norm": math.sqrt(squares) if squares >= 0 else math.nan,
-            "loss_scale": own.loss_scale,
-            "skipped_steps": own.skipped_steps,
+            "loss_scale": first.loss_scale,
+            "skipped_steps": first.skipped_steps,
         },
-        buckets=own.mean.buckets,
-        times=own.times,
+        buckets=first.mean.buckets,
+        times=first.times,
         workers=windows,
     )
 
 
 def fraction(communication: float, compute: float) -> float:
-    """The communication fraction: s = T_comm / (T_comp + T_comm).
+    """Return the communication fraction, s = T_comm / (T_comp + T_comm).
 
     Example:
 
@@ -184,7 +189,7 @@ def fraction(communication: float, compute: float) -> float:
 
 
 class WeightedMean:
-    """A mean of numbers that come one after the other; NaN is left out.
+    """Running weighted mean of numbers; NaN is left out.
 
     Example:
 
@@ -200,7 +205,7 @@ class WeightedMean:
         self._weight = 0.0
 
     def add(self, value: float, weight: float) -> None:
-        """Take in a number."""
+        """Add a number, unless it is NaN."""
         if not math.isnan(value):
             self._sum += value * weight
             self._weight += weight
@@ -217,14 +222,14 @@ class Totals:
     def __init__(self) -> None:
         self.num_steps = 0
         self._latest: dict[str, float] = {}
-        # Of a worker, or under `None` of all together.
+        # Mean of each column, by the rank of a worker, or `None` for all workers.
         self._means: collections.defaultdict[tuple[int | None, str], WeightedMean]
         self._means = collections.defaultdict(WeightedMean)
         self._buckets: dict[str, collections.deque[float]] = {}
         self._times: collections.deque[float] = collections.deque(maxlen=_KEPT_TIMES)
 
     def add(self, row: Row) -> None:
-        """Take in a row."""
+        """Add a row to the totals."""
         count, values = row.num_steps, row.values
         self.num_steps += count
         self._times.extend(row.times)
@@ -233,40 +238,46 @@ class Totals:
                 self._latest[name] = values[name]
         for name in _MEANS:
             self._means[None, name].add(values[name], count)
-        # Samples of slow and of fast windows count alike, and so do seconds.
+        # Weighted by time, the mean speed is all samples divided by all seconds.
         speed = "samples_per_second"
         self._means[None, speed].add(values[speed], count * values["step_seconds"])
         for label, seconds in row.buckets.items():
             kept = self._buckets.setdefault(label, collections.deque(maxlen=_KEPT_ROWS))
             kept.append(seconds)
         for rank, wait in row.waits().items():
-            own = row.workers[rank].mean
-            self._means[rank, "step_seconds"].add(own.step_seconds, count)
-            self._means[rank, "compute_seconds"].add(own.compute_seconds, count)
+            mean = row.workers[rank].mean
+            self._means[rank, "step_seconds"].add(mean.step_seconds, count)
+            self._means[rank, "compute_seconds"].add(mean.compute_seconds, count)
             self._means[rank, "wait_seconds"].add(wait, count)
 
     @property
     def values(self) -> dict[str, float]:
-        """Dict from the name of a column to its mean; the last three are the latest."""
-        return {**_completed(self._means_of(None), list(self._times)), **self._latest}
+        """Dict from a column to its mean, or its latest value for `_LATEST`."""
+        return {
+            **_with_derived_columns(self._means_of(None), list(self._times)),
+            **self._latest,
+        }
 
     @property
     def buckets(self) -> dict[str, float]:
-        """Dict from label to the median of its seconds."""
+        """Dict from the label of a collective to its median seconds."""
         return {k: float(np.median(seconds)) for k, seconds in self._buckets.items()}
 
     @property
     def workers(self) -> dict[int, dict[str, float]]:
-        """Dict from rank to the means of a worker."""
+        """Dict from rank to the means of a worker, by column."""
         ranks = sorted({rank for rank, _ in self._means if rank is not None})
         return {rank: self._means_of(rank) for rank in ranks}
 
     def _means_of(self, of: int | None) -> dict[str, float]:
+        """Return the means of the worker of a rank, or with `None` of all workers."""
         return {name: m.value for (rank, name), m in self._means.items() if rank == of}
 
 
-def _completed(means: dict[str, float], times: Sequence[float]) -> dict[str, float]:
-    """Means, with the percentiles of steps and the columns that follow from means."""
+def _with_derived_columns(
+    means: dict[str, float], times: Sequence[float]
+) -> dict[str, float]:
+    """Add percentiles of step times, and the columns that are computed from means."""
     busy = means["communication_seconds"]
     percentiles = map(float, np.percentile(times, _PERCENTS))
     return {
@@ -278,6 +289,7 @@ def _completed(means: dict[str, float], times: Sequence[float]) -> dict[str, flo
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean of the values that are not NaN, or NaN without any."""
     known = [value for value in values if not math.isnan(value)]
     return sum(known) / len(known) if known else math.nan
 
@@ -287,10 +299,10 @@ class Straggler:
     """The worker that the others wait for.
 
     Args:
-        rank: Int.
-        host: String.
-        seconds: Float, by how much it is slower than the others in each step.
-        before_data_seconds: Float, how much of that passes before it has its data.
+        rank: Int, rank of the worker.
+        host: String, host of the worker.
+        seconds: Float, time per step by which it is slower than the median of others.
+        before_data_seconds: Float, part of that time in which it waits for its data.
             Defaults to 0.
     """
 
@@ -307,7 +319,7 @@ class Straggler:
 
     @property
     def remedy(self) -> str:
-        """String, what to do about it."""
+        """String, recommendations for the user."""
         others = (
             "`tfdp run --rebalance` gives it fewer rows; or train without that host"
         )
@@ -323,14 +335,14 @@ class Straggler:
 
 
 @dataclasses.dataclass(frozen=True)
-class Excess:
+class SlowestWorker:
     """The slowest worker of a window.
 
     Args:
-        rank: Int.
-        seconds: Float, by how much it is slower than the others in each step.
-        before_data_seconds: Float, how much of that passes before it has its data.
-        step_fraction: Float, the part of a step that this is.
+        rank: Int, rank of the worker.
+        seconds: Float, time per step by which it is slower than the median of others.
+        before_data_seconds: Float, part of that time in which it waits for its data.
+        step_fraction: Float, `seconds` as a fraction of a step.
         num_steps: Int, steps of the window.
     """
 
@@ -341,11 +353,14 @@ class Excess:
     num_steps: int
 
 
-def excess_of(row: Row) -> Excess | None:
-    """The slowest worker of a window, or `None` where only one was heard.
+def slowest_worker(row: Row) -> SlowestWorker | None:
+    """Find the slowest worker of a window.
 
     Args:
-        row: `Row`.
+        row: `Row` of the window.
+
+    Returns:
+        `SlowestWorker`, or `None` if only one worker has reported the window.
     """
     if len(row.workers) < 2:
         return None
@@ -355,44 +370,48 @@ def excess_of(row: Row) -> Excess | None:
     inputs = {r: w.mean.input_seconds for r, w in row.workers.items()}
     step = row.values["step_seconds"]
     fraction = seconds / step if step else 0.0
-    return Excess(rank, seconds, _above_others(inputs, rank), fraction, row.num_steps)
+    return SlowestWorker(
+        rank, seconds, _above_others(inputs, rank), fraction, row.num_steps
+    )
 
 
 def find_straggler(rows: Sequence[Row], hosts: Sequence[str]) -> Straggler | None:
-    """The worker that was the slowest in the last windows, if it matters.
+    """Find a worker that delays the others in the last windows.
 
-    One window is enough where the worker costs half of a step; otherwise the same
-    worker has to be the slowest in two in a row.
+    One window suffices if the worker is slower by half of a step; otherwise the same
+    worker must be the slowest in two consecutive windows.
 
     Args:
         rows: Sequence of `Row`, the latest last.
         hosts: Sequence of strings, the host of each worker.
     """
-    found = [e for e in map(excess_of, rows[-2:]) if e is not None]
-    if not found:
+    slowest = [w for w in map(slowest_worker, rows[-2:]) if w is not None]
+    if not slowest:
         return None
-    last = found[-1]
-    notable = [e for e in found if e.rank == last.rank and e.step_fraction >= _NOTABLE]
+    last = slowest[-1]
+    same = [w for w in slowest if w.rank == last.rank]
+    notable = [w for w in same if w.step_fraction >= _NOTABLE]
     if last.step_fraction >= _CLEAR or len(notable) == 2:
         return _straggler_of([last], hosts)
     return None
 
 
 def persistent_straggler(
-    windows: Sequence[Excess], hosts: Sequence[str]
+    windows: Sequence[SlowestWorker], hosts: Sequence[str]
 ) -> Straggler | None:
-    """The worker that the others wait for again and again.
+    """Find a worker that delays the others persistently.
 
-    That is one that is the slowest, by a fifth of a step or more, in at least half of
-    the steps, and in more than one window.
+    It is the slowest, by a fifth of a step or more, in at least half of the steps and
+    in more than one window.
 
     Args:
-        windows: Sequence of `Excess`.
+        windows: Sequence of `SlowestWorker`, the slowest worker of each window.
         hosts: Sequence of strings, the host of each worker.
 
     Example:
 
-    >>> slow, even = Excess(1, 0.5, 0.0, 0.4, 10), Excess(0, 0.01, 0.0, 0.01, 10)
+    >>> slow = SlowestWorker(1, 0.5, 0.0, 0.4, 10)
+    >>> even = SlowestWorker(0, 0.01, 0.0, 0.01, 10)
     >>> persistent_straggler([slow, even, slow, even], ["a", "b"]).rank
     1
     >>> persistent_straggler([slow, even], ["a", "b"]) is None
@@ -407,8 +426,8 @@ def persistent_straggler(
     return None
 
 
-def _straggler_of(windows: Sequence[Excess], hosts: Sequence[str]) -> Straggler:
-    """A straggler as it was on average in some windows, all of which are its own."""
+def _straggler_of(windows: Sequence[SlowestWorker], hosts: Sequence[str]) -> Straggler:
+    """Average the windows in which one worker is the slowest into a `Straggler`."""
     rank = windows[0].rank
     count = sum(window.num_steps for window in windows)
     seconds = sum(w.seconds * w.num_steps for w in windows) / count
@@ -417,5 +436,6 @@ def _straggler_of(windows: Sequence[Excess], hosts: Sequence[str]) -> Straggler:
 
 
 def _above_others(seconds: Mapping[int, float], rank: int) -> float:
+    """Return by how much a worker's time exceeds the median of the others."""
     others = [value for key, value in seconds.items() if key != rank]
     return seconds[rank] - statistics.median(others)

@@ -1,4 +1,4 @@
-"""Metrics and checkpoints of `fit`, reported to Ray Train, and its shards of data."""
+"""Report metrics and checkpoints of `fit` to Ray Train, and read shards of Ray Data."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _FORMATS = ("keras", "tfdp", None)
 
 
 class ReportCallback(keras.callbacks.Callback):
-    """Report the metrics of each epoch to Ray, and the model.
+    """Report the metrics of each epoch, and checkpoints of the model, to Ray.
 
-    Give it to `fit` on all workers: Ray waits for all.
+    Pass it to `fit` on all workers: Ray waits for a report from each of them.
 
     Args:
         metrics: Sequence of strings, the logs to report; a mapping from the name in Ray
-            to the log; or `None`: all. Defaults to `None`.
+            to the log; or `None`: all logs. Defaults to `None`.
         checkpoint: String: `"keras"`, the first worker's `model.keras`, which Ray
-            uploads; `"tfdp"`, a checkpoint of `tfdp.checkpoint`, of which each worker
-            writes its part into the run's folder, a path that all nodes mount; or
-            `None`. Defaults to `"keras"`.
+            uploads; `"tfdp"`, a sharded checkpoint of `tfdp.checkpoint`, which all
+            workers write into the run's folder, mounted on all nodes; or `None`.
+            Defaults to `"keras"`.
         every: Int, epochs from one checkpoint to the next. Defaults to 1.
 
     Raises:
-        ValueError: If an argument is none of these.
+        ValueError: If an argument is invalid.
 
     Example:
 
@@ -63,46 +63,49 @@ class ReportCallback(keras.callbacks.Callback):
         self.every = checked_integer("every", every, 1)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check that there is a folder that all workers can write into.
+        """Check that the run's folder is on a file system if checkpoints need that.
 
         Raises:
-            ValueError: For `"tfdp"`, if the run's storage is no file system.
+            ValueError: For `"tfdp"`, if the run's storage is not a file system.
         """
         if self.checkpoint == "tfdp":
             _folder_of_run()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Report, which all workers do together."""
-        found = _chosen(logs or {}, self.metrics)
+        """Report metrics and, if one is due, a checkpoint; all workers call it."""
+        reported = _reported_logs(logs or {}, self.metrics)
         if self.checkpoint is None or (epoch + 1) % self.every:
-            ray.train.report(found)
+            ray.train.report(reported)
             return
         if self.checkpoint == "tfdp":
             path = os.path.join(_folder_of_run(), f"tfdp-epoch-{epoch + 1}")
             checkpoints.save(self.model, path)
             ray.train.report(
-                found,
+                reported,
                 checkpoint=Checkpoint(path) if _is_first() else None,
                 checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
             )
             return
         with _saved(self.model) as folder:
             ray.train.report(
-                found,
+                reported,
                 checkpoint=Checkpoint.from_directory(folder) if _is_first() else None,
             )
 
 
 @contextlib.contextmanager
 def _saved(model: Any) -> Iterator[str]:
-    """A folder with the model in it. All workers save: state may be sharded."""
+    """Save the model into a temporary folder, on all workers, and yield its path.
+
+    All workers must save, since state may be sharded.
+    """
     with TemporaryFolder("model") as folder:
         model.save(os.path.join(folder, FILE_NAME))
         yield folder
 
 
 def _folder_of_run() -> str:
-    """Where Ray keeps the run's checkpoints."""
+    """Return the path at which Ray stores the run's checkpoints."""
     storage = ray.train.get_context().get_storage()
     if storage.storage_filesystem.type_name != "local":
         raise ValueError(
@@ -117,10 +120,10 @@ def _is_first() -> bool:
     return ray.train.get_context().get_world_rank() == 0
 
 
-def _chosen(
+def _reported_logs(
     logs: Mapping[str, Any], metrics: Sequence[str] | Mapping[str, str] | None
 ) -> dict[str, float]:
-    """The logs that are reported, as numbers."""
+    """Select the logs to report, as floats by their name in Ray."""
     if metrics is None:
         names = {name: name for name in logs}
     elif isinstance(metrics, Mapping):
@@ -143,16 +146,16 @@ def dataset_shard(
     labels: str | Sequence[str],
     batch_size: int,
 ) -> tf.data.Dataset:
-    """This worker's shard of a dataset that `KerasTrainer` was given.
+    """Return this worker's shard of a dataset of `KerasTrainer` as batches.
 
-    Ray gives each worker other rows. Each counts once an epoch; which ones meet in a
-    batch is not as on one device.
+    Ray gives each row to one worker, once per epoch. The composition of batches differs
+    from that on one device.
 
     Args:
-        name: String, the key of `KerasTrainer`'s `datasets`. Defaults to `"train"`.
-        features: String or sequence of strings, columns.
-        labels: String or sequence of strings, columns.
-        batch_size: Int, of the global batch: rows of all workers together.
+        name: String, the key in `datasets` of `KerasTrainer`. Defaults to `"train"`.
+        features: String or sequence of strings, columns of the model's inputs.
+        labels: String or sequence of strings, columns of the targets.
+        batch_size: Int, rows of the global batch, over all workers.
 
     Returns:
         `tf.data.Dataset` for `fit`, `evaluate` or `predict`.
@@ -166,7 +169,7 @@ def dataset_shard(
     """
     shard = ray.train.get_dataset_shard(name)
     options = tf.data.Options()
-    # What a worker reads is its own.
+    # The dataset is already sharded: tf.distribute must not shard it again.
     options.experimental_distribute.auto_shard_policy = (
         tf.data.experimental.AutoShardPolicy.OFF
     )

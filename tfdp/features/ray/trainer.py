@@ -1,4 +1,4 @@
-"""The workers of Ray Train as a cluster of tf.distribute, for Keras 3."""
+"""Trainer that runs the workers of Ray Train as a cluster of tf.distribute."""
 
 from __future__ import annotations
 
@@ -15,35 +15,36 @@ from ray.train import DataConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
-from tfdp.features.tracking.watch import follow
+from tfdp.features.tracking.watch import watch_as_rank
 
+# Environment variable by which TensorFlow uses Keras 2.
 _LEGACY = "TF_USE_LEGACY_KERAS"
 
 
 class KerasTrainer(DataParallelTrainer):
     """Run a training function on every worker of a Ray cluster, with `TF_CONFIG` set.
 
-    The function holds ordinary tfdp code: `tfdp.auto_strategy()` makes the strategy of
-    all workers. Where Ray starts workers again, after a failure or with another number
-    of them, the function starts anew; `tfdp.callbacks.BackupAndRestore` on a path that
-    all nodes share goes on where the run was.
+    The function contains ordinary tfdp code: `tfdp.auto_strategy()` creates the
+    strategy of all workers. When Ray restarts workers, after a failure or with another
+    number of them, the function runs again; `tfdp.callbacks.BackupAndRestore` with a
+    path that all nodes share resumes the run.
 
-    Unlike Ray's `TensorflowTrainer` it does not ask for Keras 2.
+    Unlike Ray's `TensorflowTrainer`, it does not require Keras 2.
 
     Args:
-        train_loop_per_worker: Callable of no argument, or of a dict.
-        train_loop_config: Dict that the function is given, or `None`. Defaults to
+        train_loop_per_worker: Callable that takes no argument, or a dict.
+        train_loop_config: Dict, the argument of the function, or `None`. Defaults to
             `None`.
-        scaling_config: `ray.train.ScalingConfig`: number of workers, or the least and
-            the largest as a tuple, and what each one needs. Defaults to `None`: one
-            worker of one CPU.
+        scaling_config: `ray.train.ScalingConfig`: number of workers, or a tuple of
+            their smallest and largest number, and resources of each worker. Defaults
+            to `None`: one worker with one CPU.
         run_config: `ray.train.RunConfig`: name, storage, failures. Defaults to `None`.
         datasets: Dict from a name to a `ray.data.Dataset`, see `dataset_shard`.
             Defaults to `None`.
         dataset_config: `ray.train.DataConfig` or `None`. Defaults to `None`.
 
     Raises:
-        ValueError: If Ray does not like its arguments.
+        ValueError: If Ray rejects an argument.
 
     Example:
 
@@ -78,7 +79,7 @@ class KerasTrainer(DataParallelTrainer):
 
 @dataclasses.dataclass
 class _KerasConfig(BackendConfig):
-    """Names the backend to Ray."""
+    """Backend config through which Ray finds `_KerasBackend`."""
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -86,7 +87,7 @@ class _KerasConfig(BackendConfig):
 
 
 class _KerasBackend(Backend):
-    """Tells each worker of the addresses of all, before the training function runs."""
+    """Backend that sets `TF_CONFIG` on each worker before the training function."""
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         del backend_config
@@ -100,17 +101,17 @@ class _KerasBackend(Backend):
 
 
 def _own_address() -> str:
-    """Host and a free port of this worker."""
+    """Return the host and a free port of this worker, as `host:port`."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
 
 def _set_up(addresses: list[str], rank: int) -> None:
-    """Set `TF_CONFIG` of this worker, and let the first one alone log.
+    """Set `TF_CONFIG` of this worker, and have only the first worker log to trackers.
 
     Raises:
-        RuntimeError: If Keras 2 is in use in this process.
+        RuntimeError: If Keras 2 is loaded in this process.
     """
     if "tf_keras" in sys.modules:
         raise RuntimeError(
@@ -125,4 +126,4 @@ def _set_up(addresses: list[str], rank: int) -> None:
             "task": {"type": "worker", "index": rank},
         }
     )
-    follow(rank)
+    watch_as_rank(rank)

@@ -1,6 +1,6 @@
-"""Experiment trackers under several workers: the first worker alone logs.
+"""Experiment trackers with several workers: only the first worker logs.
 
-A script for one process that calls Weights & Biases or MLflow would make a run on each
-worker. `watch`: whether this process logs, known before a strategy is made, and what
-the other workers do instead, once these packages are imported.
+A script for one process that calls Weights & Biases or MLflow would create a run on
+each worker. `watch`: decides whether this process logs, before a strategy is created,
+and disables these packages on the other workers when they are imported.
 """

@@ -1,4 +1,4 @@
-"""Watch for trackers that a script imports, where another worker logs."""
+"""Disable experiment trackers that a script imports, except on the first worker."""
 
 from __future__ import annotations
 
@@ -20,15 +20,23 @@ from tfdp.ground.base.feature import Feature, register
 from tfdp.ground.base.temporary import TemporaryFolder
 from tfdp.ground.forks import at_exit
 
-# What a run of the first worker's is found by, which the other store does not have.
+# Arguments and environment variables of MLflow that identify a run or an experiment of
+# the first worker; the temporary store of another worker does not have these.
 _IDS = ("run_id", "parent_run_id", "experiment_id")
 _VARIABLES = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID")
+# Name of the experiment in a temporary store, if the script chooses one by its id.
 _EXPERIMENT = "other workers"
 
 
 @dataclasses.dataclass
 class _State:
-    """What is known of this worker, and what ends when each worker is to log."""
+    """State of tracking in this process.
+
+    Args:
+        each_logs: Bool, whether `track_each_worker` was called.
+        rank: Int, the rank that a strategy has set, or `None` before.
+        undo: List of callables that enable disabled trackers again.
+    """
 
     each_logs: bool = False
     rank: int | None = None
@@ -39,10 +47,10 @@ _state = _State()
 
 
 def track_each_worker() -> None:
-    """Let every worker log to Weights & Biases and MLflow, each to a run of its own.
+    """Have every worker log to Weights & Biases and MLflow, each to a separate run.
 
-    Without it the first worker alone logs. Call it before `wandb.init` and before
-    MLflow is used, on all workers. On a single worker it has no effect.
+    By default only the first worker logs. Call it on all workers, before `wandb.init`
+    and before MLflow is used. On a single worker it has no effect.
 
     Example:
 
@@ -58,9 +66,10 @@ def track_each_worker() -> None:
 
 
 def is_silent() -> bool:
-    """Return whether another worker than this one logs for all.
+    """Return whether trackers are disabled in this process.
 
-    What is wrong in the environment is told where a strategy is made.
+    An invalid environment counts as a single process here: its error is raised when a
+    strategy is created.
     """
     if _state.each_logs:
         return False
@@ -72,19 +81,16 @@ def is_silent() -> bool:
 
 
 def watch_trackers() -> None:
-    """Have trackers that are imported, now or later, make no run on this worker.
-
-    On the first worker, and in a single process, nothing is done.
-    """
+    """Disable trackers that are imported now or later, except on the first worker."""
     if is_silent():
-        _register()
+        _register_import_hooks()
 
 
-def follow(rank: int) -> None:
-    """Watch where a strategy knows for sure which worker this is.
+def watch_as_rank(rank: int) -> None:
+    """Disable trackers by the rank that a strategy knows, unless it is 0.
 
     Args:
-        rank: Int.
+        rank: Int, rank of this worker.
     """
     _state.rank = rank
     watch_trackers()
@@ -92,25 +98,24 @@ def follow(rank: int) -> None:
 
 class _Tracking(Feature):
     def on_strategy(self, rank: int) -> None:
-        """Watch from when a strategy knows for sure which worker this is."""
-        follow(rank)
+        """Disable trackers by the rank that the strategy knows."""
+        watch_as_rank(rank)
 
 
 register(_Tracking())
 
 
 @functools.cache
-def _register() -> None:
+def _register_import_hooks() -> None:
     wrapt.register_post_import_hook(_watch_wandb, "wandb")
     wrapt.register_post_import_hook(_watch_mlflow, "mlflow")
 
 
 def _watch_mlflow(mlflow: ModuleType) -> None:
-    """Give MLflow a store that is thrown away, until each worker is to log.
+    """Direct MLflow to a temporary store, which is deleted at exit.
 
-    The other workers take part in all that a script does with MLflow: a model is saved
-    on all workers, and a callback of MLflow's runs on each. Only what comes of it is
-    not kept.
+    Calls of MLflow must still work on these workers: all workers save a model, and
+    MLflow's callback runs on each. Only their results are discarded.
     """
     if not is_silent():
         return
@@ -119,14 +124,17 @@ def _watch_mlflow(mlflow: ModuleType) -> None:
         functools.partial(_restore, mlflow, mlflow.get_tracking_uri(), logger.level)
     )
     folder = TemporaryFolder("mlflow")
-    at_exit(functools.partial(_throw_away, mlflow, folder))
-    # A folder is made in milliseconds, a database in seconds.
+    at_exit(functools.partial(_delete_store, mlflow, folder))
+    # A file store is created in milliseconds, a database in seconds.
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
-    # MLflow makes a store of a folder that is not there.
+    # The subfolder must not exist yet: MLflow initializes only a new folder as a store.
     mlflow.set_tracking_uri(pathlib.Path(folder.name, "store").as_uri())
-    logger.setLevel(logging.ERROR)  # the first worker says the same
+    logger.setLevel(logging.ERROR)  # the first worker prints the same warnings
     fluent = mlflow.tracking.fluent
-    for name, wrapper in (("start_run", _start_run), ("set_experiment", _experiment)):
+    for name, wrapper in (
+        ("start_run", _start_run),
+        ("set_experiment", _set_experiment),
+    ):
         wrapt.wrap_function_wrapper(fluent, name, wrapper)
         setattr(mlflow, name, getattr(fluent, name))
     for module in (mlflow, mlflow.tracking):
@@ -135,12 +143,12 @@ def _watch_mlflow(mlflow: ModuleType) -> None:
 
 
 def _keep_uri(function: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Leave the store as it is."""
+    """Wrap MLflow's setters of a store's address: ignore calls on silent workers."""
     return None if is_silent() else function(*args, **kwargs)
 
 
 def _start_run(start: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Start a run that is new, where the first worker may go on with another."""
+    """Wrap `mlflow.start_run`: start a new run instead of resuming one by its id."""
     if not is_silent():
         return start(*args, **kwargs)
     for name in _VARIABLES:
@@ -149,8 +157,8 @@ def _start_run(start: Callable, instance: Any, args: tuple, kwargs: dict) -> Any
     return start(**{k: v for k, v in bound.arguments.items() if k not in _IDS})
 
 
-def _experiment(choose: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """Choose an experiment by its name, which the store need not have."""
+def _set_experiment(choose: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
+    """Wrap `mlflow.set_experiment`: choose by name, which creates a missing one."""
     if not is_silent():
         return choose(*args, **kwargs)
     bound = inspect.signature(choose).bind(*args, **kwargs)
@@ -158,19 +166,20 @@ def _experiment(choose: Callable, instance: Any, args: tuple, kwargs: dict) -> A
 
 
 def _restore(mlflow: ModuleType, uri: str, level: int) -> None:
+    """Restore MLflow's store and the level of its logger."""
     mlflow.set_tracking_uri(uri)
     logging.getLogger("mlflow").setLevel(level)
 
 
-def _throw_away(mlflow: ModuleType, folder: TemporaryFolder) -> None:
-    """Delete the store, after the last words to it."""
+def _delete_store(mlflow: ModuleType, folder: TemporaryFolder) -> None:
+    """End the active run, which writes to the store, and delete the store."""
     if is_silent():
         mlflow.end_run()
     folder.cleanup()
 
 
 def _watch_wandb(wandb: ModuleType) -> None:
-    """Have `wandb.init` make no run, unless each worker is to have its own."""
+    """Wrap `wandb.init`, and warn if it was called before."""
     if is_silent() and getattr(wandb, "run", None) is not None:
         user_code.warn(
             "`wandb.init` was called before tfdp was imported: this worker has made a "
@@ -180,7 +189,7 @@ def _watch_wandb(wandb: ModuleType) -> None:
 
 
 def _init(init: Callable, instance: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Start a run, or one whose methods do nothing: a mode of wandb's own."""
+    """Wrap `wandb.init`: on silent workers use wandb's mode "disabled"."""
     del instance
     if not is_silent():
         return init(*args, **kwargs)

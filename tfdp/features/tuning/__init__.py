@@ -1,12 +1,12 @@
-"""Automatic tuning: a long `fit` looks for the plan of its step that is the fastest.
+"""Automatic tuning: a long `fit` finds the fastest communication plan of its step.
 
-    default block -> proposals -> rounds of paired blocks, halved -> the winner, kept
+    default block -> proposals -> rounds of blocks, successive halving -> stored winner
 
-- `plan_cache`: what may be chosen, bucket sizes and algorithm; and winners on disk, for
-  the next run.
-- `proposals`: the plans that are worth a trial, by the cost model.
-- `tuner`: a trial over the steps of a loop, block by block: successive halving, to a
-  winner with an interval.
-- `callback`: all of it in `fit`, and what a `fit` has to be like for a trial.
-- `rebalancing`: rows of a batch by the measured speed of the workers.
+- `plan_cache`: choices of a plan, bucket sizes and algorithm; and a cache of winners on
+  disk, for the next run.
+- `proposals`: plans that are worth a trial, ranked by the cost model.
+- `tuner`: trial of proposals over the steps of a loop, by successive halving, with an
+  interval of the winner's gain.
+- `callback`: the callback that tunes during `fit`, and the requirements of a trial.
+- `rebalancing`: rows of a batch divided by the measured speed of the workers.
 """

@@ -1,4 +1,4 @@
-"""The callback of `fit` that tunes its buckets, with `bucket_mb="auto"`."""
+"""Callback that tunes buckets during `fit`, with `bucket_mb="auto"`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from tfdp.features.tuning.plan_cache import (
     store_plan,
 )
 from tfdp.features.tuning.proposals import Proposal, propose
-from tfdp.features.tuning.tuner import Outcome, Tuner, block_steps, longest, most_steps
+from tfdp.features.tuning.tuner import (
+    TrialResult,
+    Tuner,
+    block_steps,
+    longest,
+    max_trial_steps,
+)
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.ground.base.feature import Feature, Fit, register
@@ -33,22 +39,23 @@ from tfdp.training.reduction.link_measure import (
     num_fit_steps,
 )
 
+# Name of the option in messages.
 _NAME = '`bucket_mb="auto"`'
-# A trial takes at most half of a `fit`.
-LEAST_PART = 2
+# A `fit` must be this many times as long as a trial: a trial takes at most half of it.
+MIN_TRIALS_PER_FIT = 2
 
 
 class BucketTuning(keras.callbacks.Callback):
     """Try plans in the first steps of `fit`, and keep the fastest.
 
-    The steps are those of the training, whatever plan they have. Every worker has the
-    callback, and all switch plans before the same step.
+    Steps of a trial are ordinary training steps: a plan does not change their result.
+    Every worker has the callback, and all workers switch plans before the same step.
 
     Args:
         strategy: A tfdp strategy of several replicas.
-        num_steps: Int, steps of this `fit`, or `None` where that is not known; the
-            first worker's counts.
-        data: String, what the batches are like, by which plans are kept.
+        num_steps: Int, steps of this `fit`, or `None` if unknown; all workers use the
+            first worker's.
+        data: String, description of the batches, which is part of a plan's cache key.
     """
 
     def __init__(self, strategy: Any, num_steps: int | None, data: str) -> None:
@@ -60,31 +67,33 @@ class BucketTuning(keras.callbacks.Callback):
         self._update_steps = 1
         self._begin = 0.0
         self._last_batch = -1
-        # Traced steps by plan while plans are tried: going back to one is free.
+        # Traced `train_function`s by plan during a trial, so that a switch back needs
+        # no new trace.
         self._functions: dict[Proposal | None, Any] = {}
         self._plan: Proposal | None = None
-        self._in_force: Any = None
+        # The `train_function` of the current plan.
+        self._active_function: Any = None
 
-    # Called by Keras.
+    # Hooks that Keras calls.
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Take the plan that was found before, or begin a trial if it is worth it."""
+        """Apply the cached plan, or start a trial if `fit` is long enough."""
         self._update_steps = update_steps(self.model)
         kept, num_steps = self._agree_on_begin()
-        if reason := obstacle(self.model):
-            self._stay(reason)
+        if reason := why_not_tunable(self.model):
+            self._keep_default(reason)
         elif kept is not None:
-            self._take(kept)
+            self._apply(kept)
             is_chief = self._extended.worker_group.is_chief
             if kept.choice and is_chief and user_code.is_new(self._key, self._extended):
                 print(
                     f"tfdp: {_NAME} begins with {kept.choice}, which an earlier `fit` "
                     f"has found {kept.gain}."
                 )
-        elif reason := shortness(num_steps, self._update_steps):
-            self._stay(reason)
+        elif reason := why_too_short(num_steps, self._update_steps):
+            self._keep_default(reason)
         else:
-            self._take(KeptPlan(None))
+            self._apply(KeptPlan(None))
             extended = self._extended
             load_or_measure_links(
                 extended.algorithm_selector,
@@ -97,17 +106,17 @@ class BucketTuning(keras.callbacks.Callback):
             self._tuner = Tuner(self, self._update_steps)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin to count batches."""
+        """Restart the count of batches."""
         self._last_batch = -1
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Take the time."""
+        """Record the start time of an execution during a trial."""
         if self._tuner is not None:
-            self._in_force = self._in_force or self.model.train_function
+            self._active_function = self._active_function or self.model.train_function
             self._begin = time.perf_counter()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Tell the tuner of the steps of this execution."""
+        """Pass the time of this execution to the tuner; end a completed trial."""
         num_steps, self._last_batch = batch - self._last_batch, batch
         if self._tuner is None:
             return
@@ -118,22 +127,22 @@ class BucketTuning(keras.callbacks.Callback):
             self._end(outcome)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Go back to the default if the trial is not over."""
+        """Return to the default plan if the trial is not finished."""
         if self._tuner is not None:
             self.close()
-            self._stay("`fit` ended before a plan was found")
+            self._keep_default("`fit` ended before a plan was found")
 
     def close(self) -> None:
-        """End a trial that is under way; what was traced for it is dropped."""
+        """Abort a running trial, and drop the steps that were traced for it."""
         if self._tuner is not None:
             self._tuner = None
             self.switch(None)
         self._functions.clear()
 
-    # Called by the tuner.
+    # Methods that the tuner calls.
 
     def propose(self, step_seconds: float) -> list[Proposal]:
-        """Propose plans by those of the default's buckets, see `proposals.propose`."""
+        """Propose alternatives to the default plan, see `proposals.propose`."""
         reducer = self._extended.reducer
         trained = reducer.plans.plans_of_subsets(self.model.trainable_variables)
         plans = [plan for _, plan, _ in trained if plan.buckets]
@@ -148,12 +157,14 @@ class BucketTuning(keras.callbacks.Callback):
         return propose(default, step_seconds, algorithms, self._routes_of)
 
     def switch(self, proposal: Proposal | None) -> None:
-        """Take a plan from the next step on; it is traced if it is new."""
+        """Use a plan from the next step on, which is traced if the plan is new."""
         if proposal == self._plan:
             return
         model = self.model
-        if model.train_function is not self._in_force:
-            self._functions.clear()  # somebody has had the step traced anew
+        if model.train_function is not self._active_function:
+            # Another callback has had the step traced again, so that all traced
+            # functions are outdated.
+            self._functions.clear()
         self._functions[self._plan] = model.train_function
         self._plan = proposal
         self._tune(None if proposal is None else proposal.choice)
@@ -161,25 +172,26 @@ class BucketTuning(keras.callbacks.Callback):
             model.train_function = self._functions[proposal]
         else:
             model.make_train_function(force=True)
-        self._in_force = model.train_function
+        self._active_function = model.train_function
 
     def agree(self, seconds: list[float]) -> list[float]:
-        """Return the longest of all workers' times."""
+        """Return for each plan the longest time of all workers."""
         worker_group = self._extended.worker_group
         return longest(worker_group.all_gather("times of bucket plans", seconds))
 
-    # The rest is private.
+    # Private methods.
 
     def _agree_on_begin(self) -> tuple[KeptPlan | None, int | None]:
-        """What the first worker knows: the plan of an earlier run, and the steps."""
+        """Return the first worker's cached plan and number of steps, on all workers."""
         worker_group = self._extended.worker_group
         kept = load_plan(self._key) if worker_group.is_chief else None
-        own = [kept and kept.to_json(), self._num_steps]
-        text, num_steps = worker_group.all_gather("kept plans", own)[0]
+        values = [kept and kept.to_json(), self._num_steps]
+        text, num_steps = worker_group.all_gather("kept plans", values)[0]
         return (None if text is None else KeptPlan.from_json(text)), num_steps
 
     @property
     def _key(self) -> str:
+        """String, key of this model, cluster and data in the plan cache."""
         extended, model = self._extended, self.model
         cluster = cluster_key(
             extended.algorithm_selector, extended.group, str(extended.hosts)
@@ -195,8 +207,8 @@ class BucketTuning(keras.callbacks.Callback):
         )
         return plan_key(cluster, model.trainable_variables, settings)
 
-    def _take(self, kept: KeptPlan) -> None:
-        """Take a plan before the first step, if it is another than what was traced."""
+    def _apply(self, kept: KeptPlan) -> None:
+        """Apply a plan before the first step; trace the step again if it changes."""
         reducer, variables = self._extended.reducer, self.model.trainable_variables
         before = reducer.options_of(variables)
         self._tune(kept.choice, kept.gain)
@@ -204,6 +216,7 @@ class BucketTuning(keras.callbacks.Callback):
             self.model.make_train_function(force=True)
 
     def _tune(self, choice: PlanChoice | None, gain: str = "") -> None:
+        """Set the plan of the model's variables in the reducer."""
         variables = self.model.trainable_variables
         self._extended.reducer.tune(variables, self._options_of(choice), gain)
 
@@ -213,14 +226,15 @@ class BucketTuning(keras.callbacks.Callback):
     def _routes_of(
         self, choice: PlanChoice | None, plan: BucketPlan
     ) -> tuple[AlgorithmChoice, ...]:
+        """Return the algorithm of each bucket of a plan under a choice."""
         selector = self._extended.algorithm_selector
         options = self._options_of(choice)
         if options is not None:
             selector = selector.with_options(options)
         return selector.select_for(plan, may_compress=True)
 
-    def _end(self, outcome: Outcome) -> None:
-        """Keep what was found, and say so."""
+    def _end(self, outcome: TrialResult) -> None:
+        """Apply and store the result of a trial, and print it."""
         self._functions.clear()
         kept = KeptPlan(None)
         if outcome.winner is not None:
@@ -231,9 +245,9 @@ class BucketTuning(keras.callbacks.Callback):
             steps = pluralize(block_steps(self._update_steps), "step")
             print(f"\ntfdp: {_NAME} {outcome.describe(steps)}.")
 
-    def _stay(self, reason: str) -> None:
-        """Have the default, and say so once."""
-        self._take(KeptPlan(None))
+    def _keep_default(self, reason: str) -> None:
+        """Apply the default plan, and warn once with the reason."""
+        self._apply(KeptPlan(None))
         if self._extended.worker_group.is_chief:
             user_code.warn(
                 f"{_NAME} stays with the default buckets: {reason}.",
@@ -243,10 +257,10 @@ class BucketTuning(keras.callbacks.Callback):
 
 class _Tuning(Feature):
     def choose_callbacks(self, fit: Fit) -> None:
-        """Add the callback, before all others, where the strategy's option asks."""
+        """Add the callback before all others if the strategy tunes buckets."""
         strategy = fit.strategy
-        is_within = loops.current() is not None
-        if strategy is None or strategy.num_replicas_in_sync == 1 or is_within:
+        is_nested = loops.current() is not None
+        if strategy is None or strategy.num_replicas_in_sync == 1 or is_nested:
             return
         if strategy.extended.options.tunes_buckets:
             steps, data = num_fit_steps(fit.arguments), describe_batches(fit.arguments)
@@ -256,7 +270,7 @@ class _Tuning(Feature):
             )
 
     def after_fit(self, fit: Fit) -> None:
-        """End a trial that an error has ended."""
+        """Abort a trial that an error in `fit` has interrupted."""
         for callback in callback_list(fit.arguments["callbacks"]):
             if isinstance(callback, BucketTuning):
                 callback.close()
@@ -266,16 +280,16 @@ register(_Tuning())
 
 
 def _wait_for(logs: Any) -> None:
-    """Wait for a step: on GPUs it is under way when Keras's call returns."""
+    """Wait for a step to finish: on GPUs Keras's call returns before."""
     for value in keras.tree.flatten(logs)[:1]:
         np.asarray(value)
 
 
-def obstacle(model: Any) -> str:
-    """Say why the buckets of a model cannot change, or `""`.
+def why_not_tunable(model: Any) -> str:
+    """Return why the buckets of a model cannot be tuned, or `""`.
 
     Args:
-        model: Keras model, with the optimizer that its callbacks have made.
+        model: Keras model, after its callbacks have replaced the optimizer.
     """
     optimizer: Any = model.optimizer
     features = getattr(optimizer, "features", None)
@@ -290,21 +304,21 @@ def obstacle(model: Any) -> str:
     return ""
 
 
-def shortness(num_steps: int | None, update_steps: int) -> str:
-    """Say why a trial is not worth its steps, or `""`.
+def why_too_short(num_steps: int | None, update_steps: int) -> str:
+    """Return why a `fit` is too short for a trial, or `""`.
 
     Args:
-        num_steps: Int, steps of `fit`, or `None` where that is not known.
-        update_steps: Int, see `update_steps`.
+        num_steps: Int, steps of `fit`, or `None` if unknown.
+        update_steps: Int, result of the function `update_steps`.
 
     Example:
 
-    >>> shortness(30, 1)
+    >>> why_too_short(30, 1)
     'a trial of other plans needs a `fit` of 1,578 steps, and this one has 30'
     """
     if num_steps is None:
         return "its data does not tell the number of steps (`steps_per_epoch` does)"
-    least = LEAST_PART * most_steps(update_steps)
+    least = MIN_TRIALS_PER_FIT * max_trial_steps(update_steps)
     if num_steps < least:
         return (
             f"a trial of other plans needs a `fit` of {pluralize(least, 'step')}, and "
@@ -314,29 +328,29 @@ def shortness(num_steps: int | None, update_steps: int) -> str:
 
 
 def update_steps(model: Any) -> int:
-    """Return the steps after which updates and executions of a loop both are whole.
+    """Return the least number of steps that holds whole updates and whole executions.
 
     Args:
         model: Keras model.
     """
     optimizer: Any = model.optimizer
     plan = getattr(getattr(optimizer, "features", None), "plan", None)
-    if isinstance(plan, dict):  # from epochs to micro-batches of an update
+    if isinstance(plan, dict):  # maps an epoch to micro-batches per update from it on
         accumulated = max(plan.values())
     else:
-        own = getattr(optimizer, "accumulation_steps", None)
-        accumulated = own or getattr(optimizer, "gradient_accumulation_steps", None)
+        steps = getattr(optimizer, "accumulation_steps", None)
+        accumulated = steps or getattr(optimizer, "gradient_accumulation_steps", None)
     return math.lcm(accumulated or 1, model.steps_per_execution)
 
 
 def describe_batches(arguments: dict[str, Any]) -> str:
-    """Describe the batches of a `fit`, as far as its arguments show them.
+    """Describe the batches of a `fit` by its arguments.
 
     Args:
         arguments: Dict, the arguments of `fit` by name.
 
     Returns:
-        String.
+        String, the batch size and shapes, or the element spec of a dataset.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Choice of a step's plan, and a cache of tuned ones, so that the next run has them."""
+"""Choice of a step's plan, and a cache of tuned plans on disk, for the next run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tfdp.ground.options import ALGORITHMS, DEFAULT_BUCKET_MB, CommunicationOpti
 from tfdp.training.reduction.cache_file import cache_path, read_entries, write_entries
 
 _MB = 2**20
-_MOST_TEXT = 200
+# Largest length of the gain's text in a cached plan, in characters.
+_MAX_GAIN_LENGTH = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,12 +24,12 @@ class PlanChoice:
 
     Args:
         bucket_bytes: Int, largest size of a bucket.
-        first_bucket_bytes: Int, largest size of the first one.
-        algorithm: String, as in `CommunicationOptions`, or `None`, what is there.
+        first_bucket_bytes: Int, largest size of the first bucket.
+        algorithm: String as in `CommunicationOptions`, or `None` for the strategy's.
             Defaults to `None`.
 
     Raises:
-        ValueError: If one of them is something else.
+        ValueError: If an argument is invalid.
 
     Example:
 
@@ -52,14 +53,15 @@ class PlanChoice:
             )
 
     def options(self, base: CommunicationOptions) -> CommunicationOptions:
-        """Options by which a step has this plan.
+        """Return the options that give a step this plan.
 
         Args:
-            base: `CommunicationOptions` of the strategy, for all else.
+            base: `CommunicationOptions` of the strategy, for all other options.
         """
         size = self.bucket_bytes / _MB
         if size == DEFAULT_BUCKET_MB:
-            # The default is made smaller for small models. This is no default.
+            # The default size would be reduced for small models; the next larger float
+            # counts as an explicit size.
             size = math.nextafter(size, math.inf)
         return dataclasses.replace(
             base,
@@ -74,14 +76,14 @@ class PlanChoice:
 
 @dataclasses.dataclass(frozen=True)
 class KeptPlan:
-    """What a trial has found, as it is kept.
+    """Result of a trial, as it is stored in the cache.
 
     Args:
-        choice: `PlanChoice`, or `None`: the default is not slower than others.
-        gain: String, what it has gained over the default, for people.
+        choice: `PlanChoice` of the winner, or `None` if no plan beat the default.
+        gain: String, description of the gain over the default, for messages.
 
     Raises:
-        ValueError: If one of them is something else.
+        ValueError: If an argument is invalid.
 
     Example:
 
@@ -96,7 +98,7 @@ class KeptPlan:
     gain: str = ""
 
     def __post_init__(self) -> None:
-        is_text = isinstance(self.gain, str) and len(self.gain) <= _MOST_TEXT
+        is_text = isinstance(self.gain, str) and len(self.gain) <= _MAX_GAIN_LENGTH
         if not is_text or not self.gain.isprintable():
             raise ValueError(f"A gain is a short text. Received: gain={self.gain!r}")
 
@@ -106,29 +108,29 @@ class KeptPlan:
 
     @classmethod
     def from_json(cls, text: str) -> KeptPlan | None:
-        """Decode a plan; `None` for a text that holds none."""
+        """Decode a plan; return `None` if the text is not a valid plan."""
         try:
             entry = json.loads(text)
             choice = entry["choice"]
-            found = None if choice is None else PlanChoice(**choice)
-            return cls(found, entry["gain"])
+            plan_choice = None if choice is None else PlanChoice(**choice)
+            return cls(plan_choice, entry["gain"])
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
 
 
 def plans_path() -> pathlib.Path:
-    """Path of the user's file of tuned plans, `plans.json`, beside that of links."""
+    """Return the path of the user's cache of tuned plans, `plans.json`."""
     return cache_path("plans.json")
 
 
 def plan_key(cluster: str, variables: Sequence[Any], settings: Sequence[Any]) -> str:
-    """Key of what a plan was tuned for.
+    """Return the cache key of a plan, for a cluster, a model and settings.
 
     Args:
         cluster: String, see `tfdp.training.reduction.link_measure.cluster_key`.
-        variables: Sequence of Keras variables, those that are trained.
-        settings: Sequence of what else a step depends on, each with a `repr` that
-            says what it is.
+        variables: Sequence of the trained Keras variables.
+        settings: Sequence of other values that a step depends on; the `repr` of each
+            must identify it.
 
     Returns:
         String, a digest.
@@ -139,11 +141,11 @@ def plan_key(cluster: str, variables: Sequence[Any], settings: Sequence[Any]) ->
 
 
 def load_plan(key: str, path: pathlib.Path | None = None) -> KeptPlan | None:
-    """Load a plan that was tuned before.
+    """Load a plan from the cache.
 
     Args:
         key: String, see `plan_key`.
-        path: Path of the file, or `None` for the user's. Defaults to `None`.
+        path: Path of the file, or `None` for that of the user. Defaults to `None`.
 
     Returns:
         `KeptPlan`, or `None` if the file has none for this key or cannot be read.
@@ -153,15 +155,15 @@ def load_plan(key: str, path: pathlib.Path | None = None) -> KeptPlan | None:
 
 
 def store_plan(key: str, plan: KeptPlan, path: pathlib.Path | None = None) -> bool:
-    """Store a plan for another run; other entries of the file stay.
+    """Store a plan in the cache, beside the other entries of the file.
 
     Args:
         key: String, see `plan_key`.
-        plan: `KeptPlan`.
-        path: Path of the file, or `None` for the user's. Defaults to `None`.
+        plan: `KeptPlan` to store.
+        path: Path of the file, or `None` for that of the user. Defaults to `None`.
 
     Returns:
-        Bool, whether it could be written.
+        Bool, whether the file could be written.
     """
     path = path or plans_path()
     return write_entries(path, {**read_entries(path), key: plan.to_json()})

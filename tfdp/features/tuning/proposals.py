@@ -1,8 +1,8 @@
-"""Proposals: the plans of a step that are worth a trial, by the cost model.
+"""Proposals: plans of a step that are worth a trial, ranked by the cost model.
 
-The model is right about what a link takes and wrong about what several buckets hide of
-each other, so that what it ranks first need not be the fastest: it proposes plans that
-differ, and their times decide.
+The cost model predicts the time of a collective on a link well, but not how buckets
+overlap, so that its first plan may not be the fastest. It therefore proposes different
+plans, whose measured times decide.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from tfdp.ground.plans.buckets import BucketPlan, plan_buckets
 from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
 from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
 
-# Algorithms of the buckets of a plan under a choice, or under none.
+# Callable that returns the algorithm of each bucket of a plan under a choice, or under
+# `None`, the default.
 RoutesOf = Callable[[PlanChoice | None, BucketPlan], Sequence[AlgorithmChoice]]
 
-MOST_PROPOSALS = 5
-# Buckets hold about this part of all gradients.
+# Largest number of proposals of a trial.
+MAX_PROPOSALS = 5
+# Bucket sizes that are tried: the size of all gradients divided by these numbers.
 _PARTS = (1, 2, 4, 8, 16, 32)
-_LEAST_BUCKET_BYTES = 2**14
+# Smallest size of a bucket that is tried.
+_MIN_BUCKET_BYTES = 2**14
+# Size of a smaller first bucket, which is tried beside one of the full size.
 _FIRST_BUCKET_BYTES = 2**20
-# Halvings of an interval: enough for a millionth of it.
+# Halvings of an interval in a bisection, to a millionth of its length.
 _BISECTIONS = 20
 
 
@@ -32,8 +36,8 @@ class Proposal:
     """A plan that is worth a trial.
 
     Args:
-        choice: `PlanChoice`.
-        plan: `BucketPlan` that follows from it.
+        choice: `PlanChoice`, bucket sizes and algorithm.
+        plan: `BucketPlan` that follows from the choice.
         routes: Tuple of `AlgorithmChoice`, one for each bucket.
     """
 
@@ -52,40 +56,38 @@ def propose(
     algorithms: Sequence[str | None],
     routes_of: RoutesOf,
 ) -> list[Proposal]:
-    """Propose plans, those that are predicted to be the fastest first.
+    """Propose plans, ordered by predicted step time.
 
     Args:
         default: `BucketPlan` of the default, in the order of the backward pass.
-        step_seconds: Float, what a step takes with it.
+        step_seconds: Float, measured time of a step with the default plan.
         algorithms: Sequence of strings or `None`, the algorithms to try, see
             `PlanChoice`.
-        routes_of: Callable, which chooses the algorithms of a plan's buckets under a
-            `PlanChoice`, or under `None`, the default.
+        routes_of: Callable, see `RoutesOf`.
 
     Returns:
-        List of at most five `Proposal`, all of which differ from the default and from
-        each other.
+        List of at most five `Proposal` that differ from the default and each other.
     """
     routes = tuple(routes_of(None, default))
     compute_seconds = _compute_seconds(default, routes, step_seconds)
     seen = {_signature(default, routes)}
-    found: list[tuple[float, Proposal]] = []
+    predicted: list[tuple[float, Proposal]] = []
     for proposal in _all_proposals(default, algorithms, routes_of):
         signature = _signature(proposal.plan, proposal.routes)
         if signature not in seen:
             seen.add(signature)
             step = _predict(proposal.plan, proposal.routes, compute_seconds)
-            found.append((step.step_seconds, proposal))
-    ranked = sorted(found, key=lambda pair: pair[0])
-    return _different([proposal for _, proposal in ranked])
+            predicted.append((step.step_seconds, proposal))
+    ranked = sorted(predicted, key=lambda pair: pair[0])
+    return _select_different([proposal for _, proposal in ranked])
 
 
 def _all_proposals(
     default: BucketPlan, algorithms: Sequence[str | None], routes_of: RoutesOf
 ) -> Iterator[Proposal]:
-    """All that may be proposed; the same plan may be among them twice."""
+    """Yield all candidates, with duplicates."""
     entries = [entry for bucket in default for entry in bucket.entries]
-    sizes = [max(default.num_bytes // part, _LEAST_BUCKET_BYTES) for part in _PARTS]
+    sizes = [max(default.num_bytes // part, _MIN_BUCKET_BYTES) for part in _PARTS]
     for size in dict.fromkeys(sizes):
         for first in dict.fromkeys((min(size, _FIRST_BUCKET_BYTES), size)):
             plan = plan_buckets(
@@ -99,13 +101,13 @@ def _all_proposals(
                 yield Proposal(choice, plan, tuple(routes_of(choice, plan)))
 
 
-def _different(ranked: Sequence[Proposal]) -> list[Proposal]:
-    """The first of each bucket size; the last place is for the best that is left."""
+def _select_different(ranked: Sequence[Proposal]) -> list[Proposal]:
+    """Select the fastest proposal of each bucket size, and the best remaining one."""
     sizes: set[int] = set()
     chosen: list[Proposal] = []
     for proposal in ranked:
         size = proposal.choice.bucket_bytes
-        if size not in sizes and len(chosen) < MOST_PROPOSALS - 1:
+        if size not in sizes and len(chosen) < MAX_PROPOSALS - 1:
             sizes.add(size)
             chosen.append(proposal)
     chosen += [proposal for proposal in ranked if proposal not in chosen][:1]
@@ -115,7 +117,7 @@ def _different(ranked: Sequence[Proposal]) -> list[Proposal]:
 def _compute_seconds(
     plan: BucketPlan, routes: Sequence[AlgorithmChoice], step_seconds: float
 ) -> float:
-    """Seconds of a step without what is predicted to be exposed, by bisection."""
+    """Return the compute time at which the model predicts a step time, by bisection."""
     low, high = 0.0, step_seconds
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -129,6 +131,7 @@ def _compute_seconds(
 def _predict(
     plan: BucketPlan, routes: Sequence[AlgorithmChoice], compute_seconds: float
 ) -> StepPrediction:
+    """Predict a step of a plan by the cost model."""
     buckets = [
         BucketPrediction(bucket.num_bytes, route.seconds)
         for bucket, route in zip(plan, routes, strict=True)
@@ -137,7 +140,7 @@ def _predict(
 
 
 def _signature(plan: BucketPlan, routes: Sequence[AlgorithmChoice]) -> tuple:
-    """What two plans have in common that are the same."""
+    """Return a value that is equal for plans with the same buckets and algorithms."""
     return tuple(
         (tuple(entry.name for entry in bucket.entries), str(route))
         for bucket, route in zip(plan, routes, strict=True)

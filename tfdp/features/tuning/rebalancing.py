@@ -1,4 +1,4 @@
-"""Rebalancing of a batch's rows by the measured speed of the workers."""
+"""Rebalancing: division of a batch's rows by the measured speed of the workers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.training.data.load_balancer import LoadBalancer
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
-# So many of the latest steps tell how fast a worker is, and fewer than that nothing.
-_KEPT_STEPS, _FEWEST_STEPS = 64, 5
-# An epoch may last for hours: the first ones to pass judgement on are these steps,
-# and then those of twice the number, again and again.
+# The speed of a worker is the median of its latest steps, at most the first number of
+# them and at least the second.
+_KEPT_STEPS, _MIN_STEPS = 64, 5
+# Step of the first rebalancing within an epoch, which may last for hours; the following
+# ones come after twice the number of steps each.
 _FIRST_STEP = 20
 
 
 class Rebalance(TimedSteps):
-    """Give slow workers fewer rows of each batch, and fast ones more.
+    """Give slow workers fewer rows of each batch, and fast workers more.
 
-    All workers see the same times, and compute the same weights from them. The mean
-    of a batch stays that of its rows: each replica counts by how many it has.
+    All workers gather the same times, and compute the same division from them. The mean
+    gradient stays that of the batch: each replica is weighted by its number of rows.
 
     Args:
         strategy: A tfdp strategy of several workers.
-        balance: Its `LoadBalancer`.
+        balance: `LoadBalancer` of the strategy.
     """
 
     def __init__(self, strategy: Any, balance: LoadBalancer) -> None:
@@ -43,12 +44,12 @@ class Rebalance(TimedSteps):
         self._readings = collections.deque(maxlen=_KEPT_STEPS)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Trace steps with time stamps."""
+        """Have steps traced with time stamps."""
         self.meter = meter_for(self.model, self._strategy)
         self.meter.start()
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
-        """Store a reading; rebalance early within the first epoch."""
+        """Store a reading, and rebalance if one of the increasing steps is reached."""
         if reading is not None:
             self._readings.append(reading)
         if self.step >= self._due:
@@ -56,24 +57,25 @@ class Rebalance(TimedSteps):
             self._rebalance()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Move rows, with all other workers."""
+        """Rebalance, together with all other workers."""
         super().on_epoch_end(epoch, logs)
         self._rebalance()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Stop recording."""
+        """Stop the meter."""
         if self.meter is not None:
             self.meter.stop()
             self.meter = None
 
     def _rebalance(self) -> None:
+        """Gather the times of all workers, and divide rows by them."""
         worker_group = self._strategy.extended.worker_group
-        found = worker_group.all_gather("the speed of workers", self._measured())
+        measured = worker_group.all_gather("the speed of workers", self._measured())
         self._interrupt()
-        if None in found:
+        if None in measured:
             return
-        times = [microseconds for microseconds, _ in found]
-        num_rows = found[0][1]
+        times = [microseconds for microseconds, _ in measured]
+        num_rows = measured[0][1]
         before = self._balance.rows(num_rows)
         self._balance.update(num_rows, times)
         after = self._balance.rows(num_rows)
@@ -85,15 +87,19 @@ class Rebalance(TimedSteps):
             )
 
     def _measured(self) -> tuple[int, int] | None:
-        """Microseconds of this worker's own part of a step, and rows of a batch."""
+        """Return this worker's compute time of a step in microseconds, and batch rows.
+
+        Returns:
+            Tuple of two ints, or `None` if too few steps were timed.
+        """
         assert self.meter is not None
         samples = [self.meter.sample(reading) for reading in self._readings]
         self._readings.clear()
-        if len(samples) < _FEWEST_STEPS:
+        if len(samples) < _MIN_STEPS:
             return None
         seconds = statistics.median(sample.compute_seconds for sample in samples)
         rows = statistics.median_high(sample.samples for sample in samples)
-        # On GPUs the exposed part is unknown until a step has been profiled.
+        # On GPUs compute time is unknown (NaN) until a step has been profiled.
         unknown = any(math.isnan(sample.exposed_seconds) for sample in samples)
         if unknown or not math.isfinite(rows):
             return None
@@ -102,7 +108,7 @@ class Rebalance(TimedSteps):
 
 class _Rebalancing(Feature):
     def choose_callbacks(self, fit: Fit) -> None:
-        """Add the callback where the strategy's option asks for it."""
+        """Add the callback if the strategy rebalances rows."""
         strategy, callbacks = fit.strategy, fit.arguments["callbacks"]
         if strategy is None or strategy.extended.worker_group.num_workers == 1:
             return

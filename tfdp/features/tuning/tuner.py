@@ -1,10 +1,10 @@
-"""Tuner: a trial over the steps of a loop, block by block, by successive halving.
+"""Tuner: a trial of plans over the steps of a loop, by successive halving.
 
-It knows neither Keras nor a clock: it is told of each step, and switches plans. Blocks
-of the default and of its rivals take turns, and what counts is the ratio of two blocks
-of the same round: a machine that slows down hurts both. First rounds drop the slower
-half of the rivals again and again. The last rounds compare the one that is left with
-the default anew, for the best of several noisy numbers looks better than it is.
+The tuner does not depend on Keras or a clock: it receives the time of each step, and
+switches plans. A round has one block of steps for the default and for each rival, and
+compares blocks of the same round, since a slower machine affects all of them. The first
+stages drop the slower half of the rivals until one is left. The last stage compares it
+with the default in new rounds, since the best of several noisy times is biased.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import statistics
 from collections.abc import Sequence
 from typing import Protocol
 
-from tfdp.features.tuning.proposals import MOST_PROPOSALS, Proposal
+from tfdp.features.tuning.proposals import MAX_PROPOSALS, Proposal
 from tfdp.ground.base.intervals import median_interval
 from tfdp.ground.text import pluralize
 
-# The default, among the plans of a trial.
+# Number of the default among the plans of a trial.
 DEFAULT = 0
-# Rounds before each halving, and of the last comparison. Of nine pairs the interval
-# leaves out one on either side, and holds the median with 96 %.
+# Rounds before each halving, and of the last comparison. The interval of nine ratios
+# leaves out one on either side, and contains the median with a probability of 96 %.
 _ROUNDS, _LAST_ROUNDS = 2, 9
-# Steps of a block that count. With accumulation so many updates at least.
-BLOCK_STEPS, _FEWEST_UPDATES = 20, 5
-# Updates of a block that do not count: caches are those of the plan before. The first
-# time that a plan is used it is traced, and memory is allocated for it.
+# Timed steps of a block, and with gradient accumulation the least timed updates.
+BLOCK_STEPS, _MIN_UPDATES = 20, 5
+# Updates at the start of a block that are not timed: caches hold data of the plan
+# before. In the first block of a plan they also trace it and allocate memory.
 _SKIPPED, _SKIPPED_AT_FIRST = 1, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
-    """How much faster than the default a plan is, in fractions of its speed.
+    """Speedup of a plan over the default, as a fraction of the default's speed.
 
     Args:
-        median: Float, 0.1 for 10 % more steps in the same time.
-        low: Float, the lower end of its interval.
-        high: Float, the upper end.
-        num_rounds: Int, pairs of blocks that it was measured in.
+        median: Float, median over rounds: 0.1 for 10 % more steps in the same time.
+        low: Float, lower end of the median's confidence interval.
+        high: Float, upper end of the interval.
+        num_rounds: Int, number of rounds in which it was measured.
 
     Example:
 
@@ -59,10 +59,10 @@ class Gain:
 
 
 class Trial:
-    """Trial of some rivals against the default.
+    """Trial of several plans, the rivals, against the default.
 
     Args:
-        num_rivals: Int, at least 1. They are numbered from 1 on; the default is 0.
+        num_rivals: Int, at least 1. Rivals are numbered from 1; the default is 0.
 
     Example: the second of two rivals is twice as fast as the default.
 
@@ -79,42 +79,42 @@ class Trial:
 
     def __init__(self, num_rivals: int) -> None:
         self._rivals = list(range(1, num_rivals + 1))
-        # By rival, its speed relative to the default in each round of this stage.
+        # For each rival, its speed relative to the default in each round of this stage.
         self._ratios: dict[int, list[float]] = {}
         self._num_rounds = 0
         self._is_last = num_rivals == 1
         self.gain: Gain | None = None
         self.winner = DEFAULT
-        self.round: tuple[int, ...] = self._next()
+        self.round: tuple[int, ...] = self._next_round()
 
     def add(self, seconds: Sequence[float]) -> None:
-        """Take in the times of a round.
+        """Add the times of a round, and choose the plans of the next one.
 
         Args:
-            seconds: Sequence of floats, of the plans of `round`, in this order.
+            seconds: Sequence of floats, time of a step with each plan in `round`.
         """
         times = dict(zip(self.round, seconds, strict=True))
         for rival in self._rivals:
-            found = self._ratios.setdefault(rival, [])
-            found.append(times[DEFAULT] / times[rival])
+            ratios = self._ratios.setdefault(rival, [])
+            ratios.append(times[DEFAULT] / times[rival])
         self._num_rounds += 1
         rounds = len(self._ratios[self._rivals[0]])
         if self._is_last and rounds == _LAST_ROUNDS:
             self._decide()
         elif not self._is_last and rounds == _ROUNDS:
             self._halve()
-        self.round = self._next()
+        self.round = self._next_round()
 
-    def _next(self) -> tuple[int, ...]:
-        """Plans of the next round in their order, which every second one reverses."""
+    def _next_round(self) -> tuple[int, ...]:
+        """Return the plans of the next round in order; odd rounds reverse it."""
         if not self._rivals:
             return ()
         plans = (DEFAULT, *self._rivals)
         return plans[::-1] if self._num_rounds % 2 else plans
 
     def _halve(self) -> None:
-        """Keep the faster half of the rivals, or none where none is faster."""
-        medians = {r: statistics.median(found) for r, found in self._ratios.items()}
+        """Keep the faster half of the rivals, or none if none beats the default."""
+        medians = {r: statistics.median(ratios) for r, ratios in self._ratios.items()}
         ranked = sorted(self._rivals, key=lambda rival: -medians[rival])
         kept = ranked[: max(1, len(ranked) // 2)]
         self._rivals = [] if medians[kept[0]] <= 1 else sorted(kept)
@@ -122,6 +122,7 @@ class Trial:
         self._is_last = len(self._rivals) == 1
 
     def _decide(self) -> None:
+        """End the trial: the last rival wins if its interval is above zero."""
         (rival,) = self._rivals
         gains = [ratio - 1 for ratio in self._ratios[rival]]
         low, high = median_interval(gains)
@@ -130,15 +131,15 @@ class Trial:
         self._rivals = []
 
 
-def most_blocks(num_rivals: int) -> int:
-    """Return the most blocks that a trial takes.
+def max_blocks(num_rivals: int) -> int:
+    """Return the largest number of blocks that a trial takes.
 
     Args:
         num_rivals: Int, at least 1.
 
     Example:
 
-    >>> most_blocks(1), most_blocks(5)
+    >>> max_blocks(1), max_blocks(5)
     (18, 36)
     """
     count = 0
@@ -149,27 +150,27 @@ def most_blocks(num_rivals: int) -> int:
 
 
 class Loop(Protocol):
-    """What a tuner does to the loop whose steps it is told of."""
+    """Interface of the loop whose plans a tuner tries."""
 
     def propose(self, step_seconds: float) -> list[Proposal]:
-        """Propose plans, the same on all workers, given what a step takes."""
+        """Propose plans, the same on all workers, given the default's step time."""
 
     def switch(self, proposal: Proposal | None) -> None:
-        """Take a plan from the next step on, or with `None` the default."""
+        """Use a plan from the next step on; `None` is the default."""
 
     def agree(self, seconds: list[float]) -> list[float]:
-        """Return the longest of all workers' times, one for each plan of a round."""
+        """Return for each plan of a round the longest time of all workers."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a trial has found.
+class TrialResult:
+    """Result of a trial.
 
     Args:
-        winner: `Proposal` that is faster than the default, or `None`: none is.
-        gain: `Gain` of the winner, or of the best that the default was compared with;
-            `None` where the first rounds left no rival.
-        num_proposals: Int, plans that were tried.
+        winner: `Proposal` that is faster than the default, or `None` if there is none.
+        gain: `Gain` of the rival in the last comparison, or `None` if all rivals were
+            dropped before.
+        num_proposals: Int, number of plans that were tried.
     """
 
     winner: Proposal | None
@@ -177,14 +178,14 @@ class Outcome:
     num_proposals: int
 
     def describe(self, steps: str) -> str:
-        """Describe what was found, for people.
+        """Describe the result in a message to the user.
 
         Args:
-            steps: String, the steps of a block that count.
+            steps: String, the number of timed steps of a block, such as `"20 steps"`.
 
         Example:
 
-        >>> print(Outcome(None, Gain(0.02, -0.01, 0.05, 9), 5).describe("20 steps"))
+        >>> print(TrialResult(None, Gain(0.02, -0.01, 0.05, 9), 5).describe("20 steps"))
         keeps the default buckets: of 5 other plans the best was 2 % faster than the \
 default [-1, 5] in 9 rounds of 20 steps
         """
@@ -194,23 +195,23 @@ default [-1, 5] in 9 rounds of 20 steps
         others = pluralize(self.num_proposals, "other plan")
         if gain is None:
             return f"keeps the default buckets: none of {others} was faster"
-        found = f"{gain} in {pluralize(gain.num_rounds, 'round')} of {steps}"
+        measured = f"{gain} in {pluralize(gain.num_rounds, 'round')} of {steps}"
         if self.winner is not None:
-            return f"took {self.winner}: {found}"
-        return f"keeps the default buckets: of {others} the best was {found}"
+            return f"took {self.winner}: {measured}"
+        return f"keeps the default buckets: of {others} the best was {measured}"
 
 
 class Tuner:
-    """Tuner of a loop.
+    """Driver of a trial: times blocks of steps, and switches the plans of a loop.
 
     Args:
-        loop: `Loop`.
-        update_steps: Int, steps from one update of the weights to the next: only then
-            is there something to communicate.
+        loop: `Loop` whose plans are tried.
+        update_steps: Int, steps from one update of the weights to the next; only
+            updates communicate.
     """
 
     def __init__(self, loop: Loop, update_steps: int) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: TrialResult | None = None
         self._loop = loop
         self._update_steps = update_steps
         self._proposals: list[Proposal] = []
@@ -220,11 +221,11 @@ class Tuner:
         self._block = self._new_block(_SKIPPED_AT_FIRST)
 
     def step_ends(self, seconds: float, num_steps: int = 1) -> None:
-        """Take in the time of some steps; plans may be switched.
+        """Add the time of an execution, and switch plans if the block is over.
 
         Args:
-            seconds: Float, of all of them.
-            num_steps: Int, those of one execution. Defaults to 1.
+            seconds: Float, time of all steps of the execution.
+            num_steps: Int, steps of the execution. Defaults to 1.
         """
         if self.outcome is not None or not self._block.add(seconds, num_steps):
             return
@@ -236,6 +237,7 @@ class Tuner:
             self._begin_block(plans[len(self._medians)])
 
     def _end_round(self) -> None:
+        """Agree on the times of a round with all workers, and start the next round."""
         seconds = self._loop.agree(self._medians)
         self._medians = []
         if self._trial is not None:
@@ -250,6 +252,7 @@ class Tuner:
             self._end()
 
     def _begin_block(self, plan: int) -> None:
+        """Switch to a plan, and start to time a block of it."""
         self._loop.switch(self._proposal(plan))
         self._block = self._new_block(
             _SKIPPED if plan in self._seen else _SKIPPED_AT_FIRST
@@ -257,13 +260,15 @@ class Tuner:
         self._seen.add(plan)
 
     def _end(self) -> None:
+        """Switch to the winner, and set `outcome`."""
         winner = gain = None
         if self._trial is not None:
             winner, gain = self._proposal(self._trial.winner), self._trial.gain
         self._loop.switch(winner)
-        self.outcome = Outcome(winner, gain, len(self._proposals))
+        self.outcome = TrialResult(winner, gain, len(self._proposals))
 
     def _proposal(self, plan: int) -> Proposal | None:
+        """Return the proposal of a plan's number, `None` for the default."""
         return None if plan == DEFAULT else self._proposals[plan - 1]
 
     def _new_block(self, num_skipped: int) -> _Block:
@@ -272,7 +277,7 @@ class Tuner:
 
 
 class _Block:
-    """Times of the updates of one block."""
+    """Times of the updates of one block of steps."""
 
     def __init__(self, update_steps: int, num_skipped: int, num_updates: int) -> None:
         self._update_steps = update_steps
@@ -282,7 +287,7 @@ class _Block:
         self._times: list[float] = []
 
     def add(self, seconds: float, num_steps: int) -> bool:
-        """Take in the time of some steps; true when the block is over."""
+        """Add the time of an execution, and return whether the block is over."""
         self._steps += num_steps
         self._seconds += seconds
         if self._steps >= self._update_steps:
@@ -292,30 +297,31 @@ class _Block:
 
     @property
     def median(self) -> float:
-        """Float, seconds of a step: evaluations and starts of epochs are outliers."""
+        """Float, median seconds of a step: evaluations between steps are outliers."""
         return statistics.median(self._times[self._num_skipped :])
 
 
-def most_steps(update_steps: int) -> int:
-    """Return the most steps that a trial takes.
+def max_trial_steps(update_steps: int) -> int:
+    """Return the largest number of steps that a trial takes.
 
     Args:
         update_steps: Int, see `Tuner`.
 
     Example:
 
-    >>> most_steps(1), most_steps(4)
+    >>> max_trial_steps(1), max_trial_steps(4)
     (789, 936)
     """
     each = _updates_of_block(update_steps) + _SKIPPED
-    # One block comes before all, and each plan is new once.
-    blocks = 1 + most_blocks(MOST_PROPOSALS)
-    more = (_SKIPPED_AT_FIRST - _SKIPPED) * (1 + MOST_PROPOSALS)
+    # The default has a block before the first round, and the first block of each plan
+    # skips more updates.
+    blocks = 1 + max_blocks(MAX_PROPOSALS)
+    more = (_SKIPPED_AT_FIRST - _SKIPPED) * (1 + MAX_PROPOSALS)
     return update_steps * (blocks * each + more)
 
 
 def block_steps(update_steps: int) -> int:
-    """Return the steps of a block that count.
+    """Return the number of timed steps of a block.
 
     Args:
         update_steps: Int, see `Tuner`.
@@ -329,14 +335,15 @@ def block_steps(update_steps: int) -> int:
 
 
 def _updates_of_block(update_steps: int) -> int:
-    return max(-(-BLOCK_STEPS // update_steps), _FEWEST_UPDATES)
+    """Return the number of timed updates of a block."""
+    return max(-(-BLOCK_STEPS // update_steps), _MIN_UPDATES)
 
 
 def longest(of_workers: Sequence[Sequence[float]]) -> list[float]:
-    """Return the longest time of each plan: a step is over when the last worker is.
+    """Return the longest time of each plan, since a step ends with the slowest worker.
 
     Args:
-        of_workers: Sequence of the times of each worker.
+        of_workers: Sequence with the times of each worker, one for each plan.
 
     Example:
 

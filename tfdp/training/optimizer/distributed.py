@@ -244,10 +244,10 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         local_steps = self.features.local_steps
         if local_steps is None:
             return
-        local_steps.rest()
+        local_steps.before_sync()
         if int(local_steps.updates.numpy()):
             self._traces.run(self, "average", self._average_replicas)
-        local_steps.meet()
+        local_steps.after_sync()
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Overwrite variables with their moving averages at the end of training."""
