@@ -256,6 +256,7 @@ class LARS(keras.optimizers.Optimizer):
     def _trust_ratio(
         self, weights: tf.Tensor, gradient: tf.Tensor, decay: float
     ) -> tf.Tensor:
+        """Return the trust ratio, 1 if a norm is zero."""
         weight_norm, gradient_norm = _norm(weights), _norm(gradient)  # [], []
         ratio = (self.trust_coefficient * weight_norm) / (
             gradient_norm + decay * weight_norm + self.epsilon

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from tfdp.features.ray.report import ReportCallback, dataset_shard
     from tfdp.features.ray.trainer import KerasTrainer
 
-_MODULES = {
+# Module of each public name, imported at first use.
+_HOMES = {
     "KerasTrainer": "tfdp.features.ray.trainer",
     "ReportCallback": "tfdp.features.ray.report",
     "dataset_shard": "tfdp.features.ray.report",
@@ -24,10 +25,10 @@ if not TYPE_CHECKING:  # with `__getattr__` a type checker accepts any attribute
 
     def __getattr__(name: str) -> Any:
         # Imported lazily: the driver of a Ray job needs no TensorFlow.
-        if name not in _MODULES:
+        if name not in _HOMES:
             raise AttributeError(f"module 'tfdp.ray' has no attribute {name!r}")
         try:
-            return getattr(importlib.import_module(_MODULES[name]), name)
+            return getattr(importlib.import_module(_HOMES[name]), name)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] != "ray":
                 raise

@@ -164,7 +164,7 @@ def test_who_waits_for_long_says_so(hub, monkeypatch, capsys):
     assert training is not None
     assert "has waited" not in capsys.readouterr().err
     monkeypatch.setattr(island_training, "_WARN_AFTER_SECONDS", 0.1)
-    training._exchange = island_training._task(lambda: bool(time.sleep(0.5)))
+    training._exchange = island_training._run_on_thread(lambda: bool(time.sleep(0.5)))
     training._finish(0.0)
     said = capsys.readouterr().err
     assert "tfdp: island 0 has waited for 0.1 s for the others" in said

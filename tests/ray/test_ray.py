@@ -106,14 +106,14 @@ def test_a_checkpoint_of_all_workers_is_reported(one_machine, tmp_path, expected
 
 
 def test_logs_are_reported_under_the_names_that_are_asked_for():
-    from tfdp.features.ray.report import _chosen
+    from tfdp.features.ray.report import _reported_logs
 
     logs = {"loss": 2, "mae": np.float32(0.5)}
-    assert _chosen(logs, None) == {"loss": 2.0, "mae": 0.5}
-    assert _chosen(logs, ["mae"]) == {"mae": 0.5}
-    assert _chosen(logs, {"error": "mae"}) == {"error": 0.5}
+    assert _reported_logs(logs, None) == {"loss": 2.0, "mae": 0.5}
+    assert _reported_logs(logs, ["mae"]) == {"mae": 0.5}
+    assert _reported_logs(logs, {"error": "mae"}) == {"error": 0.5}
     with pytest.raises(ValueError, match="There are: loss, mae"):
-        _chosen(logs, ["accuracy"])
+        _reported_logs(logs, ["accuracy"])
 
 
 def test_a_failure_without_a_retry_is_raised(one_machine, tmp_path):

@@ -247,6 +247,7 @@ class BackupAndRestore(StrategyCallback):
         return f"{self.directory.rstrip('/')}/island-{island.index}"
 
     def _exit(self) -> None:
+        """Print that training was saved on a preemption notice, and exit."""
         self._notice.is_answered = True
         self._say(
             f"training was to stop, and is saved at step {self._total} in "

@@ -152,6 +152,7 @@ class ConsistencyCheck(StrategyCallback):
         check_same_values(worker_group, topic, fingerprints, values)
 
     def _warn_about_sharded_weights(self) -> None:
+        """Warn that sharded parameters are left out, if there are any."""
         weights = recorded_weights(self.model)
         sharded = [weight for weight in weights if weight.value.has_parts]
         if sharded:
@@ -163,6 +164,7 @@ class ConsistencyCheck(StrategyCallback):
             )
 
     def _check(self, when: str) -> None:
+        """Compare the checksums of the weights of all replicas."""
         # The topic has `every`, so that workers with different settings get an error
         # that names it.
         topic = f"ConsistencyCheck(every={self.every})"

@@ -100,6 +100,7 @@ class InputProbe(MeasuringCallback):
         self._write()
 
     def _write(self) -> None:
+        """Write the result so far to the JSON file."""
         self._written_at = time.monotonic()
         content = {
             "problem": self._problem,

@@ -231,6 +231,7 @@ def _set_warmup(model: Any, options: WarmupOptions) -> None:
 
 
 def _inner_optimizers(model: Any) -> list:
+    """Return the optimizers of the model without their wrappers."""
     optimizer = model.optimizer
     while hasattr(optimizer, "inner_optimizer"):  # Keras's loss scaling, too
         optimizer = optimizer.inner_optimizer

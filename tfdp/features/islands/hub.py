@@ -138,9 +138,11 @@ class Meeting(Rounds):
         return states[max(states, key=lambda index: (states[index][0], -index))][1]
 
     def _may_begin(self) -> bool:
+        """Return whether waiting islands may receive a state, or must give up."""
         return self._is_closed or self._state is not None or not self._expected
 
     def _check(self, member: Participant) -> None:
+        """Raise if a waiting island must give up; see `Rounds`."""
         if self._is_closed:
             raise EOFError
         super()._check(member)
@@ -352,4 +354,5 @@ class Hub:
 
 
 def _warn_about_file_limit(lack: str) -> None:
+    """Print that the hub has no file descriptors left to accept connections."""
     print(f"tfdp: no island can connect: {lack}", file=sys.stderr, flush=True)

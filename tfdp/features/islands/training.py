@@ -217,6 +217,7 @@ class IslandTraining:
 
     @property
     def _updates(self) -> int:
+        """Int, updates since the last `sync`, by the number of batches."""
         return self._batches // _micro_batches(self._model.optimizer)
 
     def begin_fit(self) -> None:
@@ -385,6 +386,7 @@ class IslandTraining:
         ]
 
     def _assign(self, weights: list[Array], statistics: list[Array]) -> None:
+        """Set the model's trained weights and averaged statistics."""
         variables = [*self._model.trainable_variables, *self._statistic_variables()]
         for variable, array in zip(variables, [*weights, *statistics], strict=True):
             variable.assign(array)

@@ -238,6 +238,7 @@ class Exchanges:
         return [total * tf.cast(factor, total.dtype) for total in sums]
 
     def _assign_state(self, state: Sequence[tf.Tensor]) -> None:
+        """Set the outer state of the running replica."""
         for variable, value in zip(self._outer.carried, state, strict=True):
             _compat.local_part(variable).assign(value, read_value=False)
 
@@ -301,6 +302,7 @@ class Exchanges:
 
 
 def _read(variable: Any) -> tf.Tensor:
+    """Return the value of a variable on the running replica."""
     return tf.convert_to_tensor(_compat.local_part(variable))
 
 

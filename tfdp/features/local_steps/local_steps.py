@@ -299,6 +299,7 @@ def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> li
 
 
 def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
+    """Set variables on the running replica, after all values are computed."""
     with tf.control_dependencies(values):
         for variable, value in zip(variables, values, strict=True):
             part = _compat.local_part(variable)

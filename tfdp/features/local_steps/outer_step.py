@@ -37,9 +37,7 @@ class OuterStep:
         variables: Sequence[Any],
     ) -> None:
         template = options.optimizer
-        with (
-            tf.init_scope()
-        ):  # `get_config` reads the rate, also while a step is traced
+        with tf.init_scope():  # `get_config` reads the rate, even during a trace
             config = template.get_config()
         self.optimizer = type(template).from_config(config)
         # The weights are copied by `begin` in the step: an assignment here would become

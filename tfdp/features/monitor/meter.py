@@ -161,5 +161,6 @@ class TimedSteps(keras.callbacks.Callback):
         self._interrupt()
 
     def _interrupt(self) -> None:
+        """Have the meter ignore the time until the next step begins."""
         if self.meter is not None:
             self.meter.interrupt()

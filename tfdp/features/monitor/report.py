@@ -161,6 +161,7 @@ class RunReport:
 
 
 def _no_windows() -> collections.deque[SlowestWorker]:
+    """Return an empty deque that keeps the latest `_KEPT_WINDOWS` windows."""
     return collections.deque(maxlen=_KEPT_WINDOWS)
 
 

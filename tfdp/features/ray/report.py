@@ -117,6 +117,7 @@ def _folder_of_run() -> str:
 
 
 def _is_first() -> bool:
+    """Return whether this is the first worker of the run."""
     return ray.train.get_context().get_world_rank() == 0
 
 

@@ -97,6 +97,8 @@ def watch_as_rank(rank: int) -> None:
 
 
 class _Tracking(Feature):
+    """Hook of strategies that disables trackers on other workers than the first."""
+
     def on_strategy(self, rank: int) -> None:
         """Disable trackers by the rank that the strategy knows."""
         watch_as_rank(rank)
@@ -107,6 +109,7 @@ register(_Tracking())
 
 @functools.cache
 def _register_import_hooks() -> None:
+    """Wrap trackers when they are imported, or at once if they already are."""
     wrapt.register_post_import_hook(_watch_wandb, "wandb")
     wrapt.register_post_import_hook(_watch_mlflow, "mlflow")
 

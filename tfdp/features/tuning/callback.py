@@ -256,6 +256,8 @@ class BucketTuning(keras.callbacks.Callback):
 
 
 class _Tuning(Feature):
+    """Hooks of `fit` that add and close `BucketTuning`."""
+
     def choose_callbacks(self, fit: Fit) -> None:
         """Add the callback before all others if the strategy tunes buckets."""
         strategy = fit.strategy

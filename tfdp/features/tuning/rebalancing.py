@@ -107,6 +107,8 @@ class Rebalance(TimedSteps):
 
 
 class _Rebalancing(Feature):
+    """Hook of `fit` that adds `Rebalance`."""
+
     def choose_callbacks(self, fit: Fit) -> None:
         """Add the callback if the strategy rebalances rows."""
         strategy, callbacks = fit.strategy, fit.arguments["callbacks"]
