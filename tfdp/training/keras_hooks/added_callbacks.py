@@ -95,7 +95,9 @@ class BroadcastRestoredState(keras.callbacks.Callback):
         variables = self.model.variables + optimizer.variables
         for other in other_optimizers(self.model).values():
             variables = variables + other.variables
-        per_replica_ids = {id(v) for v in getattr(optimizer, "per_replica_variables", [])}
+        per_replica_ids = {
+            id(v) for v in getattr(optimizer, "per_replica_variables", [])
+        }
         variables = [v for v in variables if id(v) not in per_replica_ids]
         values_by_id = {id(v.value): v.value for v in variables if _is_replicated(v)}
         broadcast_variables(self._strategy, list(values_by_id.values()))
