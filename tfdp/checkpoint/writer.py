@@ -155,9 +155,8 @@ def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
                 "that all workers share"
             ) from error
         shards.extend(shards_from_json(json.loads(text)))
-        with contextlib.suppress(
-            StoreError
-        ):  # a later save removes the list with its folder
+        # Otherwise a later save removes the list with its folder.
+        with contextlib.suppress(StoreError):
             folder.remove_file(name)
     files.verify_files(shards, folder, contents=False)
     return tuple(shards)
