@@ -1,4 +1,4 @@
-"""Address of the rendezvous: where node 0 listens, and whether this machine is it."""
+"""Address of the rendezvous: where node 0 listens, and whether it is this machine's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tfdp.communication.cluster.address import is_local_name
 from tfdp.communication.transport.addresses import is_own
 from tfdp.launch.rendezvous.failure import RendezvousError
 
+# Connections that may wait to be accepted.
 _BACKLOG = 128
-# A host may have IPv6 only.
+# Both, since a host may have IPv6 only.
 _LOOPBACKS = ("127.0.0.1", "::1")
 
 
@@ -20,17 +21,16 @@ def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
     """Listen at the rendezvous, if it is an address of this machine.
 
     Args:
-        host: String, name or IP address.
-        port: Int.
-        is_node_0: Bool, whether this machine is node 0 in any case, for the user says
-            so.
+        host: String, name or IP address of the rendezvous.
+        port: Int, port of the rendezvous.
+        is_node_0: Bool, whether the user has declared this machine node 0.
 
     Returns:
-        The listening socket; or `None` if the address is another machine's, or
-        another node of this one has it already.
+        The listening socket; or `None` if the address belongs to another machine, or
+        another node of this machine listens there already.
 
     Raises:
-        RendezvousError: If the name is not known, or node 0 cannot have the port.
+        RendezvousError: If the name cannot be resolved, or node 0 cannot open the port.
     """
     reasons: list[OSError] = []
     for family, address in resolve(host, port):
@@ -40,7 +40,7 @@ def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
             reasons.append(error)
     if not is_node_0:
         return None
-    # Its name may be that of a router, or of a service, that leads here.
+    # The host may name a router or a service that forwards to this machine.
     if all(error.errno == errno.EADDRNOTAVAIL for error in reasons):
         try:
             return _listen_everywhere(port)
@@ -56,28 +56,29 @@ def listen(host: str, port: int, *, is_node_0: bool) -> socket.socket | None:
 
 
 def resolve(host: str, port: int) -> list[tuple[int, tuple]]:
-    """Look a host up.
+    """Resolve a host to socket addresses.
 
     Args:
         host: String, name or IP address.
-        port: Int.
+        port: Int, port of the socket addresses.
 
     Returns:
-        List of the family and the address of a socket.
+        List of tuples of a socket family and a socket address.
 
     Raises:
-        RendezvousError: If nobody knows the name.
+        RendezvousError: If the name cannot be resolved.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # the latter by a label such as ""
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # An empty label of a host name raises `UnicodeError`.
+    except (OSError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no name"
         raise RendezvousError(
             f"The host of --rendezvous is not known here ({reason}). Give the "
             "name or the IP address of node 0 by which the other machines reach it. "
             f"Received: {host}"
         ) from error
-    return list(dict.fromkeys((int(each[0]), tuple(each[4])) for each in found))
+    return list(dict.fromkeys((int(each[0]), tuple(each[4])) for each in infos))
 
 
 def own_address(listener: socket.socket) -> tuple[str, int]:
@@ -89,7 +90,7 @@ def own_address(listener: socket.socket) -> tuple[str, int]:
     Returns:
         The IP address and the port.
     """
-    # With the interface of an address that has one.
+    # `getnameinfo` includes the interface of a link-local address.
     numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
     host = socket.getnameinfo(listener.getsockname(), numeric)[0]
     port = listener.getsockname()[1]
@@ -99,7 +100,7 @@ def own_address(listener: socket.socket) -> tuple[str, int]:
 
 
 def is_link_local(host: str) -> bool:
-    """Return whether a host is an IPv6 address that counts on one interface only.
+    """Return whether a host is a link-local IPv6 address, valid on one interface only.
 
     Args:
         host: String, name or IP address.
@@ -117,8 +118,10 @@ def is_link_local(host: str) -> bool:
 
 
 def _listen_at(host: str, family: int, address: tuple) -> socket.socket:
+    """Listen at a socket address, or everywhere if other machines cannot reach it."""
     listener = socket.create_server(address, family=family, backlog=_BACKLOG)
-    # Debian gives a machine's own name an address that no other machine reaches.
+    # Debian resolves a machine's own host name to 127.0.1.1, which no other machine
+    # can reach.
     if is_local_name(address[0]) and not is_local_name(host):
         listener.close()
         return _listen_everywhere(address[1])
@@ -126,6 +129,7 @@ def _listen_at(host: str, family: int, address: tuple) -> socket.socket:
 
 
 def _listen_everywhere(port: int) -> socket.socket:
+    """Listen on all interfaces, by IPv6 and IPv4 where the system allows both."""
     dual = socket.has_dualstack_ipv6()
     return socket.create_server(
         ("", port),

@@ -1,4 +1,4 @@
-"""Channel of sealed lines of JSON between two ends that have proved themselves."""
+"""Channel of authenticated lines of JSON between two ends that share the secret."""
 
 from __future__ import annotations
 
@@ -15,25 +15,31 @@ from tfdp.communication.connection.handshake import Authenticated
 from tfdp.ground.text import pluralize
 from tfdp.launch.rendezvous.failure import Lost, MalformedMessage
 
-# What is dialled, see `tfdp.communication.connection`.
+# Name of the service in the handshake of `tfdp.communication.connection`.
 SERVICE = "rendezvous"
+# Longest line that node 0 sends: the addresses of all workers are one message.
 MAX_LINE_BYTES = 1 << 19
-# What node 0 reads: no node has more to say.
+# Longest line that node 0 reads: the reports of nodes are shorter than that.
 MAX_REPORT_BYTES = 1 << 16
+# Hexadecimal digits of an HMAC-SHA256.
 _MAC_DIGITS = 64
+# Bytes of the message number that is part of what the HMAC covers.
 _COUNT_BYTES = 8
+# Interval of the heartbeats.
 BEAT_SECONDS = 1.0
-# A machine that has more to do than it can may be silent for some seconds.
+# Silence after which a node counts as lost: an overloaded machine may be silent for
+# some seconds.
 SILENT_SECONDS = 15.0
 _BEAT = {"type": "beat"}
+# Longest wait of `close` until all pending lines are sent.
 _CLOSING_SECONDS = 2.0
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    r"""Write a message as one line.
+    r"""Encode a message as one line.
 
     Args:
-        message: Mapping of what JSON holds.
+        message: Mapping of JSON values.
 
     Returns:
         Bytes that end with a line feed.
@@ -55,16 +61,16 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """Read a message.
+    """Decode a message.
 
     Args:
         line: Bytes, one line.
 
     Returns:
-        Dict.
+        Dict, the message.
 
     Raises:
-        MalformedMessage: If it is no JSON object.
+        MalformedMessage: If the line is no JSON object.
 
     Example:
 
@@ -81,13 +87,13 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 class Seal:
-    """Seal of the messages in one direction of a connection.
+    """Authentication of the messages in one direction of a connection.
 
-    Before each line stands an HMAC-SHA256 of it and of its number, so that nobody
-    between the two ends can add a line, alter one or repeat it.
+    Each line begins with an HMAC-SHA256 of its number and content, so that an attacker
+    between the two ends cannot add, alter or repeat a line.
 
     Args:
-        key: Bytes, of this connection and direction.
+        key: Bytes, the key of this connection and direction.
 
     Example:
 
@@ -101,10 +107,10 @@ class Seal:
         self._count = 0
 
     def close(self, message: Mapping[str, Any]) -> bytes:
-        """Write the next message.
+        """Encode and authenticate the next outgoing message.
 
         Args:
-            message: Mapping of what JSON holds.
+            message: Mapping of JSON values.
 
         Returns:
             Bytes that end with a line feed.
@@ -113,16 +119,16 @@ class Seal:
         return self._mac(line) + b" " + line
 
     def open(self, line: bytes) -> dict[str, Any]:
-        """Read the next message.
+        """Verify and decode the next incoming message.
 
         Args:
             line: Bytes that end with a line feed.
 
         Returns:
-            Dict.
+            Dict, the message.
 
         Raises:
-            MalformedMessage: If the seal is not that of this line.
+            MalformedMessage: If the HMAC does not match the line.
         """
         mac, _, rest = line.partition(b" ")
         if not hmac.compare_digest(mac, self._mac(rest)):
@@ -136,14 +142,14 @@ class Seal:
 
 
 class Channel:
-    """Connection to a node of the job: messages both ways, and heartbeats.
+    """Connection to a node of the job: messages in both directions, and heartbeats.
 
-    To be used in the event loop of its streams.
+    All methods must be called in the event loop of the streams.
 
     Args:
         reader: `asyncio.StreamReader`.
         writer: `asyncio.StreamWriter`.
-        keys: `Authenticated`, of the handshake.
+        keys: `Authenticated`, the result of the handshake.
     """
 
     def __init__(
@@ -159,29 +165,29 @@ class Channel:
     @property
     def peer(self) -> str:
         """String, the IP address of the other end."""
-        return _plain(self._writer.get_extra_info("peername"))
+        return _ip_address(self._writer.get_extra_info("peername"))
 
     @property
     def local(self) -> str:
-        """String, the IP address at which the other end has reached this one."""
-        return _plain(self._writer.get_extra_info("sockname"))
+        """String, the IP address of this end that the other end is connected to."""
+        return _ip_address(self._writer.get_extra_info("sockname"))
 
     @property
     def silent_seconds(self) -> float:
-        """Float, seconds since something was heard of the other end."""
+        """Float, seconds since the last message or heartbeat of the other end."""
         return time.monotonic() - self._heard_at
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message; one that cannot be sent shows as a lost connection.
+        """Send a message; a failure to send shows in `receive` as a lost connection.
 
         Args:
-            message: Mapping of what JSON holds.
+            message: Mapping of JSON values.
         """
         if not self._writer.is_closing():
             self._writer.write(self._outgoing.close(message))
 
     async def beat(self) -> None:
-        """Send a heartbeat every second, until it is cancelled."""
+        """Send a heartbeat every second, until the task is cancelled."""
         while True:
             self.send(_BEAT)
             await asyncio.sleep(BEAT_SECONDS)
@@ -190,11 +196,11 @@ class Channel:
         """Wait for the next message that is no heartbeat.
 
         Args:
-            silent_seconds: Float, after so long without a heartbeat the other end is
-                lost. Defaults to `15.0`.
+            silent_seconds: Float, silence after which the other end counts as lost.
+                Defaults to `15.0`.
 
         Returns:
-            Dict.
+            Dict, the message.
 
         Raises:
             Lost: If the connection has ended, is silent, or was tampered with.
@@ -216,7 +222,7 @@ class Channel:
                 return message
 
     async def close(self) -> None:
-        """Send what is left, for a moment, and end the connection."""
+        """Flush pending messages for up to 2 s, and close the connection."""
         try:
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 self._writer.close()
@@ -225,11 +231,11 @@ class Channel:
             self._writer.transport.abort()
 
 
-def _plain(address: Any) -> str:
-    """Return the IP address of a socket's address, IPv4 also where IPv6 carries it."""
+def _ip_address(address: Any) -> str:
+    """Return the IP address of a socket address; IPv4-mapped IPv6 becomes IPv4."""
     text = str(address[0]) if address else ""
     with contextlib.suppress(ValueError):
-        found = ipaddress.ip_address(text)
-        mapped = getattr(found, "ipv4_mapped", None)
-        return str(found if mapped is None else mapped)
+        parsed = ipaddress.ip_address(text)
+        mapped = getattr(parsed, "ipv4_mapped", None)
+        return str(parsed if mapped is None else mapped)
     return text

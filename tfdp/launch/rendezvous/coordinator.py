@@ -1,12 +1,12 @@
-"""Course of a job on several nodes, as node 0 decides it.
+"""State machine of a job on several nodes, run by node 0.
 
     gathering -> preparing -> running -> stopping -> pausing -> gathering ...
                                  |           |
                                  +-> ended <-+
 
-All nodes come, offer ports, and start their workers together. The first failure, of a
-worker or of a node, stops the workers of all; once these have ended, the policy says
-whether all start again. A node that has gone may come back until then.
+All nodes join, report free ports, and start their workers together. The first failure
+of a worker or a node stops the workers of all nodes. Once they have ended, the restart
+policy decides whether all start again. A lost node may come back until then.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from tfdp.launch.rendezvous.failure import (
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node, Reports, Roster
 
-# What the others report of a lost worker may come before the report of its own node,
-# which does not come where that node is silent.
+# Wait, in seconds, for the report of a silent node whose worker the others have lost:
+# their reports may come first, and a silent node probably sends none.
 _SETTLE_SECONDS = 1.0
+# Interval of notices about missing nodes.
 _NOTICE_SECONDS = 10.0
-# Beside the grace of workers that save, and then of those that are asked to end.
+# Time to stop the workers of a node, in addition to two grace periods: one to save, one
+# to exit.
 _STOP_SECONDS = 30.0
 
 
 class Phase(enum.Enum):
-    """Where a job stands."""
+    """Phase of a job on several nodes."""
 
     GATHERING = "waits for nodes"
     PREPARING = "waits for the ports of all"
@@ -49,52 +51,52 @@ class Phase(enum.Enum):
 
 
 class Coordinator:
-    """State of a job on several nodes; to be called from one thread.
+    """State machine of a job on several nodes; all calls come from one thread.
 
     Args:
-        own: `Hello` of node 0, with which those of the others have to agree.
-        join_seconds: Float, how long to wait for nodes that are not there.
-        make_restarts: Function of the number of workers of all nodes that makes the
-            `Restarts`, which decide whether the job starts again.
+        node_0: `Hello` of node 0, which those of the other nodes must match.
+        join_seconds: Float, seconds to wait for missing nodes.
+        make_restarts: Function that maps the number of workers of all nodes to the
+            `Restarts` policy of the job.
         clock: Function that returns seconds. Defaults to `time.monotonic`.
 
     Attributes:
-        phase: `Phase`.
+        phase: `Phase` of the job.
     """
 
     def __init__(
         self,
-        own: Hello,
+        node_0: Hello,
         join_seconds: float,
         make_restarts: Callable[[int], Restarts],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.phase = Phase.GATHERING
-        self._own = own
+        self._num_nodes = node_0.nodes
         self._join_seconds = join_seconds
         self._make_restarts = make_restarts
         self._restarts: Restarts | None = None
         self._clock = clock
-        self._roster = Roster(own)
+        self._roster = Roster(node_0)
         self._attempt = 0
         self._has_started = False
         self._started_at = self._noticed_at = self._stopped_at = clock()
-        # The end of the phase: of the wait for nodes, or of the pause.
+        # Time at which the wait for nodes, or the pause before a restart, ends.
         self._until = clock() + join_seconds
         self._reports = Reports(self._roster)
         self._decide_at: float | None = None
-        # Why the workers of all are stopped: the exit code if nothing follows, and the
-        # failure unless the job was told to end.
+        # Exit code of the job unless it starts again, and the failure that stopped all
+        # workers; no failure if the job was asked to end.
         self._code = 0
         self._failure: Failure | None = None
-        # The code of workers that have saved because of a signal.
+        # Exit code of workers that have saved a checkpoint because of a signal.
         self._saved_code: int | None = None
-        self._turns = {
-            Phase.GATHERING: self._look_who_is_there,
-            Phase.PREPARING: self._look_for_ports,
-            Phase.RUNNING: self._look_for_ends,
-            Phase.STOPPING: self._look_for_stops,
-            Phase.PAUSING: self._look_at_clock,
+        self._phase_checks = {
+            Phase.GATHERING: self._check_nodes,
+            Phase.PREPARING: self._check_ports,
+            Phase.RUNNING: self._check_ends,
+            Phase.STOPPING: self._check_stops,
+            Phase.PAUSING: self._check_pause,
         }
 
     @property
@@ -103,14 +105,14 @@ class Coordinator:
         return self.phase is Phase.ENDED
 
     def join(self, link: Channel, hello: Hello) -> None:
-        """Take a node in.
+        """Add a node to the job.
 
         Args:
-            link: `Channel` to it.
-            hello: `Hello`.
+            link: `Channel` to the node.
+            hello: `Hello` of the node.
 
         Raises:
-            RendezvousError: If it cannot be one of this job.
+            RendezvousError: If the node cannot join this job.
         """
         if hello.node_rank is not None:
             self._replace_silent(hello.node_rank)
@@ -119,17 +121,17 @@ class Coordinator:
         is_back = self._has_started
         node = self._roster.add(link, hello)
         if is_back:
-            self._tell(f"{node} has come back and joins at the next start")
+            self._send_notice(f"{node} has come back and joins at the next start")
 
     def receive(self, link: Channel, message: Mapping[str, Any]) -> None:
-        """Act on a message of a node.
+        """Handle a message of a node.
 
         Args:
-            link: `Channel` to it.
-            message: Mapping.
+            link: `Channel` to the node.
+            message: Mapping, the message.
 
         Raises:
-            MalformedMessage: If no node says such a thing.
+            MalformedMessage: If the message does not follow the protocol.
         """
         node = self._roster.of(link)
         if node is None or self.is_over:
@@ -138,7 +140,7 @@ class Coordinator:
         if kind == "leaving":
             self._leave(node, message)
         elif message.get("attempt") != self._attempt:
-            return  # of an attempt that is over
+            return  # a late message of an earlier attempt
         elif kind == "ports":
             node.ports = _ports(message, node.hello.num_workers)
         elif kind == "failed":
@@ -152,7 +154,7 @@ class Coordinator:
                 self._saved_code = code
 
     def gone(self, link: Channel, how: str) -> None:
-        """Take note that a connection has ended.
+        """Handle the end of a connection.
 
         Args:
             link: `Channel` to the node.
@@ -168,11 +170,12 @@ class Coordinator:
             self._lose(node, how)
 
     def tick(self) -> None:
-        """Act on what is there; to be called several times a second."""
+        """Check the current phase for its end; called several times a second."""
         if not self.is_over:
-            self._turns[self.phase](self._clock())
+            self._phase_checks[self.phase](self._clock())
 
-    def _look_who_is_there(self, now: float) -> None:
+    def _check_nodes(self, now: float) -> None:
+        """Begin an attempt once all nodes have joined; end the job if some do not."""
         if self._roster.is_complete:
             self._prepare()
         elif now >= self._until:
@@ -180,28 +183,32 @@ class Coordinator:
         elif now - self._noticed_at >= _NOTICE_SECONDS:
             self._noticed_at = now
             here = len(self._roster.nodes)
-            self._tell(
+            self._send_notice(
                 f"waiting for {self._roster.missing()}; {here} of "
-                f"{pluralize(self._own.nodes, 'node')} {'is' if here == 1 else 'are'} "
+                f"{pluralize(self._num_nodes, 'node')} {'is' if here == 1 else 'are'} "
                 "here"
             )
 
-    def _look_for_ports(self, now: float) -> None:
+    def _check_ports(self, now: float) -> None:
+        """Start the workers once all nodes have reported their ports."""
         if all(node.ports is not None for node in self._roster.nodes):
             places = self._places()
-            each = [(host, port) for host, ports in places for port in ports]
-            # Two nodes of one machine may have found the same port free.
-            self._start(places) if len(set(each)) == len(each) else self._prepare()
+            addresses = [(host, port) for host, ports in places for port in ports]
+            # Two nodes on one machine may report the same free port.
+            is_unique = len(set(addresses)) == len(addresses)
+            self._start(places) if is_unique else self._prepare()
         elif now >= self._until:
             self._give_up()
 
-    def _look_for_ends(self, now: float) -> None:
+    def _check_ends(self, now: float) -> None:
+        """Stop the job if a failure is to be decided on; end it if all are done."""
         if self._decide_at is not None and now >= self._decide_at:
             self._decide()
         elif all(node.is_done for node in self._roster.nodes):
             self._end(0)
 
-    def _look_for_stops(self, now: float) -> None:
+    def _check_stops(self, now: float) -> None:
+        """Restart or end the job once all nodes have stopped; drop late nodes."""
         seconds = now - self._stopped_at
         for node in [n for n in self._roster.nodes if not n.has_stopped]:
             if seconds >= 2 * node.hello.grace_seconds + _STOP_SECONDS:
@@ -209,11 +216,12 @@ class Coordinator:
         if all(node.has_stopped for node in self._roster.nodes):
             self._after_stop(now)
 
-    def _look_at_clock(self, now: float) -> None:
+    def _check_pause(self, now: float) -> None:
         if now >= self._until:
             self._gather()
 
     def _give_up(self) -> None:
+        """End the job because nodes are missing after `join_seconds`."""
         here = len(self._roster.nodes)
         came = "came"
         if self._has_started:
@@ -221,33 +229,35 @@ class Coordinator:
         self._end(
             self._code or NODE_LOST,
             f"waited {self._join_seconds:g} s for "
-            f"{pluralize(self._own.nodes, 'node')}, and {here} {came}: "
+            f"{pluralize(self._num_nodes, 'node')}, and {here} {came}: "
             f"{self._roster.here()}. Start the same `tfdp run` on the others, "
             "and see whether they reach the rendezvous",
         )
 
     def _replace_silent(self, rank: int) -> None:
-        """Give up a node whose network has gone when it comes back with another."""
+        """Drop a silent node whose rank joins again by another connection."""
         old = self._roster.at(rank)
         if old is not None and old.link.silent_seconds > DOUBTFUL_SECONDS:
             self.gone(old.link, "has come back with another connection")
 
     def _drop(self, node: Node, seconds: float) -> None:
-        """Go on without a node that is heard of but does not stop its workers."""
+        """Drop a connected node that does not stop its workers in time."""
         text = f"{node} has not stopped its workers within {seconds:.0f} s"
         node.link.send({"type": "end", "code": self._code, "text": text})
         self.gone(node.link, "has not stopped")
-        self._tell(f"{text}; nobody waits for it any more")
+        self._send_notice(f"{text}; nobody waits for it any more")
 
     def _gather(self) -> None:
+        """Begin to wait for nodes."""
         if not self._has_started:
             self._roster.unsettle()
         self.phase = Phase.GATHERING
         self._until = self._clock() + self._join_seconds
-        # Who is missing is told at once.
+        # In the past, so that the next tick sends a notice about the missing nodes.
         self._noticed_at = self._clock() - _NOTICE_SECONDS
 
     def _prepare(self) -> None:
+        """Begin an attempt: send all nodes their ranks, and ask for ports."""
         if not self._roster.is_settled:
             self._roster.settle()
         self._roster.nodes.sort(key=lambda node: node.rank or 0)
@@ -267,12 +277,13 @@ class Coordinator:
             )
 
     def _places(self) -> list[tuple[str, list[int]]]:
-        """List the address and the ports of each node."""
+        """List the IP address and the worker ports of each node."""
         hosts = self._roster.hosts()
         ports = [node.ports or [] for node in self._roster.nodes]
         return list(zip(hosts, ports, strict=True))
 
     def _start(self, places: list[tuple[str, list[int]]]) -> None:
+        """Let all nodes start their workers at the given addresses."""
         message = {"type": "start", "attempt": self._attempt, "nodes": places}
         self._reports, self._decide_at = Reports(self._roster), None
         self._code, self._failure, self._saved_code = 0, None, None
@@ -283,6 +294,7 @@ class Coordinator:
             node.link.send(message)
 
     def _report(self, node: Node, failure: Failure) -> None:
+        """Handle a failure that a node reports of one of its workers."""
         if not self._roster.has(node, failure.rank):
             raise MalformedMessage
         if self.phase is not Phase.RUNNING:
@@ -295,11 +307,13 @@ class Coordinator:
             self._decide_at = self._clock() + seconds
 
     def _decide(self) -> None:
+        """Stop the workers of all nodes because of the reported failures."""
         cause = self._reports.cause()
         sentence = self._reports.sentence()
         self._stop(cause.code, cause, sentence, rank=cause.rank)
 
     def _lose(self, node: Node, how: str) -> None:
+        """Stop the workers of all nodes because a node was lost."""
         first = self._roster.first_rank(node)
         failure = Failure(first, NODE_LOST, f"was lost with {node}, which {how},")
         self._stop(
@@ -309,11 +323,11 @@ class Coordinator:
         )
 
     def _leave(self, node: Node, message: Mapping[str, Any]) -> None:
-        """End all because a node was told to end; before the start, let it go."""
+        """End the job because a node received a signal; before the start, drop it."""
         why, code = message.get("why"), message.get("code")
         signum = message.get("signal")
-        is_right = isinstance(code, int) and isinstance(signum, int)
-        if not is_right or not isinstance(why, str):
+        are_ints = isinstance(code, int) and isinstance(signum, int)
+        if not are_ints or not isinstance(why, str):
             raise MalformedMessage
         assert isinstance(code, int)
         if not self._has_started and node.hello.node_rank != 0:
@@ -330,6 +344,14 @@ class Coordinator:
     def _stop(
         self, code: int, failure: Failure | None, text: str, **order: Any
     ) -> None:
+        """Stop the workers of all nodes.
+
+        Args:
+            code: Int, exit code of the job unless it starts again.
+            failure: `Failure` that is the reason, or `None` if the job shall end.
+            text: String, the reason, for the screens of all nodes.
+            **order: Further fields of the message.
+        """
         self._code, self._failure = code, failure
         self.phase, self._stopped_at = Phase.STOPPING, self._clock()
         message = {
@@ -342,6 +364,7 @@ class Coordinator:
             node.link.send({**message, **order})
 
     def _after_stop(self, now: float) -> None:
+        """End the job or announce its restart, after all workers have ended."""
         failure = self._failure
         if failure is None:
             code = self._code
@@ -363,14 +386,15 @@ class Coordinator:
         for node in self._roster.nodes:
             node.link.send({"type": "end", "code": code, "text": text})
 
-    def _tell(self, text: str) -> None:
+    def _send_notice(self, text: str) -> None:
         for node in self._roster.nodes:
             node.link.send({"type": "notice", "text": text})
 
 
 def _ports(message: Mapping[str, Any], count: int) -> list[int]:
+    """Return the ports of a message, after checking their number and range."""
     ports = message.get("ports")
-    is_right = isinstance(ports, list) and len(ports) == count
-    if not is_right or not all(each in range(1, 65536) for each in ports or ()):
+    is_valid = isinstance(ports, list) and len(ports) == count
+    if not is_valid or not all(each in range(1, 65536) for each in ports or ()):
         raise MalformedMessage
     return list(ports or ())

@@ -1,4 +1,4 @@
-"""Failures of workers and nodes, in words, and errors of the rendezvous."""
+"""Failures of workers and nodes, and errors of the rendezvous."""
 
 from __future__ import annotations
 
@@ -6,36 +6,38 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# EX_UNAVAILABLE of sysexits.h, as a worker ends that has lost another one.
+# Exit code of a job that has lost a node: EX_UNAVAILABLE of sysexits.h, which is also
+# the exit code of a worker that has lost a peer.
 NODE_LOST = 69
-# A worker that the others have lost gives its main thread 4 s, and then ends itself:
-# they may end before it, and its exit code says more than theirs.
+# Seconds to wait for the exit of a worker that its peers report as lost. Such a worker
+# gives its main thread 4 s before it exits. Its peers may exit earlier, but its own
+# exit code tells more about the cause than theirs.
 LOST_EXIT_SECONDS = 6.0
 
 
 class RendezvousError(Exception):
-    """A node cannot take part; the text says why and what to do."""
+    """Error of a node that cannot join the job; the text says why and what to do."""
 
 
 class MalformedMessage(Exception):
-    """Something was received that no node of the job sends; nothing of it is used."""
+    """Error of a message that does not follow the protocol; it is discarded."""
 
 
 class Lost(Exception):
-    """A connection to a node of the job has ended; the text says how."""
+    """Error of a connection to a node that has ended; the text says how."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """End of a worker that ends the attempt of all.
+    """Failure of a worker, which ends the attempt for all workers.
 
     Args:
-        rank: Int, of the worker in the whole job.
-        code: Int, the exit code as a shell reports it.
-        reason: String, how it ended, such as `"failed with exit code 1"`.
-        log: String, the file of its output, or `""`.
-        lost_rank: Int, the worker that it says was lost, or `None`. Defaults to
-            `None`.
+        rank: Int, rank of the worker in the whole job.
+        code: Int, the worker's exit code as a shell reports it.
+        reason: String, how the worker ended, such as `"failed with exit code 1"`.
+        log: String, path of the worker's output, or `""`. Defaults to `""`.
+        lost_rank: Int, rank of the peer that the worker reports as lost, or `None`.
+            Defaults to `None`.
     """
 
     rank: int
@@ -45,7 +47,7 @@ class Failure:
     lost_rank: int | None = None
 
     def to_message(self, attempt: int) -> dict[str, Any]:
-        """Return the message that carries it.
+        """Return the message that reports this failure to node 0.
 
         Args:
             attempt: Int, the number of the attempt.
@@ -54,10 +56,10 @@ class Failure:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Failure:
-        """Read the message of a node.
+        """Parse a node's report of a failure.
 
         Args:
-            message: Mapping.
+            message: Mapping, the message as it was received.
 
         Returns:
             `Failure`.
@@ -69,7 +71,7 @@ class Failure:
         lost = fields["lost_rank"]
         ints = (fields["rank"], fields["code"], 0 if lost is None else lost)
         texts = (fields["reason"], fields["log"])
-        is_right = all(isinstance(each, int) for each in ints)
-        if not is_right or not all(isinstance(each, str) for each in texts):
+        are_ints = all(isinstance(each, int) for each in ints)
+        if not are_ints or not all(isinstance(each, str) for each in texts):
             raise MalformedMessage
         return cls(**fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Thread of every node that keeps its connection to the rendezvous."""
+"""The thread of each node that keeps its connection to node 0."""
 
 from __future__ import annotations
 
@@ -23,28 +23,32 @@ from tfdp.launch.rendezvous.channel import MAX_LINE_BYTES, SERVICE, Channel
 from tfdp.launch.rendezvous.failure import Lost, RendezvousError
 from tfdp.launch.rendezvous.roster import Hello
 
+# Timeout of one attempt to connect.
 _DIAL_SECONDS = 5.0
+# Timeout of the handshake of a new connection.
 _HANDSHAKE_SECONDS = 10.0
+# Wait for the end of the thread before it is cancelled again.
 _CANCEL_SECONDS = 1.0
+# The pause between attempts to connect doubles from the first to the longest.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 1.0
 
 
 class Member:
-    """Connection of this node to the rendezvous, for a loop that waits on many things.
+    """Connection of this node to node 0, for a loop that selects on descriptors.
 
-    A thread dials until node 0 is there, and keeps the heartbeats going. What it hears
-    is taken from a queue: the messages of the coordinator, and as the last one
-    `{"type": "refused", "text": ...}`, when this node cannot take part,
-    `{"type": "unreachable", "text": ...}`, when there is no node 0 in time, or
-    `{"type": "lost", "text": ...}`, when it has gone.
+    A thread connects to node 0, retrying until it answers, and sends heartbeats.
+    Received messages are put in a queue: those of the coordinator, and as the last one
+    `{"type": "refused", "text": ...}` if this node cannot join,
+    `{"type": "unreachable", "text": ...}` if node 0 does not answer in time, or
+    `{"type": "lost", "text": ...}` if the connection has ended.
 
     Args:
-        address: The IP address or name of node 0 and its port.
-        secret: String, the job's.
+        address: Tuple of the IP address or name of node 0, and its port.
+        secret: String, the job's secret.
         hello: `Hello` of this node.
-        join_seconds: Float, how long to try to reach node 0.
-        place: String, the address as the user gave it. Defaults to `None`, that which
-            is dialled.
+        join_seconds: Float, seconds to try to reach node 0.
+        place: String, the address as the user gave it, for messages. Defaults to
+            `None`, which is `address`.
     """
 
     def __init__(
@@ -73,33 +77,33 @@ class Member:
         self._thread.start()
 
     def fileno(self) -> int:
-        """Return the descriptor that can be read when there is a message."""
+        """Return the descriptor that is readable while the queue has a message."""
         return self._wakes.fileno()
 
     def take(self) -> dict[str, Any] | None:
-        """Take the next message, or `None` if there is none."""
+        """Return and remove the next message, or `None` if the queue is empty."""
         with contextlib.suppress(BlockingIOError):
             self._wakes.recv(4096)
         with contextlib.suppress(IndexError):
             message = self._inbox.popleft()
             if self._inbox:
-                self._wake()  # a selector has to see the rest
+                self._wake()  # keeps the descriptor readable for the remaining ones
             return message
         return None
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message to node 0, if there is a connection.
+        """Send a message to node 0, if it is connected.
 
         Args:
-            message: Mapping of what JSON holds.
+            message: Mapping of JSON values.
         """
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             self._loop.call_soon_threadsafe(self._send, dict(message))
 
     def close(self) -> None:
-        """End the connection and the thread."""
-        # Again and again: `asyncio.wait_for` of Python 3.10 and 3.11 may swallow a
-        # cancellation that comes together with a message.
+        """Close the connection and end the thread."""
+        # Repeated, since `asyncio.wait_for` of Python 3.10 and 3.11 may swallow a
+        # cancellation that coincides with a message.
         while self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._cancel)
@@ -122,7 +126,8 @@ class Member:
                 with contextlib.suppress(asyncio.CancelledError):
                     self._loop.run_until_complete(self._task)
             finally:
-                # Also if nobody has foreseen it: who waits for a message gets one.
+                # Sent also after an unforeseen error, so that the launcher, which waits
+                # for a last message, does not wait indefinitely.
                 text = f"node 0 at {self._place} is not heard any more"
                 self._put({"type": "lost", "text": text})
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
@@ -136,6 +141,7 @@ class Member:
             self._waker.send(b"\0")
 
     async def _serve(self) -> None:
+        """Join node 0, and queue its messages until the connection ends."""
         try:
             channel = await self._join()
         except RendezvousError as error:
@@ -157,7 +163,7 @@ class Member:
             await channel.close()
 
     async def _join(self) -> Channel:
-        """Dial until node 0 has answered, or for too long."""
+        """Connect to node 0, retrying for `join_seconds`."""
         deadline = time.monotonic() + self._join_seconds
         pause, reason = _FIRST_PAUSE_SECONDS, ""
         while True:
@@ -179,6 +185,7 @@ class Member:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def _dial(self) -> Channel:
+        """Connect to node 0 once, and authenticate."""
         host, port = self._address
         connecting = asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
         reader, writer = await asyncio.wait_for(connecting, _DIAL_SECONDS)
@@ -194,7 +201,7 @@ class Member:
 
 
 def _difference(error: UnauthenticatedPeer, place: str) -> str:
-    """Say in what the end that was dialled is not this job's node 0."""
+    """Return the error text for a peer that is not node 0 of this job."""
     if isinstance(error, WrongService) and error.version is not None:
         return (
             f"Node 0 at {place} has another version of tfdp; install the same one on "

@@ -8,20 +8,22 @@ from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.ground.text import pluralize
 from tfdp.launch.rendezvous.failure import Failure
 
-# An attempt that has trained for so long failed for no reason of its start.
+# Duration, in seconds, from which an attempt counts as stable: its failure was not
+# caused by its start.
 _STABLE_SECONDS = 60.0
-# Consecutive attempts that one worker may end before it is left out.
+# Consecutive attempts that a worker must fail to be left out.
 _TOLERATED = 2
+# The pause before a restart doubles from the first to the longest.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
 
 
 @dataclasses.dataclass(frozen=True)
 class RestartDecision:
-    """The attempt that follows.
+    """Decision to start another attempt.
 
     Args:
-        pause_seconds: Float, how long to wait before.
-        line: String, for the screen and for the history.
+        pause_seconds: Float, pause before the attempt.
+        line: String, line about the restart for the screen and the history.
     """
 
     pause_seconds: float
@@ -29,25 +31,24 @@ class RestartDecision:
 
 
 class Restarts:
-    """Policy that decides what follows the end of an attempt.
+    """Policy that decides whether and how a job starts again after an attempt.
 
-    Workers have slots, each with its share of the machine. The one that is left out
-    is that whose worker failed again and again. The batch size of Keras is that of all
-    replicas, so that with fewer workers each one's share grows and the training stays
-    the same.
+    A slot is a share of the machine that one worker uses. A slot whose worker fails
+    repeatedly is left out. The batch size of Keras is the global one, so that fewer
+    workers have a larger share each, and the training stays the same.
 
     Args:
-        num_workers: Int, that were asked for.
-        max_restarts: Int. Defaults to 0, never.
-        min_workers: Int, with how many workers it still makes sense, or `None` for
-            all of them. Defaults to `None`.
-        grow_after_seconds: Float, for how long it trains with fewer workers before all
-            are tried again; 0: never. Doubled each time that this fails. Defaults to
-            600.0.
+        num_workers: Int, number of workers that the user asked for.
+        max_restarts: Int, most restarts. Defaults to 0.
+        min_workers: Int, least number of workers, or `None` for `num_workers`. Defaults
+            to `None`.
+        grow_after_seconds: Float, seconds of training with fewer workers before all
+            slots are tried again; 0: never. Doubled each time that this fails. Defaults
+            to 600.0.
 
     Attributes:
         slots: Tuple of ints, the slot of each worker of the next attempt, by rank.
-        count: Int, restarts so far, of those that are limited.
+        count: Int, restarts that count towards `max_restarts`.
 
     Example:
 
@@ -72,31 +73,31 @@ class Restarts:
         self._max_restarts = max_restarts
         self._least = min_workers or num_workers
         self._failed_slot: int | None = None
-        self._in_a_row = 0
+        self._consecutive_failures = 0
         self._pause = _FIRST_PAUSE_SECONDS
         self._wait = self._first_wait = grow_after_seconds
-        # Slots that were left out and are tried again.
+        # Left-out slots that the current attempt tries again.
         self._on_trial: frozenset[int] = frozenset()
 
     @property
     def grow_after_seconds(self) -> float | None:
-        """Seconds of the next attempt before all are tried; `None` for ever."""
+        """Float, seconds until the next attempt should grow, or `None` for never."""
         return self._wait if self._wait and self.slots != self._all else None
 
     def after(
         self, failure: Failure | None, seconds: float, *, saved_to_grow: bool = False
     ) -> RestartDecision | None:
-        """Decide what follows an attempt, and set `slots` for it.
+        """Decide whether another attempt follows, and set its `slots`.
 
         Args:
             failure: `Failure` of the worker that failed first, or `None` if the job is
                 done or was stopped.
-            seconds: Float, how long the attempt lasted.
-            saved_to_grow: Bool, whether the workers were asked to save and end, so that
-                the job continues with more workers, and did. Defaults to `False`.
+            seconds: Float, duration of the attempt.
+            saved_to_grow: Bool, whether the workers have saved and exited so that the
+                job continues with more workers. Defaults to `False`.
 
         Returns:
-            `RestartDecision`, or `None` if nothing follows: the job is done, was
+            `RestartDecision`, or `None` for no further attempt: the job is done, was
             stopped or preempted, or has failed too often.
         """
         if saved_to_grow:
@@ -123,7 +124,7 @@ class Restarts:
         )
 
     def _grow(self, seconds: float) -> RestartDecision:
-        """Try all slots again: no failure, and so not counted."""
+        """Try all slots again; not counted, since no worker has failed."""
         fewer = pluralize(len(self.slots), "worker")
         self._bring_back()
         return RestartDecision(
@@ -133,10 +134,10 @@ class Restarts:
         )
 
     def _end_trial(self, cause: str, failed: int) -> RestartDecision:
-        """Leave out a slot that was brought back and failed at once, for longer.
+        """Leave out a slot again that failed soon after it was brought back.
 
-        It was the launcher's own attempt, and not counted: else a device that stays
-        broken would use all restarts up.
+        The next trial comes after twice the time. Trials are not counted: a device that
+        stays broken would use up all restarts.
         """
         self._leave_out(failed)
         self._wait *= 2
@@ -147,7 +148,7 @@ class Restarts:
         )
 
     def _begin_afresh(self) -> None:
-        """Forget failures after a stable run, and bring back what was left out."""
+        """Reset the counts after a stable attempt, and bring back left-out slots."""
         if self._on_trial:
             self._wait = self._first_wait
         self._failed_slot, self._pause = None, _FIRST_PAUSE_SECONDS
@@ -158,18 +159,21 @@ class Restarts:
         self.slots = self._all
 
     def _blame(self, failed: int) -> None:
-        """Leave a slot out whose worker failed first too often in a row."""
-        self._in_a_row = self._in_a_row + 1 if failed == self._failed_slot else 1
+        """Count a failure of a slot, and leave the slot out if it fails repeatedly."""
+        self._consecutive_failures = (
+            self._consecutive_failures + 1 if failed == self._failed_slot else 1
+        )
         self._failed_slot = failed
-        if self._in_a_row >= _TOLERATED and len(self.slots) > self._least:
+        if self._consecutive_failures >= _TOLERATED and len(self.slots) > self._least:
             self._leave_out(failed)
-            self._failed_slot, self._in_a_row = None, 0
+            self._failed_slot, self._consecutive_failures = None, 0
 
     def _leave_out(self, slot: int) -> None:
         self.slots = tuple(other for other in self.slots if other != slot)
         self._on_trial -= {slot}
 
     def _who_starts(self) -> str:
+        """Return a clause such as "3 workers (without slot 2) start"."""
         left_out = sorted(set(self._all) - set(self.slots))
         names = ", ".join(map(str, left_out))
         without = f" (without slot {names})" if left_out else ""

@@ -1,4 +1,4 @@
-"""Roster of a job: what its nodes say of themselves, ranks, addresses and failures."""
+"""Roster of a job: descriptions, ranks, addresses and failure reports of its nodes."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.rendezvous.channel import Channel
 from tfdp.launch.rendezvous.failure import Failure, MalformedMessage
 
+# Largest accepted count in a `Hello`: of nodes or workers, or a node rank.
 _MOST_OF_NODE = 1 << 16
-# Who was heard of more recently is there.
+# Silence, in seconds, up to which a node counts as connected: heartbeats come each
+# second.
 DOUBTFUL_SECONDS = 3.5
-# The addresses of all of them go into one message.
+# Most workers of a job: the addresses of all of them are one message.
 _MOST_WORKERS = 8192
+# Nodes that a sentence names before it only counts the rest.
 _MOST_NAMES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
-    """What a node says of itself.
+    """First message of a node, which describes it.
 
     Args:
-        version: String, of tfdp.
-        python: String, version of Python such as `"3.11"`.
-        nodes: Int, how many nodes its command asks for.
-        num_workers: Int, that it will start.
+        version: String, the node's version of tfdp.
+        python: String, the node's version of Python, such as `"3.11"`.
+        nodes: Int, number of nodes that the node's command line asks for.
+        num_workers: Int, number of workers that the node will start.
         program: String, name of the script or module.
-        rebalance: Bool, whether rows follow the workers' speed.
-        host: String, the name of its machine.
-        node_rank: Int, the rank that it wants, or `None` for the next. Defaults to
-            `None`.
-        grace_seconds: Float, that its workers have to end when they are asked to.
-            Defaults to `5.0`.
+        rebalance: Bool, whether batch rows are rebalanced by the workers' speed.
+        host: String, name of the node's machine.
+        node_rank: Int, the rank that the node requests, or `None` for any free one.
+            Defaults to `None`.
+        grace_seconds: Float, seconds that the node's workers have to exit after they
+            are asked to. Defaults to `5.0`.
     """
 
     version: str
@@ -49,15 +52,15 @@ class Hello:
     grace_seconds: float = 5.0
 
     def to_message(self) -> dict[str, Any]:
-        """Return the message that carries it."""
+        """Return the message that sends this description to node 0."""
         return {"type": "hello", **dataclasses.asdict(self)}
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Hello:
-        """Read the message of another node.
+        """Parse the first message of another node.
 
         Args:
-            message: Mapping, which may hold anything.
+            message: Mapping, the unchecked message.
 
         Returns:
             `Hello`.
@@ -71,7 +74,7 @@ class Hello:
         texts = [fields[name] for name in ("version", "python", "program", "host")]
         numbers = [fields[name] for name in ("nodes", "num_workers")]
         rank, grace = fields["node_rank"], fields["grace_seconds"]
-        is_right = (
+        is_valid = (
             all(isinstance(text, str) for text in texts)
             and all(_is_number(each, 1) for each in numbers)
             and isinstance(fields["rebalance"], bool)
@@ -79,18 +82,18 @@ class Hello:
             and isinstance(grace, (int, float))
             and grace >= 0
         )
-        if not is_right:
+        if not is_valid:
             raise MalformedMessage
         return cls(**fields)  # type: ignore[arg-type]
 
     def difference(self, first: Hello) -> str | None:
-        """Say what is not as on node 0 but has to be.
+        """Name the first setting that must match node 0's but differs from it.
 
         Args:
             first: `Hello` of node 0.
 
         Returns:
-            String, one sentence, or `None`.
+            String, one sentence, or `None` if all settings match.
 
         Example:
 
@@ -127,7 +130,7 @@ class Hello:
         return None
 
     def rank_out_of_range(self) -> str | None:
-        """Say that the rank that the node wants is none, or return `None`."""
+        """Return the error about a requested rank out of range, or `None`."""
         if self.node_rank is None or 0 <= self.node_rank < self.nodes:
             return None
         return (
@@ -138,21 +141,24 @@ class Hello:
 
 
 def _is_number(value: object, least: int) -> bool:
+    """Return whether a value is an int from `least` to 65536; bools are not."""
     is_int = isinstance(value, int) and not isinstance(value, bool)
     return is_int and value in range(least, _MOST_OF_NODE + 1)
 
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """A node that is there.
+    """A connected node.
 
     Args:
-        link: `Channel` to it.
-        hello: `Hello`, what it says of itself.
-        rank: Int, or `None` while any is free for it.
-        ports: List of ints, of its workers in this attempt, or `None`.
-        is_done: Bool, whether its workers have ended without a failure.
-        has_stopped: Bool, whether none of its workers runs.
+        link: `Channel` to the node.
+        hello: `Hello` of the node.
+        rank: Int, rank of the node, or `None` until one is assigned.
+        ports: List of ints, ports of its workers in this attempt, or `None` until they
+            are reported. Defaults to `None`.
+        is_done: Bool, whether its workers have ended without a failure. Defaults to
+            `False`.
+        has_stopped: Bool, whether none of its workers runs. Defaults to `True`.
     """
 
     link: Channel
@@ -171,40 +177,41 @@ class Roster:
     """Nodes of a job.
 
     Args:
-        own: `Hello` of node 0.
+        node_0: `Hello` of node 0.
 
     Attributes:
-        nodes: List of `Node`, those that are there, in the order of ranks once all
-            were.
-        is_settled: Bool, whether every rank has been given. A node that comes later is
-            one of these that comes back.
+        nodes: List of `Node`, the connected nodes; sorted by rank once ranks are
+            assigned.
+        is_settled: Bool, whether all ranks are assigned. A node that joins later is
+            one that was lost and comes back.
     """
 
-    def __init__(self, own: Hello) -> None:
+    def __init__(self, node_0: Hello) -> None:
         self.nodes: list[Node] = []
         self.is_settled = False
-        self._own = own
-        # By rank; they stay when a node goes.
+        self._node_0, self._num_nodes = node_0, node_0.nodes
+        # Number of workers and name of each node, by rank; kept when a node is lost, so
+        # that ranks of workers do not change and messages can name it.
         self._sizes: list[int] = []
         self._names: list[str] = []
 
     @property
     def is_complete(self) -> bool:
-        """Bool, whether all nodes are there."""
-        return len(self.nodes) == self._own.nodes
+        """Bool, whether all nodes of the job are connected."""
+        return len(self.nodes) == self._num_nodes
 
     @property
     def num_workers(self) -> int:
-        """Int, workers of all nodes."""
+        """Int, number of workers of all nodes together."""
         return sum(self._sizes)
 
     def objection(self, hello: Hello) -> str | None:
-        """Say why a node cannot be one of the job's, or return `None`.
+        """Return why a node cannot join the job, or `None` if it can.
 
         Args:
             hello: `Hello` of the node.
         """
-        if sentence := hello.difference(self._own) or hello.rank_out_of_range():
+        if sentence := hello.difference(self._node_0) or hello.rank_out_of_range():
             return sentence
         host = shorten(hello.host)
         holder = None if hello.node_rank is None else self.at(hello.node_rank)
@@ -216,7 +223,7 @@ class Roster:
             )
         if self.is_complete:
             return (
-                f"The job has all of its {pluralize(self._own.nodes, 'node')} already: "
+                f"The job has all of its {pluralize(self._num_nodes, 'node')} already: "
                 f"{self.here()}. Give another port with "
                 f"--rendezvous for another job. Received: one more node, {host}"
             )
@@ -232,11 +239,11 @@ class Roster:
         return None
 
     def add(self, link: Channel, hello: Hello) -> Node:
-        """Take a node in, to which nothing is objected.
+        """Add a node to which `objection` has none.
 
         Args:
-            link: `Channel` to it.
-            hello: `Hello`.
+            link: `Channel` to the node.
+            hello: `Hello` of the node.
 
         Returns:
             `Node`.
@@ -246,7 +253,7 @@ class Roster:
         return node
 
     def settle(self) -> None:
-        """Give every node its rank, those without a wish in the order they came."""
+        """Assign all ranks: as requested, or else in the order of joining."""
         for node in self.nodes:
             if node.rank is None:
                 node.rank = self.free_ranks()[0]
@@ -256,35 +263,35 @@ class Roster:
         self.is_settled = True
 
     def unsettle(self) -> None:
-        """Forget the ranks that were given: no worker has started with them."""
+        """Revoke the assigned ranks, before any worker has started with them."""
         self.is_settled = False
         for node in self.nodes:
             node.rank = node.hello.node_rank
 
     def at(self, rank: int) -> Node | None:
-        """Return the node that has a rank, or `None`."""
+        """Return the connected node of a rank, or `None`."""
         return next((node for node in self.nodes if node.rank == rank), None)
 
     def of(self, link: Channel) -> Node | None:
-        """Return the node at the end of a link, or `None`."""
+        """Return the node at the other end of a channel, or `None`."""
         return next((node for node in self.nodes if node.link is link), None)
 
     def free_ranks(self) -> list[int]:
-        """List the ranks that no node has that is there."""
+        """List the ranks that no connected node has."""
         taken = {node.rank for node in self.nodes}
-        return [rank for rank in range(self._own.nodes) if rank not in taken]
+        return [rank for rank in range(self._num_nodes) if rank not in taken]
 
     def first_rank(self, node: Node) -> int:
         """Return the rank of a node's first worker."""
         return sum(self._sizes[: node.rank])
 
     def has(self, node: Node, worker: int) -> bool:
-        """Return whether a worker is one of a node's."""
+        """Return whether the worker of a global rank belongs to a node."""
         first = self.first_rank(node)
         return first <= worker < first + node.hello.num_workers
 
     def place(self, worker: int) -> str:
-        """Name the node of a worker, also one that has gone."""
+        """Return the name of a worker's node, whether or not it is connected."""
         for node_rank, name in enumerate(self._names):
             first = sum(self._sizes[:node_rank])
             if first <= worker < first + self._sizes[node_rank]:
@@ -292,7 +299,7 @@ class Roster:
         return "no node"
 
     def silent_seconds(self, worker: int) -> float | None:
-        """Return for how long the node of a worker has been silent, if it is long."""
+        """Return the silence of a worker's node, or `None` below `DOUBTFUL_SECONDS`."""
         for node in self.nodes:
             silent = node.link.silent_seconds
             if self.has(node, worker) and silent > DOUBTFUL_SECONDS:
@@ -300,21 +307,21 @@ class Roster:
         return None
 
     def missing(self) -> str:
-        """Say who is missing."""
+        """Describe the missing nodes, for messages to the user."""
         if self.is_settled:
             names = [self._names[rank] for rank in self.free_ranks()]
-            return f"{_listed(names)} to come back"
-        return pluralize(self._own.nodes - len(self.nodes), "more node")
+            return f"{_join_names(names)} to come back"
+        return pluralize(self._num_nodes - len(self.nodes), "more node")
 
     def here(self) -> str:
-        """Name who is there."""
-        return _listed([str(node) for node in self.nodes])
+        """List the names of the connected nodes, for messages to the user."""
+        return _join_names([str(node) for node in self.nodes])
 
     def hosts(self) -> list[str]:
-        """List the IP address of each node, as the others reach it.
+        """List the IP address at which the other nodes reach each node.
 
-        A node on the machine of node 0 may have come by the loopback, which no other
-        machine can use: it has the address of node 0.
+        A node on the machine of node 0 may be connected by the loopback, which no other
+        machine can use: its address is that of node 0.
         """
         seen = [node.link.local for node in self.nodes]
         public = next((host for host in seen if not is_local_name(host)), seen[0])
@@ -322,12 +329,13 @@ class Roster:
         return [public if is_local_name(peer) else peer for peer in peers]
 
     def _rank_of(self, hello: Hello) -> int | None:
-        """Return the rank of a node, if it is known before all are there."""
+        """Return the rank of a joining node, or `None` if it is assigned later."""
         if hello.node_rank is not None or not self.is_settled:
             return hello.node_rank
         return self.free_ranks()[0]
 
     def _other_size(self, hello: Hello) -> str | None:
+        """Return the objection to a changed number of workers, or `None`."""
         before = self._sizes[self._rank_of(hello) or 0]
         if before == hello.num_workers:
             return None
@@ -338,15 +346,15 @@ class Roster:
         )
 
 
-def _listed(names: Sequence[str]) -> str:
-    """List names, of many only the first ones: the sentence goes to all nodes."""
+def _join_names(names: Sequence[str]) -> str:
+    """Join the first 8 names and the number of the rest: all nodes receive them."""
     more = len(names) - _MOST_NAMES
     rest = [f"{more:,} more"] if more > 0 else []
     return ", ".join([*names[:_MOST_NAMES], *rest])
 
 
 class Reports:
-    """What the nodes report of their workers in one attempt.
+    """Failures that the nodes report in one attempt.
 
     Args:
         roster: `Roster` of the job.
@@ -360,18 +368,18 @@ class Reports:
         """Add a report.
 
         Args:
-            failure: `Failure`.
+            failure: `Failure` of a worker.
 
         Returns:
-            Bool, whether it is known what to name; or else a worker that was lost may
-            still be reported by its own node.
+            Bool, whether the cause is known. It is not while the worker that `failure`
+            reports as lost may still be reported by its own node.
         """
         self._failures.append(failure)
         known = {each.rank for each in self._failures}
         return failure.lost_rank is None or failure.lost_rank in known
 
     def cause(self) -> Failure:
-        """Return the failure that, as all say together, came first."""
+        """Return the failure that came first, by following the lost ranks."""
         by_rank = {failure.rank: failure for failure in reversed(self._failures)}
         cause = self._failures[0]
         seen = {cause.rank}
@@ -381,7 +389,7 @@ class Reports:
         return cause
 
     def sentence(self) -> str:
-        """Say what has failed, where and how, and where its output is."""
+        """Describe the cause: the worker, its node, its reason and its log."""
         cause = self.cause()
         log = f". All that it wrote: {shorten(cause.log)}, there" if cause.log else ""
         return (
@@ -391,6 +399,7 @@ class Reports:
         )
 
     def _because(self, cause: Failure) -> str:
+        """Return the clause about the worker that was lost, or `""`."""
         lost = cause.lost_rank
         if lost is None or lost == cause.rank:
             return ""

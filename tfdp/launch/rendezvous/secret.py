@@ -1,4 +1,4 @@
-"""Secret of a job: read from a file of its owner alone, or made for one job."""
+"""Secret of a job: read from a private file, or generated for one job."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from collections.abc import Mapping
 
 from tfdp.launch.rendezvous.failure import RendezvousError
 
+# Environment variable that names the file of the secret.
 VARIABLE = "TFDP_JOB_SECRET_FILE"
+# File of the secret in the shell line that users paste on the other nodes.
 _FILE_ON_OTHERS = "~/.tfdp-job-secret"
+# Random bytes of a generated secret.
 _BYTES = 16
-# Who listens to a connection can try as many short ones as he likes.
+# Shortest accepted secret: an eavesdropper can guess a shorter one offline.
 _LEAST_CHARACTERS = 16
+# Longest accepted file of a secret.
 _MOST_BYTES = 4096
 
 
 def new_secret() -> str:
-    """Return a secret for one job.
+    """Generate a secret for one job.
 
     Returns:
         String of 32 hexadecimal digits.
@@ -36,8 +40,8 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str | None:
         String, or `None` where the variable is not set.
 
     Raises:
-        RendezvousError: If the file cannot be read, others can read it, or what is in
-            it is too short.
+        RendezvousError: If the file cannot be read, other users can read it, or its
+            content is too short or too long.
 
     Example:
 
@@ -49,7 +53,7 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str | None:
         return None
     path = os.path.expanduser(name)
     try:
-        # A FIFO that nobody writes to must not be waited for.
+        # Non-blocking, since opening a FIFO without a writer would block.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -75,16 +79,16 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def line_to_paste(secret: str) -> str:
-    """Return the line of a shell that gives another node the secret.
+    """Return the shell line that stores the secret on another node.
 
-    `echo` is a part of the shell: the secret is on no process's command line, where
-    every user of the machine could read it.
+    `echo` is a builtin of the shell: the secret is never on the command line of a
+    process, where every user of the machine could read it.
 
     Args:
         secret: String, from `new_secret`.
 
     Returns:
-        String, which begins with a space: many shells keep such a line out of their
+        String that begins with a space: many shells keep such a line out of their
         history.
     """
     file = _FILE_ON_OTHERS

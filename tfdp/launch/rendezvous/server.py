@@ -1,4 +1,4 @@
-"""Thread of node 0 that serves the connections of all nodes."""
+"""The thread of node 0 that serves the connections of all nodes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from tfdp.launch.rendezvous.roster import Hello
 
 _logger = logging.getLogger("tfdp.rendezvous")
 
+# Longest wait for the first message of a new connection.
 _HELLO_SECONDS = 5.0
+# Interval of calls to `Coordinator.tick`.
 _TICK_SECONDS = 0.05
-# For the last words to all nodes.
+# Longest wait until all nodes have received the end of the job and disconnect.
 _GOODBYE_SECONDS = 3.0
+# Wait after a cancellation before tasks that are still running are cancelled again.
 _CANCEL_SECONDS = 1.0
 
 
@@ -28,9 +31,9 @@ class Server:
     """Server of the rendezvous, in a thread of its own.
 
     Args:
-        listener: Listening socket, which it closes at the end.
-        secret: String, the job's.
-        coordinator: `Coordinator`, called from the thread alone.
+        listener: Listening socket; the server closes it at the end.
+        secret: String, the job's secret.
+        coordinator: `Coordinator`, called only from the server's thread.
     """
 
     def __init__(
@@ -49,11 +52,12 @@ class Server:
         self._thread.start()
 
     def close(self) -> None:
-        """Say the last words and wait for the end of the thread."""
+        """Send all pending messages, and wait for the end of the thread."""
         self._is_closing.set()
         self._thread.join()
 
     async def _run(self) -> None:
+        """Accept connections and tick the coordinator until `close` is called."""
         loop = asyncio.get_running_loop()
 
         def accepted(sock: socket.socket, peer: Authenticated) -> None:
@@ -64,7 +68,8 @@ class Server:
             SERVICE,
             [self._listener],
             accepted,
-            lacks_files=functools.cache(_logger.warning),  # once
+            # Cached, so that the same warning is logged once.
+            lacks_files=functools.cache(_logger.warning),
         )
         try:
             while not self._is_closing.is_set():
@@ -72,12 +77,14 @@ class Server:
                 await asyncio.sleep(_TICK_SECONDS)
         finally:
             acceptor.close()
-        await asyncio.sleep(0)  # what it has accepted last begins
-        # The nodes end their connections once they know that the job is over.
+        # Let the loop start the handlers of the last accepted connections.
+        await asyncio.sleep(0)
+        # Nodes close their connections themselves once they know that the job is over.
         seconds = _GOODBYE_SECONDS if self._coordinator.is_over else 0.0
         while self._handlers:
             _, late = await asyncio.wait(self._handlers, timeout=seconds)
-            # More than once, for the reason that `Member.close` gives.
+            # Repeated, since `asyncio.wait_for` of Python 3.10 and 3.11 may swallow a
+            # cancellation that coincides with a message.
             for task in late:
                 task.cancel()
             seconds = _CANCEL_SECONDS
@@ -88,6 +95,7 @@ class Server:
         task.add_done_callback(self._handlers.discard)
 
     async def _serve(self, sock: socket.socket, peer: Authenticated) -> None:
+        """Pass one node's messages to the coordinator until the connection ends."""
         streams = await asyncio.open_connection(sock=sock, limit=MAX_REPORT_BYTES)
         channel = Channel(*streams, peer)
         beats = asyncio.create_task(channel.beat())
