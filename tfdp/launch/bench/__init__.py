@@ -1,16 +1,19 @@
-"""Benchmarks of `tfdp bench`: paired ratios of sides that take turns on one machine.
+"""Benchmarks of `tfdp bench`: paired ratios of sides that alternate on one machine.
 
-The engine, in the order in which to read it, which `tools/bench` uses too:
+A side is a group of worker processes. An arm is one measured variant of a side. A turn
+or block of an arm is a number of steps that run without interruption.
 
-- `sides`: the driver. A `Side` is a group of worker processes; `alternate` gives all
-  sides their turns, block by block; paired ratios with their intervals.
-- `channel`: the worker's end of the pipe, and what it times.
-- `replicas`: local workers, or the cluster of this process, and what it can run.
-- `machine`, `output`: what it ran on; one report of table, JSON and plot for all.
+The engine, in reading order, which `tools/bench` uses too:
 
-What is measured: `models` (sizes), `fit` (the same built by Keras, and timed steps of
-its `fit`), `training` (the worker that trains), `torch_worker` (its rival, which needs
-no TensorFlow).
+- `sides`: the driver. A `Side` starts worker processes; `alternate` runs the arms of
+  all sides block by block; `Ratio` is a paired ratio with its interval.
+- `channel`: the worker's end of the pipe to the driver, and its timer.
+- `replicas`: local workers, or the cluster of this process, and the checks of both.
+- `machine`, `output`: the machine and versions; the report as table, JSON and plot.
+
+The measured programs: `models` (sizes), `fit` (the models built by Keras, and timed
+steps of `fit`), `training` (the worker that trains), `torch_worker` (the worker of
+PyTorch's DDP, which needs no TensorFlow).
 
 The benchmarks: `collectives` (with `collectives_worker` and `nccl_tests`) and `compare`
 (with `compare_sides`, its set-ups).

@@ -1,4 +1,4 @@
-"""Worker side of a benchmark: orders on standard input, one line of JSON each."""
+"""The worker's end of a benchmark's pipe: orders arrive on stdin as lines of JSON."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any, Generic, Protocol, TextIO, TypeVar
 
+# One measured variant: runs a number of steps, and returns the measurement.
 Arm = Callable[[int], Any]
 
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 
 
 class Arms(Protocol):
-    """Callables by name, such as a dict."""
+    """Mapping from names to arms, such as a dict."""
 
     def __getitem__(self, name: str, /) -> Arm: ...
 
 
-class OnDemand(Generic[Made]):
-    """Objects made on first use; one group of them is kept.
+class OnDemand(Generic[Value]):
+    """Mapping that creates its values on first use, and keeps one group of them.
 
-    All models of a benchmark at once would fill the memory of a small machine.
+    All models of a benchmark together would fill the memory of a small machine.
 
     Args:
-        make: Callable that makes the thing of a name.
-        group_of: Callable from a name to its group. Things of one group take turns;
-            when one of another group is asked for, they are dropped.
+        make: Callable that maps a name to a new value.
+        group_of: Callable that maps a name to its group. Values of one group are kept
+            together; access to another group drops them.
 
     Example:
 
@@ -42,38 +43,38 @@ class OnDemand(Generic[Made]):
     """
 
     def __init__(
-        self, make: Callable[[str], Made], group_of: Callable[[str], Hashable]
+        self, make: Callable[[str], Value], group_of: Callable[[str], Hashable]
     ) -> None:
         self._make, self._group_of = make, group_of
         self._group: Hashable = None
-        self._made: dict[str, Made] = {}
+        self._values: dict[str, Value] = {}
 
-    def __getitem__(self, name: str) -> Made:
+    def __getitem__(self, name: str) -> Value:
         if self._group_of(name) != self._group:
-            self._made.clear()
+            self._values.clear()
             gc.collect()
             self._group = self._group_of(name)
-        if name not in self._made:
-            self._made[name] = self._make(name)
-        return self._made[name]
+        if name not in self._values:
+            self._values[name] = self._make(name)
+        return self._values[name]
 
 
 def work(make_arms: Callable[[dict[str, Any]], Arms]) -> None:
-    """Run blocks of steps as the driver asks, until it closes the pipe.
+    """Run blocks of steps as the driver orders, until it closes the pipe.
 
-    The pipe to the driver is kept for replies; what others print is the log.
+    Only replies are written to the pipe; any other output of the worker is redirected
+    to its log, which is stderr.
 
     Args:
-        make_arms: Callable that is given what the driver told this worker, and
-            returns a mapping from a name to a callable that runs so many steps and
-            returns what it measured.
+        make_arms: Callable that maps the worker's setup, a dict from the driver, to
+            `Arms`.
     """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
     pipe = sys.stdin
-    # A forked process, such as a loader of PyTorch's, closes `sys.stdin`, and would
-    # wait for the thread that reads it.
+    # A forked process, such as a worker of a PyTorch `DataLoader`, closes `sys.stdin`,
+    # and would wait indefinitely for the lock of the thread that reads it.
     sys.stdin = open(os.devnull)  # noqa: SIM115
     threading.Thread(target=_read_orders, args=(pipe, orders), daemon=True).start()
     arms = make_arms(json.loads(sys.argv[1]))
@@ -86,27 +87,28 @@ def work(make_arms: Callable[[dict[str, Any]], Arms]) -> None:
 
 def timed(
     function: Callable[[], Any],
-    meet: Callable[[], Any] | None = None,
+    barrier: Callable[[], Any] | None = None,
     finish: Callable[[Any], Any] = lambda tensor: tensor.numpy(),
 ) -> Arm:
-    """Seconds per call; the results are read, so that nothing is left undone.
+    """Return an arm that measures the seconds per call of a function.
 
-    A call before the first is not timed: it waits for the other worker's order to
-    arrive, and finds cold what another process has used since. Where a call is too
-    long to waste, the workers only meet.
+    The last result is read within the measured time, so that no work is pending. One
+    call before the first is not timed: it waits until all workers have received their
+    orders, and refills caches that other processes have used. Where a call takes too
+    long for that, a barrier only synchronizes the workers.
 
     Args:
         function: Callable that returns a tensor.
-        meet: Callable that returns a tensor when all workers have called it, or
-            `None`. Defaults to `None`: `function` is called once more.
-        finish: Callable that reads a tensor. Defaults to one of TensorFlow's.
+        barrier: Callable that returns a tensor once all workers have called it, or
+            `None` for one more call of `function`. Defaults to `None`.
+        finish: Callable that reads a tensor. Defaults to one for TensorFlow.
 
     Returns:
-        Callable that takes a number of calls and returns seconds per call.
+        `Arm` that takes a number of calls and returns seconds per call.
     """
 
     def run(steps: int) -> float:
-        finish((meet or function)())
+        finish((barrier or function)())
         begin = time.perf_counter()
         for _ in range(steps):
             result = function()
@@ -117,7 +119,8 @@ def timed(
 
 
 def _read_orders(pipe: TextIO, orders: queue.Queue[dict[str, Any]]) -> None:
+    """Queue the driver's orders; end the process when the driver closes the pipe."""
     for line in pipe:
         orders.put(json.loads(line))
-    # The driver is gone. A collective that waits for a dead peer never ends.
+    # At once and without cleanup: a collective that waits for a dead peer never ends.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""`tfdp bench collectives`: time and bandwidth of every collective and algorithm."""
+"""`tfdp bench collectives`: time and bandwidth of each collective and algorithm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tfdp.launch.bench.nccl_tests import (
 from tfdp.launch.bench.replicas import ReplicaSettings, ready_replicas
 from tfdp.launch.bench.sides import Runner, alternate_for
 
+# Bytes of an element by type.
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4}
+# Duration of a block of the slowest algorithm.
 _BLOCK_SECONDS = 0.1
 _WORKER = "tfdp.launch.bench.collectives_worker"
 COLUMNS: dict[str, Callable[[Row], str]] = {
@@ -42,20 +44,21 @@ _UNITS = ((2**30, "GB"), (2**20, "MB"), (2**10, "KB"), (1, "B"))
 
 @dataclasses.dataclass(frozen=True)
 class Settings(ReplicaSettings):
-    """Settings of the measurement.
+    """Settings of `tfdp bench collectives`.
 
     Args:
-        collectives: Sequence of strings, of `tfdp.launch.bench.nccl_tests.COLLECTIVES`.
-        algorithms: Sequence of strings, of the all-reduce.
-        sizes: Sequence of ints, bytes.
+        collectives: Sequence of strings from
+            `tfdp.launch.bench.nccl_tests.COLLECTIVES`.
+        algorithms: Sequence of strings, algorithms of the all-reduce.
+        sizes: Sequence of ints, sizes of the tensors in bytes.
         dtype: String, a key of `ITEM_BYTES`.
-        blocks: Int, turns of each algorithm.
-        num_workers: Int, local processes, or `None` for the cluster that this
-            process is in. Defaults to `None`.
-        devices_per_worker: Int, logical CPU devices of each, or `None`. Defaults
-            to `None`.
-        node_size: Int, replicas that count as one node, or `None`. Defaults to
-            `None`.
+        blocks: Int, number of blocks of each algorithm.
+        num_workers: Int, number of local processes, or `None` for the cluster that this
+            process belongs to. Defaults to `None`.
+        devices_per_worker: Int, logical CPU devices of each worker, or `None` for one.
+            Defaults to `None`.
+        node_size: Int, number of replicas that count as one node, or `None` for the
+            real nodes. Defaults to `None`.
     """
 
     collectives: Sequence[str]
@@ -69,18 +72,18 @@ class Settings(ReplicaSettings):
 
     @property
     def worker_setup(self) -> dict[str, Any]:
-        """Setup of a worker."""
-        own = {"dtype": self.dtype, "communication": {"node_size": self.node_size}}
-        return {**super().worker_setup, **own}
+        """Dict, the setup that each worker receives."""
+        setup = {"dtype": self.dtype, "communication": {"node_size": self.node_size}}
+        return {**super().worker_setup, **setup}
 
     def check(self, topology: Topology) -> None:
-        """Check that all that is asked for can be run.
+        """Check that the replicas can run these settings.
 
         Args:
             topology: `Topology` of the replicas.
 
         Raises:
-            ValueError: If not.
+            ValueError: If they cannot.
         """
         super().check(topology)
         count = topology.num_replicas
@@ -92,13 +95,13 @@ class Settings(ReplicaSettings):
 
 
 def num_turns(settings: Settings) -> int:
-    """Number of blocks of a run.
+    """Return the number of blocks of a run.
 
     Args:
-        settings: `Settings`.
+        settings: `Settings` of the run.
 
     Returns:
-        Int.
+        Int, over all collectives, algorithms and sizes.
     """
     arms = sum(len(_algorithms(settings, c)) for c in settings.collectives)
     return arms * len(settings.sizes) * settings.blocks
@@ -110,23 +113,24 @@ def measure(
     num_replicas: int,
     on_turn: Callable[[], Any] = lambda: None,
 ) -> tuple[list[Row], dict[str, list[float]]]:
-    """Run everything; the algorithms of one size take turns.
+    """Measure all collectives; the algorithms of one size alternate.
 
     Args:
-        settings: `Settings`.
+        settings: `Settings` of the run.
         runner: A `Side` of `tfdp.launch.bench.collectives_worker`, or `ClusterRunner`.
         num_replicas: Int, number of replicas.
         on_turn: Callable, called after each block. Defaults to nothing.
 
     Returns:
-        Tuple of the rows, and the seconds of each block by name.
+        Tuple of the rows of the table, and a dict from the name of an arm to the
+        seconds per call in each of its blocks.
     """
     rows: list[Row] = []
     all_times: dict[str, list[float]] = {}
     item = ITEM_BYTES[settings.dtype]
     for collective in settings.collectives:
-        for asked in settings.sizes:
-            size = padded_bytes(asked, item, num_replicas)
+        for requested_size in settings.sizes:
+            size = padded_bytes(requested_size, item, num_replicas)
             names = {
                 algorithm: f"{collective}/{algorithm}/{size}"
                 for algorithm in _algorithms(settings, collective)
@@ -136,21 +140,22 @@ def measure(
                 _BLOCK_SECONDS, arms, blocks=settings.blocks, on_turn=on_turn
             )
             for algorithm, name in names.items():
-                all_times[name] = found = times[f"{runner.name}/{name}"]
+                all_times[name] = seconds = times[f"{runner.name}/{name}"]
                 wrong = sum(runner.run(f"check {name}", 1))
-                what = (collective, algorithm, size)
-                rows.append(_row(settings, what, num_replicas, found, wrong))
+                case = (collective, algorithm, size)
+                rows.append(_row(settings, case, num_replicas, seconds, wrong))
     return rows, all_times
 
 
 def _row(
     settings: Settings,
-    what: tuple[str, str, int],
+    case: tuple[str, str, int],
     num_replicas: int,
     times: list[float],
     wrong: int,
 ) -> Row:
-    collective, algorithm, size = what
+    """Return the row of a case, which is a collective, an algorithm and a size."""
+    collective, algorithm, size = case
     seconds = statistics.median(times)
     bandwidth = algorithm_bandwidth(size, seconds)
     return Row(
@@ -167,6 +172,7 @@ def _row(
 
 
 def _algorithms(settings: Settings, collective: str) -> Sequence[str]:
+    """Return the algorithms to measure; only an all-reduce has a choice of them."""
     return settings.algorithms if collective == "all_reduce" else (NO_ALGORITHM,)
 
 
@@ -174,14 +180,14 @@ def run(settings: Settings, files: output.Files) -> int:
     """Measure, print the table and write the files.
 
     Args:
-        settings: `Settings`.
+        settings: `Settings` of the run.
         files: `Files` to write.
 
     Returns:
-        Int, how many elements were wrong in all.
+        Int, number of wrong elements in all results together.
 
     Raises:
-        ValueError: If what is asked for cannot be run.
+        ValueError: If the replicas cannot run the settings.
         RuntimeError: If a worker fails.
     """
     content = output.about("collectives", dataclasses.asdict(settings))
@@ -205,6 +211,7 @@ def run(settings: Settings, files: output.Files) -> int:
 
 
 def _plot(num_replicas: int, rows: Sequence[Row], caption: str, path: Path) -> None:
+    """Plot bus bandwidth over size, with a line for each collective and algorithm."""
     dtype = rows[0].dtype
     title = f"Collectives between {num_replicas} replicas, {dtype}"
     figure, axes = output.new_figure(title, caption)
@@ -228,13 +235,13 @@ def _plot(num_replicas: int, rows: Sequence[Row], caption: str, path: Path) -> N
 
 
 def size_text(num_bytes: int) -> str:
-    """A size in a unit that fits.
+    """Format a size with a suitable unit.
 
     Args:
-        num_bytes: Int.
+        num_bytes: Int, the size in bytes.
 
     Returns:
-        String.
+        String, the size in units of 1024.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""Worker of `tfdp bench collectives`: collectives to be timed and checked."""
+"""Worker of `tfdp bench collectives`: times collectives, and checks their results."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from tfdp.launch.bench.nccl_tests import (
 from tfdp.launch.bench.training import make_strategy, timed
 from tfdp.training.reduction.algorithm_selector import AlgorithmChoice
 
+# Prefix of the name of an arm that checks results.
 _CHECK = "check "
 
 
 class CollectiveArms:
-    """Collectives by name, made when they are first run.
+    """Arms of all collectives by name, created on first use.
 
-    The arm `all_reduce/ring/4096` takes a number of steps and returns the seconds
-    of one; `check all_reduce/ring/4096` returns how many elements are wrong here, and
-    `backend` what carries the bytes.
+    The arm `all_reduce/ring/4096` returns the seconds of one call;
+    `check all_reduce/ring/4096` returns the number of wrong elements on the local
+    replicas, and `backend` returns the name of the communication backend.
 
     Args:
         strategy: A strategy of tfdp.
-        dtype: String.
+        dtype: String, type of the elements.
     """
 
     def __init__(self, strategy: Any, dtype: str) -> None:
         self.strategy = strategy
         self._group, self._dtype = strategy.extended.group, tf.as_dtype(dtype)
-        # Algorithms of one collective and size take turns.
+        # Grouped by collective and size, whose algorithms alternate.
         self._cases = OnDemand(self._make, lambda n: (n.split("/")[0], n.split("/")[2]))
 
     def __getitem__(self, name: str) -> Arm:
@@ -52,7 +53,8 @@ class CollectiveArms:
         collective, algorithm, size = name.split("/")
         length = int(size) // self._dtype.size
         if collective == "all_gather":
-            length //= self._group.size  # the size is that of what is gathered
+            # nccl-tests counts the size of the larger side, here the output.
+            length //= self._group.size
         call = _call(collective, algorithm)
         return _Case(collective, call, self._group, length, self._dtype)
 
@@ -71,9 +73,9 @@ class _Case:
         self._collective, self._group, self._length = collective, group, length
         self._values = []
         for replica, device in enumerate(group.devices):
-            mine = input_of(group.position(replica), length)
+            array = input_of(group.position(replica), length)
             with tf.device(device):
-                self._values.append(tf.Variable(tf.cast(mine, dtype)))  # [length]
+                self._values.append(tf.Variable(tf.cast(array, dtype)))  # [length]
         values = self._values
 
         @tf.function(autograph=False)
@@ -82,14 +84,15 @@ class _Case:
             for replica, device in enumerate(group.devices):
                 with tf.device(device):
                     results.append(call(values[replica].read_value(), group, replica))
-            # One element of each tells that all are there, and is cheap to read.
+            # One element of each result is cheap to read, and shows that all are
+            # computed.
             return tf.stack([result[0] for result in results]), results
 
         self._step = step
         self.seconds = timed(lambda: step()[0])
 
     def num_wrong(self, steps: int) -> int:
-        """Wrong elements on the local replicas."""
+        """Run the collective once, and count wrong elements on the local replicas."""
         del steps
         group, wrong = self._group, 0
         for replica, result in enumerate(self._step()[1]):
@@ -100,6 +103,7 @@ class _Case:
 
 
 def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
+    """Return the collective as a function of a tensor, the group and a replica."""
     if algorithm != NO_ALGORITHM:
         return AlgorithmChoice(Algorithm(algorithm)).all_reduce
     return lambda x, group, replica: getattr(Member(group, replica), collective)(x)
@@ -108,7 +112,13 @@ def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
 def make_arms(
     setup: dict[str, Any], check: Callable[[Topology], None] = lambda topology: None
 ) -> CollectiveArms:
-    """Make the collectives that the driver asks for, once their topology is checked."""
+    """Create the arms of a worker, after a check of the topology.
+
+    Args:
+        setup: Dict, the worker's setup from the driver.
+        check: Callable that raises `ValueError` for a `Topology` that cannot run the
+            benchmark. Defaults to no check.
+    """
     strategy = make_strategy(setup)
     check(strategy.extended.algorithm_selector.topology)
     return CollectiveArms(strategy, setup["dtype"])

@@ -1,4 +1,4 @@
-"""`tfdp bench compare`: Keras `fit` with tfdp, plain Keras, and loops of its rivals."""
+"""`tfdp bench compare`: Keras `fit` with tfdp, plain Keras, and loops of others."""
 
 from __future__ import annotations
 
@@ -24,24 +24,27 @@ from tfdp.launch.bench.machine import HOW_TO_GET_TORCH, num_cores, torch_version
 from tfdp.launch.bench.models import ModelSettings
 from tfdp.launch.bench.sides import Ratio, alternate_for, paired_ratio, started
 
-if TYPE_CHECKING:  # it is an extra
+if TYPE_CHECKING:  # matplotlib is an optional dependency
     from matplotlib.axes import Axes
 
+# Duration of a block of the slowest set-up.
 _BLOCK_SECONDS = 0.4
+# The set-ups of tfdp, with their names in headings.
 OURS = {DEVICES: "devices", WORKERS: "processes"}
+# Seconds per step of each block, by `side/arm`.
 Times = dict[str, list[float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings(ModelSettings):
-    """Settings of the measurement.
+    """Settings of `tfdp bench compare`.
 
     Args:
-        num_workers: Int, replicas of each side: processes, or devices of one.
-        family: String, of `tfdp.launch.bench.models.FAMILIES`.
+        num_workers: Int, replicas of each side: processes, or devices of one process.
+        family: String from `tfdp.launch.bench.models.FAMILIES`.
         millions: Sequence of floats, sizes of the models in million parameters.
-        batch_size: Int, samples of each replica.
-        blocks: Int, turns of each side, at least 2.
+        batch_size: Int, number of samples of each replica.
+        blocks: Int, number of blocks of each side, at least 2.
         torch_python: String, an interpreter that may have PyTorch.
     """
 
@@ -54,7 +57,7 @@ class Settings(ModelSettings):
 
     @property
     def num_threads(self) -> int:
-        """Int, threads of a replica: the cores are divided, as `tfdp run` does."""
+        """Int, threads of a replica: the cores are divided as by `tfdp run`."""
         return max(1, num_cores() // self.num_workers)
 
 
@@ -62,11 +65,11 @@ def run(settings: Settings, files: output.Files) -> None:
     """Measure, print the table and write the files.
 
     Args:
-        settings: `Settings`.
+        settings: `Settings` of the run.
         files: `Files` to write.
 
     Raises:
-        ValueError: If what is asked for cannot be run.
+        ValueError: If the settings cannot be run.
         RuntimeError: If a worker fails.
     """
     content = output.about("compare", dataclasses.asdict(settings))
@@ -84,10 +87,11 @@ def run(settings: Settings, files: output.Files) -> None:
     num_turns = len(settings.models) * settings.blocks * num_arms
     times: Times = {}
     with output.progress_bar("training steps", num_turns) as on_turn:
-        # Nothing is compared with what has other settings: half of the processes.
+        # Defaults are compared with defaults only, and tuned with tuned, so that only
+        # half of the processes need to exist at a time.
         for tuning in (DEFAULTS, TUNED):
-            together = [set_up for set_up in measured if set_up.tuning == tuning]
-            times |= _measure(settings, together, on_turn)
+            group = [set_up for set_up in measured if set_up.tuning == tuning]
+            times |= _measure(settings, group, on_turn)
     content["seconds_per_step"] = times
     global_batch_size = settings.batch_size * settings.num_workers
     rows = [
@@ -106,8 +110,9 @@ def run(settings: Settings, files: output.Files) -> None:
 
 
 def _measure(
-    settings: Settings, together: Sequence[SetUp], on_turn: Callable[[], Any]
+    settings: Settings, group: Sequence[SetUp], on_turn: Callable[[], Any]
 ) -> Times:
+    """Run the processes of a group of set-ups, whose arms alternate."""
     sides = {
         set_up: set_up.side(
             settings.models,
@@ -115,7 +120,7 @@ def _measure(
             settings.num_threads,
             settings.torch_python,
         )
-        for set_up in together
+        for set_up in group
     }
     times: Times = {}
     with started(*sides.values()):
@@ -139,7 +144,7 @@ def _title(settings: Settings) -> str:
 
 
 def _notes(settings: Settings, *, has_torch: bool) -> list[str]:
-    """Notes below the table."""
+    """Return the notes below the table."""
     threads = pluralize(settings.num_threads, "thread")
     notes = [
         f"A step with SGD, {pluralize(settings.batch_size, 'sample')} for each of "
@@ -166,20 +171,20 @@ def _notes(settings: Settings, *, has_torch: bool) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """A row of the table.
 
     Args:
-        set_up: String.
-        settings: String, `"defaults"`, or `"tuned"` with what was chosen.
-        model: String.
-        step_seconds: Float, the median.
-        own_step_seconds: Float, the same without communication, or `None` where a
-            step has none.
-        communication_seconds: Float, the median of what communication adds to a step
-            of the same block, or `None`.
-        samples_per_second: Float, of all replicas together.
-        speed_of_tfdp: Dict from `DEVICES` and `WORKERS` to the `Ratio` of this time
-            to theirs, with their defaults or tuned as this one.
+        set_up: String, name of the set-up.
+        settings: String, `"defaults"`, or `"tuned"` with the chosen variant.
+        model: String, name of the model.
+        step_seconds: Float, median duration of a step.
+        own_step_seconds: Float, median duration of a step without communication, or
+            `None` for a set-up that does not communicate.
+        communication_seconds: Float, median time that communication adds to a step of
+            the same block, or `None`.
+        samples_per_second: Float, throughput of all replicas together.
+        speed_of_tfdp: Dict from `DEVICES` and `WORKERS` to the `Ratio` of this step
+            time to tfdp's, with the same tuning.
     """
 
     set_up: str
@@ -195,16 +200,16 @@ class Row:
 def rows_of(
     model: str, set_ups: Sequence[SetUp], times: Times, global_batch_size: int
 ) -> list[Row]:
-    """The lines of one model.
+    """Return the rows of one model.
 
-    What is tuned is chosen in every other block and compared in the rest: the best of
-    several noisy medians would look faster than it is.
+    The fastest tuned variant is chosen by every other block and compared by the
+    remaining blocks: the best of several noisy medians would look faster than it is.
 
     Args:
-        model: String, its name.
-        set_ups: Sequence of `SetUp`.
+        model: String, name of the model.
+        set_ups: Sequence of `SetUp`, the measured set-ups.
         times: Dict from `side/arm` to seconds per step, block by block.
-        global_batch_size: Int, samples of a step.
+        global_batch_size: Int, number of samples of a step.
 
     Returns:
         List of `Row`, in the order of `set_ups`.
@@ -217,19 +222,19 @@ def rows_of(
     rows = []
     for set_up, steps in parts.items():
         key_alone = set_up.key_alone(model, chosen[set_up])
-        own = _compared(set_up, times[key_alone]) if key_alone else None
-        middle = statistics.median(steps)
+        alone = _compared(set_up, times[key_alone]) if key_alone else None
+        median = statistics.median(steps)
         rows.append(
             Row(
                 set_up.name,
                 ": ".join(filter(None, (set_up.tuning, chosen[set_up]))),
                 model,
-                middle,
-                statistics.median(own) if own else None,
-                statistics.median(a - b for a, b in zip(steps, own, strict=True))
-                if own
+                median,
+                statistics.median(alone) if alone else None,
+                statistics.median(a - b for a, b in zip(steps, alone, strict=True))
+                if alone
                 else None,
-                global_batch_size / middle,
+                global_batch_size / median,
                 {
                     ours.kind: paired_ratio(steps, of_ours)
                     for ours, of_ours in parts.items()
@@ -243,6 +248,7 @@ def rows_of(
 
 
 def _fastest(model: str, set_up: SetUp, times: Times) -> str:
+    """Return the choice of a set-up that is fastest in the blocks for choosing."""
     medians = {
         choice: statistics.median(times[set_up.key(model, choice)][::2])
         for choice in set_up.choices
@@ -251,6 +257,7 @@ def _fastest(model: str, set_up: SetUp, times: Times) -> str:
 
 
 def _compared(set_up: SetUp, seconds: list[float]) -> list[float]:
+    """Return the blocks that are compared: those not used for choosing."""
     return seconds[1::2] if set_up.tuning == TUNED else seconds
 
 
@@ -279,17 +286,17 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def plot(title: str, rows: Sequence[Row], caption: str, path: Path) -> None:
-    """Draw the ratios with their intervals, a panel for each set-up of tfdp.
+    """Plot the ratios with their intervals, in one panel for each set-up of tfdp.
 
     Args:
-        title: String.
-        rows: Sequence of `Row`.
+        title: String, title of the plot.
+        rows: Sequence of `Row`, the table.
         caption: String, the machine and the versions.
         path: Path of the PNG file.
     """
     figure, panels = output.new_panels(title, len(OURS), caption)
     models = list(dict.fromkeys(row.model for row in rows))
-    # The other set-up of tfdp is no rival.
+    # Rows of tfdp itself have a ratio to its other set-up only, and are left out.
     rivals: dict[str, list[Row]] = {}
     for row in rows:
         if set(row.speed_of_tfdp) == set(OURS):
@@ -310,7 +317,14 @@ def plot(title: str, rows: Sequence[Row], caption: str, path: Path) -> None:
 
 
 def _draw(axes: Axes, ratios: list[Ratio], label: str, place: tuple[int, int]) -> None:
-    """The bars of one rival, beside those of the others."""
+    """Draw the bars of one rival, beside those of the others.
+
+    Args:
+        axes: The axes to draw on.
+        ratios: List of `Ratio`, one for each model.
+        label: String, name of the rival.
+        place: Tuple of the index of the rival and the number of rivals.
+    """
     index, count = place
     width = 0.8 / count
     shift = (index - (count - 1) / 2) * width

@@ -13,18 +13,20 @@ from tfdp.launch.bench.sides import Side
 
 DEFAULTS, TUNED = "defaults", "tuned"
 DEVICES, WORKERS, PLAIN, STOCK, DDP = "devices", "workers", "plain", "stock", "ddp"
-# Of the arm in which the processes of a set-up do not communicate.
+# Name of the arm in which the processes of a set-up do not communicate.
 ALONE = "no communication"
+# Pack sizes, in MiB, that are tried for the stock strategy.
 PACKS_MB = (1, 4, 25)
 _GIBIBYTE = str(2**30)
-# glibc keeps the memory of a large tensor that is freed for the next one, in place of
-# giving it back to the system and getting new pages, which the kernel clears.
+# Environment variables with which glibc keeps the freed memory of a large tensor for
+# the next one. Otherwise it returns the memory to the system and gets new pages, which
+# the kernel clears.
 _KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": _GIBIBYTE,
     "MALLOC_TRIM_THRESHOLD_": _GIBIBYTE,
 }
 _FIT: dict[str, Any] = {"fit": True}
-# What is tried to tune each, by what it is called.
+# Variants that are tried to tune each kind of set-up: settings of an arm by name.
 _CHOICES: dict[str, dict[str, dict[str, Any]]] = {
     DEVICES: {"no XLA": _FIT, "jit_compile=True": {**_FIT, "jit_compile": True}},
     STOCK: {f"packs of {mb} MB": {"pack_bytes": mb * 2**20} for mb in PACKS_MB},
@@ -41,7 +43,7 @@ class SetUp:
     Args:
         kind: String, `DEVICES`, `WORKERS`, `PLAIN`, `STOCK` or `DDP`.
         tuning: String, `DEFAULTS` or `TUNED`.
-        num_workers: Int, N, the replicas of each set-up but `PLAIN`.
+        num_workers: Int, number of replicas of each set-up but `PLAIN`.
     """
 
     kind: str
@@ -50,7 +52,7 @@ class SetUp:
 
     @property
     def name(self) -> str:
-        """String, for people."""
+        """String, the name in tables and plots."""
         processes = pluralize(self.num_workers, "process", "processes")
         return {
             DEVICES: f"tfdp, 1 process of {pluralize(self.num_workers, 'device')}",
@@ -62,42 +64,50 @@ class SetUp:
 
     @property
     def choices(self) -> Mapping[str, Mapping[str, Any]]:
-        """Mapping from a name, or `""` for one alone, to what an arm is told."""
+        """Mapping from the name of a variant to the settings of its arm.
+
+        The name is `""` where there is one variant only.
+        """
         if self.tuning == TUNED:
             return _CHOICES[self.kind]
         return {"": _DEFAULTS[self.kind]}
 
     @property
     def arms(self) -> dict[str, dict[str, Any]]:
-        """What each arm is told beside its model, by its name without the model's."""
+        """Dict of the settings of each arm but its model.
+
+        A key is the part of the arm's name after the model's name.
+        """
         arms = {
-            f", {choice}" if choice else "": dict(told)
-            for choice, told in self.choices.items()
+            f", {choice}" if choice else "": dict(arm_settings)
+            for choice, arm_settings in self.choices.items()
         }
         if self.kind in (DEVICES, PLAIN):
             return arms
-        # What stock computes is the same with packs of any size.
-        alone = list(arms)[:1] if self.kind == STOCK else list(arms)
-        own = {f"{name}, {ALONE}": {**arms[name], "alone": True} for name in alone}
-        return arms | own
+        # The stock strategy computes the same with packs of any size, so that one arm
+        # without communication is enough.
+        names = list(arms)[:1] if self.kind == STOCK else list(arms)
+        alone = {f"{name}, {ALONE}": {**arms[name], "alone": True} for name in names}
+        return arms | alone
 
     def key(self, model: str, choice: str) -> str:
-        """The key of an arm's times: `side/arm`."""
+        """Return the key of an arm's times: `side/arm`."""
         arm = f"{model}, {choice}" if choice else model
         return f"{self.kind}, {self.tuning}/{arm}"
 
     def key_alone(self, model: str, choice: str) -> str | None:
-        """The key of its own step, or `None` where nothing is communicated.
+        """Return the key of the step without communication.
 
-        Devices of one process compute what workers do: the times are those of these.
+        It is `None` for a set-up that never communicates. Devices of one process
+        compute the same as workers, whose times are used for them.
         """
         if self.kind == PLAIN:
             return None
         kind = WORKERS if self.kind == DEVICES else self.kind
         if self.kind == STOCK:
             choice = next(iter(self.choices))
-        own = dataclasses.replace(self, kind=kind)
-        return f"{own.key(model, choice)}, {ALONE}"
+        measured = dataclasses.replace(self, kind=kind)
+        return f"{measured.key(model, choice)}, {ALONE}"
 
     def side(
         self,
@@ -106,20 +116,20 @@ class SetUp:
         num_threads: int,
         torch_python: str,
     ) -> Side:
-        """Start the processes.
+        """Start the processes of the set-up.
 
         Args:
             models: Mapping from a name to a `Model`.
-            batch_size: Int, samples of a replica.
-            num_threads: Int, threads of a replica.
+            batch_size: Int, number of samples of a replica.
+            num_threads: Int, number of threads of a replica.
             torch_python: String, an interpreter that has PyTorch.
 
         Returns:
-            A `Side`.
+            `Side` of the started processes.
         """
         count = self.num_workers
         rows = batch_size * count if self.kind == PLAIN else batch_size
-        of_kind: dict[str, dict[str, Any]] = {
+        kind_setup: dict[str, dict[str, Any]] = {
             DEVICES: {"strategy": "auto", "devices": count},
             WORKERS: {"strategy": "tfdp"},
             PLAIN: {"strategy": "alone", "threads": None},
@@ -128,39 +138,43 @@ class SetUp:
         }
         arms = {
             f"{name}{arm}": {
-                **told,
+                **arm_settings,
                 "model": dataclasses.asdict(model),
                 "batch_size": rows,
             }
             for name, model in models.items()
-            for arm, told in self.arms.items()
+            for arm, arm_settings in self.arms.items()
         }
         return Side(
             f"{self.kind}, {self.tuning}",
             "tfdp.launch.bench.torch_worker"
             if self.kind == DDP
             else "tfdp.launch.bench.training",
-            {"arms": arms, "threads": num_threads, **of_kind[self.kind]},
+            {"arms": arms, "threads": num_threads, **kind_setup[self.kind]},
             num_workers=1 if self.kind in (DEVICES, PLAIN) else count,
             python=torch_python if self.kind == DDP else None,
             environment=self._environment(),
         )
 
     def _environment(self) -> dict[str, str]:
-        """Memory and kernels: without tfdp, TensorFlow has those of its own choice."""
-        found = dict(_KEPT_MEMORY) if self.tuning == TUNED else {}
+        """Return the environment variables of memory allocation and CPU kernels.
+
+        oneDNN stays off for plain Keras and stock with their defaults where TensorFlow
+        leaves it off; tfdp turns it on.
+        """
+        variables = dict(_KEPT_MEMORY) if self.tuning == TUNED else {}
         if is_left_off():
-            has_own = self.tuning == DEFAULTS and self.kind in (PLAIN, STOCK)
-            found[VARIABLE] = "0" if has_own else "1"
-        return found
+            is_untouched = self.tuning == DEFAULTS and self.kind in (PLAIN, STOCK)
+            variables[VARIABLE] = "0" if is_untouched else "1"
+        return variables
 
 
 def set_ups(num_workers: int, *, has_torch: bool) -> list[SetUp]:
-    """All that are compared, those of tfdp first.
+    """Return all set-ups to compare, those of tfdp first.
 
     Args:
-        num_workers: Int.
-        has_torch: Bool, whether DDP is among them.
+        num_workers: Int, number of replicas of each set-up.
+        has_torch: Bool, whether DDP is included.
 
     Returns:
         List of `SetUp`.

@@ -1,4 +1,4 @@
-"""The models that are timed, built by Keras, and timed steps of `fit`."""
+"""The benchmark's models built by Keras, and timed steps of `fit`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from tfdp.launch.bench.models import (
     Model,
 )
 
+# Inputs and labels.
 Batch = tuple[np.ndarray, np.ndarray]
+# Shape of an input by family of models.
 _INPUTS = {"mlp": (NUM_INPUTS,), "cnn": (IMAGE_SIDE, IMAGE_SIDE, IMAGE_CHANNELS)}
 
 
 def make_batch(model: Model, size: int) -> Batch:
-    """Inputs and labels, the same at each call.
+    """Generate a batch of inputs and labels, the same at each call.
 
     Args:
-        model: The `Model` that they are for.
+        model: `Model` that takes the batch.
         size: Int, number of samples.
 
     Returns:
@@ -44,10 +46,10 @@ def make_batch(model: Model, size: int) -> Batch:
 
 
 def build(model: Model) -> Any:
-    """Build the Keras model.
+    """Build a Keras model.
 
     Args:
-        model: `Model`.
+        model: `Model`, the shape to build.
 
     Returns:
         A `keras.Model` whose outputs are logits.
@@ -62,10 +64,10 @@ def build(model: Model) -> Any:
 
 
 class TokenAndPosition(keras.layers.Layer):
-    """Learned embeddings of the tokens plus learned ones of the positions.
+    """Layer that adds learned embeddings of tokens and of positions.
 
     Args:
-        width: Int, their size.
+        width: Int, size of an embedding.
     """
 
     def __init__(self, width: int) -> None:
@@ -116,10 +118,10 @@ def _transformer(model: Model) -> Any:
 
 
 class Clock(keras.callbacks.Callback):
-    """Clock of steps.
+    """Callback that times the steps of `fit`.
 
     Args:
-        skipped: Int, steps at the start that are not timed.
+        skipped: Int, number of steps at the start that are not timed.
     """
 
     def __init__(self, skipped: int) -> None:
@@ -127,16 +129,16 @@ class Clock(keras.callbacks.Callback):
         self._skipped = skipped
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Forget the `fit` before."""
+        """Discard the times of an earlier `fit`."""
         self.times: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Take the time."""
+        """Record the end of a step."""
         self.times.append(time.perf_counter())
 
     @property
     def seconds(self) -> float:
-        """Float, a step: the mean, which includes what happens now and then."""
+        """Float, seconds per step: the mean, which includes occasional work."""
         timed = self.times[self._skipped :]
         return (timed[-1] - timed[0]) / (len(timed) - 1)
 
@@ -144,12 +146,14 @@ class Clock(keras.callbacks.Callback):
 def timed_fit(
     model: Any, batch: Sequence[np.ndarray], skipped: int = 0
 ) -> Callable[..., float]:
-    """Seconds per step of `fit` on a batch that repeats, from the end of a step on.
+    """Return a callable that measures steps of `fit` on a repeated batch.
+
+    The first step is not timed: the clock starts at its end.
 
     Args:
         model: Compiled `keras.Model`.
-        batch: Inputs and labels, of all replicas.
-        skipped: Int, steps that are not timed, beside the first. Defaults to `0`.
+        batch: Inputs and labels of all replicas.
+        skipped: Int, number of further steps that are not timed. Defaults to `0`.
 
     Returns:
         Callable that takes a number of steps, and callbacks, and returns seconds per
@@ -180,17 +184,19 @@ def fit_arm(
     jit_compile: bool = False,
     make_optimizer: Callable[[], Any] | None = None,
 ) -> Callable[..., float]:
-    """Timed `fit` of a new model, by SGD as the loops of the other sides.
+    """Build a model, and return the arm that times its `fit`.
 
     Args:
-        strategy: Strategy or `None`.
-        model: `Model`.
-        batch_size: Int, samples of each replica. Defaults to `32`.
-        jit_compile: Bool, as of `compile`. Defaults to `False`.
-        make_optimizer: Callable that returns a Keras optimizer. Defaults to SGD.
+        strategy: Strategy of the model, or `None`.
+        model: `Model`, the shape to build.
+        batch_size: Int, number of samples of each replica. Defaults to `32`.
+        jit_compile: Bool, as in `keras.Model.compile`. Defaults to `False`.
+        make_optimizer: Callable that returns a Keras optimizer. Defaults to SGD, which
+            the loops of the other sides use too.
 
     Returns:
-        Callable, as of `timed_fit`.
+        Callable that takes a number of steps, and callbacks, and returns seconds per
+        step.
 
     Example:
 

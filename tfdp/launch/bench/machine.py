@@ -1,4 +1,4 @@
-"""Machine, versions, load and rival packages that a benchmark ran with."""
+"""Machine, load and package versions of a benchmark run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 from tfdp.ground.text import pluralize
 
 _PACKAGES = ("tensorflow", "keras", "numpy", "tfdp")
+# Display names of packages, in the order of a caption.
 _NAMES = {
     "tfdp": "tfdp",
     "tensorflow": "TensorFlow",
@@ -29,11 +30,11 @@ HOW_TO_GET_TORCH = (
 
 
 def describe(program: str | None = None) -> dict[str, Any]:
-    """Describe the machine, how busy it is, the versions and the command.
+    """Describe the machine, its load, the versions and the command.
 
     Args:
-        program: String, how this program is called, to which its arguments are
-            added. Defaults to `None`: what was called.
+        program: String, name of this program in the described command, or `None` for
+            the name by which it was called. Defaults to `None`.
 
     Returns:
         Dict of strings and numbers.
@@ -44,7 +45,8 @@ def describe(program: str | None = None) -> dict[str, Any]:
     >>> "core" in described["machine"], "tensorflow" in described
     (True, True)
     """
-    from tfdp.communication.cluster import cpu_kernels  # it imports TensorFlow
+    # Imported late, since it imports TensorFlow.
+    from tfdp.communication.cluster import cpu_kernels
 
     return {
         "machine": f"{_cpu_name()}, {pluralize(num_cores(), 'core')}",
@@ -58,13 +60,13 @@ def describe(program: str | None = None) -> dict[str, Any]:
 
 
 def caption(described: Mapping[str, Any]) -> str:
-    """The machine, its kernels and the versions in one line, for a plot.
+    """Format the machine, its kernels and the versions as one line, for a plot.
 
     Args:
-        described: Mapping from `describe`; a `torch` in it is named too.
+        described: Mapping from `describe`, which may have `torch` in addition.
 
     Returns:
-        String.
+        String, one line.
 
     Example:
 
@@ -77,20 +79,12 @@ def caption(described: Mapping[str, Any]) -> str:
 
 
 def load() -> float:
-    """Load average of the last minute.
-
-    Returns:
-        Float.
-    """
+    """Return the load average of the last minute, rounded to two digits."""
     return round(os.getloadavg()[0], 2)
 
 
 def num_cores() -> int:
-    """The number of CPU cores that this process may use.
-
-    Returns:
-        Int.
-    """
+    """Return the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -106,7 +100,7 @@ def _cpu_name() -> str:
 
 
 def version_of(name: str) -> str:
-    """The version of an installed package, or `"not installed"`."""
+    """Return the version of an installed package, or `"not installed"`."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -114,14 +108,14 @@ def version_of(name: str) -> str:
 
 
 def torch_version(python: str) -> str | None:
-    """The PyTorch of an interpreter.
+    """Return the version of PyTorch that an interpreter has.
 
     Args:
-        python: String, the interpreter's name or path.
+        python: String, name or path of the interpreter.
 
     Returns:
         String, the version, or `None` if there is no such interpreter, or it has no
-        PyTorch that can talk by Gloo.
+        PyTorch with Gloo.
 
     Example:
 

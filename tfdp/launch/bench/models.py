@@ -1,4 +1,4 @@
-"""The models that are timed: three families, each of any size."""
+"""The benchmark's models: three families of any size."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from collections.abc import Sequence
 from tfdp.ground.text import pluralize
 
 FAMILIES = ("mlp", "cnn", "transformer")
-# Inputs and classes of the MLP: those of handwritten digits.
+# Inputs and classes of the MLP, as for images of handwritten digits.
 NUM_INPUTS, NUM_CLASSES = 784, 10
-# Side and channels of the images that the CNN sees, and its stages.
+# Side length and channels of the CNN's images, and the number of its stages.
 IMAGE_SIDE, IMAGE_CHANNELS, NUM_STAGES = 32, 3, 3
-# The transformer reads characters.
+# The transformer reads characters: number of different ones, and sequence length.
 VOCABULARY, CONTEXT = 128, 64
 _BLOCKS, _HEADS = 4, 4
-# Of eight, or four channels, in the width of a model.
+# Largest width that is searched, in units of 8 (of 4 for a CNN).
 _MOST_UNITS = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Shape of a model, for Keras and for PyTorch to build it.
+    """Shape of a model, from which Keras or PyTorch builds it.
 
     Args:
         family: String, `"mlp"` (two hidden layers), `"cnn"` (three stages of two
-            3 x 3 convolutions, each with twice the channels of the one before) or
-            `"transformer"` (pre-norm blocks that read characters).
+            3 x 3 convolutions; each stage has twice the channels of the one before) or
+            `"transformer"` (pre-norm blocks on characters).
         width: Int, units of a hidden layer, channels of the first stage, or size of
             the embeddings.
-        num_blocks: Int, of a transformer. Defaults to `4`.
-        num_heads: Int, of a transformer. Defaults to `4`.
+        num_blocks: Int, number of blocks of a transformer. Defaults to `4`.
+        num_heads: Int, number of attention heads of a transformer. Defaults to `4`.
 
     Example:
 
@@ -47,12 +47,12 @@ class Model:
 
     @property
     def channels(self) -> tuple[int, ...]:
-        """Tuple of ints, those of each stage of a CNN."""
+        """Tuple of ints, the channels of each stage of a CNN."""
         return tuple(self.width * 2**stage for stage in range(NUM_STAGES))
 
     @property
     def num_parameters(self) -> int:
-        """Int, all of them are trained."""
+        """Int, number of parameters, all of which are trained."""
         width = self.width
         if self.family == "mlp":
             hidden = (NUM_INPUTS + 1) * width + (width + 1) * width
@@ -61,10 +61,12 @@ class Model:
             inputs = (IMAGE_CHANNELS, *self.channels)
             stages = itertools.pairwise(inputs)
             convolutions = sum(
-                (9 * given + 1) * made + (9 * made + 1) * made for given, made in stages
+                (9 * num_inputs + 1) * num_outputs + (9 * num_outputs + 1) * num_outputs
+                for num_inputs, num_outputs in stages
             )
             return convolutions + (inputs[-1] + 1) * NUM_CLASSES
-        # Two norms, attention (query, key, value, output), and two dense layers.
+        # Two norms, attention (query, key, value, output), and two dense layers. The
+        # ends are the embeddings, the last norm and the linear head.
         block = 4 * width + 4 * (width + 1) * width + 8 * width * width + 5 * width
         ends = (VOCABULARY + CONTEXT) * width + 2 * width + (width + 1) * VOCABULARY
         return self.num_blocks * block + ends
@@ -87,17 +89,17 @@ class Model:
 
 
 def model_of_size(family: str, millions: float) -> Model:
-    """The model of a family that has about so many parameters.
+    """Return the model of a family whose size is closest to a requested one.
 
     Args:
         family: String, one of `FAMILIES`.
-        millions: Float, parameters in millions.
+        millions: Float, requested number of parameters in millions.
 
     Returns:
-        A `Model`.
+        `Model`.
 
     Raises:
-        ValueError: If there is no such model: too small, or of no such family.
+        ValueError: If there is no such family, or the size is below its smallest.
 
     Example:
 
@@ -108,17 +110,17 @@ def model_of_size(family: str, millions: float) -> Model:
         raise ValueError(
             f"The family of models must be one of {FAMILIES}. Received: {family!r}"
         )
-    # Widths are full vectors. A CNN has few channels, of which its later stages have
-    # multiples.
+    # Widths are multiples of 8, which fill vector registers. A CNN has few channels in
+    # its first stage, and multiples of them in later ones.
     unit = 4 if family == "cnn" else 8
-    asked = millions * 1e6
+    requested = millions * 1e6
 
     def size(number: int) -> int:
         return Model(family, unit * number).num_parameters
 
-    above = bisect.bisect(range(_MOST_UNITS), asked, key=size)
+    above = bisect.bisect(range(_MOST_UNITS), requested, key=size)
     models = [Model(family, unit * n) for n in (max(0, above - 1), above)]
-    model = min(models, key=lambda model: abs(model.num_parameters - asked))
+    model = min(models, key=lambda model: abs(model.num_parameters - requested))
     if model.width < unit:
         least = Model(family, unit).num_parameters / 1e6
         raise ValueError(
@@ -129,9 +131,9 @@ def model_of_size(family: str, millions: float) -> Model:
 
 
 class ModelSettings:
-    """Settings of a benchmark that say which models of a family are trained.
+    """Base class of settings of a benchmark that trains models of one family.
 
-    It adds no field, so that those of each benchmark stay in their own order.
+    It is no dataclass, so that each benchmark orders its own fields.
     """
 
     family: str
@@ -139,5 +141,5 @@ class ModelSettings:
 
     @property
     def models(self) -> dict[str, Model]:
-        """The models by what they are called."""
+        """Dict of `Model` by name, such as `"5M"`."""
         return {f"{m:g}M": model_of_size(self.family, m) for m in self.millions}

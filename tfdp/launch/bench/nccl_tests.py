@@ -1,4 +1,4 @@
-"""Terms of nccl-tests: bandwidths, a row of its table, inputs with known results."""
+"""Definitions of nccl-tests: bandwidths, table rows, and inputs with known results."""
 
 from __future__ import annotations
 
@@ -8,31 +8,32 @@ import numpy as np
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
-# Only an all-reduce has a choice.
+# Stands for the algorithm of a collective other than all-reduce, which has no choice.
 NO_ALGORITHM = "-"
-# The arm of a worker that names what carries its bytes.
+# Name of a worker's arm that returns the name of its communication backend.
 BACKEND = "backend"
-# A prime: data that comes out at another place is noticed, for places are shifted
-# by lengths of pieces, which it does not divide as a rule.
+# Period of the inputs. A prime, so that misplaced data is noticed: data is misplaced
+# by multiples of a shard's length, which 7 rarely divides.
 _PERIOD = 7
-# Sums of small whole numbers are exact in all types: bfloat16 holds them up to 256.
+# Most replicas by type for which sums of the inputs are exact: bfloat16 has exact
+# integers up to 256, float16 up to 2048.
 MOST_REPLICAS_OF = {"bfloat16": 256 // _PERIOD, "float16": 2048 // _PERIOD}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A line of the table: the names are those of nccl-tests.
+    """A row of the table, with the terms of nccl-tests.
 
     Args:
-        collective: String.
-        algorithm: String, or `NO_ALGORITHM`.
-        size_bytes: Int.
-        count: Int, elements.
-        dtype: String.
-        seconds: Float, the median.
-        algbw_gb_per_second: Float.
-        busbw_gb_per_second: Float.
-        num_wrong: Int, wrong elements on all replicas together.
+        collective: String, one of `COLLECTIVES`.
+        algorithm: String, name of the algorithm, or `NO_ALGORITHM`.
+        size_bytes: Int, size of the larger of input and output of a replica.
+        count: Int, number of elements of that size.
+        dtype: String, type of the elements.
+        seconds: Float, median duration of a call.
+        algbw_gb_per_second: Float, bandwidth of the algorithm.
+        busbw_gb_per_second: Float, bandwidth of the bus.
+        num_wrong: Int, number of wrong elements on all replicas together.
     """
 
     collective: str
@@ -47,11 +48,11 @@ class Row:
 
 
 def algorithm_bandwidth(num_bytes: int, seconds: float) -> float:
-    """The size of the data over the time that the collective took ("algbw").
+    """Return the bandwidth of an algorithm, "algbw": size over time.
 
     Args:
         num_bytes: Int, size of the larger of input and output of a replica.
-        seconds: Float.
+        seconds: Float, duration of the collective.
 
     Returns:
         Float, GB/s (10^9 bytes).
@@ -67,17 +68,17 @@ def algorithm_bandwidth(num_bytes: int, seconds: float) -> float:
 
 
 def bus_factor(collective: str, num_replicas: int) -> float:
-    """Ratio of bus bandwidth to algorithm bandwidth of a collective.
+    """Return the ratio of bus bandwidth to algorithm bandwidth of a collective.
 
-    Times the algorithm's bandwidth it is "busbw", which compares with the speed of
-    the hardware whatever the collective and the number of replicas.
+    The product of it and the algorithm's bandwidth is "busbw", which is comparable to
+    the speed of the hardware for any collective and number of replicas.
 
     Args:
         collective: String, one of `COLLECTIVES`.
         num_replicas: Int, number of replicas.
 
     Returns:
-        Float.
+        Float, the ratio.
 
     Raises:
         ValueError: If there is no such collective.
@@ -104,15 +105,15 @@ def bus_factor(collective: str, num_replicas: int) -> float:
 
 
 def padded_bytes(num_bytes: int, item_bytes: int, num_replicas: int) -> int:
-    """The size that is really run: every replica has as many whole elements.
+    """Round a size up, so that all replicas have the same number of elements.
 
     Args:
-        num_bytes: Int, the size that was asked for.
+        num_bytes: Int, the requested size.
         item_bytes: Int, size of an element.
         num_replicas: Int, number of replicas.
 
     Returns:
-        Int, the next larger size that divides, at least one element for each.
+        Int, the rounded size; at least one element for each replica.
 
     Example:
 
@@ -124,10 +125,10 @@ def padded_bytes(num_bytes: int, item_bytes: int, num_replicas: int) -> int:
 
 
 def input_of(position: int, length: int) -> np.ndarray:
-    """Input of a replica: small whole numbers that depend on its position.
+    """Return the input of a replica: small integers that depend on its position.
 
     Args:
-        position: Int, its place in the group.
+        position: Int, position of the replica in the group.
         length: Int, number of elements.
 
     Returns:
@@ -144,14 +145,13 @@ def input_of(position: int, length: int) -> np.ndarray:
 def expected(
     collective: str, position: int, num_replicas: int, length: int
 ) -> np.ndarray:
-    """Expected result of a replica.
+    """Return the expected result of a collective on a replica.
 
     Args:
-        collective: String, one of `tfdp.launch.bench.nccl_tests.COLLECTIVES`; the
-            replica at position 0 broadcasts.
-        position: Int, place of the replica in the group.
+        collective: String, one of `COLLECTIVES`; the replica at position 0 broadcasts.
+        position: Int, position of the replica in the group.
         num_replicas: Int, number of replicas.
-        length: Int, elements that each replica contributes.
+        length: Int, number of elements that each replica contributes.
 
     Returns:
         Array of rank one, int64.
@@ -177,12 +177,11 @@ def num_wrong(result: np.ndarray, wanted: np.ndarray) -> int:
     """Count the wrong elements of a result.
 
     Args:
-        result: Array of any type.
-        wanted: Array of whole numbers.
+        result: Array of any type, the result.
+        wanted: Array of integers, the expected result.
 
     Returns:
-        Int: elements that differ, that are no number, and that lack or are too
-        many.
+        Int, number of elements that differ, are NaN, are missing or are surplus.
 
     Example:
 

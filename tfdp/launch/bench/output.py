@@ -19,19 +19,22 @@ from rich.progress import Progress
 from tfdp.launch.bench.machine import caption, describe, load
 
 if TYPE_CHECKING:
-    # It is an extra.
+    # Matplotlib is an optional dependency.
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# A table that is cut off says nothing: better that a narrow terminal breaks lines.
+# Width of the console in columns. A narrow terminal may wrap the rows of a table, which
+# is better than cells that are cut off.
 _LEAST_WIDTH, _MOST_WIDTH = 120, 1000
-# Okabe and Ito's: told apart by those who do not see red and green alike.
+# The palette of Okabe and Ito, which is distinguishable with color blindness.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 _INSTALL = "pip install 'tfdp[bench]'"
+# Note of a report without a plot.
 LEFT_OUT = f"No plot was drawn, since matplotlib is not installed: `{_INSTALL}`"
 _DOTS_PER_INCH = 150
 _WIDTH, _HEIGHT = 7.5, 4.5  # inches
+# Settings of matplotlib for all figures.
 _LOOK: Any = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -45,25 +48,22 @@ _LOOK: Any = {
 def about(
     benchmark: str, settings: Mapping[str, Any], program: str = "tfdp"
 ) -> dict[str, Any]:
-    """Describe a run: the first part of its JSON.
+    """Describe a run, for the first part of its JSON.
 
     Args:
-        benchmark: String, its name.
-        settings: Mapping of what was asked for.
-        program: String, how the program is called. Defaults to `"tfdp"`.
+        benchmark: String, name of the benchmark.
+        settings: Mapping of the settings of the run.
+        program: String, name of the program in the described command. Defaults to
+            `"tfdp"`.
 
     Returns:
-        Dict.
+        Dict of JSON values.
     """
     return {"benchmark": benchmark, **describe(program), "settings": dict(settings)}
 
 
 def new_console() -> Console:
-    """The console of results, as wide as the terminal and wide enough for a table.
-
-    Returns:
-        A `rich` console.
-    """
+    """Return a `rich` console of at least 120 columns, for the results."""
     console = Console(highlight=False, markup=False)
     console.width = max(console.width, _LEAST_WIDTH)
     return console
@@ -71,14 +71,14 @@ def new_console() -> Console:
 
 @contextlib.contextmanager
 def progress_bar(label: str, total: int) -> Iterator[Callable[[], None]]:
-    """Draw a bar on stderr if that is a terminal, until the block ends.
+    """Show a progress bar on stderr, if that is a terminal, until the context ends.
 
     Args:
-        label: String, what is going on.
-        total: Int, the number of turns.
+        label: String, text before the bar.
+        total: Int, number of blocks of the run.
 
     Yields:
-        Callable that counts one more turn.
+        Callable that advances the bar by one block.
     """
     is_terminal = sys.stderr.isatty()
     console = Console(file=sys.stderr)
@@ -94,8 +94,8 @@ class Files:
     Args:
         json: Path of the JSON file.
         plot: Path of the PNG file, or `None` for none.
-        note: String, printed below their names: why there is no plot, where nobody has
-            declined one. Defaults to none.
+        note: String, printed below the names of the files: why there is no plot,
+            unless the user has declined one. Defaults to `""`.
     """
 
     json: Path
@@ -113,17 +113,18 @@ def report(
     heading: str = "",
     notes: Sequence[str] = (),
 ) -> None:
-    """Print, draw and write the results of a run.
+    """Print the results of a run, and write the JSON file and the plot.
 
     Args:
-        content: Mapping, from `about` and more: what the JSON has beside the rows.
+        content: Mapping, the content of the JSON file except the rows; includes the
+            result of `about`.
         files: `Files` to write.
-        rows: Sequence of dataclass instances, the lines of the table.
-        columns: Mapping from a heading to a callable that shows the cell of a row.
-        draw: Callable that is given the rows, the machine and the versions as a string,
+        rows: Sequence of dataclass instances, the rows of the table.
+        columns: Mapping from a heading to a callable that formats the cell of a row.
+        draw: Callable that takes the rows, a caption with the machine and the versions,
             and the path of the PNG file.
-        heading: String, the first line. Defaults to none.
-        notes: Sequence of strings, what is said below the table. Defaults to none.
+        heading: String, the first line. Defaults to `""`.
+        notes: Sequence of strings, lines below the table. Defaults to `()`.
     """
     console = new_console()
     if heading:
@@ -133,16 +134,16 @@ def report(
         f"load average of a minute: {content['load_average_1_min']} at the start, "
         f"{load()} at the end"
     )
-    drawn = _table(rows, columns)
+    table = _table(rows, columns)
     wide = console.options.update(width=_MOST_WIDTH)
-    console.width = max(console.width, console.measure(drawn, options=wide).maximum)
-    console.print(drawn)
+    console.width = max(console.width, console.measure(table, options=wide).maximum)
+    console.print(table)
     for line in notes:
         console.print(line, soft_wrap=True)
     if files.plot:
         draw(rows, caption(content), files.plot)
-    kept = {"rows": [dataclasses.asdict(row) for row in rows]}
-    content = {**content, **kept, "load_average_1_min_at_end": load()}
+    row_content = {"rows": [dataclasses.asdict(row) for row in rows]}
+    content = {**content, **row_content, "load_average_1_min_at_end": load()}
     files.json.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     written = ", ".join(str(path) for path in (files.json, files.plot) if path)
     console.print(f"Written: {written}", soft_wrap=True)
@@ -153,7 +154,7 @@ def report(
 def _table(
     rows: Sequence[Any], columns: Mapping[str, Callable[[Any], str]]
 ) -> rich.table.Table:
-    """Columns of numbers are to the right."""
+    """Return the table, with columns of numbers aligned to the right."""
     table = rich.table.Table(box=box.SIMPLE)
     for name, show in columns.items():
         is_number = all(
@@ -167,16 +168,12 @@ def _table(
 
 
 def has_matplotlib() -> bool:
-    """Tell whether figures can be drawn.
-
-    Returns:
-        Bool.
-    """
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_available() -> None:
-    """Check that figures can be drawn.
+    """Check that plots can be drawn.
 
     Raises:
         ValueError: If matplotlib is not installed.
@@ -189,12 +186,12 @@ def check_available() -> None:
 
 
 def new_figure(title: str, caption: str = "") -> tuple[Figure, Axes]:
-    """Make a figure with one pair of axes.
+    """Create a figure with one pair of axes.
 
     Args:
-        title: String, above the figure.
-        caption: String, in small letters below the title: the machine and the
-            versions. Defaults to none.
+        title: String, title above the figure.
+        caption: String, small text below the figure: the machine and the versions.
+            Defaults to `""`.
 
     Returns:
         Tuple of the figure and its axes.
@@ -206,12 +203,12 @@ def new_figure(title: str, caption: str = "") -> tuple[Figure, Axes]:
 def new_panels(
     title: str, num_panels: int, caption: str = ""
 ) -> tuple[Figure, list[Axes]]:
-    """Make a figure with several pairs of axes side by side.
+    """Create a figure with several pairs of axes side by side.
 
     Args:
-        title: String, above the figure.
-        num_panels: Int, pairs of axes.
-        caption: String, as for `new_figure`. Defaults to none.
+        title: String, title above the figure.
+        num_panels: Int, number of pairs of axes.
+        caption: String, small text below the figure. Defaults to `""`.
 
     Returns:
         Tuple of the figure and the list of its axes.
@@ -221,7 +218,7 @@ def new_panels(
     from matplotlib.figure import Figure
 
     width = _WIDTH + (num_panels - 1) * 0.6 * _WIDTH
-    # Not by pyplot: it would change the backend and the look of its caller.
+    # Not by pyplot, which would change the backend and the style of the caller.
     with mpl.rc_context(_LOOK):
         figure = Figure(figsize=(width, _HEIGHT), layout="constrained")
         FigureCanvasAgg(figure)

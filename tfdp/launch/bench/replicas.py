@@ -1,4 +1,4 @@
-"""Replicas that a benchmark runs on: local workers, or the cluster of this process."""
+"""Replicas of a benchmark: local workers, or the cluster of this process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tfdp.launch.bench.sides import Runner, Side, started
 
 
 class ReplicaSettings:
-    """Settings of a benchmark that say on which replicas it runs.
+    """Base class of settings of a benchmark that runs on a choice of replicas.
 
-    It adds no field, so that those of each benchmark stay in their own order.
+    It is no dataclass, so that each benchmark orders its own fields.
     """
 
     algorithms: Sequence[str]
@@ -26,21 +26,22 @@ class ReplicaSettings:
 
     @property
     def worker_setup(self) -> dict[str, Any]:
-        """Setup of a worker."""
+        """Dict, the setup that each worker receives."""
         return {
             "strategy": "tfdp" if (self.num_workers or 0) > 1 else "auto",
             "devices": self.devices_per_worker,
-            "addresses": [],  # of local workers they are told by their side
+            # `Side` replaces the addresses for local workers.
+            "addresses": [],
         }
 
     def check(self, topology: Topology) -> None:
-        """Check that there is somebody to talk to, by each algorithm.
+        """Check that there are enough replicas and nodes for each algorithm.
 
         Args:
             topology: `Topology` of the replicas.
 
         Raises:
-            ValueError: If not.
+            ValueError: If there are not.
         """
         count = topology.num_replicas
         if count < 2:
@@ -57,12 +58,12 @@ class ReplicaSettings:
 
 
 class Replicas(NamedTuple):
-    """Replicas that are ready.
+    """Replicas that are ready to run.
 
     Args:
-        runner: `Runner` of their arms.
-        topology: `Topology`.
-        is_chief: Bool, whether this process reports.
+        runner: `Runner` of the replicas' arms.
+        topology: `Topology` of the replicas.
+        is_chief: Bool, whether this process reports the results.
     """
 
     runner: Runner
@@ -71,11 +72,11 @@ class Replicas(NamedTuple):
 
 
 class ClusterRunner:
-    """Runner of this process's arms, in step with the other workers of its cluster.
+    """Runner of this process's arms, while other workers of its cluster run theirs.
 
     Args:
         worker_group: `WorkerGroup` of the strategy.
-        arms: The arms of this process, by name.
+        arms: `Arms` of this process.
     """
 
     name = "here"
@@ -84,25 +85,25 @@ class ClusterRunner:
         self._worker_group, self._arms = worker_group, arms
 
     def run(self, arm: str, steps: int) -> list[Any]:
-        """Run a block of steps and return what each worker measured."""
-        own = self._arms[arm](steps)
-        return self._worker_group.all_gather(f"time of {arm}", own)
+        """Run a block of steps and return the measurement of each worker."""
+        measurement = self._arms[arm](steps)
+        return self._worker_group.all_gather(f"time of {arm}", measurement)
 
 
 @contextlib.contextmanager
 def ready_replicas(settings: ReplicaSettings, worker: str) -> Iterator[Replicas]:
-    """Start local workers, or make this process one of its cluster's.
+    """Start local workers, or join the cluster of this process as a worker.
 
     Args:
-        settings: `ReplicaSettings`.
-        worker: String, the module of a worker. Its `make_arms` takes what the worker is
-            told, and a callable that checks the `Topology`; the arms have a `strategy`.
+        settings: `ReplicaSettings` of the benchmark.
+        worker: String, the module of a worker. Its `make_arms` takes a worker's setup,
+            and a callable that checks the `Topology`; the result has a `strategy`.
 
     Yields:
         `Replicas`.
 
     Raises:
-        ValueError: If what is asked for cannot be run.
+        ValueError: If the replicas cannot run the settings.
     """
     if settings.num_workers is None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -124,12 +125,12 @@ def ready_replicas(settings: ReplicaSettings, worker: str) -> Iterator[Replicas]
 def local_topology(
     num_workers: int | None, devices_per_worker: int | None, node_size: int | None
 ) -> Topology:
-    """The replicas of local processes, by node.
+    """Return the topology of local processes.
 
     Args:
-        num_workers: Int or `None`, one.
-        devices_per_worker: Int or `None`, one.
-        node_size: Int, replicas that count as one node, or `None`: all do.
+        num_workers: Int, number of processes, or `None` for one.
+        devices_per_worker: Int, number of devices of a process, or `None` for one.
+        node_size: Int, number of replicas that count as one node, or `None` for all.
 
     Returns:
         `Topology`.

@@ -1,4 +1,4 @@
-"""Sides of a benchmark, groups of processes that take turns, and their ratios."""
+"""Sides of a benchmark: groups of processes that alternate, and their paired ratios."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ from tfdp.communication.cluster.process_tree import kill_processes
 from tfdp.ground.base.intervals import median_interval
 from tfdp.ground.text import pluralize
 
+# Longest wait until all workers of a side have replied.
 DEADLINE_SECONDS = 300.0
-# Another interpreter has its own packages, and of ours gets this one and that of the
-# module only: what else lies beside them was built for this interpreter.
+# Program that runs a module in another interpreter. That interpreter has packages of
+# its own, and imports only tfdp and the module's package from this one: other packages
+# in the same folder were built for this interpreter.
 _FOREIGN = """
 import runpy, sys, types
 folder = sys.argv.pop(1)
@@ -36,21 +38,21 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__")
 
 
 class Side:
-    """Worker processes that wait on a pipe while it is the other side's turn.
+    """Worker processes that wait on a pipe while another side has its turn.
 
     Args:
-        name: String, for people.
+        name: String, name of the side in results and errors.
         module: String, the module that each worker runs.
-        setup: Dict, what the workers are told.
-        num_workers: Int. Defaults to `1`.
-        python: String or `None`, an interpreter for a module of tfdp, or of a package
-            beside it, that needs nothing but Python and what that one has. Defaults to
-            this one.
-        environment: Dict, what the workers' environment has besides. Defaults to
-            nothing.
+        setup: Dict, the setup that each worker receives.
+        num_workers: Int, number of workers. Defaults to `1`.
+        python: String, another interpreter for a module of tfdp, or of a package in the
+            same folder, whose imports that interpreter has; or `None` for this
+            interpreter. Defaults to `None`.
+        environment: Dict of additional environment variables of the workers, or `None`.
+            Defaults to `None`.
     """
 
-    # The longest wait for a block.
+    # The longest wait for the replies of a block; benchmarks with long blocks set it.
     deadline_seconds = DEADLINE_SECONDS
 
     def __init__(
@@ -95,21 +97,23 @@ class Side:
         self._replies()
 
     def run(self, arm: str, steps: int) -> Any:
-        """Run a block of steps and return what each worker measured."""
+        """Run a block of steps and return the measurement of each worker."""
         for worker in self._workers:
             assert worker.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # the reply says why
+            # A worker that has ended is reported with its log by `_replies`.
+            with contextlib.suppress(BrokenPipeError):
                 worker.stdin.write(json.dumps({"arm": arm, "steps": steps}) + "\n")
                 worker.stdin.flush()
         return [reply["result"] for reply in self._replies()]
 
     def close(self) -> None:
-        """End the workers, also those that wait in native code for ever."""
+        """Kill the workers, which may be blocked indefinitely in native code."""
         kill_processes([w.pid for w in self._workers if w.returncode is None])
         for worker in self._workers:
             worker.wait()
 
     def _replies(self) -> list[dict]:
+        """Wait for one reply of each worker; raise with its log if one has ended."""
         deadline = time.monotonic() + self.deadline_seconds
         replies = []
         for rank, worker in enumerate(self._workers):
@@ -133,7 +137,7 @@ class Side:
 
 @contextlib.contextmanager
 def started(*sides: Side) -> Iterator[None]:
-    """Wait for all sides to be ready and end them afterwards."""
+    """Wait until all sides are ready, and close them when the context ends."""
     try:
         for side in sides:
             side.wait_until_ready()
@@ -149,42 +153,42 @@ def worker_commands(
     addresses: Sequence[str],
     python: str | None = None,
 ) -> list[list[str]]:
-    """The command of each worker of a side.
+    """Return the command line of each worker of a side.
 
     Args:
-        module: String, the module that each runs.
-        setup: Dict, what they are told, beside their rank and all addresses.
-        addresses: Sequence of strings, one for each worker.
-        python: String or `None`, as for `Side`. Defaults to this interpreter.
+        module: String, the module that each worker runs.
+        setup: Dict, the setup of all workers, without their ranks and addresses.
+        addresses: Sequence of strings, the address of each worker.
+        python: String, another interpreter, or `None` for this one. Defaults to `None`.
 
     Returns:
-        List of lists of strings.
+        List of lists of strings, one for each worker.
     """
     start = [sys.executable, "-m", module]
     if python is not None:
         folder = str(Path(__file__).resolve().parents[3])
         start = [python, "-c", _FOREIGN, folder, module]
-    told = [
+    setups = [
         {**setup, "rank": rank, "addresses": list(addresses)}
         for rank in range(len(addresses))
     ]
-    return [[*start, json.dumps(each)] for each in told]
+    return [[*start, json.dumps(each)] for each in setups]
 
 
 def worker_environment() -> dict[str, str]:
-    """This process's environment, without what it may say about another cluster."""
+    """Return this process's environment without variables that define a cluster."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")}
     kept.pop("TF_CONFIG", None)
     return {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1", **kept}
 
 
 class Runner(Protocol):
-    """Protocol of what runs blocks of steps, such as a `Side`."""
+    """Protocol of an object that runs blocks of steps, such as a `Side`."""
 
     name: str
 
     def run(self, arm: str, steps: int) -> Any:
-        """Run a block of steps and return what each worker measured."""
+        """Run a block of steps and return the measurement of each worker."""
 
 
 def alternate(
@@ -196,25 +200,25 @@ def alternate(
     on_turn: Callable[[], Any] = lambda: None,
     slowest: Callable[[Any], Any] = max,
 ) -> dict[str, list[Any]]:
-    """Run blocks of all arms in turn, every other time in reverse order.
+    """Run all arms block by block, in reverse order every other time.
 
     Args:
-        arms: Sequence of side and name of an arm.
-        blocks: Int, how often each arm has its turn.
-        steps: Int, steps in a block.
+        arms: Sequence of tuples of a side and the name of an arm.
+        blocks: Int, number of blocks of each arm.
+        steps: Int, number of steps in a block.
         warm_up: Int, steps of each arm before the first block. Defaults to `2`.
         on_turn: Callable, called after each block. Defaults to nothing.
-        slowest: Callable that takes one of what the workers measured. Defaults to
+        slowest: Callable that selects one of the workers' measurements. Defaults to
             `max`, for seconds per step.
 
     Returns:
-        Dict from `side/arm` to what the slowest worker measured, one value for
-        each block.
+        Dict from `side/arm` to the measurements of the slowest worker, one for each
+        block.
     """
     times: dict[str, list[Any]] = {f"{side.name}/{arm}": [] for side, arm in arms}
     for side, arm in arms:
         if warm_up:
-            side.run(arm, warm_up)  # traces, and fills caches
+            side.run(arm, warm_up)  # traces functions, and fills caches
     for block in range(blocks):
         for side, arm in arms if block % 2 == 0 else reversed(arms):
             times[f"{side.name}/{arm}"].append(slowest(side.run(arm, steps)))
@@ -229,16 +233,17 @@ def alternate_for(
     blocks: int,
     on_turn: Callable[[], Any] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Warm all arms up, then run blocks of a length, as `alternate` does.
+    """Warm all arms up, and `alternate` them in blocks of a given duration.
 
     Args:
-        seconds: Float, how long a block of the slowest arm should take.
-        arms: Sequence of side and name of an arm.
-        blocks: Int, how often each arm has its turn.
+        seconds: Float, duration of a block of the slowest arm.
+        arms: Sequence of tuples of a side and the name of an arm.
+        blocks: Int, number of blocks of each arm.
         on_turn: Callable, called after each block. Defaults to nothing.
 
     Returns:
-        Dict, as of `alternate`.
+        Dict from `side/arm` to seconds per step of the slowest worker, one for each
+        block.
     """
     steps = steps_that_take(seconds, arms)
     return alternate(arms, blocks=blocks, steps=steps, warm_up=0, on_turn=on_turn)
@@ -247,18 +252,18 @@ def alternate_for(
 def steps_that_take(
     seconds: float, arms: Sequence[tuple[Runner, str]], most: int = 200
 ) -> int:
-    """Warm all arms up, and find how many steps make a block.
+    """Warm all arms up, and return the number of steps for a block of a duration.
 
     Args:
-        seconds: Float, how long a block of the slowest arm should take.
-        arms: Sequence of side and name of an arm.
+        seconds: Float, duration of a block of the slowest arm.
+        arms: Sequence of tuples of a side and the name of an arm.
         most: Int, the largest result. Defaults to `200`.
 
     Returns:
-        Int, steps of every arm: at least one.
+        Int, number of steps of a block of each arm: at least one.
     """
     for side, arm in arms:
-        side.run(arm, 1)  # traces
+        side.run(arm, 1)  # traces functions, which must not be timed below
     slowest = max(max(side.run(arm, 2)) for side, arm in arms)
     return max(1, min(most, round(seconds / slowest)))
 
@@ -273,14 +278,7 @@ class Ratio:
     num_pairs: int
 
     def times(self, factor: float) -> Ratio:
-        """The ratio times a number, with its interval.
-
-        Args:
-            factor: Float.
-
-        Returns:
-            A `Ratio`.
-        """
+        """Return the ratio and its interval times a factor."""
         low, high = self.low * factor, self.high * factor
         return Ratio(self.median * factor, low, high, self.num_pairs)
 
@@ -294,7 +292,7 @@ class Ratio:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Compare two sides that ran in turn, block by block."""
+    """Return the ratio of two sides whose blocks alternated."""
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     low, high = median_interval(ratios)
     return Ratio(statistics.median(ratios), low, high, len(ratios))

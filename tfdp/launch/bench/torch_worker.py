@@ -1,4 +1,4 @@
-"""One process of PyTorch DistributedDataParallel with Gloo; needs no TensorFlow."""
+"""Worker of PyTorch DistributedDataParallel with Gloo; needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tfdp.launch.bench.models import (
 
 
 def build(model: Model) -> Any:
-    """The model as `tfdp.launch.bench.fit` builds it, layer by layer.
+    """Build the PyTorch model with the same layers as in `tfdp.launch.bench.fit`.
 
     Args:
-        model: `Model`.
+        model: `Model`, the shape to build.
 
     Returns:
         A `torch.nn.Module` whose outputs are logits.
@@ -47,14 +47,14 @@ def _mlp(model: Model) -> Any:
 def _cnn(model: Model) -> Any:
     from torch import nn
 
-    given, layers = IMAGE_CHANNELS, []
+    num_inputs, layers = IMAGE_CHANNELS, []
     for channels in model.channels:
-        for inputs in (given, channels):
+        for inputs in (num_inputs, channels):
             layers += [nn.Conv2d(inputs, channels, 3, padding="same"), nn.ReLU()]
         layers.append(nn.MaxPool2d(2))
-        given = channels
+        num_inputs = channels
     pooled = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    return nn.Sequential(*layers, *pooled, nn.Linear(given, NUM_CLASSES))
+    return nn.Sequential(*layers, *pooled, nn.Linear(num_inputs, NUM_CLASSES))
 
 
 def _transformer(model: Model) -> Any:
@@ -94,14 +94,15 @@ def training_step(
     tuned: bool = False,
     alone: bool = False,
 ) -> Callable[[], Any]:
-    """A training step on a fixed batch with SGD.
+    """Build a model, and return its training step on a fixed batch with SGD.
 
     Args:
-        model: `Model`.
-        batch_size: Int, samples of each replica.
-        tuned: Bool, whether with the settings that serve DDP best. Defaults to
-            `False`: with its own.
-        alone: Bool, whether without DDP: nothing is communicated. Defaults to `False`.
+        model: `Model`, the shape to build.
+        batch_size: Int, number of samples of each replica.
+        tuned: Bool, whether to use the fastest settings of DDP and SGD instead of
+            their defaults. Defaults to `False`.
+        alone: Bool, whether to leave out DDP, and so communication. Defaults to
+            `False`.
 
     Returns:
         Callable that takes the step and returns the loss.
@@ -119,13 +120,13 @@ def training_step(
 def step_of(
     network: Any, optimizer: Any, model: Model, batch_size: int
 ) -> Callable[[], Any]:
-    """A step on a fixed batch.
+    """Return a training step on a fixed batch.
 
     Args:
-        network: `torch.nn.Module`, `model` or what is made of it.
-        optimizer: `torch.optim.Optimizer` of its parameters.
-        model: `Model`.
-        batch_size: Int, samples of each replica.
+        network: `torch.nn.Module` built from `model`, which may be wrapped.
+        optimizer: `torch.optim.Optimizer` of the network's parameters.
+        model: `Model`, the shape of the network.
+        batch_size: Int, number of samples of each replica.
 
     Returns:
         Callable that takes the step and returns the loss.
@@ -157,10 +158,11 @@ def _batch(model: Model, size: int) -> tuple[Any, Any]:
 
 
 def join(setup: dict[str, Any]) -> None:
-    """Make this process a member of the workers' group.
+    """Initialize the process group of PyTorch.
 
     Args:
-        setup: Dict, its `rank`, all `addresses`, and its `threads`, one by default.
+        setup: Dict with this worker's `rank`, all `addresses`, and optionally its
+            number of `threads`, which is one by default.
     """
     import torch
 
@@ -181,22 +183,24 @@ def make_arms(
     make_step: Callable[..., Callable[[], Any]] = training_step,
     timed: Callable[[Callable[[], Any]], Arm] = _timed,
 ) -> Arms:
-    """Make the training steps that the driver asks for.
+    """Join the process group, and create the arms of this worker.
 
     Args:
-        setup: Dict, see `join`, and `arms`.
-        make_step: Callable of a model, a batch size and what else an arm is told.
-        timed: Callable of a step, which returns the arm.
+        setup: Dict for `join`, which also has `arms`: the settings of each arm.
+        make_step: Callable that maps a model, a batch size and further settings of an
+            arm to a training step. Defaults to `training_step`.
+        timed: Callable that maps a training step to an arm. Defaults to one that
+            measures seconds per step.
     """
     join(setup)
-    told = setup["arms"]
+    arm_settings = setup["arms"]
 
     def make(name: str) -> Arm:
-        arm = dict(told[name])
+        arm = dict(arm_settings[name])
         model, batch_size = Model(**arm.pop("model")), arm.pop("batch_size")
         return timed(make_step(model, batch_size, **arm))
 
-    return OnDemand(make, lambda name: str(told[name]["model"]))
+    return OnDemand(make, lambda name: str(arm_settings[name]["model"]))
 
 
 if __name__ == "__main__":

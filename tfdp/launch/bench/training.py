@@ -1,4 +1,4 @@
-"""Worker of a training benchmark: its strategy, and timed steps of loops and `fit`."""
+"""Worker of a training benchmark: timed steps of `fit` and of GradientTape loops."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _LEARNING_RATE = 1e-3
 
 
 def make_strategy(setup: dict[str, Any]) -> Any:
-    """The strategy of a side, before anything else uses TensorFlow.
+    """Create the strategy of a worker; must precede any other use of TensorFlow.
 
     Args:
-        setup: Dict, what the worker was told: its `rank`, all `addresses`, the
-            `strategy` (`"tfdp"`, `"stock"`, `"auto"`, or `"alone"`, whose workers
-            know nothing of each other), `devices` of each worker if they are
-            more than one, `threads` and the options of `communication`.
+        setup: Dict, the worker's setup: its `rank`, all `addresses`, the `strategy`
+            (`"tfdp"`, `"stock"`, `"auto"`, or `"alone"` for workers that do not
+            communicate), the number of `devices` of each worker if it is above one,
+            `threads`, and the options of `communication`.
 
     Returns:
         A strategy, or `None` for `"alone"`.
@@ -62,17 +62,18 @@ def training_step(
     pack_bytes: int = 0,
     init: str | None = None,
 ) -> Callable[[], Any]:
-    """A traced step of a GradientTape loop on a fixed batch.
+    """Build a model, and return a traced step of a GradientTape loop on a fixed batch.
 
     Args:
-        strategy: Strategy or `None`.
-        model: `Model`.
+        strategy: Strategy of the model, or `None`.
+        model: `Model`, the shape to build.
         make_optimizer: Callable that returns a Keras optimizer. Defaults to SGD.
-        batch_size: Int, samples of each replica. Defaults to `32`.
-        pack_bytes: Int, size of the packs in which the stock strategy reduces. A
-            Keras optimizer cannot be told, so that gradients are then reduced and
-            applied without one, by SGD. Defaults to `0`: by the optimizer.
-        init: String or `None`, as for the scope of a tfdp strategy. Defaults to
+        batch_size: Int, number of samples of each replica. Defaults to `32`.
+        pack_bytes: Int, size of the packs in which the stock strategy reduces
+            gradients, or `0` to reduce and apply them by the optimizer. A Keras
+            optimizer has no option for the size; SGD is applied directly then. Defaults
+            to `0`.
+        init: String, argument of the scope of a tfdp strategy, or `None`. Defaults to
             `None`.
 
     Returns:
@@ -85,8 +86,8 @@ def training_step(
     True
     """
     keras.utils.set_random_seed(0)
-    given = {} if init is None else {"init": init}
-    with strategy.scope(**given) if strategy else contextlib.nullcontext():
+    scope_options = {} if init is None else {"init": init}
+    with strategy.scope(**scope_options) if strategy else contextlib.nullcontext():
         network = build(model)
         optimizer = (
             make_optimizer() if make_optimizer else keras.optimizers.SGD(_LEARNING_RATE)
@@ -115,7 +116,7 @@ def training_step(
 def _loss_and_gradients(
     network: Any, batch: tuple[Any, ...], global_batch_size: int
 ) -> tuple[Any, list[Any]]:
-    """Loss of a replica's rows, whose sum over replicas is the mean loss."""
+    """Return the loss of a replica's rows, whose sum over replicas is the mean loss."""
     x, y = batch
     with tf.GradientTape() as tape:
         losses = keras.losses.sparse_categorical_crossentropy(
@@ -126,14 +127,14 @@ def _loss_and_gradients(
 
 
 def sums_in_packs(tensors: list[Any], pack_bytes: int) -> list[Any]:
-    """Sum over the replicas, by the public API of tf.distribute.
+    """All-reduce tensors by the public API of tf.distribute.
 
     Args:
         tensors: List of tensors of the calling replica.
-        pack_bytes: Int, the stock strategy's pack size; `0` is its own choice.
+        pack_bytes: Int, the stock strategy's pack size, or `0` for its default.
 
     Returns:
-        List of tensors.
+        List of tensors, the sums over replicas.
     """
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=pack_bytes)
     context = tf.distribute.get_replica_context()
@@ -141,12 +142,12 @@ def sums_in_packs(tensors: list[Any], pack_bytes: int) -> list[Any]:
 
 
 def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) -> None:
-    """Plain SGD on sums of gradients that were reduced in packs of a size.
+    """All-reduce gradients in packs, and apply their sums by plain SGD.
 
     Args:
         gradients: List of tensors of the calling replica.
         variables: List of Keras variables.
-        pack_bytes: Int, as for `sums_in_packs`.
+        pack_bytes: Int, the stock strategy's pack size, or `0` for its default.
 
     Example:
 
@@ -175,19 +176,19 @@ def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) 
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:
-    """Make the training steps that the driver asks for."""
+    """Create the strategy and the arms of this worker from its setup."""
     strategy = make_strategy(setup)
-    told = setup["arms"]
+    arm_settings = setup["arms"]
 
     def make(name: str) -> Arm:
-        arm = dict(told[name])
-        own = None if arm.pop("alone", False) else strategy
+        arm = dict(arm_settings[name])
+        arm_strategy = None if arm.pop("alone", False) else strategy
         model = Model(**arm.pop("model"))
         if arm.pop("fit", False):
-            return fit_arm(own, model, **arm)
-        return timed(training_step(own, model, **arm))
+            return fit_arm(arm_strategy, model, **arm)
+        return timed(training_step(arm_strategy, model, **arm))
 
-    return OnDemand(make, lambda name: str(told[name]["model"]))
+    return OnDemand(make, lambda name: str(arm_settings[name]["model"]))
 
 
 if __name__ == "__main__":
