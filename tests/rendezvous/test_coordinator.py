@@ -263,7 +263,7 @@ def test_a_node_that_leaves_before_the_start_makes_room_for_another():
     course.join(1, num_workers=2)
     course.pass_time()
     # And one that goes while ports are asked for.
-    course.coordinator.gone(course.links[1], "has ended its connection")
+    course.coordinator.register_disconnect(course.links[1], "has ended its connection")
     course.pass_time()
     assert course.coordinator.phase is Phase.GATHERING
     course.links[1] = Link()
@@ -352,7 +352,7 @@ def test_two_who_blame_each_other_do_not_go_round_in_circles():
 def test_a_node_that_is_lost_is_named_and_ends_all():
     course = Course()
     course.start()
-    course.coordinator.gone(course.links[1], "has not answered for 15 s")
+    course.coordinator.register_disconnect(course.links[1], "has not answered for 15 s")
     assert course.links[0].last("stop")["text"] == (
         "node 1 (host, 10.0.0.2) was lost: it has not answered for 15 s; the workers "
         "of all nodes were stopped"
@@ -366,7 +366,7 @@ def test_a_node_that_goes_once_its_workers_are_done_is_not_missed():
     course = Course()
     course.start()
     course.say(1, "done", code=0)
-    course.coordinator.gone(course.links[1], "has ended its connection")
+    course.coordinator.register_disconnect(course.links[1], "has ended its connection")
     course.say(0, "done", code=0)
     course.pass_time()
     assert course.links[0].last("end")["code"] == 0
@@ -397,7 +397,7 @@ def test_all_start_again_together_and_with_new_ports():
 def test_a_node_that_comes_back_joins_at_the_next_start():
     course = Course(restarts=1)
     course.start()
-    course.coordinator.gone(course.links[1], "has ended its connection")
+    course.coordinator.register_disconnect(course.links[1], "has ended its connection")
     course.say(0, "stopped", code=69)
     course.pass_time()
     course.pass_time(3)
@@ -419,7 +419,7 @@ def test_a_node_that_comes_back_joins_at_the_next_start():
 def test_a_node_that_does_not_come_back_ends_the_job():
     course = Course(restarts=1)
     course.start()
-    course.coordinator.gone(course.links[1], "has ended its connection")
+    course.coordinator.register_disconnect(course.links[1], "has ended its connection")
     course.say(0, "stopped", code=69)
     course.pass_time()
     course.pass_time(3)

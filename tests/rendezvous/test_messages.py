@@ -33,7 +33,7 @@ def test_a_message_that_would_be_too_long_is_not_written():
 
 def test_an_altered_repeated_or_reordered_line_breaks_the_seal():
     sender = Seal(b"key")
-    lines = [sender.close({"type": name}) for name in ("one", "two")]
+    lines = [sender.seal({"type": name}) for name in ("one", "two")]
     for wrong in (
         lines[0].replace(b"one", b"two"),
         lines[1],
@@ -42,10 +42,10 @@ def test_an_altered_repeated_or_reordered_line_breaks_the_seal():
         "ü \n".encode(),
     ):
         with pytest.raises(MalformedMessage):
-            Seal(b"key").open(wrong)
+            Seal(b"key").unseal(wrong)
     receiver = Seal(b"key")
-    receiver.open(lines[0])
+    receiver.unseal(lines[0])
     with pytest.raises(MalformedMessage):
-        receiver.open(lines[0])
+        receiver.unseal(lines[0])
     with pytest.raises(MalformedMessage):
-        Seal(b"another key").open(lines[0])
+        Seal(b"another key").unseal(lines[0])

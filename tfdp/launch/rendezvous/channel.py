@@ -97,8 +97,8 @@ class Seal:
 
     Example:
 
-    >>> there, here = Seal(b"key"), Seal(b"key")
-    >>> here.open(there.close({"type": "beat"}))
+    >>> sender, receiver = Seal(b"key"), Seal(b"key")
+    >>> receiver.unseal(sender.seal({"type": "beat"}))
     {'type': 'beat'}
     """
 
@@ -106,7 +106,7 @@ class Seal:
         self._key = key
         self._count = 0
 
-    def close(self, message: Mapping[str, Any]) -> bytes:
+    def seal(self, message: Mapping[str, Any]) -> bytes:
         """Encode and authenticate the next outgoing message.
 
         Args:
@@ -118,7 +118,7 @@ class Seal:
         line = encode(message)
         return self._mac(line) + b" " + line
 
-    def open(self, line: bytes) -> dict[str, Any]:
+    def unseal(self, line: bytes) -> dict[str, Any]:
         """Verify and decode the next incoming message.
 
         Args:
@@ -136,6 +136,7 @@ class Seal:
         return decode(rest)
 
     def _mac(self, line: bytes) -> bytes:
+        """Return the HMAC of the next line in hexadecimal digits."""
         number = self._count.to_bytes(_COUNT_BYTES, "big")
         self._count += 1
         return hmac.digest(self._key, number + line, "sha256").hex().encode()
@@ -184,7 +185,7 @@ class Channel:
             message: Mapping of JSON values.
         """
         if not self._writer.is_closing():
-            self._writer.write(self._outgoing.close(message))
+            self._writer.write(self._outgoing.seal(message))
 
     async def beat(self) -> None:
         """Send a heartbeat every second, until the task is cancelled."""
@@ -210,7 +211,7 @@ class Channel:
                 line = await asyncio.wait_for(
                     self._reader.readuntil(b"\n"), silent_seconds
                 )
-                message = self._incoming.open(line)
+                message = self._incoming.unseal(line)
             except asyncio.TimeoutError as error:
                 raise Lost(f"has not answered for {silent_seconds:.0f} s") from error
             except (OSError, asyncio.IncompleteReadError) as error:

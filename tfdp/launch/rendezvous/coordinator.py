@@ -116,7 +116,7 @@ class Coordinator:
         """
         if hello.node_rank is not None:
             self._replace_silent(hello.node_rank)
-        if sentence := self._roster.objection(hello):
+        if sentence := self._roster.why_refused(hello):
             raise RendezvousError(sentence)
         is_back = self._has_started
         node = self._roster.add(link, hello)
@@ -133,7 +133,7 @@ class Coordinator:
         Raises:
             MalformedMessage: If the message does not follow the protocol.
         """
-        node = self._roster.of(link)
+        node = self._roster.node_of_link(link)
         if node is None or self.is_over:
             return
         kind = message.get("type")
@@ -153,14 +153,14 @@ class Coordinator:
             if message.get("has_saved") is True and isinstance(code, int):
                 self._saved_code = code
 
-    def gone(self, link: Channel, how: str) -> None:
+    def register_disconnect(self, link: Channel, how: str) -> None:
         """Handle the end of a connection.
 
         Args:
             link: `Channel` to the node.
             how: String, such as `"has ended its connection"`.
         """
-        node = self._roster.of(link)
+        node = self._roster.node_of_link(link)
         if node is None or self.is_over:
             return
         self._roster.nodes.remove(node)
@@ -184,7 +184,7 @@ class Coordinator:
             self._noticed_at = now
             here = len(self._roster.nodes)
             self._send_notice(
-                f"waiting for {self._roster.missing()}; {here} of "
+                f"waiting for {self._roster.describe_missing()}; {here} of "
                 f"{pluralize(self._num_nodes, 'node')} {'is' if here == 1 else 'are'} "
                 "here"
             )
@@ -217,6 +217,7 @@ class Coordinator:
             self._after_stop(now)
 
     def _check_pause(self, now: float) -> None:
+        """Wait for nodes again once the pause before a restart is over."""
         if now >= self._until:
             self._gather()
 
@@ -230,21 +231,21 @@ class Coordinator:
             self._code or NODE_LOST,
             f"waited {self._join_seconds:g} s for "
             f"{pluralize(self._num_nodes, 'node')}, and {here} {came}: "
-            f"{self._roster.here()}. Start the same `tfdp run` on the others, "
-            "and see whether they reach the rendezvous",
+            f"{self._roster.describe_connected()}. Start the same `tfdp run` on the "
+            "others, and see whether they reach the rendezvous",
         )
 
     def _replace_silent(self, rank: int) -> None:
         """Drop a silent node whose rank joins again by another connection."""
-        old = self._roster.at(rank)
+        old = self._roster.node_at_rank(rank)
         if old is not None and old.link.silent_seconds > DOUBTFUL_SECONDS:
-            self.gone(old.link, "has come back with another connection")
+            self.register_disconnect(old.link, "has come back with another connection")
 
     def _drop(self, node: Node, seconds: float) -> None:
         """Drop a connected node that does not stop its workers in time."""
         text = f"{node} has not stopped its workers within {seconds:.0f} s"
         node.link.send({"type": "end", "code": self._code, "text": text})
-        self.gone(node.link, "has not stopped")
+        self.register_disconnect(node.link, "has not stopped")
         self._send_notice(f"{text}; nobody waits for it any more")
 
     def _gather(self) -> None:
@@ -295,7 +296,7 @@ class Coordinator:
 
     def _report(self, node: Node, failure: Failure) -> None:
         """Handle a failure that a node reports of one of its workers."""
-        if not self._roster.has(node, failure.rank):
+        if not self._roster.has_worker(node, failure.rank):
             raise MalformedMessage
         if self.phase is not Phase.RUNNING:
             return
@@ -332,7 +333,7 @@ class Coordinator:
         assert isinstance(code, int)
         if not self._has_started and node.hello.node_rank != 0:
             node.link.send({"type": "end", "code": code, "text": ""})
-            self.gone(node.link, "has left")
+            self.register_disconnect(node.link, "has left")
         elif self.phase is Phase.RUNNING:
             order = {"signal": signum, "by": node.rank}
             self._stop(code, None, f"{shorten(why)} on {node}: all stop", **order)
@@ -382,11 +383,13 @@ class Coordinator:
             node.link.send({"type": "restart", "text": decision.line})
 
     def _end(self, code: int, text: str = "") -> None:
+        """End the job with an exit code, and send the reason to all nodes."""
         self.phase = Phase.ENDED
         for node in self._roster.nodes:
             node.link.send({"type": "end", "code": code, "text": text})
 
     def _send_notice(self, text: str) -> None:
+        """Send all nodes a text for their screens."""
         for node in self._roster.nodes:
             node.link.send({"type": "notice", "text": text})
 

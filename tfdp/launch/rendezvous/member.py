@@ -120,6 +120,7 @@ class Member:
             self._task.cancel()
 
     def _run(self) -> None:
+        """Run the event loop of the connection; the target of the thread."""
         with contextlib.closing(self._loop):
             self._task = self._loop.create_task(self._serve())
             try:
@@ -133,6 +134,7 @@ class Member:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
     def _put(self, message: dict[str, Any]) -> None:
+        """Add a message to the queue, and make the descriptor readable."""
         self._inbox.append(message)
         self._wake()
 
@@ -170,7 +172,7 @@ class Member:
             try:
                 return await self._dial()
             except UnauthenticatedPeer as error:
-                raise RendezvousError(_difference(error, self._place)) from error
+                raise RendezvousError(_describe_mismatch(error, self._place)) from error
             except (ConnectionFailed, asyncio.TimeoutError) as error:
                 reason = str(error) or "no answer"
             except OSError as error:
@@ -200,7 +202,7 @@ class Member:
         return Channel(reader, writer, keys)
 
 
-def _difference(error: UnauthenticatedPeer, place: str) -> str:
+def _describe_mismatch(error: UnauthenticatedPeer, place: str) -> str:
     """Return the error text for a peer that is not node 0 of this job."""
     if isinstance(error, WrongService) and error.version is not None:
         return (

@@ -155,6 +155,7 @@ class Restarts:
         self._bring_back()
 
     def _bring_back(self) -> None:
+        """Use all slots again; those that were left out are on trial."""
         self._on_trial = frozenset(self._all) - frozenset(self.slots)
         self.slots = self._all
 
@@ -169,6 +170,7 @@ class Restarts:
             self._failed_slot, self._consecutive_failures = None, 0
 
     def _leave_out(self, slot: int) -> None:
+        """Remove a slot from the next attempts."""
         self.slots = tuple(other for other in self.slots if other != slot)
         self._on_trial -= {slot}
 

@@ -86,7 +86,7 @@ class Hello:
             raise MalformedMessage
         return cls(**fields)  # type: ignore[arg-type]
 
-    def difference(self, first: Hello) -> str | None:
+    def mismatch(self, first: Hello) -> str | None:
         """Name the first setting that must match node 0's but differs from it.
 
         Args:
@@ -98,9 +98,9 @@ class Hello:
         Example:
 
         >>> one = Hello("1.0", "3.11", 2, 4, "train.py", False, "a")
-        >>> one.difference(one) is None
+        >>> one.mismatch(one) is None
         True
-        >>> dataclasses.replace(one, nodes=3).difference(one)
+        >>> dataclasses.replace(one, nodes=3).mismatch(one)
         'Node 0 was started with --nodes 2, a with --nodes 3. Give both the same.'
         """
         host = shorten(self.host)
@@ -205,16 +205,16 @@ class Roster:
         """Int, number of workers of all nodes together."""
         return sum(self._sizes)
 
-    def objection(self, hello: Hello) -> str | None:
+    def why_refused(self, hello: Hello) -> str | None:
         """Return why a node cannot join the job, or `None` if it can.
 
         Args:
             hello: `Hello` of the node.
         """
-        if sentence := hello.difference(self._node_0) or hello.rank_out_of_range():
+        if sentence := hello.mismatch(self._node_0) or hello.rank_out_of_range():
             return sentence
         host = shorten(hello.host)
-        holder = None if hello.node_rank is None else self.at(hello.node_rank)
+        holder = None if hello.node_rank is None else self.node_at_rank(hello.node_rank)
         if holder is not None:
             return (
                 "Two nodes have the same rank. Give each machine its own --node-rank, "
@@ -224,11 +224,11 @@ class Roster:
         if self.is_complete:
             return (
                 f"The job has all of its {pluralize(self._num_nodes, 'node')} already: "
-                f"{self.here()}. Give another port with "
+                f"{self.describe_connected()}. Give another port with "
                 f"--rendezvous for another job. Received: one more node, {host}"
             )
         if self.is_settled:
-            return self._other_size(hello)
+            return self._why_wrong_size(hello)
         total = sum(n.hello.num_workers for n in self.nodes) + hello.num_workers
         if total > _MOST_WORKERS:
             return (
@@ -239,7 +239,7 @@ class Roster:
         return None
 
     def add(self, link: Channel, hello: Hello) -> Node:
-        """Add a node to which `objection` has none.
+        """Add a node that `why_refused` does not refuse.
 
         Args:
             link: `Channel` to the node.
@@ -268,11 +268,11 @@ class Roster:
         for node in self.nodes:
             node.rank = node.hello.node_rank
 
-    def at(self, rank: int) -> Node | None:
+    def node_at_rank(self, rank: int) -> Node | None:
         """Return the connected node of a rank, or `None`."""
         return next((node for node in self.nodes if node.rank == rank), None)
 
-    def of(self, link: Channel) -> Node | None:
+    def node_of_link(self, link: Channel) -> Node | None:
         """Return the node at the other end of a channel, or `None`."""
         return next((node for node in self.nodes if node.link is link), None)
 
@@ -285,12 +285,12 @@ class Roster:
         """Return the rank of a node's first worker."""
         return sum(self._sizes[: node.rank])
 
-    def has(self, node: Node, worker: int) -> bool:
+    def has_worker(self, node: Node, worker: int) -> bool:
         """Return whether the worker of a global rank belongs to a node."""
         first = self.first_rank(node)
         return first <= worker < first + node.hello.num_workers
 
-    def place(self, worker: int) -> str:
+    def node_name(self, worker: int) -> str:
         """Return the name of a worker's node, whether or not it is connected."""
         for node_rank, name in enumerate(self._names):
             first = sum(self._sizes[:node_rank])
@@ -302,18 +302,18 @@ class Roster:
         """Return the silence of a worker's node, or `None` below `DOUBTFUL_SECONDS`."""
         for node in self.nodes:
             silent = node.link.silent_seconds
-            if self.has(node, worker) and silent > DOUBTFUL_SECONDS:
+            if self.has_worker(node, worker) and silent > DOUBTFUL_SECONDS:
                 return silent
         return None
 
-    def missing(self) -> str:
+    def describe_missing(self) -> str:
         """Describe the missing nodes, for messages to the user."""
         if self.is_settled:
             names = [self._names[rank] for rank in self.free_ranks()]
             return f"{_join_names(names)} to come back"
         return pluralize(self._num_nodes - len(self.nodes), "more node")
 
-    def here(self) -> str:
+    def describe_connected(self) -> str:
         """List the names of the connected nodes, for messages to the user."""
         return _join_names([str(node) for node in self.nodes])
 
@@ -334,8 +334,8 @@ class Roster:
             return hello.node_rank
         return self.free_ranks()[0]
 
-    def _other_size(self, hello: Hello) -> str | None:
-        """Return the objection to a changed number of workers, or `None`."""
+    def _why_wrong_size(self, hello: Hello) -> str | None:
+        """Return the error about a changed number of workers, or `None`."""
         before = self._sizes[self._rank_of(hello) or 0]
         if before == hello.num_workers:
             return None
@@ -393,7 +393,7 @@ class Reports:
         cause = self.cause()
         log = f". All that it wrote: {shorten(cause.log)}, there" if cause.log else ""
         return (
-            f"worker {cause.rank} on {self._roster.place(cause.rank)} "
+            f"worker {cause.rank} on {self._roster.node_name(cause.rank)} "
             f"{shorten(cause.reason)}{self._because(cause)}; the workers of all nodes "
             f"were stopped{log}"
         )
@@ -405,4 +405,4 @@ class Reports:
             return ""
         silent = self._roster.silent_seconds(lost)
         said = "" if silent is None else f", which has not answered for {silent:.0f} s"
-        return f" since worker {lost} on {self._roster.place(lost)} was lost{said}"
+        return f" since worker {lost} on {self._roster.node_name(lost)} was lost{said}"

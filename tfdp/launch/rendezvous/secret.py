@@ -17,7 +17,7 @@ _FILE_ON_OTHERS = "~/.tfdp-job-secret"
 _BYTES = 16
 # Shortest accepted secret: an eavesdropper can guess a shorter one offline.
 _LEAST_CHARACTERS = 16
-# Longest accepted file of a secret.
+# Largest accepted file of a secret, in bytes.
 _MOST_BYTES = 4096
 
 

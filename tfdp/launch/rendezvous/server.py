@@ -90,6 +90,7 @@ class Server:
             seconds = _CANCEL_SECONDS
 
     def _begin(self, sock: socket.socket, peer: Authenticated) -> None:
+        """Start a task that serves an accepted connection."""
         task = asyncio.create_task(self._serve(sock, peer))
         self._handlers.add(task)
         task.add_done_callback(self._handlers.discard)
@@ -113,5 +114,5 @@ class Server:
             how = "has sent what is no message"
         finally:
             beats.cancel()
-            self._coordinator.gone(channel, how)
+            self._coordinator.register_disconnect(channel, how)
             await channel.close()
