@@ -1,7 +1,7 @@
 """Data-parallel training for Keras 3 on TensorFlow.
 
-Importing this package is cheap: TensorFlow is loaded when a name that needs
-it is used, so that the command line answers at once.
+Importing this package is cheap: TensorFlow is imported on the first use of a name that
+needs it, so that the command line starts at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tfdp.ground import user_code
 from tfdp.ground.onednn import enable_onednn as _enable_onednn
 
 if TYPE_CHECKING:
-    # Type checkers and editors see the names that `__getattr__` loads.
+    # For type checkers and editors, which cannot see what `__getattr__` loads.
     from tfdp import (
         callbacks,
         checkpoint,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Module of each public name.
 _HOMES = {
     "all_gather": "tfdp.training.losses.all_gather",
     "CommunicationOptions": "tfdp.ground.options",
@@ -54,7 +55,7 @@ _HOMES = {
     "testing": "tfdp.testing",
     "track_each_worker": "tfdp.features.tracking.watch",
 }
-# Names of this version's last one, by where they are now.
+# Public names of the previous version, with the modules that they have moved to.
 _MOVED = {"Link": "tfdp.options", "Links": "tfdp.options"}
 __all__ = [
     "CommunicationOptions",
@@ -79,18 +80,19 @@ _enable_onednn()
 user_code.watch_start()
 _watch_trackers()
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of this package
+# With `__getattr__`, a type checker would accept any name as one of this package.
+if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        home = _HOMES.get(name) or _MOVED.get(name)
-        if home is None:
+        module_name = _HOMES.get(name) or _MOVED.get(name)
+        if module_name is None:
             raise AttributeError(f"module 'tfdp' has no attribute {name!r}")
         if name in _MOVED:
             user_code.warn(
-                f"`tfdp.{name}` is `{home}.{name}` now; the old name will go."
+                f"`tfdp.{name}` is `{module_name}.{name}` now; the old name will go."
             )
-        module = importlib.import_module(home)
-        value = module if home == f"tfdp.{name}" else getattr(module, name)
+        module = importlib.import_module(module_name)
+        value = module if module_name == f"tfdp.{name}" else getattr(module, name)
         globals()[name] = value
         return value
 

@@ -1,4 +1,4 @@
-"""`python -m tfdp` is the command `tfdp`."""
+"""Entry point of `python -m tfdp` and of the command `tfdp`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import signal
 def start() -> None:
     """Run the command line.
 
-    Until all is imported, Ctrl-C ends the process outright: an exception that it
-    raises in the middle of an import may get lost, and the job would start.
+    Until the imports are complete, Ctrl-C kills the process: a `KeyboardInterrupt` in
+    the middle of an import may be swallowed, and the job would start.
     """
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_default:

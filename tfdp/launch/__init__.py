@@ -1,6 +1,6 @@
 """The command line, and the launchers that start workers, without TensorFlow.
 
 - `cli`: the commands `tfdp run`, `doctor`, `plan`, `bench`, `convert`.
-- `rendezvous`: launchers of several machines, which start together.
+- `rendezvous`: how the launchers of several machines start a job together.
 - `bench`: benchmarks of collectives and training steps.
 """

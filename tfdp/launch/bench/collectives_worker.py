@@ -50,6 +50,7 @@ class CollectiveArms:
         return case.num_wrong if name.startswith(_CHECK) else case.seconds
 
     def _make(self, name: str) -> _Case:
+        """Create the case of an arm named `collective/algorithm/bytes`."""
         collective, algorithm, size = name.split("/")
         length = int(size) // self._dtype.size
         if collective == "all_gather":

@@ -266,6 +266,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def _ratio(row: Row, kind: str) -> str:
+    """Format the ratio of a row's time to that of a set-up of tfdp."""
     ratio = row.speed_of_tfdp.get(kind)
     return f"{ratio.median:.3f} {ratio.interval}" if ratio else "-"
 

@@ -20,7 +20,7 @@ from tfdp.launch.bench.models import (
     Model,
 )
 
-# Inputs and labels.
+# Tuple of inputs and labels.
 Batch = tuple[np.ndarray, np.ndarray]
 # Shape of an input by family of models.
 _INPUTS = {"mlp": (NUM_INPUTS,), "cnn": (IMAGE_SIDE, IMAGE_SIDE, IMAGE_CHANNELS)}

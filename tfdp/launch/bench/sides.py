@@ -52,7 +52,7 @@ class Side:
             Defaults to `None`.
     """
 
-    # The longest wait for the replies of a block; benchmarks with long blocks set it.
+    # Longest wait for the replies of a block; benchmarks with long blocks raise it.
     deadline_seconds = DEADLINE_SECONDS
 
     def __init__(
@@ -74,6 +74,7 @@ class Side:
     def _start(
         self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]
     ) -> None:
+        """Start the workers, with a pipe and a log for each."""
         self._logs = [tempfile.TemporaryFile("w+") for _ in commands]  # noqa: SIM115
         self._workers: list[subprocess.Popen] = []
         try:

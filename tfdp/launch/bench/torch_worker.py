@@ -147,6 +147,7 @@ def step_of(
 
 
 def _batch(model: Model, size: int) -> tuple[Any, Any]:
+    """Generate a batch of random inputs and labels."""
     import torch
 
     if model.family != "transformer":

@@ -1,4 +1,4 @@
-"""Attempts to run a job, whose workers are started again after one has failed."""
+"""Attempts to run a job: all workers start again after one has failed."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from tfdp.launch.cli.worker import LogFile, shell_code, signal_name
 from tfdp.launch.rendezvous.failure import NODE_LOST, Failure
 from tfdp.launch.rendezvous.restarts import Restarts
 
-_TURN_SECONDS = 0.2
-# For node 0 to answer a node that leaves, beside the grace of workers that end first.
+# Interval of checks for signals and `--timeout` while no worker runs.
+_POLL_SECONDS = 0.2
+# Time that node 0 has to answer a node that leaves, in addition to the grace period of
+# workers that exit first.
 _GOODBYE_SECONDS = 2.0
 
 
 class Attempts(abc.ABC):
-    """All attempts to run a job, one after another.
+    """Loop over the attempts to run a job.
 
-    A subclass knows who decides: this launcher alone, or node 0 of several.
+    A subclass defines who decides on restarts: this launcher, or node 0 of several.
 
     Args:
-        context: `JobContext`.
+        context: `JobContext` of all attempts.
 
     Attributes:
-        history: Sequence of `LogFile`, for the history of restarts.
+        history: Sequence of `LogFile` that record the restarts.
     """
 
     def __init__(self, context: JobContext) -> None:
@@ -44,10 +46,10 @@ class Attempts(abc.ABC):
         self.history: Sequence[LogFile] = ()
 
     def run(self) -> int:
-        """Run the workers until they are done, or not to be started again.
+        """Run attempts until the workers are done, or must not start again.
 
         Returns:
-            Int, the exit code.
+            Int, the exit code of the job.
         """
         code = None
         while code is None:
@@ -60,27 +62,28 @@ class Attempts(abc.ABC):
 
     @abc.abstractmethod
     def _next_job(self) -> Job | int:
-        """Wait until workers are to start; return the exit code if none are."""
+        """Wait until the next attempt may start; return an exit code if none may."""
 
     @abc.abstractmethod
     def _after(self, job: Job, code: int, seconds: float) -> int | None:
-        """Decide what follows a job; return the exit code if nothing does."""
+        """Handle the end of an attempt; return an exit code if no other follows."""
 
     def _announce_restart(self, line: str) -> None:
+        """Print a restart, and add it to the history."""
         for log in self.history:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
         self._context.screen.message(f"tfdp: {line}", "warning")
 
 
 class LocalAttempts(Attempts):
-    """All attempts to run a job on this machine.
+    """Loop over the attempts to run a job on this machine.
 
     Args:
-        context: `JobContext`.
-        settings: `RunSettings`.
+        context: `JobContext` of all attempts.
+        settings: `RunSettings` of the job.
         logs: List of `LogFile`, one for each worker.
-        history: List of `LogFile`, for the history of restarts.
-        restarts: `Restarts`.
+        history: List of `LogFile` that record the restarts.
+        restarts: `Restarts`, the restart policy.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class LocalAttempts(Attempts):
         slots = self._restarts.slots
         return Job(
             self._context,
-            make_clusters(len(slots), **self._settings.of_cluster),
+            make_clusters(len(slots), **self._settings.cluster_options),
             self._logs,
             slots=slots,
             save_after_seconds=self._restarts.grow_after_seconds,
@@ -107,7 +110,8 @@ class LocalAttempts(Attempts):
 
     def _after(self, job: Job, code: int, seconds: float) -> int | None:
         received = self._context.signals.received
-        # Also one that came while the job was ending for another reason.
+        # A signal determines the exit code also where the job was already ending for
+        # another reason.
         if received and code not in (0, PREEMPTED):
             code = 128 + received[0]
         has_saved = job.has_saved and code == PREEMPTED
@@ -123,11 +127,11 @@ def pause(context: JobContext, seconds: float) -> int | None:
     """Wait between two attempts.
 
     Args:
-        context: `JobContext`.
-        seconds: Float, for how long.
+        context: `JobContext` of the attempts.
+        seconds: Float, duration of the pause.
 
     Returns:
-        Int, the exit code if no other attempt is to follow, or else `None`.
+        Int, the exit code if a signal or `--timeout` ends the job, or else `None`.
     """
     received, until = context.signals.received, context.until
     left = math.inf if until is None else until - time.monotonic()
@@ -144,8 +148,9 @@ def pause(context: JobContext, seconds: float) -> int | None:
 
 
 def _failure_of(job: Job, code: int) -> Failure | None:
+    """Return the failure that ended a job with an exit code, or `None`."""
     failed, lost = job.failed, job.lost
-    # One that failed while the job was being stopped is no reason.
+    # A worker that failed while the job was being stopped is not the cause.
     if failed is None or code != shell_code(failed.exit_code or 0):
         return None
     if lost is not None:
@@ -154,17 +159,17 @@ def _failure_of(job: Job, code: int) -> Failure | None:
 
 
 class NodeAttempts(Attempts):
-    """All attempts of a job on several nodes, on this node.
+    """Loop over this node's part of the attempts to run a job on several nodes.
 
-    Node 0 decides when all start, stop and start again; this node obeys.
+    Node 0 decides when all nodes start, stop and restart their workers.
 
     Args:
-        context: `JobContext`.
-        settings: `RunSettings`.
-        others: `OtherNodes`.
+        context: `JobContext` of all attempts.
+        settings: `RunSettings` of this node.
+        others: `OtherNodes`, the connection to node 0.
         open_logs: Function of this node's rank, the rank of its first worker and the
-            number of all workers, which returns the logs of this node's workers, and
-            those for the history of restarts.
+            number of all workers. It returns the logs of this node's workers, and the
+            logs that record restarts.
     """
 
     def __init__(
@@ -179,24 +184,25 @@ class NodeAttempts(Attempts):
         self._others, self._open_logs = others, open_logs
         self._logs: list[LogFile] = []
         self._node_rank = self._first_rank = 0
-        # Signals that were handled; the code of the first, and till when node 0 may
-        # answer.
-        self._num_heeded = 0
-        self._code_of_end: int | None = None
+        # Number of handled signals; the exit code after this node has left the job, and
+        # the time until which node 0 may answer that.
+        self._num_handled = 0
+        self._exit_code: int | None = None
         self._answer_until = float("inf")
 
     def _next_job(self) -> Job | int:
-        following: Job | int | None = None
-        while following is None:
+        job_or_code: Job | int | None = None
+        while job_or_code is None:
             if (message := self._others.take()) is not None:
-                following = self._act(message)
+                job_or_code = self._handle(message)
             else:
                 fds = [self._context.signals.fileno(), self._others.fileno()]
-                select.select(fds, [], [], _TURN_SECONDS)
-                following = self._look_for_an_end()
-        return following
+                select.select(fds, [], [], _POLL_SECONDS)
+                job_or_code = self._check_end()
+        return job_or_code
 
-    def _act(self, message: dict[str, Any]) -> Job | int | None:
+    def _handle(self, message: dict[str, Any]) -> Job | int | None:
+        """Handle a message of node 0; return the next job or an exit code, if any."""
         text = str(message.get("text") or "")
         match message.get("type"):
             case "prepare":
@@ -212,13 +218,14 @@ class NodeAttempts(Attempts):
             case "refused":
                 raise click.ClickException(text)
             case "unreachable" | "lost" as kind:
-                if self._code_of_end is not None:
-                    return self._code_of_end
+                if self._exit_code is not None:
+                    return self._exit_code
                 also = "; the workers of this node were stopped"
                 return self._end(text + (also if kind == "lost" else ""), NODE_LOST)
         return None
 
     def _prepare(self, message: dict[str, Any]) -> None:
+        """Take this node's ranks, open the logs, and report free ports to node 0."""
         self._node_rank = int(message["node_rank"])
         self._first_rank = int(message["first_rank"])
         if not self._logs:
@@ -227,17 +234,20 @@ class NodeAttempts(Attempts):
             )
         self._others.attempt = int(message["attempt"])
         try:
-            self._others.tell("ports", ports=free_ports(self._settings.num_workers))
+            self._others.report("ports", ports=free_ports(self._settings.num_workers))
         except ValueError as error:
             raise click.ClickException(str(error)) from error
 
     def _job(self, nodes: list[tuple[str, list[int]]]) -> Job:
+        """Return the job of this node, from the host and the ports of each node."""
         workers = tuple(
             join_address(host, port) for host, ports in nodes for port in ports
         )
         clusters = [
             Cluster(
-                workers, task_index=self._first_rank + i, **self._settings.of_cluster
+                workers,
+                task_index=self._first_rank + i,
+                **self._settings.cluster_options,
             )
             for i in range(self._settings.num_workers)
         ]
@@ -245,37 +255,38 @@ class NodeAttempts(Attempts):
 
     def _after(self, job: Job, code: int, seconds: float) -> None:
         code = PREEMPTED if job.is_preempted else code
-        self._others.tell_end(code, has_saved=job.is_preempted)
+        self._others.report_end(code, has_saved=job.is_preempted)
         if self._others.has_left:
-            self._num_heeded = len(self._context.signals.received)
-            self._code_of_end = code
+            self._num_handled = len(self._context.signals.received)
+            self._exit_code = code
 
     def _stop(self, message: dict[str, Any]) -> None:
-        """Say why all stop; workers of this node have ended before."""
+        """Print why all nodes stop, after the workers of this node have ended."""
         if message.get("by") != self._node_rank and not self._others.has_left:
             rank, text = message.get("rank"), f"tfdp: {message.get('text')}"
             self._context.screen.message(text, "error", rank=rank)
         if message.get("attempt") == self._others.attempt:
-            self._others.tell_end(int(message["code"]), has_saved=False)
+            self._others.report_end(int(message["code"]), has_saved=False)
 
     def _end(self, text: str, code: int) -> int:
+        """Print why the job ends, and return its exit code."""
         if text and not self._others.has_left:
             self._context.screen.message(f"tfdp: {text}", "error")
         return code
 
-    def _look_for_an_end(self) -> int | None:
-        """Heed signals and `--timeout` while no worker runs here.
+    def _check_end(self) -> int | None:
+        """Handle signals and `--timeout` while no worker runs on this node.
 
         Returns:
-            Int, the exit code if nobody is to be waited for any more, or else `None`.
+            Int, the exit code if this node must not wait any longer, or else `None`.
         """
         self._context.signals.read()
         now, until = time.monotonic(), self._context.until
         received = self._context.signals.received
-        if self._code_of_end is not None:
-            is_again = len(received) > max(1, self._num_heeded)
+        if self._exit_code is not None:
+            is_again = len(received) > max(1, self._num_handled)
             is_over = is_again or now >= self._answer_until
-            return self._code_of_end if is_over else None
+            return self._exit_code if is_over else None
         if received:
             name = signal_name(received[0])
             self._leave(f"{name} received", 128 + received[0], received[0])
@@ -284,9 +295,10 @@ class NodeAttempts(Attempts):
         return None
 
     def _leave(self, why: str, code: int, signum: int) -> None:
+        """Notify node 0 that this node leaves, and limit the wait for its answer."""
         self._context.screen.message(f"tfdp: {why}, the job ends")
         self._others.leave(why, code, signum)
-        self._num_heeded = len(self._context.signals.received)
-        self._code_of_end = code
+        self._num_handled = len(self._context.signals.received)
+        self._exit_code = code
         wait = _GOODBYE_SECONDS + (self._context.grace_seconds if self._logs else 0.0)
         self._answer_until = time.monotonic() + wait

@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from tfdp.launch.bench import collectives as of_collectives
-from tfdp.launch.bench import compare as of_sides
+from tfdp.launch.bench import collectives as collectives_benchmark
+from tfdp.launch.bench import compare as compare_benchmark
 from tfdp.launch.bench.nccl_tests import COLLECTIVES
 from tfdp.launch.cli import bench_options as options
 from tfdp.launch.cli import parameter_types as types
@@ -38,7 +38,7 @@ Examples:
 )
 @options.blocks(20)
 @options.files
-def compare(**given: Any) -> None:
+def compare(**arguments: Any) -> None:
     """Time Keras fit with tfdp, against plain Keras and what else there is.
 
     tfdp runs in one process of N devices and in N processes, plain Keras on all
@@ -46,11 +46,11 @@ def compare(**given: Any) -> None:
     where PyTorch is installed) as loops in N processes: all with their defaults and
     tuned. All of the same settings are alive at the same time and take turns.
     """
-    if (count := given["num_workers"]) < 2:
+    if (count := arguments["num_workers"]) < 2:
         raise click.UsageError(
             f"A comparison needs at least 2 workers. Received: -n {count}"
         )
-    options.run_benchmark("compare", of_sides, given)
+    options.run_benchmark("compare", compare_benchmark, arguments)
 
 
 @click.command(cls=types.ManyValues)
@@ -80,21 +80,22 @@ def compare(**given: Any) -> None:
 @types.option(
     "--dtype",
     "Type of the elements.",
-    click.Choice(tuple(of_collectives.ITEM_BYTES)),
+    click.Choice(tuple(collectives_benchmark.ITEM_BYTES)),
     default="float32",
 )
 @options.node_size
 @options.blocks(10)
 @options.files
-def collectives(min_bytes: int, max_bytes: int, factor: int, **given: Any) -> None:
+def collectives(min_bytes: int, max_bytes: int, factor: int, **arguments: Any) -> None:
     """Time every collective and check its results, as nccl-tests does.
 
     The columns are those of nccl-tests: size of the larger of input and output,
     number of elements, median time, bandwidth of the algorithm and of the bus, and
     how many elements are wrong. The algorithms of a size take turns.
     """
-    given["sizes"] = given["sizes"] or options.geometric(min_bytes, max_bytes, factor)
-    options.run_benchmark("collectives", of_collectives, given)
+    sizes = arguments["sizes"] or options.geometric(min_bytes, max_bytes, factor)
+    arguments["sizes"] = sizes
+    options.run_benchmark("collectives", collectives_benchmark, arguments)
 
 
 @click.group(

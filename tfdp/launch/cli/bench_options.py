@@ -19,7 +19,7 @@ from tfdp.launch.bench.models import FAMILIES
 from tfdp.launch.bench.output import LEFT_OUT, Files, check_available, has_matplotlib
 from tfdp.launch.cli import parameter_types as types
 
-# The number of local workers, or none for the cluster of this process.
+# Options of the local workers; without `-n`, the cluster of this process runs.
 workers = types.with_options(
     types.count_option(
         "-n --workers N",
@@ -33,7 +33,7 @@ workers = types.with_options(
         "Logical CPU devices in each local worker. Default: 1.",
     ),
 )
-# The algorithms of the all-reduce that take turns.
+# Option of the all-reduce algorithms to compare.
 algorithms = types.option(
     "--algorithms NAME...",
     f"Of the all-reduce: {', '.join(NAMES)}.",
@@ -44,7 +44,7 @@ algorithms = types.option(
 node_size = types.count_option(
     "--node-size L", "Replicas of consecutive ranks that count as one node."
 )
-# What is trained.
+# Options of the models to train.
 models = types.with_options(
     types.option(
         "--models MILLIONS...",
@@ -62,7 +62,7 @@ models = types.with_options(
         default="mlp",
     ),
 )
-# What is written; see `checked_files`.
+# Options of the output files, whose values `checked_files` takes.
 files = types.with_options(
     types.output_option(
         "--json FILE",
@@ -78,7 +78,7 @@ files = types.with_options(
 
 
 def blocks(default: int) -> types.Decorator:
-    """The option that says how often each side has its turn."""
+    """Return the option `--blocks`: how often each side has its turn."""
     return types.option(
         "--blocks B",
         "Turns of each side, at least 2: more make the intervals narrower.",
@@ -87,20 +87,20 @@ def blocks(default: int) -> types.Decorator:
     )
 
 
-def run_benchmark(name: str, benchmark: ModuleType, given: dict[str, Any]) -> None:
-    """Run a benchmark; end with an error where elements of the results are wrong.
+def run_benchmark(name: str, benchmark: ModuleType, arguments: dict[str, Any]) -> None:
+    """Run a benchmark, and exit with code 1 if elements of the results are wrong.
 
     Args:
-        name: String, of the files that are written.
+        name: String, name of the benchmark, with which the names of its files begin.
         benchmark: Module with `Settings` and `run`.
-        given: Dict of the values of all options, those of the files among them.
+        arguments: Dict of the values of all options, including those of the files.
 
     Raises:
-        click.ClickException: If what is asked for cannot be run.
+        click.ClickException: If the benchmark cannot run with these options.
     """
-    files = checked_files(name, given)
-    devices = given.get("devices_per_worker")
-    if devices and given["num_workers"] is None:
+    files = checked_files(name, arguments)
+    devices = arguments.get("devices_per_worker")
+    if devices and arguments["num_workers"] is None:
         with errors_in_one_sentence():
             in_cluster = Cluster.from_environment() is not None or count_workers() > 1
         if in_cluster:
@@ -108,25 +108,35 @@ def run_benchmark(name: str, benchmark: ModuleType, given: dict[str, Any]) -> No
                 "In a cluster TF_CONFIG says how many devices a worker has. "
                 f"Received: --devices-per-worker {devices}"
             )
-        given["num_workers"] = 1
+        arguments["num_workers"] = 1
     with errors_in_one_sentence():
-        num_wrong = benchmark.run(benchmark.Settings(**given), files)
+        num_wrong = benchmark.run(benchmark.Settings(**arguments), files)
     if num_wrong:
         click.echo(f"tfdp: wrong elements: {num_wrong}", err=True)
         sys.exit(1)
 
 
 def batch(whose: str) -> types.Decorator:
-    """The option that says how many samples each side takes in a step."""
+    """Return the option `--batch`: the samples of a side in a step."""
     return types.count_option(
         "--batch B", f"Samples of {whose}.", name="batch_size", default=32
     )
 
 
-def checked_files(name: str, given: dict[str, Any]) -> Files:
-    """The files to write; finds out now what would otherwise fail after minutes."""
-    plot: Path | None = given.pop("plot")
-    json, no_plot = given.pop("json"), given.pop("no_plot")
+def checked_files(name: str, arguments: dict[str, Any]) -> Files:
+    """Take the output files out of a command's arguments, and check them.
+
+    The check precedes the benchmark, which takes minutes.
+
+    Args:
+        name: String, name of the benchmark.
+        arguments: Dict of the values of all options.
+
+    Raises:
+        click.ClickException: If a file cannot be written, or options conflict.
+    """
+    plot: Path | None = arguments.pop("plot")
+    json, no_plot = arguments.pop("json"), arguments.pop("no_plot")
     note = ""
     if no_plot:
         if plot:
@@ -144,17 +154,17 @@ def checked_files(name: str, given: dict[str, Any]) -> Files:
 
 
 def _new_file(name: str, suffix: str) -> Path:
-    """A file in ./tfdp-bench that is not there yet.
+    """Return the path of a new file in ./tfdp-bench, named by the current time.
 
     Args:
-        name: String, of the benchmark.
-        suffix: String, such as `".json"`.
+        name: String, name of the benchmark.
+        suffix: String, suffix of the file such as `".json"`.
 
     Returns:
-        Path.
+        Path of the file, which does not exist yet.
 
     Raises:
-        click.UsageError: If the folder cannot be written.
+        click.UsageError: If the folder cannot be created.
     """
     folder = Path("tfdp-bench")
     try:
@@ -168,18 +178,18 @@ def _new_file(name: str, suffix: str) -> Path:
 
 
 def geometric(first: int, last: int, factor: int) -> list[int]:
-    """Geometric series of sizes.
+    """Return a geometric series of sizes.
 
     Args:
-        first: Int, the smallest.
-        last: Int, the largest or a little more.
-        factor: Int, what each is multiplied by.
+        first: Int, the smallest size.
+        last: Int, upper bound of the sizes.
+        factor: Int, ratio of a size to the one before.
 
     Returns:
-        List of int.
+        List of ints, the sizes in ascending order.
 
     Raises:
-        click.UsageError: If there is none.
+        click.UsageError: If `last` is smaller than `first`.
 
     Example:
 

@@ -31,9 +31,9 @@ def convert(directory: str, output: str, force: bool) -> None:
     optimizer must fit into the memory of this machine; no GPU is used.
     """
     _check_output(output, force)
-    index = _index_of(directory)
+    index = _read_index(directory)
     checkpoint = import_without_gpus("tfdp.checkpoint")
-    model = _model_of(index, directory)
+    model = _build_model(index, directory)
     with usage_errors(ValueError, OSError, text_of=first_line):
         checkpoint.restore(model, directory)
     _save(model, output)
@@ -41,6 +41,7 @@ def convert(directory: str, output: str, force: bool) -> None:
 
 
 def _check_output(output: str, force: bool) -> None:
+    """Raise a usage error if the output file cannot or must not be written."""
     folder = os.path.dirname(output) or "."
     if not output.endswith(".keras"):
         fault = "The name of the file must end in .keras."
@@ -55,7 +56,8 @@ def _check_output(output: str, force: bool) -> None:
     raise click.UsageError(f"{fault} Received: {output}")
 
 
-def _index_of(directory: str) -> Index:
+def _read_index(directory: str) -> Index:
+    """Load the index of a checkpoint, which must have the model's configuration."""
     if os.path.isfile(directory):
         raise click.UsageError(
             "DIR is a file; give the directory that `tfdp.checkpoint.save` wrote. "
@@ -68,8 +70,8 @@ def _index_of(directory: str) -> Index:
     return index
 
 
-def _model_of(index: Index, directory: str) -> Any:
-    """The model as it was saved, compiled, with its optimizer built."""
+def _build_model(index: Index, directory: str) -> Any:
+    """Build the saved model, compiled and with its optimizer built."""
     import keras
 
     try:
@@ -79,12 +81,13 @@ def _model_of(index: Index, directory: str) -> Any:
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-    except Exception as error:  # a class of one's own can be wrong in any way
+    except Exception as error:  # a custom class may raise anything
         raise _cannot_build(first_line(error).split(". ")[0], directory) from error
     return model
 
 
 def _cannot_build(why: str, directory: str) -> click.UsageError:
+    """Return the error of a model that needs its script to be built."""
     return click.UsageError(
         f"The model cannot be built without its script ({why}); for one with classes "
         "of its own call `tfdp.checkpoint.restore` and `model.save` there. "
@@ -93,11 +96,11 @@ def _cannot_build(why: str, directory: str) -> click.UsageError:
 
 
 def _save(model: Any, output: str) -> None:
-    """Write beside the target first, so that no half of a file is left there."""
+    """Write a temporary file and rename it, so that a failure leaves no partial one."""
     try:
         with replaced(output) as temporary:
             model.save(temporary)
-    except Exception as error:  # a full disk shows in several ways
+    except Exception as error:  # a full disk raises errors of several classes
         raise click.ClickException(
             f"The file cannot be written ({first_line(error)}). Received: {output}"
         ) from error

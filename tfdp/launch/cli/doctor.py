@@ -31,9 +31,9 @@ from tfdp.launch.cli.topology_tree import (
     port_states,
 )
 
-# With `--input`: steps that are taken, and how long they may take.
+# Defaults of `--steps` and `--timeout`.
 _STEPS, _TIMEOUT_SECONDS = 60, 120.0
-# Of an MPI job: how long to wait for the other processes.
+# Longest wait for the other processes of an MPI job.
 _MPI_SECONDS = 60.0
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
 _TRUST = (
@@ -56,7 +56,7 @@ Options stand before SCRIPT; all that follows it is the script's own.
 """
 
 
-# What follows the script's name is the script's own, options too.
+# Interspersed arguments are off, so that options after the script belong to the script.
 @click.command(epilog=_EXAMPLES, context_settings={"allow_interspersed_args": False})
 @types.option(
     "--input",
@@ -113,6 +113,7 @@ def doctor(
 
 
 def _show_set_up() -> None:
+    """Print all sections of a doctor without `--input`."""
     with usage_errors(ValueError, TimeoutError):
         cluster = find_cluster(_MPI_SECONDS)
     console = new_console()
@@ -139,12 +140,15 @@ def _title(console: Console, text: str, style: str = "bold") -> None:
 
 
 def _import_tensorflow(console: Console) -> ModuleType | None:
-    """Import TensorFlow, here and not above: it takes seconds."""
-    # Warnings stay: they say which CUDA library is missing.
+    """Import TensorFlow; print the error and return `None` if that fails.
+
+    The import takes seconds, and must not delay other commands.
+    """
+    # Level 1 keeps warnings, which name a missing CUDA library.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "1")
     try:
         import tensorflow
-    except Exception as error:  # noqa: BLE001  (a broken one raises anything)
+    except Exception as error:  # noqa: BLE001  (a broken package raises anything)
         _title(console, "TensorFlow cannot be imported", style="bold red")
         console.print(f"  {type(error).__name__}: {error}")
         return None
@@ -152,20 +156,22 @@ def _import_tensorflow(console: Console) -> ModuleType | None:
 
 
 def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
-    """Start TensorFlow as `tfdp.auto_strategy` does.
+    """Initialize TensorFlow's devices as `tfdp.auto_strategy` does.
 
     Args:
         tf: The module `tensorflow`.
         cluster: The `Cluster`, or `None`.
 
     Returns:
-        List of strings, the devices of the replicas of one worker.
+        List of strings, the devices of one worker's replicas.
     """
-    from tfdp.communication.cluster import devices  # it imports TensorFlow
+    # Imported late, since it imports TensorFlow.
+    from tfdp.communication.cluster import devices
 
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
-        # Looking at a GPU must not take its memory from a training that runs.
+        # Without memory growth, TensorFlow would allocate the whole memory of a GPU
+        # that a running training may need.
         tf.config.experimental.set_memory_growth(gpu, True)
     count = cluster.devices_per_worker if cluster else None
     is_alone = cluster is None or cluster.num_workers == 1
@@ -175,15 +181,16 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
 
 
 def _show_devices(console: Console, tf: Any) -> None:
-    from tfdp.communication.cluster import cpu_kernels  # it imports TensorFlow
+    # Imported late, since it imports TensorFlow.
+    from tfdp.communication.cluster import cpu_kernels
 
     num_gpus = len(tf.config.list_physical_devices("GPU"))
     _title(console, "Devices")
-    for kind, found in (
+    for kind, devices in (
         ("physical", tf.config.list_physical_devices()),
         ("logical", tf.config.list_logical_devices()),
     ):
-        names = ", ".join(device.name.split("device:")[-1] for device in found)
+        names = ", ".join(device.name.split("device:")[-1] for device in devices)
         console.print(f"  {kind:<12}{names}")
     if num_gpus == 0:
         console.print(f"  {'kernels':<12}{cpu_kernels.describe()}")
@@ -220,7 +227,7 @@ def _show_cluster(
             console.print(f"  1 worker, {replicas}: {', '.join(devices)}")
         return
     console.print(f"  from {_source()}; this process is {_describe_task(cluster)}")
-    # Without TensorFlow: what the cluster says.
+    # Without TensorFlow no devices are known, but the cluster has their number.
     devices = devices or [f"CPU:{i}" for i in range(cluster.devices_per_worker or 1)]
     _title(console, "Topology")
     topology = topology_of(cluster.hosts, len(devices))
@@ -231,21 +238,22 @@ def _show_cluster(
 
 
 def _source() -> str:
-    """Tell where the cluster is from."""
+    """Return the name of the source that defines the cluster."""
     if job := current_job():
         return job.library
-    found = (name for name, read in SOURCES.items() if read(os.environ))
-    return next(found, "the environment")
+    sources = (name for name, read in SOURCES.items() if read(os.environ))
+    return next(sources, "the environment")
 
 
 def _states_in_mpi(cluster: Cluster) -> list[str]:
-    """Say of the ports what is known: each strategy's job finds free ones anew."""
+    """Return port states under MPI, where each strategy finds new free ports."""
     states = ["a free port"] * cluster.num_workers
     states[cluster.rank] = "this task, a free port"
     return states
 
 
 def _describe_task(cluster: Cluster) -> str:
+    """Describe the place of this process in the cluster."""
     if cluster.is_evaluator:
         return "the evaluator, which takes no part in training"
     chief = ", the chief" if cluster.is_chief else ""

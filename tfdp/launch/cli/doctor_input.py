@@ -29,8 +29,9 @@ from tfdp.launch.cli.signals import SignalPipe
 from tfdp.launch.cli.start import Starter
 from tfdp.launch.cli.worker import LogFile
 
-# Fewer say nothing: the first ones do not count.
+# Fewest measured steps for a result; fewer are too noisy.
 _FEWEST_STEPS = 5
+# Time between asking the workers to exit and killing them.
 _GRACE_SECONDS = 2.0
 
 
@@ -45,13 +46,14 @@ def check_input(
 
     Args:
         script: String, path of the script.
-        args: Sequence of strings, its arguments.
+        args: Sequence of strings, arguments of the script.
         num_workers: Int, number of local workers.
-        num_steps: Int, steps to be measured.
-        timeout_seconds: Float, after which what there is has to do.
+        num_steps: Int, number of steps to measure.
+        timeout_seconds: Float, seconds after which the measured steps must be enough.
 
     Raises:
-        click.ClickException: If nothing could be measured, with the reason.
+        click.ClickException: If too few steps could be measured; the text has the
+            reason.
     """
     check_platform("tfdp doctor --input")
     check_program(script, is_module=False)
@@ -66,7 +68,7 @@ def check_input(
     ):
         folder, ranks = Path(name), range(num_workers)
         starter = Starter([*module, name, str(num_steps), script, *args])
-        # What the workers write goes to their logs only.
+        # A screen on /dev/null: the workers' output is only in their logs.
         screen = Screen(nowhere, nowhere)
         logs = [LogFile(folder / f"worker-{rank}.log", screen.warn) for rank in ranks]
         with contextlib.closing(SignalPipe()) as signals:
@@ -74,26 +76,28 @@ def check_input(
             job = Job(context, clusters, logs)
             code = job.run()
         screen.close(timeout_seconds=1.0)
-        if code > 128:  # a signal
+        if code > 128:  # the user has ended the job by a signal
             sys.exit(code)
         paths = [result_path(folder, rank) for rank in ranks]
-        found = []
+        results = []
         if all(path.is_file() for path in paths):
-            found = [json.loads(path.read_text("utf-8")) for path in paths]
-        if fault := _fault_of(job, code == TIMED_OUT, found):
+            results = [json.loads(path.read_text("utf-8")) for path in paths]
+        if fault := _fault_of(job, code == TIMED_OUT, results):
             raise click.ClickException(f"{fault}. Received: {script}")
-        _show(found, script)
+        _show(results, script)
 
 
-def _fault_of(job: Job, is_over: bool, found: Sequence[dict[str, Any]]) -> str | None:
-    """Return why not every worker was measured for long enough.
+def _fault_of(
+    job: Job, has_timed_out: bool, results: Sequence[dict[str, Any]]
+) -> str | None:
+    """Return why too few steps were measured on a worker, or `None` if all have enough.
 
     Args:
         job: `Job`, which has ended.
-        is_over: Bool, whether its time was over.
-        found: Sequence of what each worker has written; empty if not all have.
+        has_timed_out: Bool, whether the timeout has ended the job.
+        results: Sequence of the results of the workers; empty if a worker has none.
     """
-    steps = min((each["num_steps"] for each in found), default=0)
+    steps = min((each["num_steps"] for each in results), default=0)
     taken = f"after {pluralize(steps, 'step')}" if steps else "before its first step"
     if job.failed is not None:
         failed = job.lost or job.failed
@@ -102,13 +106,13 @@ def _fault_of(job: Job, is_over: bool, found: Sequence[dict[str, Any]]) -> str |
         kept = shutil.copy(failed.log.path, tempfile.mkdtemp(prefix="tfdp-input-"))
         end = failed.describe_end()
         return f"Worker {failed.rank} {end} {taken}. All that it wrote: {kept}"
-    for problem in (each["problem"] for each in found if each["problem"]):
+    for problem in (each["problem"] for each in results if each["problem"]):
         return f"Its steps cannot be measured: {problem}"
     if steps >= _FEWEST_STEPS:
         return None
-    if is_over:
+    if has_timed_out:
         return f"Its time was over {taken}; give it more with --timeout"
-    if not found:
+    if not results:
         return (
             "The script has ended without a call of `fit`, of which alone steps are "
             "measured"
@@ -119,10 +123,11 @@ def _fault_of(job: Job, is_over: bool, found: Sequence[dict[str, Any]]) -> str |
     )
 
 
-def _show(found: Sequence[dict[str, Any]], script: str) -> None:
+def _show(results: Sequence[dict[str, Any]], script: str) -> None:
     """Print a table of all workers and one sentence of advice."""
-    waits = {rank: InputWait(**each["wait"]) for rank, each in enumerate(found)}
-    first = found[0]  # all workers have the same script
+    waits = {rank: InputWait(**each["wait"]) for rank, each in enumerate(results)}
+    # The pipeline is the same on all workers, since they run the same script.
+    first = results[0]
     steps = pluralize(min(wait.num_steps for wait in waits.values()), "step")
     table = Table(title=f"Waiting for data: {os.path.basename(script)}, {steps}")
     table.add_column("worker")

@@ -1,4 +1,4 @@
-"""Errors in one sentence, also of a late import of TensorFlow."""
+"""Errors in one sentence, including those of the late import of TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 from tfdp.launch.cli.noise import quiet_stderr
 
-# Of each end of a line.
+# Characters that are kept of each end of a long line.
 _MOST_LETTERS = 400
 
 
@@ -20,14 +20,14 @@ _MOST_LETTERS = 400
 def usage_errors(
     *kinds: type[Exception], text_of: Callable[[BaseException], str] = str
 ) -> Iterator[None]:
-    """Report expected errors as those of the command line.
+    """Convert expected errors to usage errors of the command line.
 
     Args:
-        *kinds: Classes of these errors. Defaults to `ValueError`.
-        text_of: Callable, what is said of one. Defaults to `str`.
+        *kinds: Classes of the expected errors. Defaults to `ValueError`.
+        text_of: Callable that maps an error to its text. Defaults to `str`.
 
     Raises:
-        click.UsageError: In place of such an error.
+        click.UsageError: In place of an expected error.
     """
     expected = kinds or (ValueError,)
     try:
@@ -37,7 +37,7 @@ def usage_errors(
 
 
 def import_without_gpus(name: str) -> Any:
-    """A module that needs TensorFlow, for a command that computes next to nothing.
+    """Import a module that needs TensorFlow, for a command that needs no GPU.
 
     Args:
         name: String, full name of the module.
@@ -53,19 +53,21 @@ def import_without_gpus(name: str) -> Any:
         with quiet_stderr():
             import tensorflow as tf
 
-            # They may be somebody else's.
-            with contextlib.suppress(RuntimeError):  # they are in use already
+            # A running training may need the GPUs. They cannot be hidden any more once
+            # TensorFlow has initialized them.
+            with contextlib.suppress(RuntimeError):
                 tf.config.set_visible_devices([], "GPU")
             return importlib.import_module(name)
-    except Exception as error:  # a broken one raises anything
+    except Exception as error:  # a broken package raises anything
         raise click.ClickException(
             f"TensorFlow cannot be imported: {first_line(error)}"
         ) from error
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error, without a full stop; the middle of a long one is cut."""
-    text = str(error).encode("utf-8", "backslashreplace").decode()  # can be printed
+    """Return the first line of an error, without a full stop and cut in the middle."""
+    # Without lone surrogates, which cannot be printed.
+    text = str(error).encode("utf-8", "backslashreplace").decode()
     lines = text.strip().splitlines() or [type(error).__name__]
     line = lines[0].strip().rstrip(".:")
     cut = f"{line[:_MOST_LETTERS]} ... {line[-_MOST_LETTERS:]}"

@@ -1,4 +1,4 @@
-"""Output of `tfdp plan`: the forecast, and everything that it assumes."""
+"""Output of `tfdp plan`: the forecast, and its assumptions."""
 
 from __future__ import annotations
 
@@ -19,34 +19,39 @@ from tfdp.ground.plans.topology import Topology
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli.screen import new_console
 
-if TYPE_CHECKING:  # it imports TensorFlow
+if TYPE_CHECKING:  # the module imports TensorFlow
     from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
 
+# Columns of the memory table: attributes of `ReplicaMemory`.
 _SIZES = ("parameters", "gradients", "accumulators", "slots", "gathered", "total")
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
-    """A prediction and what it was made from.
+    """Prediction of a training step on a cluster, and its inputs.
 
     Args:
         model: String, path of the model.
-        buckets: Tuple of `tfdp.ground.plans.buckets.Bucket`.
-        sparse: Tuple of strings, variables whose gradients travel as rows.
-        topology: `Topology`.
-        links: `Links`.
-        backend: String, whose defaults stand for what was not given.
-        is_given: Bool, whether alpha and beta were.
-        compression: String, as on the command line.
-        routes: Tuple of `AlgorithmChoice`, one for each bucket.
-        ring: The same if all buckets were reduced by the flat ring.
-        warned: Tuple of strings, options that have no effect on this cluster.
-        compute_seconds: Float or `None`, a step on one replica.
-        overlap: Float, see `StepPrediction`.
-        optimizer: String, whose slots are counted. Defaults to none.
-        memory: Tuple of what is sharded and `ReplicaMemory`. Defaults to none.
-        gathers: `StepGathers`, what the model's own layers gather of the whole batch.
-            Defaults to none.
+        buckets: Tuple of `Bucket`, the gradient buckets.
+        sparse: Tuple of strings, names of the variables with sparse gradients.
+        topology: `Topology` of the cluster.
+        links: `Links` of the cluster.
+        backend: String, the communication backend, which has default links.
+        is_given: Bool, whether the user has given both latency and bandwidth.
+        compression: String, value of the option `--compression`.
+        routes: Tuple of `AlgorithmChoice`, the choice for each bucket.
+        ring: Tuple of `AlgorithmChoice`, the flat ring for each bucket.
+        warned: Tuple of strings, warnings about options without effect.
+        compute_seconds: Float, duration of a step on one replica, or `None` if it is
+            not known.
+        overlap: Float, last part of a step's compute during which gradients become
+            ready.
+        optimizer: String, name of the optimizer whose slots are counted. Defaults to
+            `""`.
+        memory: Tuple of pairs of a kind of sharding and its `ReplicaMemory`. Defaults
+            to `()`.
+        gathers: `StepGathers`, the all-gathers of the model's own layers. Defaults to
+            none.
     """
 
     model: str
@@ -68,22 +73,22 @@ class Forecast:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of dense gradients."""
+        """Int, bytes of all dense gradients."""
         return sum(bucket.num_bytes for bucket in self.buckets)
 
     @property
     def communication_seconds(self) -> float:
-        """Seconds of all collectives of a step."""
+        """Float, predicted seconds of all collectives of a step."""
         return sum(route.seconds for route in self.routes)
 
     @property
     def ring_seconds(self) -> float:
-        """The same by the flat ring alone."""
+        """Float, predicted seconds of all collectives by the flat ring alone."""
         return sum(route.seconds for route in self.ring)
 
     @property
     def step(self) -> StepPrediction | None:
-        """The whole step, where the time of its compute is known."""
+        """`StepPrediction`, or `None` if the duration of the compute is not known."""
         if self.compute_seconds is None:
             return None
         predicted = tuple(
@@ -97,8 +102,8 @@ def show(forecast: Forecast, *, as_json: bool) -> None:
     """Print a forecast.
 
     Args:
-        forecast: `Forecast`.
-        as_json: Bool, whether to print JSON and not a table.
+        forecast: `Forecast` to print.
+        as_json: Bool, whether to print JSON instead of a table.
     """
     if as_json:
         click.echo(json.dumps(_to_dict(forecast), indent=2))
@@ -160,6 +165,7 @@ def _memory_table(forecast: Forecast) -> Table:
 
 
 def _totals(forecast: Forecast) -> Iterator[str]:
+    """Yield the lines about the whole step below the table."""
     yield (
         f"communication       {1e3 * forecast.communication_seconds:.2f} ms a step; "
         f"by the flat ring alone {1e3 * forecast.ring_seconds:.2f} ms"
@@ -177,6 +183,7 @@ def _totals(forecast: Forecast) -> Iterator[str]:
 
 
 def _assumptions(forecast: Forecast) -> Iterator[str]:
+    """Yield the assumptions of a forecast as sentences."""
     yield from _link_assumptions(forecast)
     topology = forecast.topology
     yield (
@@ -229,6 +236,7 @@ def _assumptions(forecast: Forecast) -> Iterator[str]:
 
 
 def _link_assumptions(forecast: Forecast) -> Iterator[str]:
+    """Yield the assumptions about links as sentences."""
     links, topology = forecast.links, forecast.topology
     each = topology.replicas_per_node
     shared = f", which its {each:,} replicas share" if each > 1 else ""
@@ -248,6 +256,7 @@ def _link_assumptions(forecast: Forecast) -> Iterator[str]:
 
 
 def _describe(link: Link) -> str:
+    """Describe the duration of a message on a link."""
     microseconds = f"{1e6 * link.alpha_seconds:g} us"
     if not link.seconds_per_byte:
         return f"{microseconds} whatever its size"
@@ -257,10 +266,10 @@ def _describe(link: Link) -> str:
 def _to_dict(forecast: Forecast) -> dict[str, Any]:
     rows = zip(forecast.buckets, forecast.routes, forecast.ring, strict=True)
     return {
-        **_values(forecast, "model compression num_bytes communication_seconds"),
-        **_values(forecast, "ring_seconds compute_seconds optimizer"),
-        **_values(forecast.topology, "num_nodes replicas_per_node num_replicas"),
-        **_values(forecast.step, "overlap exposed_seconds step_seconds efficiency"),
+        **_attributes(forecast, "model compression num_bytes communication_seconds"),
+        **_attributes(forecast, "ring_seconds compute_seconds optimizer"),
+        **_attributes(forecast.topology, "num_nodes replicas_per_node num_replicas"),
+        **_attributes(forecast.step, "overlap exposed_seconds step_seconds efficiency"),
         "links": dataclasses.asdict(forecast.links),
         "buckets": [
             {
@@ -284,6 +293,9 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _values(of: object, names: str) -> dict[str, Any]:
-    """Return attributes by their names; of what is unknown, `None` for each."""
-    return {name: None if of is None else getattr(of, name) for name in names.split()}
+def _attributes(source: object, names: str) -> dict[str, Any]:
+    """Return a dict of named attributes; all are `None` if the source is `None`."""
+    return {
+        name: None if source is None else getattr(source, name)
+        for name in names.split()
+    }

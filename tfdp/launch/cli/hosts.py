@@ -10,25 +10,27 @@ from tfdp.communication.cluster.address import is_local_name
 from tfdp.ground.text import pluralize
 
 _MOST_HOSTS = 1024
+# Bytes that are read of a hostfile.
 _MOST_BYTES = 1 << 20
-# A name that begins with a dash would be an option of ssh.
+# `USER@NAME:COUNT`. A name must not begin with a dash, since ssh would take it for an
+# option.
 _HOST = re.compile(
     r"(?:(?P<user>[\w.][\w.-]*)@)?"
     r"(?P<name>\[[0-9a-fA-F:.]+(?:%\w+)?\]|[A-Za-z0-9_][\w.-]*)"
     r"(?::(?P<count>[0-9]{1,6}))?"
 )
-# `host slots=4`, as Open MPI has it.
+# `host slots=4`, the format of Open MPI.
 _SLOTS = re.compile(r"(\S+)\s+slots\s*=\s*([0-9]{1,6})")
 
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """A machine to reach by ssh.
+    """A machine that is reached by ssh.
 
     Args:
-        name: String, name or IP address, as ssh knows it.
-        user: String, or `None` for ssh's own choice.
-        num_workers: Int, or `None` if it is not said.
+        name: String, name or IP address that ssh knows.
+        user: String, user on that machine, or `None` for ssh's default.
+        num_workers: Int, number of workers of the machine, or `None` if not specified.
     """
 
     name: str
@@ -37,21 +39,21 @@ class Host:
 
     @property
     def target(self) -> str:
-        """String, for the command line of ssh."""
+        """String, the destination on the command line of ssh."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read the value of `--hosts`.
+    """Parse the value of `--hosts`.
 
     Args:
-        text: String, such as `"a:4,me@b:4"`.
+        text: String, the value, such as `"a:4,me@b:4"`.
 
     Returns:
         Tuple of `Host`.
 
     Raises:
-        ValueError: With a sentence about what it must be.
+        ValueError: If the value is malformed; the text says what it must be.
 
     Example:
 
@@ -64,15 +66,16 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """Read the file of `--hostfile`.
 
+    Each line is `HOST`, `HOST:N` or `HOST slots=N`; a comment begins with `#`.
+
     Args:
-        path: String. Each line is a host, `HOST`, `HOST:N` or `HOST slots=N`; what
-            follows a `#` is a comment.
+        path: String, path of the file.
 
     Returns:
         Tuple of `Host`.
 
     Raises:
-        ValueError: With a sentence about what is wrong.
+        ValueError: If the file cannot be read or is malformed; the text says why.
     """
     try:
         if os.path.isdir(path):
@@ -97,6 +100,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def _parse(word: str) -> Host:
+    """Parse `USER@NAME:COUNT`, in which user and count are optional."""
     match = _HOST.fullmatch(word)
     count = None if match is None or match["count"] is None else int(match["count"])
     if match is None or count == 0:
@@ -108,6 +112,7 @@ def _parse(word: str) -> Host:
 
 
 def _checked(hosts: list[Host]) -> tuple[Host, ...]:
+    """Check the number and the names of all hosts, and return them."""
     if len(hosts) > _MOST_HOSTS:
         raise ValueError(f"there must be at most {pluralize(_MOST_HOSTS, 'host')}")
     seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""A worker of `tfdp doctor --input`: the user's script, with its `fit` measured."""
+"""Worker of `tfdp doctor --input`: runs the user's script, and measures its `fit`."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from pathlib import Path
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script as `python script.py` does.
+    """Run a script as `python script.py` does, and measure its `fit`.
 
     Args:
-        arguments: List of strings: folder of the results, number of steps, script and
-            its own arguments.
+        arguments: List of strings: folder of the results, number of steps, path of the
+            script and arguments of the script.
     """
     from tfdp.callbacks.input_probe import EnoughSteps, InputProbe, measure_fits
     from tfdp.communication.cluster import Cluster
 
-    folder, num_steps, script, *own = arguments
+    folder, num_steps, script, *script_arguments = arguments
     cluster = Cluster.from_environment()
     rank = 0 if cluster is None else cluster.rank
     measure_fits(InputProbe(result_path(Path(folder), rank), int(num_steps)))
-    sys.argv = [script, *own]
-    if os.path.isfile(script):  # of a folder or an archive `runpy` adds the path
+    sys.argv = [script, *script_arguments]
+    # For a folder or an archive, `runpy` sets the path itself.
+    if os.path.isfile(script):
         sys.path[0] = os.path.dirname(os.path.abspath(script))
-    # Python must not end while data is read ahead by threads that may call Python: the
-    # frames of the exception hold the data.
+    # The exception is dropped and its frames, which hold the dataset, are collected:
+    # Python must not exit while threads that prefetch data may still call Python.
     with contextlib.suppress(EnoughSteps):
         runpy.run_path(script, run_name="__main__")
     gc.collect()
 
 
 def result_path(folder: Path, rank: int) -> Path:
-    """Path of the file that a worker writes.
+    """Return the path of a worker's results.
 
     Args:
-        folder: `Path`.
-        rank: Int, the worker's.
+        folder: Path of the folder of all results.
+        rank: Int, rank of the worker.
     """
     return folder / f"worker-{rank}.json"
 

@@ -1,4 +1,4 @@
-"""Options of `tfdp run` for islands, and which of them fit together."""
+"""Options of `tfdp run` for islands, and the check of their combination."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from tfdp.launch.cli.node_options import NodeOptions
 
 @dataclasses.dataclass(frozen=True)
 class IslandOptions:
-    """Options of `tfdp run` for islands.
+    """Values of the options of `tfdp run` for islands.
 
     Args:
-        is_used: Bool, whether workers are islands.
-        hub: String, `"host:port"`, or `None`: on this machine, for its islands only.
-        total: Int, islands of all machines, or `None`: those of this one.
-        first: Int, index of this machine's first one.
+        is_used: Bool, whether each worker is an island.
+        hub: String, address `"host:port"` of the hub, or `None` for a hub of this
+            machine's islands only.
+        total: Int, number of islands on all machines, or `None` for those of this
+            machine only.
+        first: Int, index of the first island on this machine.
     """
 
     is_used: bool
@@ -28,15 +30,15 @@ class IslandOptions:
     first: int
 
     def check(self, num_workers: int, where: NodeOptions, others: list[str]) -> None:
-        """Refuse options that do not fit together.
+        """Check the combination of options.
 
         Args:
-            num_workers: Int, islands of this machine.
-            where: `NodeOptions`.
-            others: List of strings, options in use that islands do not know.
+            num_workers: Int, number of islands on this machine.
+            where: `NodeOptions` of the same command line.
+            others: List of strings, used options that do not work with islands.
 
         Raises:
-            click.UsageError: If there are such.
+            click.UsageError: If options cannot be combined.
         """
         if not self.is_used:
             given = {
@@ -69,6 +71,7 @@ class IslandOptions:
 
 
 def _address(text: str) -> str:
+    """Return the value of `--hub` after a check of its form."""
     try:
         split_address(text)
     except ValueError:
@@ -76,7 +79,7 @@ def _address(text: str) -> str:
     return text
 
 
-# The fields of `IslandOptions`.
+# Decorator that adds an option for each field of `IslandOptions`.
 island_options = types.with_options(
     types.option(
         "--islands",

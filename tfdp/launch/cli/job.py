@@ -1,4 +1,4 @@
-"""Local job: its workers run until all are done, or one fails."""
+"""Local job: worker processes that run until all are done, or one fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import click
 from tfdp.communication.cluster import Cluster, process_tree
 from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 from tfdp.launch.cli.launch import worker_environment
-from tfdp.launch.cli.noise import is_noise, is_of_peers
+from tfdp.launch.cli.noise import is_noise, is_peer_failure
 from tfdp.launch.cli.other_nodes import OtherNodes
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.signals import SignalPipe
@@ -26,26 +26,29 @@ from tfdp.launch.cli.tracebacks import Tracebacks
 from tfdp.launch.cli.worker import TAIL_LINES, LogFile, Worker, shell_code, signal_name
 from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
+# Exit code after `--timeout`, the same as that of the command `timeout`.
 TIMED_OUT = 124
-_TURN_SECONDS = 0.1
+# Longest wait for events in one round of the loop.
+_POLL_SECONDS = 0.1
+# Wait of one round while the reader of the output is slower than the workers.
 _BEHIND_SECONDS = 0.01
-# Workers that are not in `fit` do not hear that they are asked to save.
+# Interval of requests to save: a worker outside of `fit` misses a request.
 _ASK_AGAIN_SECONDS = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
 class JobContext:
-    """What all attempts to run a job share.
+    """Objects and limits that all attempts to run a job share.
 
     Args:
-        starter: `Starter` of what every worker runs.
-        screen: The `Screen` that shows the output.
-        signals: The `SignalPipe`, which outlives each attempt: a signal that comes at
-            the end of one counts.
-        grace_seconds: Float, between asking the workers to stop and killing
-            them. Defaults to `5.0`.
-        until: Float, by `time.monotonic()`, when all is stopped, or `None` for no
-            limit. Defaults to `None`.
+        starter: `Starter` of the worker processes.
+        screen: `Screen` that shows the output.
+        signals: `SignalPipe`, which outlives each attempt, so that a signal between two
+            attempts is not lost.
+        grace_seconds: Float, time between asking the workers to stop and killing them.
+            Defaults to `5.0`.
+        until: Float, time by `time.monotonic()` at which the job is stopped, or `None`
+            for no limit. Defaults to `None`.
     """
 
     starter: Starter
@@ -56,25 +59,25 @@ class JobContext:
 
 
 class Job:
-    """One attempt: the worker processes of a job on this machine.
+    """One attempt to run the worker processes of a job on this machine.
 
-    It leaves no process behind, however it ends.
+    No process is left behind, however the attempt ends.
 
     Args:
-        context: `JobContext`.
-        clusters: Sequence of `Cluster`, one for each worker of this machine, in the
-            order of ranks, which follow one another.
+        context: `JobContext` of all attempts.
+        clusters: Sequence of `Cluster`, one for each worker of this machine, with
+            consecutive ranks in ascending order.
         logs: Sequence of `LogFile`, one for each slot of this machine.
-        slots: Sequence of ints, the slot of each worker, or `None` for one for each.
-            Defaults to `None`.
-        others: `OtherNodes`, which say what has failed where, or `None` if all workers
-            are on this machine. Defaults to `None`.
-        save_after_seconds: Float, after which workers are asked to save their
-            training and to end, or `None` for never. Those whose script does not
-            save when it is asked continue undisturbed. Defaults to `None`.
+        slots: Sequence of ints, the slot of each worker, or `None` for consecutive
+            slots from 0. Defaults to `None`.
+        others: `OtherNodes`, the connection to the other nodes, or `None` if all
+            workers are on this machine. Defaults to `None`.
+        save_after_seconds: Float, time after which workers are asked to save their
+            training and exit, or `None` for never. A script that does not support such
+            requests continues. Defaults to `None`.
 
     Attributes:
-        failed: The `Worker` that failed first, or the lost one that it names, or
+        failed: The `Worker` that failed first, or the lost worker that it names, or
             `None`.
     """
 
@@ -101,7 +104,7 @@ class Job:
         self._asked_at: float | None = None
         self._selector = selectors.DefaultSelector()
         self._tracebacks = Tracebacks()
-        # Of all workers; and where among them the last one of each stands.
+        # Number of printed lines, and the number of the last line of each worker.
         self._num_lines = 0
         self._last_line: dict[int, int] = {}
 
@@ -117,8 +120,9 @@ class Job:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # The guard, and what was there when this process became the launcher.
-        self._strangers = process_tree.children()
+        # Children that are no workers: the guard, and any child that existed before
+        # this process became the launcher.
+        self._other_children = process_tree.children()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -132,41 +136,41 @@ class Job:
 
     @property
     def lost(self) -> Worker | None:
-        """The worker that those who failed have named as lost, or `None`.
+        """The worker that failed workers name as lost, or `None`.
 
-        Who stands still does not end, and of two that end at about the same time
-        either may be seen first.
+        It may still be alive but suspended, or end at about the same time as the worker
+        that names it, in either order.
         """
-        found, seen = self.failed, []
-        while found is not None and found not in seen:
-            seen.append(found)
-            index = (found.lost_rank or 0) - self._first_rank
-            if found.lost_rank is None or not 0 <= index < len(self._workers):
+        worker, seen = self.failed, []
+        while worker is not None and worker not in seen:
+            seen.append(worker)
+            index = (worker.lost_rank or 0) - self._first_rank
+            if worker.lost_rank is None or not 0 <= index < len(self._workers):
                 break
-            found = self._workers[index]
-        return found if found is not self.failed else None
+            worker = self._workers[index]
+        return worker if worker is not self.failed else None
 
     @property
     def has_saved(self) -> bool:
-        """Bool, true if the workers have saved and ended because they were asked to."""
+        """Bool, whether the workers have saved and exited on the launcher's request."""
         failed = self.failed
         is_saved = failed is not None and failed.exit_code == PREEMPTED
         return is_saved and self._asked_at is not None and self.lost is None
 
     @property
     def is_preempted(self) -> bool:
-        """Bool, true if a worker has saved and ended because of a signal."""
+        """Bool, whether a worker has saved and exited because of a signal."""
         return any(worker.exit_code == PREEMPTED for worker in self._workers)
 
     def run(self) -> int:
-        """Start the workers and waits for their end.
+        """Start the workers and wait for their end.
 
         Returns:
             Int, the exit code: `0`; that of the first worker that failed, or of the
-            lost one that it names, if that one fails as well; 124 after the timeout;
+            lost worker that it names, if that one fails as well; 124 after the timeout;
             75 if workers have saved their training because of a signal; 141 if the
-            reader of the output has gone; or else 128 plus the number of the signal
-            received.
+            reader of the output has exited; or else 128 plus the number of the received
+            signal.
 
         Raises:
             click.ClickException: If a worker cannot be started.
@@ -179,16 +183,17 @@ class Job:
             raise click.ClickException(sentence) from error
 
     def _run(self) -> int:
+        """Start the workers, and run the loop until the job ends."""
         for index in range(len(self._clusters)):
             self._start(index)
         start = time.monotonic()
         while not self._is_over():
-            self._turn()
+            self._poll()
             if self._signals.received:
                 return self._end_by_signal(self._signals.received[0])
             if self.failed and (code := self._after_failure(self.failed)):
                 return code
-            if self._others is not None and (order := self._others.order()):
+            if self._others is not None and (order := self._others.stop_order()):
                 return self._end_by_order(*order)
             if self._screen.has_no_reader:
                 code = shell_code(-signal.SIGPIPE)
@@ -200,17 +205,17 @@ class Job:
             self._ask_to_save(now - start)
         return self._code
 
-    # What other kinds of jobs do otherwise.
+    # Methods from here to `_environment` are the ones that `IslandJob` overrides.
 
     def _is_over(self) -> bool:
         return not self._running()
 
     def _after_failure(self, failed: Worker) -> int | None:
-        """End the job, or go on where `None` is returned."""
+        """End the job and return its exit code, or return `None` to continue."""
         return self._end_by_failure(failed)
 
     def _environment(self, index: int) -> dict[str, str]:
-        """The environment of a worker of this machine."""
+        """Return the environment variables of a worker of this machine."""
         return worker_environment(
             self._clusters[index],
             self._slots[index],
@@ -220,7 +225,7 @@ class Job:
         )
 
     def _ask_to_save(self, elapsed: float) -> None:
-        """Ask when it is time, and again while nobody has done it."""
+        """Ask the workers to save once it is time, and repeat that until they exit."""
         after = self._save_after_seconds
         if after is None or elapsed < after:
             return
@@ -233,7 +238,7 @@ class Job:
         return [worker for worker in self._workers if worker.is_running]
 
     def _start(self, index: int) -> None:
-        """Start a worker of this machine, in place of one that has ended if any has."""
+        """Start the worker of an index, in place of an earlier one that has ended."""
         start = functools.partial(self._starter.start, self._environment(index))
         worker = Worker(self._first_rank + index, start, self._logs[index])
         self._workers[index : index + 1] = [worker]
@@ -243,21 +248,21 @@ class Job:
             self._guard.stdin.write(f"{worker.pid}\n".encode())
             self._guard.stdin.flush()
 
-    def _turn(self) -> None:
-        """Wait a moment, then show what was written and note who has ended."""
+    def _poll(self) -> None:
+        """Wait for events, show new output, and register workers that have ended."""
         ready: list[tuple[selectors.SelectorKey, int]] = []
         if self._screen.is_behind and not self._is_stopping:
-            # The workers go at the pace of who reads their output.
+            # Unread pipes slow the workers down to the speed of the output's reader.
             time.sleep(_BEHIND_SECONDS)
         else:
-            ready = self._selector.select(_TURN_SECONDS)
+            ready = self._selector.select(_POLL_SECONDS)
         self._signals.read()
         process_tree.reap_children(
-            self._not_killed().union(w.pid for w in self._workers)
+            self._spared_pids().union(w.pid for w in self._workers)
         )
         ended = [worker for worker in self._workers if worker.poll()]
-        # Those who failed come first: what the others have to say next is
-        # likely to be about them.
+        # Failed workers come first: the last lines of the others are likely to be about
+        # them.
         for worker in sorted(ended, key=lambda worker: not worker.exit_code):
             self._show(worker, worker.read_rest())
             self._print(worker, self._tracebacks.rest(worker.rank))
@@ -267,7 +272,8 @@ class Job:
         for key, _ in ready:
             if key.data is not None and key.data.is_running:
                 self._show(key.data, key.data.read())
-                if key.data.output.has_ended:  # it goes on without
+                # The worker has closed its output, but may continue to run.
+                if key.data.output.has_ended:
                     self._forget(key.data)
         for worker in self._running():
             self._print(worker, self._tracebacks.due(worker.rank))
@@ -276,13 +282,14 @@ class Job:
         self._screen.refresh()
 
     def _show(self, worker: Worker, lines: list[str]) -> None:
+        """Filter and print lines of a worker, and update its progress bar."""
         if self._screen.is_verbatim:
             self._print(worker, lines)
             return
-        told = [line for line in lines if not is_noise(line)]
+        kept = [line for line in lines if not is_noise(line)]
         if self._is_interrupted:
-            told = [line for line in told if not is_of_peers(line)]
-        self._print(worker, self._tracebacks.take(worker.rank, told))
+            kept = [line for line in kept if not is_peer_failure(line)]
+        self._print(worker, self._tracebacks.take(worker.rank, kept))
         if not self._tracebacks.holds(worker.rank):
             self._screen.progress(worker.rank, worker.unfinished)
 
@@ -293,33 +300,35 @@ class Job:
             self._last_line[worker.rank] = self._num_lines
 
     def _forget(self, worker: Worker) -> None:
+        """Stop waiting for output of a worker."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(worker.output)
 
     def _recall(self, failed: Worker) -> None:
-        """Repeat the last lines of a worker that failed, if they are out of sight."""
+        """Repeat the last lines of a failed worker, if many others came after them."""
         since = self._num_lines - self._last_line.get(failed.rank, self._num_lines)
         is_seen = since <= TAIL_LINES and self._screen.is_one
         if failed.tail and not is_seen:
             self._screen.recall(failed.rank, failed.tail)
 
-    def _after_lost(self, failed: Worker) -> Worker:
-        """Wait for the end of the worker that was lost, and return whose end counts.
+    def _wait_for_lost(self, failed: Worker) -> Worker:
+        """Wait for the end of a lost worker, and return the worker that is the cause.
 
-        So it does not depend on which of them ends first.
+        The wait makes the result independent of which of the two ends first.
         """
         end = time.monotonic() + LOST_EXIT_SECONDS
         while (lost := self.lost) and lost.is_running and not lost.is_suspended:
             if time.monotonic() >= end or self._signals.received:
                 break
-            self._turn()
+            self._poll()
         self.failed = lost if lost and lost.exit_code else failed
         return self.failed
 
     def _end_by_failure(self, failed: Worker) -> int:
-        failed = self._after_lost(failed)
+        """Stop the workers after a failure, and return the exit code of the cause."""
+        failed = self._wait_for_lost(failed)
         if self._others is not None:
-            self._others.tell_failure(failed, self.lost or failed)
+            self._others.report_failure(failed, self.lost or failed)
         if failed.exit_code == PREEMPTED:
             self._wait_for_exits()
         rest = {0: "", 1: ", and the other one was stopped"}.get(
@@ -330,7 +339,8 @@ class Job:
         if failed.exit_code != PREEMPTED:
             self._recall(cause)
         because = "" if cause is failed else f" since worker {cause.rank} was lost"
-        if self._others is None:  # else they agree on the worker to name
+        # On several nodes, node 0 names the worker, in a message to all.
+        if self._others is None:
             self._screen.message(
                 f"tfdp: worker {failed.rank} {failed.describe_end()}{because}{rest}. "
                 f"All that worker {cause.rank} wrote: {cause.log.path}",
@@ -341,19 +351,21 @@ class Job:
         return shell_code(failed.exit_code)
 
     def _end_by_order(self, code: int, signum: int) -> int:
+        """Stop the workers by order of node 0; if preempted, let them exit first."""
         if code == PREEMPTED:
             self._wait_for_exits()
         self._stop(signum)
         return code
 
     def _end_here(self, why: str, code: int, signum: int) -> int:
-        """End the workers, and tell the other nodes, where there are any."""
+        """Stop the workers, and notify the other nodes if there are any."""
         if self._others is not None:
             self._others.leave(why, code, signum)
         self._stop(signum)
         return code
 
     def _end_by_signal(self, signum: int) -> int:
+        """Stop the workers after a signal, and return the exit code."""
         who, them = ("workers", "them") if len(self._workers) > 1 else ("worker", "it")
         why = f"{signal_name(signum)} received"
         self._screen.message(
@@ -378,7 +390,7 @@ class Job:
         return self._end_here("--timeout is over", TIMED_OUT, signal.SIGTERM)
 
     def _stop(self, signum: int) -> None:
-        """Ask the workers to end, and after a while kills what is left."""
+        """Ask the workers to exit, and kill the remaining ones after the grace."""
         self._is_stopping = True
         if signum == signal.SIGINT:
             self._is_interrupted = True
@@ -388,21 +400,22 @@ class Job:
         self._wait_for_exits()
         # A worker inside a native collective does not react to SIGTERM.
         self._kill()
-        self._turn()
+        self._poll()
 
     def _wait_for_exits(self) -> None:
-        """Wait for the workers to end by themselves, until a second signal comes."""
+        """Wait for the exits of all workers, for the grace or until a second signal."""
         end = time.monotonic() + self._context.grace_seconds
         while self._running() and time.monotonic() < end:
             if len(self._signals.received) > 1:
                 break
-            self._turn()
+            self._poll()
 
-    def _not_killed(self) -> set[int]:
-        return self._strangers | self._starter.own_pids
+    def _spared_pids(self) -> set[int]:
+        """Return the ids of child processes that must not be killed or reaped."""
+        return self._other_children | self._starter.helper_pids
 
     def _kill(self) -> None:
-        """Kill the workers, and what they leave to this process until nothing is."""
+        """Kill the workers, and all orphaned descendants that this process adopts."""
         process_tree.kill_children(
-            self._not_killed(), keep_zombies=[worker.pid for worker in self._workers]
+            self._spared_pids(), keep_zombies=[worker.pid for worker in self._workers]
         )

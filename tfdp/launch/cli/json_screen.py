@@ -1,4 +1,4 @@
-"""Output of all workers as lines of JSON, and the choice of a screen."""
+"""Output of all workers as lines of JSON, and the context of a screen."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from tfdp.launch.cli.lines import without_escapes
 from tfdp.launch.cli.screen import Level, Screen
 from tfdp.launch.cli.signals import SignalPipe
 
-# For who reads the output, once the job was told to end.
+# Time for the reader to take the last lines, once the job was asked to end.
 _LAST_LINES_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Line of the output of a job, as `--log-format json` writes it.
+    """Line of a job's output in the format of `--log-format json`.
 
     Args:
-        message: String, what was said: a worker's line as it is in the worker's log.
-        stream: `"launcher"` or `"worker"`, who said it; stdout and stderr of a worker
-            are one stream. Defaults to `"launcher"`.
-        level: `"info"`, `"warning"` or `"error"`; `None` of a worker, whose lines
-            are not looked into. Defaults to `None`.
-        node: Int, where it was said, or `None` if that is not known. Defaults to
+        message: String, text of the line. A worker's line is the same as in its log.
+        stream: `"launcher"` or `"worker"`, the source of the line; stdout and stderr of
+            a worker are one stream. Defaults to `"launcher"`.
+        level: `"info"`, `"warning"` or `"error"` for a line of the launcher; `None` for
+            a line of a worker, which is not parsed. Defaults to `None`.
+        node: Int, rank of the line's node, or `None` if it is not known. Defaults to
             `None`.
-        rank: Int, the worker that has said it, or that the launcher's words are
-            about, or `None`. Defaults to `None`.
-        time: String, when, by the clock of this machine, in UTC. Defaults to now.
+        rank: Int, rank of the worker that wrote the line, or that the launcher's line
+            is about, or `None`. Defaults to `None`.
+        time: String, time of the line by the clock of this machine, in UTC. Defaults to
+            now.
 
     Example:
 
@@ -56,8 +57,9 @@ class Entry:
     )
 
     def to_line(self) -> str:
-        """Return the line of JSON, in ASCII, which any locale can write."""
-        # What is no text, in the name of a file, would be no JSON for many readers.
+        """Return the line as JSON in ASCII, which any locale can write."""
+        # Lone surrogates, which come from undecodable file names, are invalid JSON for
+        # many readers.
         message = self.message.encode("utf-8", "replace").decode()
         about = {
             n: getattr(self, n) for n in ("time", "level", "stream", "node", "rank")
@@ -66,10 +68,10 @@ class Entry:
 
     @classmethod
     def from_line(cls, line: str) -> Entry | None:
-        """Read a line; return `None` if it is none of these.
+        """Parse a line; return `None` if it is not in this format.
 
         Args:
-            line: String.
+            line: String, one line of JSON or any other text.
         """
         try:
             fields = json.loads(line)
@@ -87,10 +89,10 @@ class Entry:
 
 
 class JsonScreen(Screen):
-    """Printer of all lines as JSON: the workers' on stdout, the launcher's on stderr.
+    """Screen that prints JSON: workers' lines on stdout, the launcher's on stderr.
 
-    No line of a worker is left out, held back or repeated; progress bars are lines
-    as in a file.
+    No line of a worker is left out, held back or repeated; progress bars are lines, as
+    in a file.
     """
 
     is_verbatim = True
@@ -109,28 +111,32 @@ class JsonScreen(Screen):
         rank: int | None = None,
         node: int | None = None,
     ) -> None:
-        """Write the launcher's own words."""
+        """Write a message of the launcher."""
         self._output.flush()
         node = self.node if node is None else node
-        self._words.write(Entry(text, level=level, node=node, rank=rank).to_line())
-        self._words.flush()
+        self._message_output.write(
+            Entry(text, level=level, node=node, rank=rank).to_line()
+        )
+        self._message_output.flush()
 
     def recall(self, rank: int, lines: Sequence[str]) -> None:
-        """Repeat nothing: who reads JSON finds all lines of a worker by its rank."""
+        """Repeat nothing: a reader of JSON can select the lines of a rank."""
 
     def _truncation_notice(self, text: str) -> str:
         return Entry(text, level="warning", node=self.node).to_line()
 
 
 @contextlib.contextmanager
-def showing(
+def open_screen(
     signals: SignalPipe, until: float | None, log_format: str = "text"
 ) -> Iterator[Screen]:
-    """Make a screen; in the end wait for its reader, unless the job is to end.
+    """Open a screen, and wait at the end until its output is read.
+
+    A signal or `--timeout` limits the wait to 2 s.
 
     Args:
-        signals: The `SignalPipe`.
-        until: Float, by `time.monotonic()`, when the job is stopped, or `None`.
+        signals: `SignalPipe` of the job.
+        until: Float, time by `time.monotonic()` at which the job is stopped, or `None`.
         log_format: `"text"` or `"json"`. Defaults to `"text"`.
 
     Yields:

@@ -25,18 +25,19 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.cli.screen import Screen
 
+# Most workers for each CPU core.
 _WORKERS_PER_CORE = 64
-# Of the launcher: a pipe and a log for each, and what it opens meanwhile.
+# Open files of the launcher: a pipe and a log for each worker, and all others together.
 _FILES_PER_WORKER, _OTHER_FILES = 2, 64
 
 
 class AutoCount(int):
-    """A number of workers that follows from the GPUs or cores of this machine."""
+    """Number of workers that was derived from the GPUs or cores of this machine."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What the command line says of the workers of this machine."""
+    """Values of the options of `tfdp run` for the workers of this machine."""
 
     num_workers: int
     devices_per_worker: int | None
@@ -52,8 +53,8 @@ class RunSettings:
     args: tuple[str, ...]
 
     @property
-    def of_cluster(self) -> dict[str, Any]:
-        """Dict of those that are arguments of each worker's `Cluster`."""
+    def cluster_options(self) -> dict[str, Any]:
+        """Dict of the settings that are arguments of each worker's `Cluster`."""
         return {
             "devices_per_worker": self.devices_per_worker,
             "rebalance": self.rebalance,
@@ -61,13 +62,13 @@ class RunSettings:
 
     @property
     def command(self) -> list[str]:
-        """List of strings, what every worker runs."""
+        """List of strings, the command line of each worker."""
         module = ["-m"] if self.is_module else []
         return [sys.executable, *module, self.script, *self.args]
 
 
 def make_clusters(num_workers: int, **settings: Any) -> list[Cluster]:
-    """Make the cluster of a job on this machine, as each of its workers sees it.
+    """Create the `Cluster` of each worker of a job on this machine.
 
     Args:
         num_workers: Int, number of processes.
@@ -82,13 +83,13 @@ def make_clusters(num_workers: int, **settings: Any) -> list[Cluster]:
 
 
 def check_num_workers(num_workers: int) -> None:
-    """Refuse more workers than this machine can sensibly hold.
+    """Check that this machine can run a number of workers.
 
     Args:
-        num_workers: Int.
+        num_workers: Int, number of workers.
 
     Raises:
-        ValueError: If there are too many.
+        ValueError: If the cores, or the limits of files or threads, allow fewer.
     """
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     each = f"{_WORKERS_PER_CORE} for each of its {pluralize(num_cores(), 'CPU core')}"
@@ -97,7 +98,7 @@ def check_num_workers(num_workers: int) -> None:
         most = max(1, (open_files - _OTHER_FILES) // _FILES_PER_WORKER)
         reason = f"by its limit of open files, {open_files} (ulimit -n)"
         bounds.append((most, reason))
-        connects = not visible_gpus()  # else NCCL does
+        connects = not visible_gpus()  # with GPUs, NCCL connects the workers instead
         needed = limit_for(num_workers, connects=connects)
         while most > 1 and limit_for(most, connects=connects) > open_files:
             most -= 1
@@ -122,17 +123,17 @@ def worker_environment(
     num_local: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> dict[str, str]:
-    """Make the environment of one worker.
+    """Return the environment variables of one worker.
 
     Args:
-        cluster: The `Cluster` as this worker sees it.
-        slot: Int, the worker's place on this machine, with GPUs of its own.
-        num_slots: Int, also of those that are left out at the moment.
-        job: String, the job's id, by which its processes are found again.
-        num_local: Int, workers of this machine, or `None` if all are. Defaults to
-            `None`.
-        environ: The user's environment; what it says about threads stands.
-            Defaults to `os.environ`.
+        cluster: `Cluster` of this worker.
+        slot: Int, the worker's slot on this machine, which has GPUs of its own.
+        num_slots: Int, number of slots, including those that are currently left out.
+        job: String, id of the job, by which its processes are identified.
+        num_local: Int, number of workers on this machine, or `None` if all are.
+            Defaults to `None`.
+        environ: Mapping of the user's environment variables, which override the
+            defaults for threads. Defaults to `os.environ`.
 
     Returns:
         Dict of environment variables.
@@ -143,10 +144,10 @@ def worker_environment(
     defaults = {
         "TF_NUM_INTRAOP_THREADS": num_threads,
         "OMP_NUM_THREADS": num_threads,
-        # Warnings and errors; see `tfdp.launch.cli.noise` for what comes in spite of
-        # it.
+        # Level 1 keeps warnings and errors. TensorFlow writes some lines despite the
+        # level, which `tfdp.launch.cli.noise` filters.
         "TF_CPP_MIN_LOG_LEVEL": "1",
-        # The launcher reads UTF-8, whatever the locale: bars are not ASCII.
+        # The launcher reads UTF-8 in any locale, since progress bars are not ASCII.
         "PYTHONIOENCODING": "utf-8",
     }
     return {
@@ -159,7 +160,7 @@ def worker_environment(
 
 
 def warn_of_surroundings(screen: Screen, num_workers: int, devices: int | None) -> None:
-    """Warn of a `TF_CONFIG` that is set, and of fewer GPUs than workers."""
+    """Warn if `TF_CONFIG` is set, or if there are fewer GPUs than workers."""
     if os.environ.get("TF_CONFIG"):
         screen.warn(
             "tfdp: warning: TF_CONFIG was set already; the workers get another. Under "
@@ -175,17 +176,17 @@ def warn_of_surroundings(screen: Screen, num_workers: int, devices: int | None) 
 
 
 def make_log_dir(path: str | None) -> pathlib.Path:
-    """Make the folder for the workers' logs.
+    """Create the folder for the workers' logs.
 
     Args:
-        path: String, the user's choice, which may exist; or `None` for a new
-            folder `tfdp-logs/<date>-<time>`.
+        path: String, path of a folder that may exist; or `None` for a new folder
+            `tfdp-logs/<date>-<time>`.
 
     Returns:
-        The path of a folder in which files can be written.
+        Path of a folder in which files can be written.
 
     Raises:
-        ValueError: If there is no such folder and it cannot be made.
+        ValueError: If the folder cannot be created or written to.
     """
     try:
         if path is not None:
@@ -204,6 +205,7 @@ def make_log_dir(path: str | None) -> pathlib.Path:
 
 
 def _make_new_folder(parent: pathlib.Path) -> pathlib.Path:
+    """Create a folder named by the time, with a number if that name is taken."""
     name = time.strftime("%Y%m%d-%H%M%S")
     for suffix in ("", *(f"-{number}" for number in range(2, 1000))):
         folder = parent / f"{name}{suffix}"

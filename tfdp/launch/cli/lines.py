@@ -1,4 +1,4 @@
-"""Lines of a worker's output, as a terminal would show them."""
+"""Readers that split a worker's output into lines as a terminal would show them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import re
 from typing import IO
 
-# Longer text without an end is cut: nobody reads it, and memory is finite.
+# Characters after which a line without end is cut, to bound the memory.
 MAX_LINE_LENGTH = 1 << 16
-# Read from a pipe at a time.
+# Bytes that are read from a pipe at a time.
 CHUNK_BYTES = 1 << 16
 
 _ESCAPE = re.compile(
@@ -19,10 +19,10 @@ _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 
 
 class LineReader:
-    r"""Reader of a worker's bytes as lines, the way a terminal shows them.
+    r"""Decoder of a worker's bytes into lines as a terminal shows them.
 
-    A carriage return starts the line anew, as progress bars do: of such a line
-    only what was drawn last is kept.
+    A progress bar redraws its line after a carriage return. Only the last drawn state
+    of such a line is kept.
 
     Args:
         most: Int, length at which a line without end is cut. Defaults to 65,536.
@@ -43,7 +43,7 @@ class LineReader:
         self._pending = ""
 
     def feed(self, data: bytes) -> list[str]:
-        """Take the next bytes; return the lines that they complete."""
+        """Decode the next bytes, and return the lines that they complete."""
         text = self._pending + self._decoder.decode(data)
         *lines, rest = text.split("\n")
         if len(rest) > self._most and "\r" not in rest:
@@ -51,30 +51,30 @@ class LineReader:
             rest = ""
         *drawn, tail = rest.split("\r")
         if drawn and not without_escapes(tail).strip():
-            # The return must stay: what comes next draws over.
+            # The carriage return is kept, since the next text draws over the line.
             self._pending = f"{last_drawn(rest)}\r{tail}"
         else:
             self._pending = tail
         return [last_drawn(line) for line in lines]
 
     def close(self) -> list[str]:
-        """End the output; return the unfinished line if there is one."""
+        """End the output, and return the unfinished line if there is one."""
         text = self._pending + self._decoder.decode(b"", final=True)
         self._pending = ""
         return [last_drawn(text)] if text.strip() else []
 
     @property
     def unfinished(self) -> str:
-        """The line that is being drawn; empty if there is none."""
+        """String, the line that is being drawn, or `""`."""
         return last_drawn(self._pending)
 
 
 class PipeReader(LineReader):
-    """Reader of the lines that come out of a pipe, which is never waited for.
+    """Non-blocking reader of lines from a pipe.
 
     Args:
-        pipe: The stream to read from.
-        most: Int, as of `LineReader`.
+        pipe: Binary stream to read from.
+        most: Int, length at which a line without end is cut. Defaults to 65,536.
 
     Attributes:
         has_ended: Bool, whether the other end is closed and all is read.
@@ -82,7 +82,7 @@ class PipeReader(LineReader):
 
     def __init__(self, pipe: IO[bytes] | None, most: int = MAX_LINE_LENGTH) -> None:
         super().__init__(most)
-        assert pipe is not None  # as those of a `Popen` may be
+        assert pipe is not None  # the type of a `Popen`'s pipes includes `None`
         self.has_ended = False
         self.pipe = pipe
         os.set_blocking(pipe.fileno(), False)
@@ -92,7 +92,7 @@ class PipeReader(LineReader):
         return self.pipe.fileno()
 
     def read(self) -> list[str]:
-        """Read the lines that have become complete."""
+        """Read one chunk without blocking, and return the lines that it completes."""
         try:
             data = os.read(self.fileno(), CHUNK_BYTES)
         except BlockingIOError:
@@ -102,7 +102,7 @@ class PipeReader(LineReader):
 
 
 def last_drawn(line: str) -> str:
-    """Return what is left to see of a line after its carriage returns.
+    """Return the visible part of a line that was redrawn after carriage returns.
 
     Args:
         line: String without a line feed.
@@ -123,7 +123,7 @@ def without_escapes(text: str) -> str:
 def only_colours(text: str) -> str:
     """Remove all escape sequences but colours.
 
-    What moves the cursor would take it away from behind the line's prefix.
+    Sequences that move the cursor would write over the worker's name before the line.
     """
     if "\x1b" not in text:
         return text

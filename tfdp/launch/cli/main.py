@@ -28,16 +28,16 @@ INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """The commands, of which a script is none."""
+    """Group of the commands; the path of a script in their place raises a hint."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Name the commands in the order in which they are given, not by letters."""
+        """List the commands in the order of their definition, not alphabetically."""
         return list(self.commands)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Say how a script is run that stands in the place of a command."""
+        """Resolve a command, or raise a hint how to run a script."""
         name = args[0]
         is_script = name.endswith(".py") or os.path.isfile(name)
         is_named = self.get_command(ctx, name) is not None or ctx.resilient_parsing
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code.
 
     Args:
-        arguments: Sequence of strings. Defaults to `sys.argv[1:]`.
+        arguments: Sequence of strings, the command line. Defaults to `sys.argv[1:]`.
     """
     run_command(cli, "tfdp", arguments)
 
@@ -89,14 +89,15 @@ def run_command(
 ) -> None:
     """Run a command and exit with its code.
 
-    A wrong argument is answered by one sentence on stderr and exit code 2,
-    without the lines about usage that click would put around it.
+    A usage error is printed as one sentence on stderr, without click's lines about
+    usage, and the exit code is 2.
 
     Args:
-        command: The `click.Command`.
-        program: String, how it is called.
-        arguments: Sequence of strings. Defaults to `sys.argv[1:]`.
-        obj: What the command finds as `click.Context.obj`. Defaults to `None`.
+        command: The `click.Command` to run.
+        program: String, name of the program in messages.
+        arguments: Sequence of strings, the command line. Defaults to `sys.argv[1:]`.
+        obj: The object that the command gets as `click.Context.obj`. Defaults to
+            `None`.
     """
     try:
         code = command.main(
@@ -114,7 +115,7 @@ def run_command(
 
 
 def _wants_json(arguments: Sequence[str] | None) -> bool:
-    """Return whether `tfdp run` was asked for lines of JSON, also by a wrong line."""
+    """Return whether a command line, possibly invalid, asks `tfdp run` for JSON."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words[:1] != [run.name]:
         return False
@@ -125,7 +126,7 @@ def _wants_json(arguments: Sequence[str] | None) -> bool:
 
 
 def _describe(error: click.ClickException) -> str:
-    """Return the message, with where to look if click itself has found the fault."""
+    """Return the message of an error; click's own errors get a hint to the help."""
     message = error.format_message()
     context = getattr(error, "ctx", None)
     if context is None or "Received: " in message:

@@ -1,4 +1,4 @@
-"""Options of `tfdp run` for several machines, and which of them fit together."""
+"""Options of `tfdp run` for several machines, and the check of their combination."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.hosts import Host, parse_hosts, read_hostfile
 from tfdp.launch.rendezvous.address import is_link_local
 
+# Port of the rendezvous if none is specified.
 DEFAULT_PORT = 29400
+# Default of `--join-timeout`.
 _JOIN_SECONDS = 300.0
+# `HOST` or `HOST:PORT`, with an IPv6 address in brackets.
 _PLACE = re.compile(r"(\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:/@\[\]]+)(?::([0-9]{1,5}))?")
 
 
@@ -24,7 +27,7 @@ class RendezvousAddress(NamedTuple):
 
     Args:
         host: String, name or IP address of node 0.
-        port: Int.
+        port: Int, port at which node 0 listens.
     """
 
     host: str
@@ -36,16 +39,16 @@ class RendezvousAddress(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NodeOptions:
-    """Options of `tfdp run` for several machines.
+    """Values of the options of `tfdp run` for several machines, or `None` if not given.
 
     Args:
-        nodes: Int, number of machines on each of which the same line is run, or `None`.
-        node_rank: Int, this machine's, or `None`.
-        rendezvous: `RendezvousAddress`, or `None`.
-        join_timeout: Float, seconds, or `None`.
-        hosts: Tuple of `Host` to start by ssh, or `None`.
-        hostfile: String, path of a file that names them, or `None`.
-        remote_python: String, the Python of these, or `None`.
+        nodes: Int, number of machines that run the same command line.
+        node_rank: Int, rank of this machine.
+        rendezvous: `RendezvousAddress` of node 0.
+        join_timeout: Float, seconds to wait for machines that have not joined.
+        hosts: Tuple of `Host` to start by ssh.
+        hostfile: String, path of a file that names the hosts.
+        remote_python: String, path of Python on the hosts.
     """
 
     nodes: int | None
@@ -69,22 +72,22 @@ class NodeOptions:
 
     @property
     def join_seconds(self) -> float:
-        """Float, how long nodes wait for each other."""
+        """Float, seconds that nodes wait for each other."""
         return _JOIN_SECONDS if self.join_timeout is None else self.join_timeout
 
     @property
     def is_one_machine(self) -> bool:
-        """Bool, whether this machine runs all workers by itself."""
+        """Bool, whether this machine runs all workers."""
         return self.hosts is None and self.rendezvous is None
 
     def check(self, min_workers: int | None) -> None:
-        """Refuse options that do not fit together.
+        """Check the combination of options.
 
         Args:
-            min_workers: Int, the option `--min-workers`, or `None`.
+            min_workers: Int, value of the option `--min-workers`, or `None`.
 
         Raises:
-            click.UsageError: If there are such.
+            click.UsageError: If options cannot be combined.
         """
         if self.hosts is None:
             self._check_nodes()
@@ -101,6 +104,7 @@ class NodeOptions:
             )
 
     def _check_nodes(self) -> None:
+        """Check the combination of options without `--hosts` and `--hostfile`."""
         nodes, rank = self.nodes, self.node_rank
         if self.remote_python is not None:
             raise click.UsageError(
@@ -125,7 +129,7 @@ class NodeOptions:
             )
 
     def _refuse(self, sentence: str, *names: str) -> None:
-        """Refuse the first of these options that was given."""
+        """Raise a usage error about the first of the named options that is in use."""
         for name in names:
             if (value := getattr(self, name)) is not None:
                 option = f"--{name.replace('_', '-')}"
@@ -135,7 +139,7 @@ class NodeOptions:
 
 
 def parse_address(text: str) -> RendezvousAddress:
-    """Read the value of `--rendezvous`; raise `ValueError` if it is none."""
+    """Parse the value of `--rendezvous`; raise `ValueError` if it is malformed."""
     match = _PLACE.fullmatch(text)
     port = int(match[2] or DEFAULT_PORT) if match else 0
     if match is None or not 1 <= port <= 65535:
@@ -152,7 +156,7 @@ def parse_address(text: str) -> RendezvousAddress:
     return RendezvousAddress(host, port)
 
 
-# The fields of `NodeOptions`.
+# Decorator that adds an option for each field of `NodeOptions`.
 node_options = types.with_options(
     types.count_option(
         "--nodes N", "Number of machines; the same line is run on each of them."

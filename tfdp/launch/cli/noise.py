@@ -1,4 +1,4 @@
-"""Lines of TensorFlow's log that are kept from the screen, and not from the logs."""
+"""Filter of TensorFlow's log lines that the logs keep but the screen leaves out."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from collections.abc import Iterator, Mapping
 
 from tfdp.communication.cluster.gpus import visible_gpus
 
-# Before it has read its level, TensorFlow writes whatever that says.
+# Environment variable of TensorFlow's log level. TensorFlow reads it late, and writes
+# some lines before that at any level.
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Of files in C++: a script that logs by absl is heard.
+# Time, thread and C++ file of a log line. Lines that a script logs by absl come from
+# Python files and do not match.
 _PLACE = r"\d{4} [\d:.]+ +\d+ [\w./-]+\.(cc|h):\d+\] "
 _INFO = re.compile(
     rf"I{_PLACE}|WARNING: All log messages before absl::InitializeLog\(\)"
 )
-# An error only where there is a GPU.
+# Line of TensorFlow without a GPU, where it is no error.
 _NO_GPU = re.compile(rf"E{_PLACE}failed call to cuInit")
-# After Ctrl-C: of workers that have ended, and in several lines.
-_OF_PEERS = re.compile(
+# Lines after Ctrl-C about the connections to peers that have exited.
+_PEER_FAILURE = re.compile(
     rf"[WE]{_PLACE}|Additional GRPC error information|:[A-Z]+:Error received from peer|"
     r"The error could be from a previous operation|\s*\[\[\{\{"
 )
 
 
 def is_noise(line: str, environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a line of TensorFlow's says nothing to who runs a job.
+    """Return whether a line of TensorFlow's log is noise to the user.
 
     Args:
-        line: String, what a worker wrote.
-        environ: Environment variables; whoever sets TensorFlow's level to 0 sees
-            all lines. Defaults to `os.environ`.
+        line: String, a line of a worker's output.
+        environ: Mapping of environment variables. No line is noise if TensorFlow's
+            log level is 0. Defaults to `os.environ`.
 
     Returns:
-        Bool.
+        Bool, whether to leave the line out.
 
     Example:
 
@@ -54,56 +56,59 @@ def is_noise(line: str, environ: Mapping[str, str] = os.environ) -> bool:
     return _NO_GPU.match(line) is not None and not visible_gpus(environ)
 
 
-def is_of_peers(line: str) -> bool:
-    """Return whether TensorFlow says that others have ended, as all do after Ctrl-C.
+def is_peer_failure(line: str) -> bool:
+    """Return whether a line of TensorFlow's log reports the failure of a peer.
+
+    After Ctrl-C all workers exit, so that such lines are noise.
 
     Args:
-        line: String, what a worker wrote after Ctrl-C.
+        line: String, a line of a worker's output after Ctrl-C.
 
     Returns:
-        Bool.
+        Bool, whether to leave the line out.
 
     Example:
 
-    >>> is_of_peers("E0000 00:00:1.5  7 ring_alg.cc:291] Aborting RingReduce")
+    >>> is_peer_failure("E0000 00:00:1.5  7 ring_alg.cc:291] Aborting RingReduce")
     True
-    >>> is_of_peers("F0000 00:00:1.5  7 env.cc:7] Check failed")
+    >>> is_peer_failure("F0000 00:00:1.5  7 env.cc:7] Check failed")
     False
     """
-    return _OF_PEERS.match(line) is not None
+    return _PEER_FAILURE.match(line) is not None
 
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """Keep noise from this process's stderr while TensorFlow is imported.
+    """Filter noise from this process's stderr while TensorFlow is imported.
 
-    What TensorFlow writes before it has read its level goes past Python, so the
-    descriptor itself is a pipe meanwhile. A process of its own reads it, and passes on
-    what is no noise: that is seen even if TensorFlow takes this process down.
+    TensorFlow writes to the file descriptor directly, which is therefore replaced by a
+    pipe. A child process reads the pipe and copies all lines but noise to stderr, so
+    that lines appear even if TensorFlow crashes this process.
     """
     is_loaded = "tensorflow" in sys.modules
     if is_loaded or not hasattr(os, "fork") or not os.path.exists("/dev/fd/2"):
         yield
         return
     reader, writer = os.pipe()
-    kept = os.dup(2)
+    stderr = os.dup(2)
     child = os.fork()
     if child == 0:
         os.close(writer)
-        _pass_on(reader)
+        _filter_lines(reader)
     os.close(reader)
     os.dup2(writer, 2)
     os.close(writer)
     try:
         yield
     finally:
-        os.dup2(kept, 2)  # now nobody writes to the pipe
-        os.close(kept)
+        # Closes the last writing end of the pipe, so that the child exits.
+        os.dup2(stderr, 2)
+        os.close(stderr)
         os.waitpid(child, 0)
 
 
-def _pass_on(fd: int) -> None:
-    """Copy lines to stderr until there are no more; ends the process."""
+def _filter_lines(fd: int) -> None:
+    """Copy lines but noise to stderr until the end of a pipe; then exit the process."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with open(fd, "rb") as lines:

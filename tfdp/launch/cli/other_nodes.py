@@ -1,4 +1,4 @@
-"""The other nodes of a job: how this one joins them, and what they say."""
+"""The connection of a launcher to the other nodes of its job."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ from tfdp.launch.rendezvous.server import Server
 
 
 class OtherNodes(Member):
-    """Other nodes of a job: what they say, and what this one tells them.
+    """Connection of this node to node 0, with the messages of a running job.
 
     Args:
-        screen: The `Screen` for what they say.
+        screen: `Screen` that shows notices of node 0.
         **connection: Arguments of `Member`.
 
     Attributes:
-        attempt: Int, the number of the attempt that runs, or 0.
-        has_left: Bool, whether this node has told that it was told to end.
+        attempt: Int, number of the running attempt, or 0 before the first.
+        has_left: Bool, whether this node has left the job because of a signal or a
+            timeout.
     """
 
     def __init__(self, screen: Screen, **connection: Any) -> None:
@@ -50,84 +51,89 @@ class OtherNodes(Member):
         self.attempt = 0
         self.has_left = False
         self._screen = screen
-        self._put_back: dict[str, Any] | None = None
+        self._peeked: dict[str, Any] | None = None
 
     def take(self) -> dict[str, Any] | None:
-        """Take the next message that somebody has to act on, or return `None`."""
-        message, self._put_back = self._put_back, None
+        """Return and remove the next message but notices, or `None` if there is none.
+
+        Notices are printed on the screen.
+        """
+        message, self._peeked = self._peeked, None
         while message is None and (message := super().take()) is not None:
             if message.get("type") == "notice":
                 self._screen.message(f"tfdp: {message.get('text')}")
                 message = None
         return message
 
-    def order(self) -> tuple[int, int] | None:
-        """Return exit code and signal of the order to stop that has come, or `None`.
+    def stop_order(self) -> tuple[int, int] | None:
+        """Return the exit code and the signal of an order to stop, or `None`.
 
-        The message itself stays for who looks after the attempts.
+        The message stays in the queue, since `NodeAttempts` handles it after the job
+        has ended.
         """
         message = self.take()
         if message is None:
             return None
         if message.get("type") == "stop" and message.get("attempt") != self.attempt:
             return None
-        self._put_back = message
+        self._peeked = message
         code = message.get("code")
         signum = message.get("signal", signal.SIGTERM)
         return code if isinstance(code, int) else NODE_LOST, signum
 
-    def tell_failure(self, failed: Worker, cause: Worker) -> None:
-        """Tell which worker has failed here.
+    def report_failure(self, failed: Worker, cause: Worker) -> None:
+        """Report a failed worker of this node to node 0.
 
         Args:
             failed: `Worker` that was seen to fail first.
-            cause: `Worker` of this node that it says was lost, or the same one.
+            cause: `Worker` of this node that `failed` names as lost, or `failed`.
         """
         for worker in [cause, failed] if cause is not failed else [failed]:
             if worker.exit_code:
                 self.send(worker.failure.to_message(self.attempt))
 
-    def tell(self, kind: str, **message: Any) -> None:
-        """Tell node 0 something about this attempt.
+    def report(self, kind: str, **message: Any) -> None:
+        """Send node 0 a message about this attempt.
 
         Args:
-            kind: String, the type of the message.
-            **message: What belongs to it.
+            kind: String, type of the message.
+            **message: Further fields of the message.
         """
         self.send({"attempt": self.attempt, "type": kind, **message})
 
-    def tell_end(self, code: int, *, has_saved: bool) -> None:
-        """Tell that no worker of this node runs any more.
+    def report_end(self, code: int, *, has_saved: bool) -> None:
+        """Report to node 0 that all workers of this node have ended.
 
         Args:
-            code: Int, the exit code; 0 if all workers are done.
+            code: Int, exit code of the workers; 0 if all are done.
             has_saved: Bool, whether training was saved because of a signal.
         """
-        self.tell("stopped" if code else "done", code=code, has_saved=has_saved)
+        self.report("stopped" if code else "done", code=code, has_saved=has_saved)
 
     def leave(self, why: str, code: int, signum: int) -> None:
-        """Tell that this node was told to end.
+        """Report to node 0 that this node leaves the job, which ends it for all.
 
         Args:
-            why: String, such as `"SIGINT received"`.
-            code: Int, the exit code of all.
-            signum: Int, the signal that the workers get.
+            why: String, the reason, such as `"SIGINT received"`.
+            code: Int, exit code of all nodes.
+            signum: Int, signal that the workers of all nodes receive.
         """
         self.has_left = True
-        self.tell("leaving", why=why, code=code, signal=int(signum))
+        self.report("leaving", why=why, code=code, signal=int(signum))
 
 
 @contextlib.contextmanager
-def joined(
+def join_nodes(
     where: NodeOptions, settings: RunSettings, secret: str | None, screen: Screen
 ) -> Iterator[OtherNodes]:
-    """Be node 0, if the rendezvous is here, and a member of the job in any case.
+    """Join the job as a node, and run node 0's server if the rendezvous is here.
 
     Args:
-        where: `NodeOptions`, of which `nodes` and `rendezvous` are two.
-        settings: `RunSettings`.
-        secret: String, or `None` to read the file or to make one.
-        screen: `Screen`.
+        where: `NodeOptions` with `nodes` and `rendezvous`.
+        settings: `RunSettings` of this node.
+        secret: String, the job's secret, or `None` to read it from the file, or to
+            generate one on node 0.
+        screen: `Screen` for messages.
 
     Yields:
         `OtherNodes`.
@@ -155,7 +161,7 @@ def joined(
         listener = listen(*place, is_node_0=where.node_rank == 0)
     with contextlib.ExitStack() as stack:
         if listener is None:
-            resolve(*place)  # an unknown name is told at once
+            resolve(*place)  # raises at once if the name is not known
             if secret is None:
                 raise RendezvousError(
                     f"This machine is not node 0 of {place}, and has no secret to show "
@@ -167,7 +173,7 @@ def joined(
             is_new, secret = secret is None, secret or new_secret()
             hello = dataclasses.replace(hello, node_rank=0)
             address = own_address(listener)
-            # No worker is left out: each node has those that it was started with.
+            # Without `min_workers`: the number of workers of a node is fixed.
             restarts = functools.partial(Restarts, max_restarts=settings.max_restarts)
             coordinator = Coordinator(hello, where.join_seconds, restarts)
             server = Server(listener, secret, coordinator)
@@ -188,7 +194,7 @@ def joined(
 def _announce_node_0(
     screen: Screen, nodes: int, place: str, secret: str | None
 ) -> None:
-    """Say what is awaited here, and how the others get a secret that is new."""
+    """Print which nodes node 0 waits for, and how they get a generated secret."""
     if secret is not None:
         others = "the other node" if nodes == 2 else "each of the other nodes"
         screen.message(

@@ -11,27 +11,27 @@ from typing import TextIO
 
 from tfdp.ground.text import pluralize
 
-# More than this does not wait for a reader.
+# Pending bytes above which text is dropped if the reader has stalled.
 _MAX_BYTES = 1 << 20
-# A reader that has taken nothing for so long has stopped reading.
+# Time without progress after which the reader counts as stalled.
 _STALLED_SECONDS = 1.0
-# What a reader takes shows in pieces of this size.
+# Bytes of one write. Small, so that the progress of a slow reader is visible.
 _CHUNK_BYTES = 4096
 
 
 class Outlet:
-    """Text stream that a thread writes out, so that its user never waits.
+    """Text stream that a thread writes out, so that callers never block.
 
-    A pager that nobody scrolls, or Ctrl-S, blocks a write for ever, and a terminal
-    that was closed, or a full disk, fails it; the loop that looks after processes
-    cannot afford either. What does not fit while nobody reads is dropped, and counted.
-    After the first error all is dropped.
+    A write blocks indefinitely on a pager that is not scrolled, or after Ctrl-S, and
+    fails on a closed terminal or a full disk. The loop that manages processes must not
+    be affected by either. Text beyond the limit is dropped and counted while the reader
+    has stalled. After the first error all text is dropped.
 
     Args:
-        stream: The text stream to write to, whose descriptor is used; `None` if it
-            was closed before the program began.
-        as_line: Function that makes a line of the output of a sentence, which stands
-            where a piece of the output is missing.
+        stream: The text stream whose descriptor is written to, or `None` if it was
+            closed before the program began.
+        as_line: Function that formats a sentence as a line of the output. The line
+            replaces dropped text. Defaults to a plain line.
 
     Attributes:
         error: The `OSError` that ended the output, or `None`.
@@ -49,16 +49,16 @@ class Outlet:
         self._taken_at = time.monotonic()
         self._changed = threading.Condition()
         if self._fd is not None:
-            # A daemon: a write that never returns does not keep the process.
+            # A daemon thread, so that a blocked write does not keep the process alive.
             threading.Thread(target=self._serve, args=(self._fd,), daemon=True).start()
 
     @property
     def is_behind(self) -> bool:
-        """Bool, whether the reader is slower than the writer, but reads."""
+        """Bool, whether the reader is slower than the writer, but has not stalled."""
         return len(self._pending) > _MAX_BYTES and not self._is_stalled()
 
     def fileno(self) -> int:
-        """Return the descriptor that is written to, or -1."""
+        """Return the descriptor of the output, or -1 if it is closed."""
         return -1 if self._fd is None else self._fd
 
     def isatty(self) -> bool:
@@ -66,10 +66,10 @@ class Outlet:
         return self._fd is not None and os.isatty(self._fd)
 
     def write(self, text: str) -> int:
-        """Take text; it appears after `flush`, or once there is more."""
+        """Queue text, which the thread writes after `flush` or with later text."""
         with self._changed:
             if self._fd is None or self.error is not None:
-                pass  # nobody would ever write it out
+                pass  # dropped: the output is closed or has failed
             elif len(self._pending) > _MAX_BYTES and self._is_stalled():
                 self._num_dropped += text.count("\n")
             else:
@@ -78,18 +78,18 @@ class Outlet:
         return len(text)
 
     def flush(self) -> None:
-        """Have the thread write what there is; does not wait for it."""
+        """Make the thread write all queued text, without waiting for it."""
         with self._changed:
             self._changed.notify_all()
 
     def drain(self, timeout_seconds: float) -> bool:
-        """Wait until all is written.
+        """Wait until all queued text is written.
 
         Args:
-            timeout_seconds: Float, how long to wait.
+            timeout_seconds: Float, longest wait.
 
         Returns:
-            Bool, whether nothing is left to write.
+            Bool, whether all text is written.
         """
         with self._changed:
             self._append_notice()
@@ -102,7 +102,7 @@ class Outlet:
         self._pending += text.encode(self.encoding, errors="replace")
 
     def _append_notice(self) -> None:
-        """Say in the output itself where a piece of it is missing."""
+        """Queue a line about dropped text, if any was dropped."""
         if self._num_dropped and self.error is None:
             lines = pluralize(self._num_dropped, "line is", "lines are")
             text = (
@@ -113,9 +113,11 @@ class Outlet:
         self._num_dropped = 0
 
     def _is_stalled(self) -> bool:
+        """Return whether the reader has taken nothing for too long."""
         return time.monotonic() - self._taken_at > _STALLED_SECONDS
 
     def _serve(self, fd: int) -> None:
+        """Write queued text until the first error; runs in a thread."""
         while self.error is None:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending)
@@ -131,10 +133,10 @@ class Outlet:
 
 
 def _write(fd: int, data: bytes) -> tuple[int, OSError | None]:
-    """Write some of the data; return how much, and the error if there is one."""
+    """Write data; return the number of written bytes, and the error if any."""
     try:
         return os.write(fd, data), None
-    except BlockingIOError:  # another process has made it so
+    except BlockingIOError:  # another process has set the shared file to non-blocking
         select.select([], [fd], [])
         return 0, None
     except OSError as error:

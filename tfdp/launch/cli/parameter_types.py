@@ -1,4 +1,4 @@
-"""Types of values and groups of options; commands that read their line otherwise."""
+"""Types of option values, groups of options, and commands with special parsing."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from click.shell_completion import CompletionItem
 
 from tfdp.ground.options import CommunicationOptions
 
-# More, or less, is a slip of the hand, and far from where arithmetic ends.
+# Largest number, and smallest above 0, of any option: values beyond are typing errors.
 _MOST, _LEAST = 10**9, 1e-9
+# Largest size of any option in bytes.
 _MOST_BYTES = 2**40
 _LONGEST_NAME = 255  # bytes, on all usual file systems
 _UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 T = TypeVar("T")
-# Options of `mpirun`, `torchrun` and `horovodrun`, and what to give here.
+# Hints by the regular expression of an option of `mpirun`, `torchrun` or `horovodrun`.
 _COUNT = "Give the number of workers with -n"
-_ELSEWHERE = {
+_OTHER_LAUNCHERS = {
     r"-np\d*|--np|--num-proc|--nproc-per-node|-N|--gpus": _COUNT,
     r"-H.*|--host": "Give the machines with --hosts HOST:N,HOST:N",
     r"--nnodes": "Give the number of machines with --nodes",
@@ -36,10 +37,10 @@ _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[KMG]?B?)", re.IGNORECASE
 
 
 class _Bounded(click.ParamType):
-    """A number; if not 0, of a size with which one can compute.
+    """Type of a number that is 0, or from 1e-9 to 10^9.
 
     Args:
-        what: String, the sentence's part after "it must be".
+        what: String, the requirement in the error after "it must be".
         **limits: Arguments of `click.IntRange` or `click.FloatRange`.
     """
 
@@ -55,7 +56,8 @@ class _Bounded(click.ParamType):
         except click.BadParameter:
             number = math.nan
         problem = f"it must be {self.what}"
-        if number == number and number != math.inf:  # `isfinite` fails of a long int
+        # Finite. `math.isfinite` would raise `OverflowError` for a very long int.
+        if number == number and number != math.inf:
             problem = _problem_of(number)
         if problem:
             self.fail(f"{problem}. Received: {_short(value)}", param, ctx)
@@ -63,15 +65,15 @@ class _Bounded(click.ParamType):
 
 
 class WholeNumber(_Bounded, click.IntRange):
-    """A whole number in a range."""
+    """Type of an integer in a range."""
 
 
 class Number(_Bounded, click.FloatRange):
-    """A number in a range."""
+    """Type of a float in a range."""
 
 
 def _problem_of(number: float) -> str:
-    """What is wrong with the size of a number, or `""`."""
+    """Return the error text about a number out of range, or `""`."""
     if number > _MOST:
         return f"it must be at most {_MOST:,}"
     if 0 < number < _LEAST:
@@ -80,6 +82,7 @@ def _problem_of(number: float) -> str:
 
 
 def _short(value: Any) -> str:
+    """Return a value as text of at most 203 characters, for an error."""
     text = str(value)
     return text if len(text) <= 200 else text[:200] + "..."
 
@@ -94,14 +97,14 @@ MILLIONS = Number("millions of parameters, above 0", min=0, min_open=True)
 
 
 class Checked(click.ParamType):
-    """A type of values that a function reads.
+    """Type of a value that a function parses.
 
     Args:
-        name: String, for the help.
-        parse: Callable from the text to the value, which raises `ValueError` with a
+        name: String, name of the type in the help.
+        parse: Callable that maps the text to the value, or raises `ValueError` with a
             sentence about what the text must be.
-        is_file: Bool, whether the shell completes it as the name of a file. Defaults
-            to `False`.
+        is_file: Bool, whether the shell completes the value as the name of a file.
+            Defaults to `False`.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class Checked(click.ParamType):
 
 
 def _num_bytes(text: str) -> int:
+    """Parse a size such as `64KB`, in units of 1024."""
     match = _SIZE.fullmatch(text.strip())
     unit = match["unit"].upper() if match else ""
     unit += "B" if unit and not unit.endswith("B") else ""
@@ -138,14 +142,15 @@ def _num_bytes(text: str) -> int:
 
 
 def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
+    """Parse one number, or a pair of them: inside nodes, across nodes."""
     least = "above 0" if above_zero else "not negative"
     what = f"it must be one number, or two (inside nodes, across nodes), {least}"
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(what) from None
-    is_right = all(n > 0 or (n == 0 and not above_zero) for n in numbers)
-    if not is_right or math.inf in numbers or len(numbers) > 2:
+    is_in_range = all(n > 0 or (n == 0 and not above_zero) for n in numbers)
+    if not is_in_range or math.inf in numbers or len(numbers) > 2:
         raise ValueError(what)
     if problem := next(filter(None, map(_problem_of, numbers)), ""):
         raise ValueError(problem)
@@ -153,6 +158,7 @@ def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
 
 
 def _algorithm(text: str) -> str | dict[str, str]:
+    """Parse an all-reduce algorithm as the option of `CommunicationOptions`."""
     name, _, levels = text.partition(":")
     inner, _, outer = levels.partition(",")
     option: str | dict[str, str] = text
@@ -169,44 +175,48 @@ def _algorithm(text: str) -> str | dict[str, str]:
 
 
 def _output_file(text: str) -> Path:
+    """Return the path of a file after a check that it can be written."""
     path = Path(text)
-    # Those of `os.path` are false, too, of what no file can be called.
+    # Not methods of `Path`, some of which raise for an invalid name; functions of
+    # `os.path` return false.
     if os.path.isdir(path):
         raise ValueError("the file is a folder")
     if not os.path.isdir(path.parent):
         raise ValueError("the file lies in a folder that is not there")
-    is_there = os.path.exists(path)
+    exists = os.path.exists(path)
     is_too_long = len(os.fsencode(path.name)) > _LONGEST_NAME
-    if is_too_long or not os.access(path if is_there else path.parent, os.W_OK):
+    if is_too_long or not os.access(path if exists else path.parent, os.W_OK):
         raise ValueError("the file cannot be written")
     return path
 
 
-# A number of bytes, such as `4KB` or `64 MB` (units of 1024).
+# Number of bytes, such as `4KB` or `64 MB` (units of 1024).
 SIZE = Checked("size", _num_bytes)
-# One number for both levels, or two: inside a node, across nodes.
+# One number for both levels of a network, or two: inside a node, across nodes.
 LATENCIES = Checked("levels", functools.partial(_levels, above_zero=False))
 BANDWIDTHS = Checked("levels", functools.partial(_levels, above_zero=True))
-# An algorithm of the all-reduce, as the option of `CommunicationOptions`.
+# Algorithm of the all-reduce, as the option of `CommunicationOptions`.
 ALGORITHM = Checked("algorithm", _algorithm)
-# A file that can be written, which is found out now and not after minutes.
+# File that can be written; checked before a command runs for minutes.
 OUTPUT_FILE = Checked("file", _output_file, is_file=True)
-# A name of a file, which the shell completes, and nothing else looks at.
+# Name of a file that the shell completes; not checked.
 FILE = Checked("path", str, is_file=True)
 
 
 def option(
     declaration: str, text: str, type: click.ParamType | None = None, **settings: Any
 ) -> Decorator:
-    """Return what adds an option to a command, declared as its help shows it.
+    """Return a decorator that adds an option to a command.
 
     Args:
-        declaration: String, its names and the word for its value, such as
-            `"-n --num-workers N"`. Without that word and without a type it is a flag.
+        declaration: String, the option as in the help: its names and the placeholder of
+            its value, such as `"-n --num-workers N"`. Without a placeholder and a type,
+            the option is a flag.
         text: String, the help.
         type: Type of the value. Defaults to `None`, a string.
-        **settings: Further arguments of `click.option`, and `name`, that of the
-            function's argument where it is not the option's. A default is shown.
+        **settings: Further arguments of `click.option`, and `name`: the name of the
+            function's parameter if it differs from the option's. A default is shown in
+            the help.
     """
     words = declaration.split()
     names = [word for word in words if word.startswith("-")]
@@ -219,7 +229,7 @@ def option(
     return click.option(*names, metavar=metavar, type=type, help=text, **settings)
 
 
-# Options whose values are of the usual types.
+# Decorators of options of frequent types.
 count_option = functools.partial(option, type=COUNT)
 seconds_option = functools.partial(option, type=SECONDS)
 positive_option = functools.partial(option, type=POSITIVE)
@@ -227,18 +237,18 @@ file_option = functools.partial(option, type=FILE)
 output_option = functools.partial(option, type=OUTPUT_FILE)
 
 
-def taken(kind: type[T], given: dict[str, Any]) -> T:
-    """Take the options that are the fields of a dataclass out of those of a command.
+def pop_fields(kind: type[T], arguments: dict[str, Any]) -> T:
+    """Create a dataclass from the arguments of a command, and remove its fields there.
 
     Args:
         kind: The dataclass.
-        given: Dict of the values of options by their names.
+        arguments: Dict of the values of all options by name.
     """
-    return kind(**{key: given.pop(key) for key in inspect.get_annotations(kind)})
+    return kind(**{key: arguments.pop(key) for key in inspect.get_annotations(kind)})
 
 
 def with_options(*options: Decorator) -> Decorator:
-    """Return what adds several options to a command.
+    """Return a decorator that adds several options to a command.
 
     Args:
         *options: Decorators that add one option each, in the order of the help.
@@ -249,14 +259,14 @@ def with_options(*options: Decorator) -> Decorator:
 
 
 class ManyValues(click.Command):
-    """A command of which an option can have many values: `--models 1 5 20`.
+    """Command whose options can have several values: `--models 1 5 20`.
 
-    The options are those with `multiple=True`. A value ends at the next option,
-    and in a command with arguments also at what is no number.
+    These are the options with `multiple=True`. The values end at the next option, and
+    in a command with arguments also at the first word that is no number.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Write the option before each of its values, as click wants it."""
+        """Repeat an option before each of its values, as click requires."""
         options = [p for p in self.params if isinstance(p, click.Option)]
         many = {n for o in options if o.multiple for n in o.opts}
         flags = {n for o in options if o.is_flag for n in o.opts}
@@ -267,6 +277,14 @@ class ManyValues(click.Command):
 def _repeated(
     args: list[str], many: set[str], flags: set[str], only_numbers: bool
 ) -> list[str]:
+    """Return a command line with options repeated before each of their values.
+
+    Args:
+        args: List of strings, the command line.
+        many: Set of the names of options that can have several values.
+        flags: Set of the names of options without a value.
+        only_numbers: Bool, whether the values end at a word that is no number.
+    """
     result: list[str] = []
     option, needs_value = "", False
     for index, word in enumerate(args):
@@ -280,7 +298,7 @@ def _repeated(
         elif option and (_is_number(word) or not only_numbers):
             result.append(option)
         elif only_numbers:
-            return result + args[index:]  # the rest belongs to another program
+            return result + args[index:]  # the rest is a script and its own arguments
         result.append(word)
     return result
 
@@ -294,20 +312,20 @@ def _is_number(word: str) -> bool:
 
 
 class HintingCommand(click.Command):
-    """A command that knows the options of other launchers."""
+    """Command that raises a hint for an option of another launcher."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Say what to give instead of an option of another launcher."""
+        """Parse the command line; raise a hint for an option of another launcher."""
         options = [p for p in self.params if isinstance(p, click.Option)]
         with_value = {name for o in options if not o.is_flag for name in o.opts}
-        before = ""
+        previous = ""
         for word in args:
             name = word.partition("=")[0]
-            for names, hint in _ELSEWHERE.items():
-                is_theirs = re.fullmatch(names, name.replace("_", "-"))
-                if is_theirs and not ctx.resilient_parsing:
+            for names, hint in _OTHER_LAUNCHERS.items():
+                is_foreign = re.fullmatch(names, name.replace("_", "-"))
+                if is_foreign and not ctx.resilient_parsing:
                     raise click.UsageError(f"{hint}. Received: {name}")
-            if not word.startswith("-") and before not in with_value:
-                break  # the script, and its own options
-            before = word
+            if not word.startswith("-") and previous not in with_value:
+                break  # the script, after which all options belong to the script
+            previous = word
         return super().parse_args(ctx, args)

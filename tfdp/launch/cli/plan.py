@@ -1,4 +1,4 @@
-"""`tfdp plan`: predicted communication of a model on a cluster that is not here."""
+"""`tfdp plan`: predicted communication of a model on a hypothetical cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.errors import first_line, import_without_gpus, usage_errors
 from tfdp.launch.cli.forecast import Forecast, show
 
-if TYPE_CHECKING:  # it imports TensorFlow
+if TYPE_CHECKING:  # the module imports TensorFlow
     from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
 
 _COMPRESSIONS = (
@@ -30,7 +30,8 @@ _COMPRESSIONS = (
     *(f"{level}{name}" for level in ("", "outer:") for name in COMPRESSIONS),
 )
 _MOST_REPLICAS = 2**20
-# With more, a plan of slices would be longer than the model.
+# Most owners of shards for which memory is predicted: the plan of a model's shards
+# grows with their number.
 _MOST_OWNERS = 2**16
 
 
@@ -132,18 +133,22 @@ def plan(
         raise click.UsageError("--overlap is a share of the time that --step-ms gives.")
     topology = _topology(nodes, replicas_per_node)
     links = _links(alpha, beta, DEFAULT_LINKS[backend])
-    with usage_errors(text_of=first_line):  # two that do not go together
+    # Raises for an algorithm and a compression that cannot be combined.
+    with usage_errors(text_of=first_line):
         options = CommunicationOptions(
             bucket_mb=bucket_mb,
             algorithm=algorithm,
             compression=compression_option(compression),
             links=links,
         )
-    loaded = _loaded(model)
-    from tfdp.training.program.gathers import gathers_of_model  # it imports TensorFlow
+    loaded = _load_model(model)
+    # Imported late, since it imports TensorFlow.
+    from tfdp.training.program.gathers import gathers_of_model
 
     levels = algorithm.values() if isinstance(algorithm, dict) else (algorithm,)
-    buckets, sparse = _plan_of(loaded, model, options, makes_dense=ADASUM in levels)
+    buckets, sparse = _plan_buckets(
+        loaded, model, options, makes_dense=ADASUM in levels
+    )
     routes, warned = routes_of(buckets, options, topology, backend)
     by_ring = dataclasses.replace(options, algorithm="ring")
     forecast = Forecast(
@@ -161,13 +166,14 @@ def plan(
         compute_seconds=None if step_ms is None else step_ms / 1e3,
         overlap=BACKWARD_FRACTION if overlap is None else overlap,
         optimizer=optimizer,
-        memory=_memory_of(loaded, optimizer, topology, options, accumulates),
+        memory=_predict_memory(loaded, optimizer, topology, options, accumulates),
         gathers=gathers_of_model(loaded),
     )
     show(forecast, as_json=as_json)
 
 
 def _topology(nodes: int, replicas_per_node: int) -> Topology:
+    """Return the topology of equal nodes, after a check of its size."""
     if nodes * replicas_per_node > _MOST_REPLICAS:
         raise click.UsageError(
             f"A cluster may have at most {_MOST_REPLICAS:,} replicas. "
@@ -184,7 +190,7 @@ def _links(
     beta: tuple[float, float] | None,
     default: Links,
 ) -> Links:
-    """Links from microseconds and GB/s, where these are given."""
+    """Return links with the given microseconds and GB/s in place of defaults."""
     levels = []
     for level, link in enumerate((default.inside, default.across)):
         seconds = link.alpha_seconds if alpha is None else alpha[level] * 1e-6
@@ -194,7 +200,7 @@ def _links(
 
 
 def compression_option(compression: str) -> str | dict[str, str] | None:
-    """Option of `CommunicationOptions` for a compression of the command line."""
+    """Convert the value of `--compression` to the option of `CommunicationOptions`."""
     level, _, name = compression.rpartition(":")
     if level:
         return {level: name}
@@ -207,7 +213,7 @@ def routes_of(
     topology: Topology,
     backend: str,
 ) -> tuple[tuple[AlgorithmChoice, ...], tuple[str, ...]]:
-    """Algorithms that training would select for each bucket, and its warnings."""
+    """Return the algorithm that training would select for each bucket, and warnings."""
     from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 
     with warnings.catch_warnings(record=True) as caught:
@@ -219,10 +225,17 @@ def routes_of(
     return routes, tuple(str(warning.message) for warning in caught)
 
 
-def _plan_of(
+def _plan_buckets(
     model: Any, path: str, options: CommunicationOptions, *, makes_dense: bool
 ) -> tuple[BucketPlan, list[str]]:
-    """The buckets of a model, and its variables with sparse gradients."""
+    """Return the buckets of a model, and the names of variables with sparse gradients.
+
+    Args:
+        model: A `keras.Model`.
+        path: String, path of the model's file, for an error.
+        options: `CommunicationOptions`.
+        makes_dense: Bool, whether sparse gradients are reduced as dense ones.
+    """
     from tfdp.training.reduction.communication_plan import plan_of_backward_pass
 
     with usage_errors(text_of=first_line):
@@ -232,9 +245,9 @@ def _plan_of(
     return buckets, sparse
 
 
-def _loaded(path: str) -> Any:
-    """A saved model."""
-    if not os.path.isfile(path):  # false, too, of what no file can be called
+def _load_model(path: str) -> Any:
+    """Load a saved model without compiling it."""
+    if not os.path.isfile(path):
         raise click.UsageError(
             f"There is no such file; give the path of a saved model. Received: {path}"
         )
@@ -248,7 +261,7 @@ def _loaded(path: str) -> Any:
 
     try:
         return keras.saving.load_model(path, compile=False)
-    except Exception as error:  # a file can be wrong in any way
+    except Exception as error:  # a broken file may raise anything
         raise click.UsageError(
             f"Keras cannot load the model ({first_line(error).split('. ')[0]}); for "
             "one with classes of its own call `strategy.communication_plan` in its "
@@ -256,14 +269,18 @@ def _loaded(path: str) -> Any:
         ) from error
 
 
-def _memory_of(
+def _predict_memory(
     model: Any,
     optimizer_name: str,
     topology: Topology,
     options: CommunicationOptions,
     accumulates: bool,
 ) -> tuple[tuple[str, ReplicaMemory], ...]:
-    """Return what is sharded, and memory of the replica that then holds most."""
+    """Predict the memory of the largest replica for each kind of sharding.
+
+    Returns:
+        Tuple of pairs of a kind of sharding and its `ReplicaMemory`.
+    """
     import keras
 
     from tfdp.training.sharding.memory_report import param_group_memory
@@ -288,7 +305,7 @@ def _memory_of(
             continue
         plan = shard_plan(optimizer, variables, num_owners, options)
         for stage in (1, 2, 3) if accumulates else (1, 3):
-            found = param_group_memory(
+            memory = param_group_memory(
                 optimizer,
                 variables,
                 plan,
@@ -296,13 +313,14 @@ def _memory_of(
                 stage=stage,
                 gathered=gathered if stage == 3 else 0,
             )
-            held = -(-frozen // num_owners) if stage == 3 else frozen
-            rows.append((f"stage {stage}{where}", found + ReplicaMemory(held, 0, 0, 0)))
+            share = -(-frozen // num_owners) if stage == 3 else frozen
+            total = memory + ReplicaMemory(share, 0, 0, 0)
+            rows.append((f"stage {stage}{where}", total))
     return tuple(rows)
 
 
 def _frozen_and_gathered(model: Any, options: CommunicationOptions) -> tuple[int, int]:
-    """Bytes of frozen parameters, and what a step gathers at a time in stage 3."""
+    """Return bytes of frozen parameters, and bytes that stage 3 gathers at a time."""
     from tfdp.ground.base.param_groups import entry_of
     from tfdp.training.parameters.conversion import parameters_in_order
     from tfdp.training.reduction.fusion import bucket_bytes_of

@@ -1,4 +1,4 @@
-"""Checks of the script that a command is given, before any worker starts."""
+"""Checks of the script of a command before any worker starts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import click
 
 
 def check_program(script: str, is_module: bool) -> None:
-    """Find out now what would otherwise fail in every worker.
+    """Check that Python can run a script or a module.
+
+    Otherwise each worker would fail with the same error.
 
     Args:
         script: String, the path of a script or the name of a module.
-        is_module: Bool, which of the two it is.
+        is_module: Bool, whether `script` is the name of a module.
 
     Raises:
         click.UsageError: If Python cannot run it.
@@ -28,7 +30,7 @@ def check_program(script: str, is_module: bool) -> None:
 
 
 def _fault_of_module(name: str) -> str | None:
-    """Look for the module's outermost package; imports nothing."""
+    """Return why a module cannot be run, or `None`; imports nothing."""
     sys.path.insert(0, os.getcwd())  # where `python -m` looks first
     try:
         spec = importlib.util.find_spec(name.partition(".")[0])
@@ -45,7 +47,9 @@ def _fault_of_module(name: str) -> str | None:
 
 
 def _fault_of_script(script: str) -> str | None:
-    # Those of `os.path` are false, too, of what no file can be called.
+    """Return why a script cannot be run, or `None`."""
+    # Not methods of `Path`, some of which raise for an invalid name; functions of
+    # `os.path` return false.
     main = os.path.join(script, "__main__.py")
     if os.path.isdir(script) and not os.path.isfile(main):
         return (
@@ -68,10 +72,10 @@ def _fault_of_script(script: str) -> str | None:
 
 
 def check_platform(command: str) -> None:
-    """Refuse to start local workers where processes are not those of Linux.
+    """Check that this is Linux, which local workers need.
 
     Args:
-        command: String, what would start them.
+        command: String, command that would start workers, for the error.
 
     Raises:
         click.UsageError: If this is another system.
@@ -84,13 +88,13 @@ def check_platform(command: str) -> None:
 
 
 def _fault_of_source(script: str) -> str | None:
-    """Describe why Python cannot run a file, or return `None`."""
+    """Return why Python cannot compile a file, or `None`."""
     is_source = os.path.isfile(script) and not script.endswith(".pyc")
     if not is_source or zipfile.is_zipfile(script):
         return None
     try:
         with open(script, "rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the workers will say it
+            warnings.simplefilter("ignore")  # the workers show the same warnings
             compile(file.read(), script, "exec", dont_inherit=True)
     except SyntaxError as error:
         line = (error.text or "").strip()

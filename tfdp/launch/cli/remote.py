@@ -1,11 +1,11 @@
-"""Launcher of one host of `tfdp run --hosts`, at the other end of an ssh connection.
+"""Launcher of one host of `tfdp run --hosts`, at the remote end of an ssh connection.
 
     python -m tfdp.launch.cli.remote
 
-It says which version it is, and reads from its standard input one line of JSON: the
-arguments of `tfdp run` and the job's secret, which is on no command line. Further lines
-are signs of life and signals. When the input ends, or is silent for too long, the
-connection has gone, and all that runs here ends.
+It prints its version, and reads one line of JSON from stdin: the arguments of
+`tfdp run` and the job's secret, which is thus on no command line. Further lines are
+heartbeats and signals. When stdin ends, or is silent for 20 s, the connection is lost,
+and all processes of the job on this host are ended.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tfdp.launch.cli.remote_line import BEAT, MOST_BYTES, SILENT_SECONDS, banner
 
 _STDIN = 0
 _CHUNK_BYTES = 4096
-# After the grace of the workers: for all that the launcher does in its end.
+# Time that the launcher has to exit after the grace period of its workers.
 _END_SECONDS = 15.0
 
 
 def _lines() -> Iterator[bytes]:
-    """Yield the lines of the standard input, until the connection has gone."""
+    """Yield the lines of stdin until the connection is lost."""
     data = b""
     while len(data) <= MOST_BYTES:
         ready, _, _ = select.select([_STDIN], [], [], SILENT_SECONDS)
@@ -41,24 +41,24 @@ def _lines() -> Iterator[bytes]:
         yield from lines
 
 
-def _obey(lines: Iterator[bytes], grace_seconds: float) -> None:
-    """Pass signals on to this process, and end it with the connection."""
+def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
+    """Send received signals to this process, and end it when the connection is lost."""
     for line in lines:
         word, _, number = line.partition(b" ")
         if word == b"signal" and number.isdigit():
             os.kill(os.getpid(), int(number))
     os.kill(os.getpid(), signal.SIGHUP)
-    # The guard of the workers outlives this process.
+    # A kill leaves no worker behind: their guard process outlives this one.
     time.sleep(grace_seconds + _END_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
-    """Run `tfdp run` as the other end of the connection orders it."""
-    # Whoever has started sshd may have ignored it.
+    """Run `tfdp run` with the arguments that the other end of the connection sends."""
+    # The starter of sshd may have ignored SIGHUP, which child processes inherit.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     print(banner(), flush=True)
-    # One stream keeps the order of workers' lines and the launcher's words.
+    # One stream keeps the order of the lines of workers and launcher.
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     lines = _lines()
     line = next((line for line in lines if line != BEAT.strip()), None)
@@ -66,7 +66,7 @@ def main() -> None:
         sys.exit(128 + signal.SIGHUP)
     order: dict[str, Any] = json.loads(line)
     threading.Thread(
-        target=_obey, args=(lines, float(order["grace"])), daemon=True
+        target=_forward_signals, args=(lines, float(order["grace"])), daemon=True
     ).start()
     run_command(cli, "tfdp", list(order["arguments"]), str(order["secret"]))
 

@@ -1,4 +1,4 @@
-"""Lines between `tfdp run --hosts` and its hosts: what each of them is to run."""
+"""Lines between `tfdp run --hosts` and the launchers of its hosts."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ from tfdp.launch.cli.node_options import NodeOptions, RendezvousAddress
 from tfdp.launch.cli.ssh import address_of
 from tfdp.launch.rendezvous.secret import new_secret
 
+# Heartbeat line, and the interval of heartbeats.
 BEAT = b".\n"
 BEAT_SECONDS = 2.0
-# A machine that was suspended, or a network that has gone.
+# Silence after which the connection counts as lost, such as by a suspended machine.
 SILENT_SECONDS = 20.0
+# Most bytes of a line.
 MOST_BYTES = 1 << 20
 
 
 def banner() -> str:
-    """Return the first line of a launcher, which tells its version.
+    """Return the first line of a launcher, which has its version.
 
     Example:
 
@@ -37,10 +39,11 @@ def banner() -> str:
 
 
 def version_of(line: str) -> str | None:
-    """Return the version that a line tells if it is a banner, or else `None`.
+    """Return the version in a banner, or `None` for any other line.
 
     Args:
-        line: String; a shell's start-up files may print others before it.
+        line: String, a line of output. Start-up files of a shell may print others
+            before the banner.
 
     Example:
 
@@ -48,46 +51,42 @@ def version_of(line: str) -> str | None:
     True
     """
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    version = found.get("tfdp") if isinstance(found, dict) else None
+    version = fields.get("tfdp") if isinstance(fields, dict) else None
     return version if isinstance(version, str) else None
 
 
 def order(arguments: Sequence[str], secret: str, grace_seconds: float) -> bytes:
-    """Return the line that tells a launcher what to run.
+    """Return the line that orders a launcher to run a command.
 
     Args:
-        arguments: Sequence of strings, of the command `tfdp`.
-        secret: String, the job's.
-        grace_seconds: Float, of its workers.
+        arguments: Sequence of strings, arguments of the command `tfdp`.
+        secret: String, the job's secret.
+        grace_seconds: Float, grace period of the workers.
     """
-    said = {"arguments": list(arguments), "secret": secret, "grace": grace_seconds}
-    return json.dumps(said).encode() + b"\n"
+    fields = {"arguments": list(arguments), "secret": secret, "grace": grace_seconds}
+    return json.dumps(fields).encode() + b"\n"
 
 
 def signal_line(signum: int) -> bytes:
-    """Return the line that sends a launcher a signal.
-
-    Args:
-        signum: Int.
-    """
+    """Return the line that orders a launcher to send itself a signal."""
     return f"signal {int(signum)}\n".encode()
 
 
 def make_orders(
     hosts: Sequence[Host], where: NodeOptions, settings: RunSettings
 ) -> list[bytes]:
-    """Make the line that tells the launcher of each host what to run.
+    """Create the order for the launcher of each host.
 
     Args:
         hosts: Sequence of `Host`; the first one is node 0.
-        where: `NodeOptions`.
-        settings: `RunSettings`; its number of workers is for hosts without their own.
+        where: `NodeOptions` of the command line.
+        settings: `RunSettings`, whose number of workers is the default of a host.
 
     Returns:
-        List of bytes. The secret in them is new, and all have the same.
+        List of bytes, one line for each host. All have the same new secret.
 
     Raises:
         click.UsageError: If this machine has no ssh, or a line would be too long.
@@ -98,7 +97,8 @@ def make_orders(
             "openssh-client, or run the same line with --nodes on each machine. "
             "Received: no ssh in PATH"
         )
-    # Which port is free there is not known; one that is free here is likely to be.
+    # The free ports of the first host are not known; a port that is free on this
+    # machine is likely to be free there.
     place = where.rendezvous or RendezvousAddress(
         address_of(hosts[0]), free_ports(1)[0]
     )
@@ -130,14 +130,15 @@ def make_orders(
 
 
 def _count(host: Host, num_workers: int) -> str:
+    """Return the value of `-n` for a host."""
     if host.num_workers is not None:
         return str(host.num_workers)
     return "auto" if isinstance(num_workers, AutoCount) else str(num_workers)
 
 
 def _options(settings: RunSettings) -> list[str]:
-    """Write the options that all hosts get as they are."""
-    given = {
+    """Return the options that all hosts receive unchanged."""
+    values = {
         "--grace": settings.grace,
         "--max-restarts": settings.max_restarts,
         "--devices-per-worker": settings.devices_per_worker,
@@ -145,7 +146,7 @@ def _options(settings: RunSettings) -> list[str]:
         "--timeout": settings.timeout,
         "--log-format": settings.log_format,
     }
-    words = [f"{name}={value}" for name, value in given.items() if value is not None]
+    words = [f"{name}={value}" for name, value in values.items() if value is not None]
     words += ["--rebalance"] if settings.rebalance else []
     words += [] if settings.forks else ["--no-fork"]
     return [*words, "-m"] if settings.is_module else words

@@ -1,4 +1,4 @@
-"""`tfdp run`: starts the workers of a job, on this machine or on several."""
+"""`tfdp run`: start the workers of a job on this machine or on several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.island_options import IslandOptions, island_options
 from tfdp.launch.cli.job import JobContext
-from tfdp.launch.cli.json_screen import showing
+from tfdp.launch.cli.json_screen import open_screen
 from tfdp.launch.cli.launch import (
     AutoCount,
     RunSettings,
@@ -30,7 +30,7 @@ from tfdp.launch.cli.launch import (
     warn_of_surroundings,
 )
 from tfdp.launch.cli.node_options import NodeOptions, node_options
-from tfdp.launch.cli.other_nodes import joined
+from tfdp.launch.cli.other_nodes import join_nodes
 from tfdp.launch.cli.program import check_platform, check_program
 from tfdp.launch.cli.remote_line import make_orders
 from tfdp.launch.cli.run_islands import run_islands
@@ -44,7 +44,7 @@ from tfdp.launch.rendezvous.restarts import Restarts
 
 
 class _NumWorkers(types.WholeNumber):
-    """A number of workers, or `auto`: one for each GPU, or else for each CPU core."""
+    """Type of a number of workers; `auto` is one for each GPU, or else CPU core."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -70,7 +70,7 @@ under Kubernetes run the script itself.
 """
 
 
-# What follows the script's name is the script's own, options too.
+# Interspersed arguments are off, so that options after the script belong to the script.
 @click.command(
     cls=types.HintingCommand,
     epilog=_EXAMPLES,
@@ -142,8 +142,8 @@ def run(
     let the script save as it goes, by `tfdp.callbacks.BackupAndRestore`.
     """
     check_platform("tfdp run")
-    where = types.taken(NodeOptions, arguments)
-    islands = types.taken(IslandOptions, arguments)
+    where = types.pop_fields(NodeOptions, arguments)
+    islands = types.pop_fields(IslandOptions, arguments)
     where.check(min_workers)
     if num_workers is None and where.hosts is None:
         (parameter,) = (p for p in context.command.params if p.name == "num_workers")
@@ -158,16 +158,16 @@ def run(
     if where.hosts is not None:
         sys.exit(_run_on_hosts(where.hosts, where, settings))
     check_program(settings.script, settings.is_module)
-    restarts = _restarts(settings, min_workers, grow_after)
+    restarts = _restart_policy(settings, min_workers, grow_after)
     with usage_errors():
         check_num_workers(settings.num_workers)
-        make_clusters(settings.num_workers, **settings.of_cluster)
+        make_clusters(settings.num_workers, **settings.cluster_options)
         folder = make_log_dir(settings.log_dir)
     timeout = settings.timeout
     until = None if timeout is None else time.monotonic() + timeout
     with (
         contextlib.closing(SignalPipe()) as signals,
-        showing(signals, until, settings.log_format) as screen,
+        open_screen(signals, until, settings.log_format) as screen,
         contextlib.closing(
             Starter(
                 settings.command,
@@ -186,9 +186,10 @@ def run(
     sys.exit(code)
 
 
-def _restarts(
+def _restart_policy(
     settings: RunSettings, min_workers: int | None, grow_after: float | None
 ) -> Restarts:
+    """Create the restart policy, after a check of its options."""
     num_workers, max_restarts = settings.num_workers, settings.max_restarts
     if min_workers is not None and min_workers > num_workers:
         raise click.UsageError(
@@ -212,8 +213,8 @@ def _run_here(
     """Run all workers on this machine."""
     screen, num_workers = context.screen, settings.num_workers
     screen.node = 0
-    kept = settings.max_restarts > 0
-    logs, history = _open_worker_logs(folder, range(num_workers), screen, kept)
+    has_history = settings.max_restarts > 0
+    logs, history = _open_worker_logs(folder, range(num_workers), screen, has_history)
     _announce(screen, num_workers, settings.devices_per_worker, folder)
     if settings.rebalance and num_workers == 1:
         screen.warn("tfdp: warning: --rebalance has no effect with one worker")
@@ -235,8 +236,8 @@ def _run_as_node(
         node_rank: int, first_rank: int, num_workers: int
     ) -> tuple[list[LogFile], list[LogFile]]:
         ranks = range(first_rank, first_rank + count)
-        kept = settings.max_restarts > 0 and node_rank == 0
-        logs = _open_worker_logs(folder, ranks, screen, kept)
+        has_history = settings.max_restarts > 0 and node_rank == 0
+        logs = _open_worker_logs(folder, ranks, screen, has_history)
         screen.node = node_rank
         which = (
             f"workers {ranks[0]} to {ranks[-1]}" if count > 1 else f"worker {ranks[0]}"
@@ -250,7 +251,7 @@ def _run_as_node(
 
     with (
         usage_errors(RendezvousError),
-        joined(where, settings, secret, screen) as others,
+        join_nodes(where, settings, secret, screen) as others,
     ):
         return NodeAttempts(context, settings, others, logs_of_node).run()
 
@@ -258,12 +259,12 @@ def _run_as_node(
 def _run_on_hosts(
     hosts: Sequence[Host], where: NodeOptions, settings: RunSettings
 ) -> int:
-    """Start the launchers of all hosts."""
+    """Run the launchers of all hosts by ssh."""
     orders = make_orders(hosts, where, settings)
     python = where.remote_python or sys.executable
     with (
         contextlib.closing(SignalPipe()) as signals,
-        showing(signals, None, settings.log_format) as screen,
+        open_screen(signals, None, settings.log_format) as screen,
         contextlib.closing(
             SshJob(hosts, orders, settings, python, screen, signals)
         ) as job,
@@ -275,7 +276,7 @@ def _run_on_hosts(
 def _open_worker_logs(
     folder: pathlib.Path, ranks: Sequence[int], screen: Screen, has_history: bool
 ) -> tuple[list[LogFile], list[LogFile]]:
-    """Open the logs of workers, and that of restarts where they are possible."""
+    """Open the logs of workers, and the log of restarts if there may be any."""
     logs = open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen)
     return logs, open_logs(folder, ["restarts.log"] * has_history, screen)
 
@@ -283,6 +284,7 @@ def _open_worker_logs(
 def _announce(
     screen: Screen, num_workers: int, devices: int | None, folder: pathlib.Path
 ) -> None:
+    """Print the start of a job on this machine, with warnings."""
     threads = max(1, num_cores() // num_workers)
     each = " each" if num_workers > 1 else ""
     screen.message(

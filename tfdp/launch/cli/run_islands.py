@@ -28,7 +28,9 @@ from tfdp.launch.rendezvous.secret import VARIABLE, new_secret, read_secret
 if TYPE_CHECKING:
     from tfdp.features.islands.hub import Hub
 
-_TURN_SECONDS = 0.2
+# Interval of checks of the hub after the islands of this machine have ended.
+_POLL_SECONDS = 0.2
+# Pause before a failed island starts again.
 _PAUSE_SECONDS = 1.0
 
 
@@ -38,20 +40,20 @@ def run_islands(
     options: IslandOptions,
     folder: pathlib.Path,
 ) -> int:
-    """Run the islands of this machine, and the hub if it is here.
+    """Run the islands of this machine, and the hub if it is on this machine.
 
     Args:
-        context: `JobContext`.
-        settings: `RunSettings`.
-        options: `IslandOptions`.
-        folder: Path of the logs.
+        context: `JobContext` of the islands.
+        settings: `RunSettings` of the islands.
+        options: `IslandOptions` of the command line.
+        folder: Path of the folder of logs.
 
     Returns:
-        Int, the exit code: `0` if all islands have ended well, or that of the first
-        one that was given up.
+        Int, the exit code: `0` if all islands have succeeded, or that of the first
+        island that failed for the last time.
 
     Raises:
-        click.ClickException: If the hub cannot listen, or an island not be started.
+        click.ClickException: If the hub cannot listen, or an island cannot be started.
     """
     count, total = settings.num_workers, options.total or settings.num_workers
     screen = context.screen
@@ -71,7 +73,7 @@ def run_islands(
             f"{address}; logs in {folder}"
         )
         warn_of_surroundings(screen, count, settings.devices_per_worker)
-        # Each the only worker of a cluster of its own.
+        # Each island is the only worker of a cluster of its own.
         devices = settings.devices_per_worker or 1
         clusters = [
             Cluster((f"127.0.0.1:{port}",), devices_per_worker=devices)
@@ -81,7 +83,7 @@ def run_islands(
             [Island(index, total, address, secret) for index in indices],
             settings.max_restarts,
             ended,
-            functools.partial(_forget_lost, hub, screen),
+            functools.partial(_drop_lost, hub, screen),
             context=context,
             clusters=clusters,
             logs=logs,
@@ -96,11 +98,11 @@ def run_islands(
 def _hub(
     options: IslandOptions, secret: str, total: int, indices: Sequence[int]
 ) -> Iterator[tuple[str, Hub | None, Callable[[int], None]]]:
-    """Run the hub inside if it is on this machine, or else a connection to it.
+    """Run the hub if it is on this machine, or else a connection to it.
 
     Yields:
-        Its address, the `Hub` or `None`, and the function that reports to it that an
-        island of this machine has ended.
+        Tuple of the hub's address, the `Hub` or `None`, and a function that reports the
+        end of an island of this machine to the hub.
     """
     if options.first > 0:
         from tfdp.features.islands.member import LauncherLink
@@ -110,7 +112,7 @@ def _hub(
         with contextlib.closing(LauncherLink(island, indices)) as link:
             yield options.hub, None, link.ended
         return
-    # NumPy takes a moment, which no other command should wait for.
+    # Imported late, since it imports NumPy, which would delay other commands.
     from tfdp.features.islands.hub import Hub
 
     host, port = split_address(options.hub) if options.hub else ("127.0.0.1", 0)
@@ -127,8 +129,8 @@ def _hub(
         yield options.hub or f"127.0.0.1:{hub.port}", hub, hub.ended
 
 
-def _forget_lost(hub: Hub | None, screen: Screen) -> None:
-    """Say which islands the hub has stopped waiting for."""
+def _drop_lost(hub: Hub | None, screen: Screen) -> None:
+    """Make the hub drop lost islands, and print which they are."""
     for index in hub.forget_lost() if hub is not None else []:
         screen.message(
             f"tfdp: island {index} is lost: neither it nor its launcher has given a "
@@ -139,10 +141,10 @@ def _forget_lost(hub: Hub | None, screen: Screen) -> None:
 
 
 def _wait_for_others(hub: Hub, context: JobContext) -> int | None:
-    """Wait until the islands of other machines are through, which need the hub.
+    """Keep the hub until the islands of other machines have ended.
 
     Returns:
-        Int, the exit code where the wait was ended by a signal or by `--timeout`.
+        Int, the exit code if a signal or `--timeout` has ended the wait, else `None`.
     """
     signals, until = context.signals, context.until
     if signals.received or not hub.is_needed:
@@ -155,21 +157,21 @@ def _wait_for_others(hub: Hub, context: JobContext) -> int | None:
             return 128 + signals.received[0]
         if until is not None and time.monotonic() >= until:
             return TIMED_OUT
-        _forget_lost(hub, context.screen)
-        signals.wait(_TURN_SECONDS)
+        _drop_lost(hub, context.screen)
+        signals.wait(_POLL_SECONDS)
     return None
 
 
 class IslandJob(Job):
-    """The islands of this machine.
+    """Job whose workers are the islands of this machine: each fails by itself.
 
     Args:
-        islands: List of `Island`, by worker.
-        max_restarts: Int, how often an island is started again after it has failed,
-            those of this machine together.
-        ended: Callable, which is told the index of an island that has ended for good.
-        each_turn: Callable, which is called several times a second.
-        **options: As for `Job`.
+        islands: List of `Island`, one for each worker.
+        max_restarts: Int, most restarts of all islands of this machine together.
+        ended: Callable that is called with the index of an island that has succeeded,
+            or has failed for the last time.
+        each_turn: Callable that is called several times a second.
+        **options: Arguments of `Job`.
     """
 
     def __init__(
@@ -187,9 +189,10 @@ class IslandJob(Job):
         self._num_restarts = 0
         self._ended = ended
         self._each_turn = each_turn
-        # When those that failed are started again, by their place.
+        # Times at which failed islands start again, by the index of their worker.
         self._starts_at: dict[int, float] = {}
-        self._told: set[int] = set()
+        # Ids of processes whose end has been handled.
+        self._handled_pids: set[int] = set()
 
     def _environment(self, index: int) -> dict[str, str]:
         environment = super()._environment(index)
@@ -204,23 +207,26 @@ class IslandJob(Job):
             del self._starts_at[index]
             self._start(index)
         for worker in self._workers:
-            # One that is through; nobody waits for it.
-            if worker.exit_code == 0 and worker.pid not in self._told:
-                self._told.add(worker.pid)
+            # A successful island leaves the hub, so that the others do not wait for it.
+            if worker.exit_code == 0 and worker.pid not in self._handled_pids:
+                self._handled_pids.add(worker.pid)
                 self._ended(worker.rank)
         return not self._running() and not self._starts_at
 
     def _after_failure(self, failed: Worker) -> None:
-        """Start those that have failed again, or leave them out."""
-        del failed  # others may have failed at the same time
+        """Restart all islands that have failed, or leave them out."""
+        del failed  # all workers are checked: several may have failed at the same time
         self.failed = None
         for index, worker in enumerate(self._workers):
-            is_new = worker.pid not in self._told and index not in self._starts_at
+            is_new = (
+                worker.pid not in self._handled_pids and index not in self._starts_at
+            )
             if worker.exit_code and is_new:
-                self._told.add(worker.pid)
-                self._note_failure(index, worker)
+                self._handled_pids.add(worker.pid)
+                self._handle_failure(index, worker)
 
-    def _note_failure(self, index: int, worker: Worker) -> None:
+    def _handle_failure(self, index: int, worker: Worker) -> None:
+        """Schedule the restart of a failed island, or report its end to the hub."""
         self._recall(worker)
         who = f"island {worker.rank} {worker.describe_end()}"
         if self._num_restarts < self._max_restarts:

@@ -1,4 +1,4 @@
-"""Output of all workers on one screen, or in one file."""
+"""Screen that prints the output of all workers to a terminal, file or pipe."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from tfdp.ground import user_code
 from tfdp.launch.cli.lines import only_colours, without_escapes
 from tfdp.launch.cli.outlet import Outlet
 
+# Colors of the names of workers, by rank.
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+# Shortest interval between two drawings of the progress bar.
 _REDRAW_SECONDS = 0.1
 
-# How grave the launcher's own words are, and how a terminal shows it.
+# Severity of the launcher's messages, and their styles on a terminal.
 Level = Literal["info", "warning", "error"]
 _STYLES: dict[Level, str] = {"info": "", "warning": "bold yellow", "error": "bold red"}
 
 
 def new_console() -> Console:
-    """Return a console for stdout, as plain text.
+    """Return a console for plain text on stdout.
 
-    A terminal gets lines that are broken between words, a file gets them whole.
+    Lines are wrapped between words on a terminal, but not in a file.
     """
     is_whole = sys.stdout is None or not sys.stdout.isatty()
     return Console(highlight=False, markup=False, soft_wrap=is_whole)
@@ -40,24 +42,25 @@ def _is_same_file(one: TextIO, other: TextIO) -> bool:
 
 
 class Screen:
-    """Printer of the workers' lines, each behind the name of its worker.
+    """Printer of the workers' lines, with the name of the worker before each line.
 
-    On a terminal, the line that some worker is drawing (a progress bar) stays
-    at the bottom and is redrawn below what others print. In a file or pipe it
-    appears once complete, and now and then until it is. The launcher's own
-    words go to stderr. No call waits for a reader, or fails for the lack of one.
+    On a terminal, the line that a worker is drawing (a progress bar) stays at the
+    bottom, and is redrawn below new lines of other workers. In a file or pipe it
+    appears once it is complete, and every 10 s before that. Messages of the launcher
+    are printed on stderr. No call waits for the reader of the output, or fails without
+    one.
 
     Args:
-        output: Where the lines go. Defaults to `sys.stdout`.
-        messages: Where the launcher's own words go. Defaults to `sys.stderr`.
+        output: Text stream of the workers' lines. Defaults to `sys.stdout`.
+        messages: Text stream of the launcher's messages. Defaults to `sys.stderr`.
 
     Attributes:
-        is_one: Bool, whether both go to one terminal, file or pipe.
-        is_verbatim: Bool, whether all lines of the workers are wanted as they are,
-            those too that say nothing new.
-        node: Int, the node of this launcher, or `None` while it is not known, or if
-            the workers are on several.
-        nodes: Dict of ints, the node of each worker that is on another one, by rank.
+        is_one: Bool, whether both streams are the same terminal, file or pipe.
+        is_verbatim: Bool, whether all lines of the workers are printed unchanged,
+            including noise and repeated tracebacks.
+        node: Int, rank of this launcher's node, or `None` while it is not known, or if
+            the workers are on several nodes.
+        nodes: Dict from the rank of a worker on another node to the rank of its node.
     """
 
     is_verbatim = False
@@ -69,23 +72,23 @@ class Screen:
         self.node: int | None = None
         self.nodes: dict[int, int] = {}
         self._output = Outlet(output, self._truncation_notice)
-        # One queue for one terminal or file keeps the order.
+        # A shared queue keeps the order of lines in a shared terminal or file.
         is_same = output and messages and _is_same_file(output, messages)
-        self._words = (
+        self._message_output = (
             self._output if is_same else Outlet(messages, self._truncation_notice)
         )
         self.is_one = bool(is_same)
         self._console = Console(file=cast("TextIO", self._output), highlight=False)
         self._messages = Console(
-            file=cast("TextIO", self._words), highlight=False, soft_wrap=True
+            file=cast("TextIO", self._message_output), highlight=False, soft_wrap=True
         )
-        # Not what rich thinks: FORCE_COLOR makes no terminal of a file.
+        # Not `Console.is_terminal`, which is true for a file if FORCE_COLOR is set.
         self._is_terminal = (
             self._output.isatty()
             and not self._console.is_dumb_terminal
             and not self.is_verbatim
         )
-        # The line that each worker is drawing; who drew last stands last.
+        # The line that each worker is drawing, by rank; the last drawn one is last.
         self._unfinished: dict[int, str] = {}
         self._bar: tuple[int, str] | None = None
         self._bar_drawn_at = 0.0
@@ -101,22 +104,22 @@ class Screen:
             self._output.write(text.rstrip() + "\n")
 
     def progress(self, rank: int, text: str) -> None:
-        """Note the line that a worker is drawing; `refresh` shows it."""
+        """Set the line that a worker is drawing, which `refresh` shows."""
         self._unfinished.pop(rank, None)
         if text:
             self._unfinished[rank] = text
 
     def snapshot(self, rank: int, text: str) -> None:
-        """Print a line that is being drawn, where it cannot be drawn over."""
+        """Print a line that a worker is drawing, if the output is no terminal."""
         if not self._is_terminal:
             self.line(rank, text)
 
     def refresh(self) -> None:
-        """Show what has changed; to be called a few times a second."""
+        """Redraw the progress bar, and flush the output; called often."""
         if self._is_terminal:
             self._draw_bar()
         self._output.flush()
-        self._tell_failure()
+        self._warn_of_write_error()
 
     def message(
         self,
@@ -126,24 +129,26 @@ class Screen:
         rank: int | None = None,
         node: int | None = None,
     ) -> None:
-        """Print the launcher's own words on stderr.
+        """Print a message of the launcher on stderr.
 
         Args:
-            text: String.
-            level: How grave they are. Defaults to `"info"`.
-            rank: Int, the worker that they are about. Defaults to `None`.
-            node: Int, whose launcher says them. Defaults to `None`, this one.
+            text: String, the message.
+            level: Severity of the message. Defaults to `"info"`.
+            rank: Int, rank of the worker that the message is about, or `None`. Defaults
+                to `None`.
+            node: Int, rank of the node whose launcher has sent the message, or `None`
+                for this node. Defaults to `None`.
         """
         self._erase_line()
         self._output.flush()
         self._messages.print(Text(text, style=_STYLES[level]))
 
     def warn(self, text: str) -> None:
-        """Print a warning of the launcher's on stderr."""
+        """Print a warning of the launcher on stderr."""
         self.message(text, "warning")
 
     def recall(self, rank: int, lines: Sequence[str]) -> None:
-        """Repeat the last lines of a worker, which are out of sight, on stderr."""
+        """Repeat the last lines of a worker on stderr."""
         self.message(f"\ntfdp: the last lines of worker {rank}:", "error")
         for line in lines:
             self._messages.print(self._decorate(rank, line))
@@ -151,7 +156,7 @@ class Screen:
 
     @property
     def has_no_reader(self) -> bool:
-        """Bool, whether the reader of the output is gone, as of `| head`."""
+        """Bool, whether the reader of the output has exited, such as in `| head`."""
         return isinstance(self._output.error, BrokenPipeError)
 
     @property
@@ -160,28 +165,30 @@ class Screen:
         return self._output.is_behind
 
     def close(self, timeout_seconds: float) -> bool:
-        """Take away the bar, and wait until all is shown; may be called again.
+        """Erase the progress bar, and wait until all is written; may be called again.
 
         Args:
-            timeout_seconds: Float, how long to wait.
+            timeout_seconds: Float, longest wait for each stream.
 
         Returns:
-            Bool, whether all is shown.
+            Bool, whether all is written.
         """
         self._erase_bar()
         is_shown = self._output.drain(timeout_seconds)
-        self._tell_failure()
-        return self._words.drain(timeout_seconds) and is_shown
+        self._warn_of_write_error()
+        return self._message_output.drain(timeout_seconds) and is_shown
 
     def _truncation_notice(self, text: str) -> str:
-        """Return the line that says in the output where a piece of it is missing."""
+        """Format a sentence about dropped output as a line of the output."""
         return f"{text}\n"
 
     def _decorate(self, rank: int, text: str) -> Text:
+        """Return a line with the worker's name before it, both in color."""
         prefix = (f"[worker {rank}] ", _COLOURS[rank % len(_COLOURS)])
         return Text.assemble(prefix, Text.from_ansi(only_colours(text)))
 
-    def _tell_failure(self) -> None:
+    def _warn_of_write_error(self) -> None:
+        """Warn once if the output cannot be written, unless its reader has exited."""
         error = self._output.error
         if error is None or self.has_no_reader:
             return
@@ -196,12 +203,13 @@ class Screen:
             self._erase_line()
 
     def _erase_line(self) -> None:
-        """Erase the bar, or what the terminal has echoed there, such as ^C."""
+        """Erase the bar, or the terminal's echo in its place, such as `^C`."""
         if self._is_terminal:
             self._output.write("\r\x1b[2K")
         self._bar = None
 
     def _draw_bar(self) -> None:
+        """Draw the unfinished line that was updated last, unless it was just drawn."""
         bar = next(reversed(self._unfinished.items()), None)
         if bar is None or bar == self._bar:
             return
@@ -210,7 +218,7 @@ class Screen:
             return
         self._erase_bar()
         line = self._decorate(*bar)
-        # A line that wraps could not be erased.
+        # Truncated, since a wrapped line could not be erased.
         line.truncate(self._console.width - 1, overflow="ellipsis")
         self._console.print(line, end="", no_wrap=True)
         self._bar, self._bar_drawn_at = bar, now

@@ -1,4 +1,4 @@
-"""Signals as bytes in a pipe, for a loop that waits on several things."""
+"""Signals as bytes in a pipe, for a loop that selects on descriptors."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import signal
 import socket
 import time
 
-# What asks the launcher to end.
+# Signals that ask the launcher to exit.
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# One Ctrl-C may come twice, from the terminal and from a parent process.
+# Time within which several signals count as one: a single Ctrl-C may arrive both from
+# the terminal and from a parent process.
 _SAME_SIGNAL_SECONDS = 0.5
 
 
 class SignalPipe:
-    """Pipe that wakes a selector when a signal arrives; no code is interrupted.
+    """Pipe that wakes a selector when a signal arrives, without interrupting any code.
 
-    Python's own handler for Ctrl-C raises between any two lines, also while
-    workers are being started or killed. Here a signal is a byte that waits
-    until the loop reads it. The end of a child process (SIGCHLD) wakes the
-    loop too, but is not noted.
+    Python's default handler of Ctrl-C raises between any two instructions, also while
+    workers are being started or killed. Here a signal is a byte that waits until the
+    loop reads it. The end of a child process (SIGCHLD) also wakes the loop, but is not
+    recorded.
 
     Attributes:
-        received: List of ints, the signals that ask for the end, in their order; of
-            those that come together only the first.
+        received: List of ints, the received signals that ask for an exit, in order. Of
+            signals within half a second only the first is recorded.
     """
 
     def __init__(self) -> None:
@@ -39,32 +40,33 @@ class SignalPipe:
         self._old_handlers = {
             signum: signal.signal(signum, lambda signum, frame: None)
             for signum in (*_END_SIGNALS, signal.SIGCHLD)
-            # The user may have asked, by nohup, to survive the end of the terminal.
+            # An ignored SIGHUP stays ignored: with nohup, the job shall outlive the
+            # terminal.
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN
         }
 
     def fileno(self) -> int:
-        """Return the descriptor to wait on."""
+        """Return the descriptor that is readable after a signal."""
         return self._reader.fileno()
 
     def read(self) -> None:
         """Move the signals that have arrived to `received`."""
         with contextlib.suppress(BlockingIOError):
-            found = [code for code in self._reader.recv(4096) if code in _END_SIGNALS]
+            signums = [code for code in self._reader.recv(4096) if code in _END_SIGNALS]
             now = time.monotonic()
-            if found and now - self._received_at >= _SAME_SIGNAL_SECONDS:
-                self.received.append(found[0])
+            if signums and now - self._received_at >= _SAME_SIGNAL_SECONDS:
+                self.received.append(signums[0])
                 self._received_at = now
 
     def wait(self, seconds: float) -> None:
-        """Wait for as long, or until a signal is received."""
+        """Wait for a number of seconds, or until a signal is received."""
         end = time.monotonic() + seconds
         while not self.received and (left := end - time.monotonic()) > 0:
             select.select([self._reader], [], [], left)
             self.read()
 
     def close(self) -> None:
-        """Put the earlier handlers back."""
+        """Restore the earlier signal handlers."""
         for signum, handler in self._old_handlers.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._old_fd)

@@ -1,4 +1,4 @@
-"""Command lines of the system's `ssh`, and what its ends mean."""
+"""Command lines of the system's `ssh`, and descriptions of its failures."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from collections.abc import Mapping, Sequence
 
 from tfdp.launch.cli.hosts import Host
 
+# Exit code of ssh if the connection has failed.
 CONNECTION_LOST = 255
+# Exit code of the remote command if the working directory does not exist there.
 _NO_FOLDER = 96
+# Exit codes of a shell if the command cannot be executed, or does not exist.
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+# Timeout of the connection.
 CONNECT_SECONDS = 10
-# Three unanswered questions end a connection.
+# Interval of ssh's keepalive messages; three unanswered ones end the connection.
 _ALIVE_SECONDS = 5
-# Never a question on the terminal, and nothing forwarded that a user has configured.
+# Options of ssh: no prompts, since there is no terminal, and no forwarding, which a
+# user may have configured.
 _OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": str(CONNECT_SECONDS),
@@ -24,23 +29,24 @@ _OPTIONS = {
     "ClearAllForwardings": "yes",
     "LogLevel": "ERROR",
 }
+# Module that runs on the host.
 REMOTE_MODULE = "tfdp.launch.cli.remote"
 
 
 def ssh_command(
     host: Host, python: str, folder: str, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return the command that starts the launcher of a host.
+    """Return the command line that starts the launcher of a host.
 
     Args:
-        host: `Host`.
-        python: String, path of its Python.
-        folder: String, the working directory there.
-        environ: Environment variables, of which `PYTHONPATH` is taken along. Defaults
-            to `os.environ`.
+        host: `Host` to start it on.
+        python: String, path of Python on the host.
+        folder: String, working directory on the host.
+        environ: Mapping of environment variables, whose `PYTHONPATH` is also set on the
+            host. Defaults to `os.environ`.
 
     Returns:
-        List of strings. The job's secret is not among them.
+        List of strings, without the job's secret.
     """
     options = [word for pair in _OPTIONS.items() for word in ("-o", "=".join(pair))]
     path = environ.get("PYTHONPATH")
@@ -49,7 +55,7 @@ def ssh_command(
         f"cd {shlex.quote(folder)} || exit {_NO_FOLDER}; "
         f"{variables}exec {shlex.quote(python)} -m {REMOTE_MODULE}"
     )
-    # The user's shell there may be any: only `sh` has to understand the rest.
+    # The login shell on the host may be any; it only has to start `sh`.
     remote = f"exec sh -c {shlex.quote(script)}"
     return ["ssh", "-T", *options, host.target, remote]
 
@@ -58,10 +64,10 @@ def address_of(host: Host) -> str:
     """Return the name by which other machines reach a host.
 
     Args:
-        host: `Host`, whose name may be an alias of the user's configuration of ssh.
+        host: `Host`, whose name may be an alias in the user's ssh configuration.
 
     Returns:
-        String, name or IP address.
+        String, the real name or IP address.
     """
     try:
         done = subprocess.run(
@@ -74,25 +80,25 @@ def address_of(host: Host) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return host.name
-    found = [line.split() for line in done.stdout.splitlines()]
-    names = [words[1] for words in found if len(words) == 2 and words[0] == "hostname"]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    names = [words[1] for words in lines if len(words) == 2 and words[0] == "hostname"]
     return names[0] if names else host.name
 
 
 def describe_failure(
     host: Host, code: int, said: Sequence[str], python: str, folder: str
 ) -> str:
-    """Say why the launcher of a host has not started.
+    """Describe why the launcher of a host has not started.
 
     Args:
-        host: `Host`.
+        host: `Host` that was tried.
         code: Int, exit code of ssh.
-        said: Sequence of strings, the last lines of its errors.
-        python: String, path of the Python there.
-        folder: String, the working directory there.
+        said: Sequence of strings, the last lines of ssh's stderr.
+        python: String, path of Python on the host.
+        folder: String, working directory on the host.
 
     Returns:
-        String, one sentence and what to do.
+        String, the reason and what to do about it.
 
     Example:
 
@@ -122,6 +128,7 @@ def describe_failure(
 
 
 def _describe_no_login(name: str, text: str, last: str) -> str:
+    """Describe a failed connection by the text of ssh's errors and the last of them."""
     if "Permission denied" in text:
         return (
             f"{name} wants a password, or a key that ssh has not: `ssh-copy-id "

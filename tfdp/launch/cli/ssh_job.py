@@ -21,35 +21,39 @@ from tfdp.launch.cli.ssh_worker import SshWorker
 from tfdp.launch.cli.tracebacks import Tracebacks
 from tfdp.launch.rendezvous.failure import NODE_LOST
 
-_TURN_SECONDS = 0.1
-# For a host to answer: its Python has to be read from a disk that may be far away.
+# Longest wait for events in one round of the loop.
+_POLL_SECONDS = 0.1
+# Longest wait for the first line of a launcher, whose Python may be read from a network
+# file system.
 _ANSWER_SECONDS = 60.0
-# The launchers tell each other why they end; who has not heard it is told from here.
-_HEARSAY_SECONDS = 3.0
-# After the grace of the workers: for the ends of launchers and connections.
+# Wait after a failure before the remaining launchers are ended from here: normally they
+# notify each other of the reason.
+_DISMISS_SECONDS = 3.0
+# Time for launchers and connections to end after the grace period of the workers.
 _END_SECONDS = 10.0
-# Two launchers that say the same within so long say it once.
+# Time within which the same message of several launchers is shown once.
 _ECHO_SECONDS = 8.0
-# Between two attempts to bring a host back.
-_RETURN_SECONDS = 2.0
+# Interval of attempts to restart the launcher of a lost host.
+_RESTART_SECONDS = 2.0
+# Exit codes of ssh after a lost connection, or after ssh itself was killed.
 _LOST_CODES = (CONNECTION_LOST, -signal.SIGTERM, -signal.SIGKILL)
-_OF_WORKER = re.compile(r"\[worker (\d+)\] ?(.*)")
-_OURS = "tfdp: "
-# How the launchers say why all end.
+_WORKER_LINE = re.compile(r"\[worker (\d+)\] ?(.*)")
+_PREFIX = "tfdp: "
+# Part of a launcher's message about the reason why all nodes stop.
 _REASON = re.compile(r"\bwere stopped\b")
 
 
 class SshJob:
-    """Launchers of all hosts, until their job is over.
+    """Job that runs the launchers of all hosts by ssh.
 
     Args:
-        hosts: Sequence of `Host`.
-        orders: Sequence of bytes, the line that tells each what to run.
-        settings: `RunSettings`. Where jobs start again, a host whose connection was
-            lost is started again, too, to join at the next start of all.
-        python: String, path of the Python of all hosts.
-        screen: The `Screen` that shows the output.
-        signals: The `SignalPipe`.
+        hosts: Sequence of `Host`; the first one is node 0.
+        orders: Sequence of bytes, the order for the launcher of each host.
+        settings: `RunSettings`. With restarts, the launcher of a host whose connection
+            was lost is restarted too, and joins the next attempt.
+        python: String, path of Python on all hosts.
+        screen: `Screen` that shows the output.
+        signals: `SignalPipe` of this process.
     """
 
     def __init__(
@@ -65,21 +69,22 @@ class SshJob:
         self._python, self._folder = python, os.getcwd()
         self._screen, self._signals = screen, signals
         self._settings = settings
-        # Nodes whose hosts are to come back, and when they are tried.
-        self._returns: dict[int, float] = {}
+        # Times at which launchers of lost hosts are restarted, by rank of the node.
+        self._restarts_at: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._workers: list[SshWorker] = []
         self._tracebacks = Tracebacks()
         self._ranks: set[int] = set()
-        # When something was said, and by which launchers.
+        # Time of each printed message, and the nodes whose launchers have sent it.
         self._said: dict[str, tuple[float, set[int | None]]] = {}
-        # Of a connection that was lost: said if no launcher has a better word for it.
+        # Message about a lost connection, printed if no launcher reports a reason.
         self._lost_text = ""
         self._has_reason = False
         self._num_signals = 0
         self._code: int | None = None
-        # When the others are told to end, and when nobody is waited for any more.
+        # Times at which the remaining launchers are ended, and at which the wait for
+        # their exits is given up.
         self._dismiss_at = self._end_at = float("inf")
         self._beat_at = 0.0
 
@@ -90,35 +95,37 @@ class SshJob:
         self._selector.close()
 
     def run(self) -> int:
-        """Start all launchers and wait for their ends.
+        """Start all launchers and wait for their exits.
 
         Returns:
-            Int, the exit code: that of the launcher that ended first of those that
-            have failed, 69 if its connection was lost, or 0.
+            Int, the exit code: that of the first launcher that failed, 69 if its
+            connection was lost, or 0.
         """
         self._workers = [self._start(node) for node in range(len(self._hosts))]
         try:
             self._wait(time.monotonic())
         finally:
-            # What was held back, and why a connection was lost.
+            # Print held-back tracebacks, and the reason of a lost connection.
             for rank in self._ranks:
                 self._print(rank, self._tracebacks.rest(rank))
-            self._tell_lost()
+            self._report_lost()
         return self._code or 0
 
     def _start(self, node: int) -> SshWorker:
+        """Start the launcher of a node by ssh."""
         host = self._hosts[node]
         worker = SshWorker(node, host, ssh_command(host, self._python, self._folder))
-        for stream in (worker.output, worker.words):
+        for stream in (worker.output, worker.error_output):
             self._selector.register(stream, selectors.EVENT_READ, (worker, stream))
         return worker
 
     def _wait(self, started_at: float) -> None:
+        """Run the loop until all launchers have exited, or the wait is given up."""
         while any(worker.is_running for worker in self._workers):
-            self._turn()
+            self._poll()
             now = time.monotonic()
-            self._heed_signals(now)
-            self._bring_back(now)
+            self._forward_signals(now)
+            self._restart_lost(now)
             if now - started_at >= _ANSWER_SECONDS:
                 self._give_up_silent()
             if now >= self._dismiss_at:
@@ -126,9 +133,9 @@ class SshJob:
             if now >= self._end_at or self._screen.has_no_reader:
                 break
 
-    def _turn(self) -> None:
-        """Wait a moment, show what was written, and note who has ended."""
-        for key, _ in self._selector.select(_TURN_SECONDS):
+    def _poll(self) -> None:
+        """Wait for events, show new output, and register launchers that have ended."""
+        for key, _ in self._selector.select(_POLL_SECONDS):
             if key.data is None:
                 self._signals.read()
                 continue
@@ -140,7 +147,7 @@ class SshJob:
             if stream is worker.output:
                 for line in lines:
                     self._show(worker, line)
-            else:  # what ssh says, or what comes before the launcher has answered
+            else:  # stderr of ssh, and of the host before its launcher has answered
                 worker.errors += lines
         for rank in self._ranks:
             self._print(rank, self._tracebacks.due(rank))
@@ -148,10 +155,11 @@ class SshJob:
         for worker in self._workers:
             worker.flush()
             if worker.poll():
-                self._note_end(worker)
+                self._handle_end(worker)
         self._screen.refresh()
 
     def _beat(self) -> None:
+        """Send heartbeats to all launchers if it is time."""
         if time.monotonic() >= self._beat_at:
             self._beat_at = time.monotonic() + remote_line.BEAT_SECONDS
             for worker in self._workers:
@@ -159,24 +167,25 @@ class SshJob:
                     worker.send(remote_line.BEAT)
 
     def _show(self, worker: SshWorker, line: str) -> None:
-        """Show a line of a host: its workers', or its launcher's own words."""
+        """Show a line of a worker or a message of a launcher on a host."""
         if worker.answer(line):
-            self._begin(worker)
+            self._send_order(worker)
         elif self._screen.is_verbatim and (entry := Entry.from_line(line)):
             if entry.stream == "worker" and entry.rank is not None:
                 self._screen.nodes[entry.rank] = worker.node
                 self._screen.line(entry.rank, entry.message)
             elif not worker.is_dismissed:
                 self._say(worker, entry.message, entry.level or "info", entry.rank)
-        elif found := _OF_WORKER.match(line):
-            rank = int(found[1])
+        elif match := _WORKER_LINE.match(line):
+            rank = int(match[1])
             self._ranks.add(rank)
-            self._print(rank, self._tracebacks.take(rank, [found[2]]))
+            self._print(rank, self._tracebacks.take(rank, [match[2]]))
         elif worker.version is not None and not worker.is_dismissed and line.strip():
-            told = line if line.startswith(_OURS) else f"{worker.host.name}: {line}"
-            self._say(worker, told)
+            text = line if line.startswith(_PREFIX) else f"{worker.host.name}: {line}"
+            self._say(worker, text)
 
-    def _begin(self, worker: SshWorker) -> None:
+    def _send_order(self, worker: SshWorker) -> None:
+        """Send a launcher its order, if it has the same version of tfdp."""
         if worker.is_dismissed:
             return
         if worker.version == tfdp.__version__:
@@ -191,6 +200,7 @@ class SshJob:
         )
 
     def _print(self, rank: int, lines: list[str]) -> None:
+        """Print lines of a worker."""
         for line in lines:
             self._screen.line(rank, line)
 
@@ -201,7 +211,7 @@ class SshJob:
         level: Level = "info",
         rank: int | None = None,
     ) -> None:
-        """Print a sentence, unless another launcher has just said the same."""
+        """Print a message, unless another launcher has just sent the same."""
         self._has_reason = self._has_reason or bool(_REASON.search(text))
         node = None if worker is None else worker.node
         now = time.monotonic()
@@ -212,19 +222,20 @@ class SshJob:
         self._said[text] = (now, {node})
         self._screen.message(text, level, rank=rank, node=node)
 
-    def _note_end(self, worker: SshWorker) -> None:
+    def _handle_end(self, worker: SshWorker) -> None:
+        """Handle the end of a launcher: schedule its restart, or fail the job."""
         code = worker.exit_code or 0
         if not code or worker.is_dismissed:
             return
         is_lost = code in _LOST_CODES and worker.is_ordered
-        if (is_lost or worker.is_return) and self._may_return(worker):
+        if (is_lost or worker.is_restarted) and self._may_restart(worker):
             if is_lost:
                 self._say(
                     None,
-                    f"{_OURS}the connection to {worker.host.target} was lost; its "
+                    f"{_PREFIX}the connection to {worker.host.target} was lost; its "
                     "launcher is started again",
                 )
-            self._returns[worker.node] = time.monotonic() + _RETURN_SECONDS
+            self._restarts_at[worker.node] = time.monotonic() + _RESTART_SECONDS
         elif worker.version is None:
             said = [line for line in worker.errors if line.strip()]
             why = describe_failure(worker.host, code, said, self._python, self._folder)
@@ -232,60 +243,66 @@ class SshJob:
         elif is_lost:
             last = worker.errors[-1].strip() if worker.errors else "no reason given"
             self._lost_text = self._lost_text or (
-                f"{_OURS}the connection to {worker.host.target} was lost ({last}); the "
-                "workers of all hosts were stopped"
+                f"{_PREFIX}the connection to {worker.host.target} was lost ({last}); "
+                "the workers of all hosts were stopped"
             )
             self._fail(NODE_LOST)
         else:
             self._fail(code)
 
-    def _may_return(self, lost: SshWorker) -> bool:
-        """Return whether somebody waits for a host that was lost."""
+    def _may_restart(self, lost: SshWorker) -> bool:
+        """Return whether the other launchers wait for a lost host to come back.
+
+        The loss of node 0 ends the job for all.
+        """
         others = any(w.is_running for w in self._workers if w is not lost)
         starts_again = self._settings.max_restarts > 0 and self._code is None
-        return starts_again and others and lost.node > 0  # with node 0 all end
+        return starts_again and others and lost.node > 0
 
-    def _bring_back(self, now: float) -> None:
-        for node in [n for n, at in self._returns.items() if now >= at]:
-            del self._returns[node]
-            if self._may_return(self._workers[node]):
+    def _restart_lost(self, now: float) -> None:
+        """Restart the launchers of lost hosts whose time has come."""
+        for node in [n for n, at in self._restarts_at.items() if now >= at]:
+            del self._restarts_at[node]
+            if self._may_restart(self._workers[node]):
                 self._give_up(self._workers[node])
                 self._workers[node] = self._start(node)
-                self._workers[node].is_return = True
+                self._workers[node].is_restarted = True
 
     def _give_up(self, worker: SshWorker) -> None:
-        """Close a connection, also one whose output is held open by somebody else."""
-        for stream in (worker.output, worker.words):
+        """Close a connection, even if another process holds its output open."""
+        for stream in (worker.output, worker.error_output):
             if not stream.has_ended:
                 self._selector.unregister(stream)
         worker.close()
 
     def _fail(self, code: int, text: str = "") -> None:
-        """Note the first failure; the other launchers end, or are told to."""
+        """Record the first failure, and schedule the end of the other launchers."""
         if self._code is not None or self._num_signals:
             self._code = self._code or code
             return
         self._code = code
         if text:
             error = "error: " if code == 2 else ""
-            self._say(None, f"{_OURS}{error}{text}", "error")
+            self._say(None, f"{_PREFIX}{error}{text}", "error")
         now = time.monotonic()
-        self._dismiss_at = now + (_HEARSAY_SECONDS if code != 2 else 0.0)
+        self._dismiss_at = now + (_DISMISS_SECONDS if code != 2 else 0.0)
         self._end_at = self._dismiss_at + self._settings.grace + _END_SECONDS
 
-    def _tell_lost(self) -> None:
+    def _report_lost(self) -> None:
+        """Print the lost connection unless a launcher has reported a reason."""
         if self._lost_text and not self._has_reason and not self._num_signals:
             self._say(None, self._lost_text, "error")
 
     def _dismiss(self) -> None:
-        self._tell_lost()
+        """End all launchers after a failure."""
+        self._report_lost()
         self._dismiss_at = float("inf")
         for worker in self._workers:
             worker.is_dismissed = True
             worker.stop(signal.SIGTERM)
 
-    def _heed_signals(self, now: float) -> None:
-        """Pass signals on to all launchers."""
+    def _forward_signals(self, now: float) -> None:
+        """Forward received signals to all launchers."""
         for signum in self._signals.received[self._num_signals :]:
             self._num_signals += 1
             self._code = self._code or 128 + signum
@@ -296,7 +313,8 @@ class SshJob:
                 worker.stop(signum)
 
     def _give_up_silent(self) -> None:
+        """Fail the job if a launcher has not answered in time."""
         for worker in self._workers:
-            if worker.is_running and worker.version is None and not worker.is_return:
+            if worker.is_running and worker.version is None and not worker.is_restarted:
                 host, seconds = worker.host.target, f"{_ANSWER_SECONDS:.0f} s"
                 self._fail(2, f"tfdp has not started on {host} within {seconds}")

@@ -1,4 +1,4 @@
-"""Launcher of one host, as it is seen through its ssh connection."""
+"""Local handle of the launcher of one host, behind an ssh connection."""
 
 from __future__ import annotations
 
@@ -13,29 +13,32 @@ from tfdp.launch.cli.lines import MAX_LINE_LENGTH, PipeReader, without_escapes
 from tfdp.launch.cli.remote_line import signal_line, version_of
 from tfdp.launch.cli.worker import TAIL_LINES
 
-# A worker's line in JSON, in which a character may take six, and what is said of it.
+# Characters of a worker's line as JSON, which has up to six for each character of the
+# line, and further fields.
 _MAX_LINE_LENGTH = 8 * MAX_LINE_LENGTH
+# Time for ssh to exit before it is killed.
 _KILL_SECONDS = 2.0
-_LAST_WORDS_SECONDS = 1.0
+# Time to read the remaining output after ssh has exited.
+_LAST_OUTPUT_SECONDS = 1.0
 
 
 class SshWorker:
-    """A host's launcher behind an ssh process of this machine.
+    """The launcher of a host, behind a local ssh process.
 
     Args:
-        node: Int, the rank of its node.
-        host: `Host`.
-        command: List of strings, of ssh.
+        node: Int, rank of the launcher's node.
+        host: `Host` of the launcher.
+        command: List of strings, command line of ssh.
 
     Attributes:
-        node: Int, the same.
-        host: `Host`.
-        version: String, of tfdp there, or `None` while it has not answered.
-        is_ordered: Bool, whether it was told what to run.
-        is_return: Bool, whether it was started again, after a lost connection.
-        is_dismissed: Bool, whether it was told to end because of another host.
-        errors: Deque of strings, the last lines of its errors.
-        exit_code: Int, that of ssh, or `None` while it runs.
+        node: Int, rank of the launcher's node.
+        host: `Host` of the launcher.
+        version: String, version of tfdp on the host, or `None` until it has answered.
+        is_ordered: Bool, whether the order to run was sent.
+        is_restarted: Bool, whether it was started again after a lost connection.
+        is_dismissed: Bool, whether it was ended because of a failure.
+        errors: Deque of strings, the last lines of stderr.
+        exit_code: Int, exit code of ssh, or `None` while it runs.
 
     Raises:
         OSError: If ssh cannot be started.
@@ -44,12 +47,12 @@ class SshWorker:
     def __init__(self, node: int, host: Host, command: list[str]) -> None:
         self.node, self.host = node, host
         self.version: str | None = None
-        self.is_ordered = self.is_dismissed = self.is_return = False
+        self.is_ordered = self.is_dismissed = self.is_restarted = False
         self.errors: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self.exit_code: int | None = None
         self._ended_at: float | None = None
         self._unsent = b""
-        # A session of its own: no question on the terminal, no Ctrl-C from there.
+        # A session of its own keeps prompts off the terminal, and Ctrl-C away from ssh.
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -60,7 +63,7 @@ class SshWorker:
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
         self.output = PipeReader(self._process.stdout, _MAX_LINE_LENGTH)
-        self.words = PipeReader(self._process.stderr, _MAX_LINE_LENGTH)
+        self.error_output = PipeReader(self._process.stderr, _MAX_LINE_LENGTH)
         os.set_blocking(self._stdin.fileno(), False)
 
     @property
@@ -69,56 +72,57 @@ class SshWorker:
         return self.exit_code is None
 
     def answer(self, line: str) -> bool:
-        """Take a line that may be its first answer; return whether it is."""
+        """Take the version from a line, and return whether it is the first answer."""
         if self.version is not None:
             return False
         self.version = version_of(without_escapes(line))
         return self.version is not None
 
     def send(self, data: bytes) -> None:
-        """Send a line, as soon as the other end reads; does not wait for it."""
+        """Queue a line for the host, and send as much as fits without blocking."""
         self._unsent += data
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left of the lines that did not fit into the pipe."""
+        """Send the rest of queued lines, as far as the pipe has space."""
         with contextlib.suppress(OSError, ValueError):
             while self._unsent:
                 size = os.write(self._stdin.fileno(), self._unsent)
                 self._unsent = self._unsent[size:]
 
     def stop(self, signum: int) -> None:
-        """Pass a signal on; one that has no order yet loses its connection."""
+        """Forward a signal, or disconnect a launcher that has no order yet."""
         if self.is_ordered:
             self.send(signal_line(signum))
         else:
             self.hang_up()
 
     def hang_up(self) -> None:
-        """End the connection; does not wait for it."""
+        """Disconnect, without waiting for the end of ssh."""
         with contextlib.suppress(OSError):
             self._stdin.close()
         if self._process.poll() is None:
             self._process.terminate()
 
     def poll(self) -> bool:
-        """Note the end of ssh, once all that it wrote is read; return if it is new."""
+        """Check for the end of ssh and its output; return whether it has just ended."""
         if not self.is_running or self._process.poll() is None:
             return False
         now = time.monotonic()
         self._ended_at = self._ended_at or now
-        is_read = self.output.has_ended and self.words.has_ended
-        # A process of ssh's own, such as a ProxyCommand, may hold its output open.
-        if is_read or now - self._ended_at > _LAST_WORDS_SECONDS:
+        is_read = self.output.has_ended and self.error_output.has_ended
+        # A child of ssh, such as a ProxyCommand, may hold the output open after ssh has
+        # ended.
+        if is_read or now - self._ended_at > _LAST_OUTPUT_SECONDS:
             self.exit_code = self._process.returncode
         return not self.is_running
 
     def close(self) -> None:
-        """End the connection, which ends all that runs there, and wait for ssh."""
+        """Disconnect, which ends the launcher on the host, and wait for ssh."""
         self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_SECONDS)
         self._process.kill()
         self._process.wait()
         self.output.pipe.close()
-        self.words.pipe.close()
+        self.error_output.pipe.close()

@@ -1,4 +1,4 @@
-"""Start of worker processes: each by itself, or as forks of one with TensorFlow."""
+"""Start of worker processes, separately or as forks of one with TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from tfdp.launch.cli.import_once.parent import Parent
 from tfdp.launch.cli.import_once.script import Imports, imports_of
 from tfdp.launch.cli.launch import RunSettings
 
-# With these Python does more at its start or end than a fork would.
-_OF_INTERPRETER = (
+# Environment variables with which Python does more at its start or exit than a fork
+# would do.
+_INTERPRETER_VARIABLES = (
     *("PYTHONINSPECT", "PYTHONPROFILEIMPORTTIME", "PYTHONVERBOSE", "PYTHONTRACEMALLOC"),
     *("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG"),
 )
 
 
 class Starter:
-    """Starts the workers of a job.
+    """Starter of the workers of a job.
 
-    They are forks of one process that has imported TensorFlow, where that can be done:
-    one whose environment differs in more than `TF_CONFIG` imports for itself, for
-    TensorFlow reads some variables when it is imported.
+    If possible, workers are forks of one process that has imported TensorFlow. A worker
+    whose environment differs in more than `TF_CONFIG` is a separate process, since
+    TensorFlow reads some variables only at its import.
 
     Args:
-        command: Sequence of strings, what every worker runs.
+        command: Sequence of strings, the command line of each worker.
         imports: `Imports` of the script, or `None` for no forks. Defaults to `None`.
-        wait: Callable, which waits until a `Parent` has imported, and returns whether
-            it has. Defaults to none.
+        wait: Callable that waits until a `Parent` has imported TensorFlow, and returns
+            whether it has. Defaults to no wait.
 
     Attributes:
-        command: Sequence of strings, the same.
-        job: String, stands in the `TF_CONFIG` of each, by which all are found.
+        command: Sequence of strings, the command line of each worker.
+        job: String, id of the job in the `TF_CONFIG` of each worker, by which its
+            processes are identified.
     """
 
     def __init__(
@@ -51,22 +53,22 @@ class Starter:
         self._parent: Parent | None = None
 
     @property
-    def own_pids(self) -> set[int]:
-        """Set of the ids of processes that are no workers, and outlive them."""
+    def helper_pids(self) -> set[int]:
+        """Set of ints, ids of processes that fork workers and outlive them."""
         return {self._parent.pid} if self._parent is not None else set()
 
     def start(self, environment: Mapping[str, str], output: int) -> int:
         """Start a worker, in a session of its own and with an empty stdin.
 
         Args:
-            environment: Dict of its environment variables.
-            output: Int, the descriptor of its stdout and stderr.
+            environment: Dict of the worker's environment variables.
+            output: Int, descriptor for the worker's stdout and stderr.
 
         Returns:
-            Int, its process id. The caller reaps it.
+            Int, process id of the worker, which the caller must reap.
 
         Raises:
-            OSError: If it cannot be started.
+            OSError: If the worker cannot be started.
         """
         shared = {k: v for k, v in environment.items() if k != "TF_CONFIG"}
         if self._imports is not None and self._environment is None:
@@ -77,9 +79,9 @@ class Starter:
                 return self._parent.fork(environment, output)
             except OSError:
                 self.close()
-        # Its output is one stream, so that a traceback stands where it belongs. In a
-        # session of its own: Ctrl-C reaches the launcher alone, which passes it on,
-        # and all that the worker starts can be found again.
+        # stdout and stderr are one stream, which keeps the order of lines. In a session
+        # of its own, Ctrl-C reaches only the launcher, which forwards it, and all
+        # processes that the worker starts can be found.
         process = subprocess.Popen(
             self.command,
             env=environment,
@@ -88,11 +90,12 @@ class Starter:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        process.returncode = 0  # so that `Popen` never reaps it
+        # With a return code, `Popen` never reaps the process.
+        process.returncode = 0
         return process.pid
 
     def close(self) -> None:
-        """End the process that forks."""
+        """End the process that forks workers."""
         if self._parent is not None:
             self._parent.close()
             self._parent = None
@@ -100,13 +103,14 @@ class Starter:
     def _new_parent(
         self, imports: Imports, environment: dict[str, str]
     ) -> Parent | None:
-        # By the job's id it is found among its processes.
-        own = {"TF_CONFIG": json.dumps({"tfdp": {"job": self.job}})}
-        environment = {**environment, **imports.variables, **own}
+        """Start the process that forks workers; return `None` if that fails."""
+        # The id of the job marks the process as one of its processes.
+        config = {"TF_CONFIG": json.dumps({"tfdp": {"job": self.job}})}
+        environment = {**environment, **imports.variables, **config}
         try:
             parent = Parent(self.command, imports.packages, environment)
         except OSError:
-            return None  # as the worker will say
+            return None  # a separately started worker raises the same error
         if not self._wait(parent):
             parent.close()
             return None
@@ -114,13 +118,17 @@ class Starter:
 
 
 def imports_before_forks(settings: RunSettings) -> Imports | None:
-    """Return what is imported before the workers are forked, `None` for no forks.
+    """Return the imports before the workers are forked, or `None` for no forks.
 
     Args:
-        settings: `RunSettings`.
+        settings: `RunSettings` of the job.
     """
     starts = settings.num_workers * (settings.max_restarts + 1)
     has_reason = settings.forks and starts > 1 and not settings.is_module
-    if not has_reason or visible_gpus() or any(map(os.environ.get, _OF_INTERPRETER)):
+    if (
+        not has_reason
+        or visible_gpus()
+        or any(map(os.environ.get, _INTERPRETER_VARIABLES))
+    ):
         return None
     return imports_of(settings.script)

@@ -1,4 +1,4 @@
-"""The tree of nodes, workers and replicas that `tfdp doctor` prints."""
+"""Tree of nodes, workers and replicas that `tfdp doctor` prints."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tfdp.ground.text import pluralize
 
 
 def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
-    """Say of each worker's port whether it answers, of this one's if it is free.
+    """Describe the port of each worker.
+
+    For other workers it is whether the port answers; for this one, whether it is free.
 
     Args:
-        cluster: The `Cluster`.
-        timeout_seconds: Float, how long to wait for answers. Defaults to
-            `1.0`.
+        cluster: `Cluster` of this process.
+        timeout_seconds: Float, longest wait for answers. Defaults to `1.0`.
 
     Returns:
         List of strings, in the order of ranks.
@@ -34,6 +35,7 @@ def port_states(cluster: Cluster, timeout_seconds: float = 1.0) -> list[str]:
 
 
 def _own_port_state(cluster: Cluster) -> str:
+    """Describe whether this worker's port is free."""
     assert cluster.address is not None
     try:
         check_port_free(cluster.address)
@@ -54,13 +56,13 @@ def draw_topology(
         cluster: The `Cluster`.
         devices: Sequence of strings, the devices that each worker trains on.
             All workers have the same number of them.
-        states: Sequence of strings, what to say of each worker's port.
+        states: Sequence of strings, the description of each worker's port.
         topology: The `Topology` of the cluster's replicas.
 
     Returns:
         A `rich.tree.Tree`.
     """
-    # `Text`, for in a plain string an IPv6 address would be taken for markup.
+    # `Text`, since rich would parse an IPv6 address in a plain string as markup.
     tree = Tree(
         Text(
             f"{pluralize(topology.num_nodes, 'node')}, "
@@ -90,13 +92,13 @@ def draw_topology(
 
 
 def describe_unevenness(topology: Topology) -> str | None:
-    """Say what follows from nodes that have unequally many replicas.
+    """Describe the effect of nodes with different numbers of replicas.
 
     Args:
         topology: The `Topology` of the cluster's replicas.
 
     Returns:
-        String, or `None` if the nodes are even.
+        String, or `None` if all nodes have the same number.
     """
     if topology.is_even:
         return None

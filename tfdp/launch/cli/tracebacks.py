@@ -1,4 +1,4 @@
-"""Tracebacks of several workers: one error is shown once."""
+"""Filter that shows the same traceback of several workers once."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from collections.abc import Sequence
 
 from tfdp.launch.cli.lines import without_escapes
 
-# A progress bar that was being drawn may stand before either, on the same line.
+# First line of a traceback, and a worker's line after Ctrl-C. A progress bar that was
+# being drawn may precede either on the same line.
 _BEGIN = "Traceback (most recent call last):"
 _INTERRUPTED = "tfdp: interrupted"
-# What follows from the error of another worker; the message says where this one was.
+# Error of a worker whose peer was lost. Its message has the place in the script, so
+# that the frames are left out.
 _LOST = re.compile(r"tfdp\.[\w.]+\.WorkerLost: ")
+# Line of a traceback with the file and the line of a frame.
 _FRAME = re.compile(r'  File "(?!<)(.+)", line (\d+)')
-# A traceback is written at once; after such a pause it has ended.
+# Pause after a line that ends a traceback: Python writes all its lines at once.
 _PAUSE_SECONDS = 0.3
+# Limits of a held-back traceback, after which it is shown as it is.
 _MAX_SECONDS = 2.0
 _MAX_LINES = 1000
-# One that comes later is told again: the first is out of sight.
+# Time after which the same traceback is shown in full again.
 _RECENT_SECONDS = 30.0
-# What is not the same in two processes.
-_OF_A_PROCESS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=/task:)\d+")
+# Parts of a line that differ between processes: addresses and task indices.
+_PROCESS_DETAILS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=/task:)\d+")
 
 
 @dataclasses.dataclass
 class _Block:
-    """Lines of a worker from the beginning of a traceback on."""
+    """Held-back lines of a worker since the first line of a traceback."""
 
     rank: int
     began_at: float
@@ -39,6 +43,7 @@ class _Block:
         self.added_at = time.monotonic()
 
     def is_complete(self) -> bool:
+        """Return whether the traceback has ended, or has reached a limit."""
         now = time.monotonic()
         if now - self.began_at >= _MAX_SECONDS or len(self.lines) >= _MAX_LINES:
             return True
@@ -47,13 +52,13 @@ class _Block:
 
 
 class Tracebacks:
-    """Filter of the workers' lines that shows what several of them say once.
+    """Filter of the workers' lines that shows the same traceback once.
 
-    All workers run the same script, and so meet the same error. A traceback is held
-    until it is complete, a moment later, so that those of two workers do not mix; one
-    that another worker has just shown becomes a line. All other lines pass at
-    once. Of workers that Ctrl-C has ended, one says where; of those that have lost
-    another worker, none says by which calls.
+    All workers run the same script, and often fail with the same error. A traceback is
+    held back until it is complete, so that tracebacks of two workers do not mix. If
+    another worker has just shown the same one, a single line replaces it. All other
+    lines pass at once. After Ctrl-C, only one worker shows where it was interrupted. A
+    worker whose peer was lost shows its error without frames.
 
     Example:
 
@@ -73,28 +78,28 @@ class Tracebacks:
         self._is_interrupted = self._has_said_where = False
 
     def interrupt(self) -> None:
-        """Note that Ctrl-C was passed on to the workers."""
+        """Record that Ctrl-C was forwarded to the workers."""
         self._is_interrupted = True
 
     def holds(self, rank: int) -> bool:
-        """Return whether lines of this worker wait."""
+        """Return whether lines of a worker are held back."""
         return rank in self._held
 
     def take(self, rank: int, lines: Sequence[str]) -> list[str]:
-        """Take complete lines of a worker; return those to show now."""
+        """Filter complete lines of a worker, and return the lines to show now."""
         return [shown for line in lines for shown in self._take(rank, line)]
 
     def due(self, rank: int) -> list[str]:
-        """Return what is to be shown instead of a traceback that is complete."""
+        """Return the lines to show for a held-back traceback if it is complete."""
         block = self._held.get(rank)
         return self.rest(rank) if block and block.is_complete() else []
 
     def rest(self, rank: int) -> list[str]:
-        """Return what is to be shown instead of all that waits."""
+        """Return the lines to show for all held-back lines of a worker."""
         block = self._held.pop(rank, None)
         if block is None:
             return []
-        # The last of chained ones.
+        # Index of the last one of chained tracebacks.
         begin = max(i for i, line in enumerate(block.lines) if _begins(line))
         if self._is_interrupted and (end := _end_of_ctrl_c(block.lines, begin)):
             said = self._say_where(f"{_INTERRUPTED}{_place(block.lines)}")
@@ -105,12 +110,13 @@ class Tracebacks:
         return self._fold(block)
 
     def _take(self, rank: int, line: str) -> list[str]:
+        """Filter one line of a worker."""
         if rank in self._held:
             self._held[rank].add(line)
             return []
         if _begins(line):
             bar = line.rstrip().removesuffix(_BEGIN)
-            # Not so "ERROR Traceback" and the like.
+            # A word and a space before the text, as in "ERROR Traceback", are no bar.
             is_bar = bool(bar) and not bar[-1].isspace()
             self._held[rank] = _Block(rank, time.monotonic())
             self._held[rank].add(_BEGIN if is_bar else line)
@@ -121,13 +127,14 @@ class Tracebacks:
         return [line]
 
     def _say_where(self, line: str) -> list[str]:
+        """Return the line about the interruption, for the first worker only."""
         if self._has_said_where:
             return []
         self._has_said_where = True
         return [line]
 
     def _fold(self, block: _Block) -> list[str]:
-        """Leave out what another worker has shown."""
+        """Return the lines of a traceback that another worker has not just shown."""
         now = time.monotonic()
         self._shown = [b for b in self._shown if now - b.added_at < _RECENT_SECONDS]
         for other in self._shown:
@@ -137,7 +144,7 @@ class Tracebacks:
             rest = block.lines[size:]
             if not rest:
                 return [f"tfdp: the same error as on worker {other.rank}"]
-            # Only the message differs.
+            # The frames are the same, and only the message differs.
             if all(_is_message(lines, size) for lines in (block.lines, other.lines)):
                 return [
                     f"tfdp: the same traceback as on worker {other.rank}, and:",
@@ -148,13 +155,14 @@ class Tracebacks:
 
 
 def _begins(line: str) -> bool:
+    """Return whether a line begins a traceback."""
     return line.rstrip().endswith(_BEGIN)
 
 
 def _end_of_ctrl_c(lines: Sequence[str], begin: int) -> int:
-    """Return where the lines of an interruption end, or 0 if there is none.
+    """Return the end of a traceback of Ctrl-C in lines, or 0 if it is another error.
 
-    In the middle of a call in C++ it comes as another error that names it.
+    An interrupted call in C++ raises another error that names `KeyboardInterrupt`.
     """
     if "KeyboardInterrupt" in lines[begin:]:
         return lines.index("KeyboardInterrupt", begin) + 1
@@ -163,7 +171,7 @@ def _end_of_ctrl_c(lines: Sequence[str], begin: int) -> int:
 
 
 def _common(lines: Sequence[str], others: Sequence[str]) -> int:
-    """Return how many lines at the beginning are the same."""
+    """Return the number of leading lines that are the same."""
     size = 0
     for line, other in zip(lines, others, strict=False):
         if _comparable(line) != _comparable(other):
@@ -173,19 +181,20 @@ def _common(lines: Sequence[str], others: Sequence[str]) -> int:
 
 
 def _is_message(lines: Sequence[str], index: int) -> bool:
-    """Return whether the frames of a traceback have ended here."""
+    """Return whether a line of a traceback is its message, after the frames."""
     line = lines[index] if 1 < index < len(lines) else ""
     return bool(line.strip()) and not line.startswith(" ")
 
 
 def _comparable(line: str) -> str:
-    text = _OF_A_PROCESS.sub("", without_escapes(line)).rstrip()
+    """Return a line without the parts that differ between processes."""
+    text = _PROCESS_DETAILS.sub("", without_escapes(line)).rstrip()
     return _BEGIN if text.endswith(_BEGIN) else text
 
 
 def _place(lines: Sequence[str]) -> str:
-    """Describe the first frame of a traceback, which is the script's."""
+    """Describe the first frame of a traceback, which is in the script."""
     for line in lines:
-        if found := _FRAME.match(without_escapes(line)):
-            return f" at line {found[2]} of {found[1]}"
+        if match := _FRAME.match(without_escapes(line)):
+            return f" at line {match[2]} of {match[1]}"
     return ""

@@ -1,4 +1,4 @@
-"""One worker process of a local job: its output, its log, its end."""
+"""Worker process of a local job, with its output and its log."""
 
 from __future__ import annotations
 
@@ -22,33 +22,36 @@ from tfdp.launch.cli.noise import is_noise
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.rendezvous.failure import Failure
 
+# Last lines of a worker that are kept for messages.
 TAIL_LINES = 20
+# Interval at which an unfinished line, such as a progress bar, is logged and shown.
 _SNAPSHOT_SECONDS = 10.0
+# Longest wait for the end of a killed process.
 _REAP_SECONDS = 1.0
-# What a worker wrote before it ended is in the pipe, which holds no more than
-# this. What its own children go on writing there must not keep us reading.
+# Most bytes to read after a worker's end, which is the capacity of a pipe. The limit
+# ends the reading even if children of the worker continue to write.
 _MAX_PIPE_BYTES = 1 << 20
-# The text of `tfdp.communication.coordination.watch.errors.failure_message`, whose
-# import loads TensorFlow.
+# Text of `tfdp.communication.coordination.watch.errors.failure_message`, repeated here
+# since importing that module imports TensorFlow.
 _LOST = re.compile(r"\bWorker (\d+) \([^()\s]+\) was lost\b")
 
-# Neither follow a link nor wait for the reader of a FIFO.
+# Flags for opening a log: no symbolic link is followed, and a FIFO does not block.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
 _FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class Worker:
-    """A worker process, in a session of its own.
+    """A worker process in a session of its own.
 
     Args:
         rank: Int, the worker's rank.
-        start: Callable of the descriptor for the worker's output, which starts the
-            process and returns its id, see `Starter.start`.
-        log: `LogFile` that gets the lines the worker writes.
+        start: Callable that takes a descriptor for the worker's output, starts the
+            process and returns its id, such as `Starter.start`.
+        log: `LogFile` of the worker's lines.
 
     Attributes:
-        pid: Int, the id of the process and of its session.
-        output: `PipeReader` of its output.
+        pid: Int, id of the process and of its session.
+        output: `PipeReader` of the worker's output.
 
     Raises:
         OSError: If the process cannot be started.
@@ -59,7 +62,7 @@ class Worker:
         self.log = log
         self.exit_code: int | None = None
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
-        # When the line being drawn began, or anything was logged after that.
+        # Time at which the unfinished line began, or was last logged.
         self._shown_at = time.monotonic()
         reader, writer = os.pipe()
         self.output = PipeReader(open(reader, "rb", buffering=0))  # noqa: SIM115
@@ -73,12 +76,12 @@ class Worker:
 
     @property
     def is_running(self) -> bool:
-        """Bool, whether the process has not been seen to end."""
+        """Bool, whether `poll` has not seen the end of the process yet."""
         return self.exit_code is None
 
     @property
     def is_suspended(self) -> bool:
-        """Bool, whether the process was stopped, so that it does not end by itself."""
+        """Bool, whether the process is stopped, such as by SIGSTOP."""
         with contextlib.suppress(psutil.Error):
             return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
         return False
@@ -90,35 +93,36 @@ class Worker:
 
     @property
     def lost_rank(self) -> int | None:
-        """Int, which other worker its last lines say was lost, or `None`."""
-        found = [match for line in self.tail for match in _LOST.findall(line)]
-        return int(found[-1]) if found else None
+        """Int, rank of the peer that the last lines report as lost, or `None`."""
+        ranks = [rank for line in self.tail for rank in _LOST.findall(line)]
+        return int(ranks[-1]) if ranks else None
 
     def read(self) -> list[str]:
-        """Read what there is, at most one chunk; return the complete lines."""
+        """Read at most one chunk of output, log it, and return the complete lines."""
         is_new_line = not self.unfinished
         lines = self.output.read()
         if is_new_line:
-            # Python writes a line and its end apart: the half of one is no bar.
+            # Python writes the end of a line separately. A new unfinished line is
+            # therefore shown only after an interval.
             self._shown_at = time.monotonic()
-        self._note(lines)
+        self._record(lines)
         return lines
 
     def read_rest(self) -> list[str]:
-        """Read what is left once the process has ended."""
+        """Read and log the remaining output after the end of the process."""
         lines: list[str] = []
         for _ in range(_MAX_PIPE_BYTES // CHUNK_BYTES):
             if not self.output.has_ended:
                 lines += self.read()
         last = self.output.close()
-        self._note(last)
+        self._record(last)
         return lines + last
 
     def snapshot(self) -> str | None:
-        """Return, and log, the line being drawn if it is time to show it.
+        """Log and return the unfinished line, if it is time to show it.
 
-        A progress bar ends its line only when it is full. In a log it is drawn
-        once for each of these moments, and not for each step.
+        A progress bar ends its line only when it is full. The log gets its state once
+        in an interval, instead of one line for each step.
         """
         text = self.unfinished
         if not text or time.monotonic() - self._shown_at < _SNAPSHOT_SECONDS:
@@ -126,7 +130,8 @@ class Worker:
         self._log_lines([text])
         return text
 
-    def _note(self, lines: list[str]) -> None:
+    def _record(self, lines: list[str]) -> None:
+        """Add lines to the log and the tail."""
         self.tail.extend(line for line in lines if not is_noise(line))
         if lines:
             self._log_lines(lines)
@@ -136,10 +141,10 @@ class Worker:
         self.log.write("".join(f"{without_escapes(line).rstrip()}\n" for line in lines))
 
     def poll(self) -> bool:
-        """Note the end of the process; return whether it has just ended.
+        """Check for the end of the process; return whether it has just ended.
 
-        The process is not reaped: as a zombie it keeps its id from being given
-        to another process, to which our signals would then go.
+        The process is not reaped: a zombie keeps its id, which another process could
+        otherwise get, and with it the signals for this worker.
         """
         if not self.is_running:
             return False
@@ -152,7 +157,7 @@ class Worker:
         return True
 
     def send(self, signum: int) -> None:
-        """Send a signal: Ctrl-C to all its processes, as a terminal does."""
+        """Send a signal to the worker; Ctrl-C to its whole process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if signum == signal.SIGINT:
                 os.killpg(self.pid, signum)
@@ -160,7 +165,7 @@ class Worker:
                 os.kill(self.pid, signum)
 
     def describe_end(self) -> str:
-        """Say in words how the process ended."""
+        """Describe how the process ended."""
         code = self.exit_code or 0
         if code == PREEMPTED:
             return f"was preempted and has saved its training (exit code {code})"
@@ -171,7 +176,7 @@ class Worker:
 
     @property
     def failure(self) -> Failure:
-        """`Failure`, its end as others read of it."""
+        """`Failure` that describes the end of the process."""
         return Failure(
             self.rank,
             shell_code(self.exit_code or 0),
@@ -200,7 +205,7 @@ def signal_name(signum: int) -> str:
 
 
 def shell_code(exit_code: int) -> int:
-    """Return the code by which a shell reports the end of a process."""
+    """Convert an exit code of Python, negative for a signal, to that of a shell."""
     return exit_code if exit_code >= 0 else 128 - exit_code
 
 
@@ -208,27 +213,26 @@ def open_logs(folder: pathlib.Path, names: list[str], screen: Screen) -> list[Lo
     """Open logs of workers.
 
     Args:
-        folder: Path.
-        names: List of strings, of the files.
-        screen: The `Screen` that is told where one cannot be written later.
+        folder: Path of the folder of logs.
+        names: List of strings, names of the files.
+        screen: `Screen` for a warning if a log cannot be written later.
 
     Raises:
-        click.UsageError: If one cannot be opened.
+        click.UsageError: If a log cannot be opened.
     """
     with usage_errors():
         return [LogFile(folder / name, screen.warn) for name in names]
 
 
 class LogFile:
-    """File that lines are added to; failures are reported once and not raised.
+    """File to append lines to; a failed write is reported once, and not raised.
 
     Args:
-        path: Path of the file. One that is there is continued, never overwritten.
-        warn: Function that takes one sentence.
+        path: Path of the file. An existing file is appended to.
+        warn: Function that prints a sentence as a warning.
 
     Raises:
-        ValueError: If something else than a regular file is there, or it cannot be
-            opened.
+        ValueError: If the path is no regular file, or cannot be opened.
     """
 
     def __init__(self, path: pathlib.Path, warn: Callable[[str], None]) -> None:
@@ -236,9 +240,9 @@ class LogFile:
         self._warn = warn
         try:
             self._fd = os.open(path, _FLAGS, 0o666)
-            found = os.fstat(self._fd)
-            # What has a second name may be anybody's file.
-            if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            status = os.fstat(self._fd)
+            # A hard link may name a file that belongs to something else.
+            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 os.close(self._fd)
                 raise OSError(0, "it is no regular file of its own")
         except OSError as error:
@@ -248,9 +252,9 @@ class LogFile:
             ) from error
 
     def write(self, text: str) -> None:
-        """Add text to the file."""
+        """Append text to the file."""
         data = text.encode("utf-8", errors="replace")
-        # A full disk ends the log, not the training.
+        # Not raised, since a full disk must not end the training.
         try:
             while data:
                 data = data[os.write(self._fd, data) :]

@@ -1,10 +1,10 @@
-"""Workers that are forks of one process, which has imported TensorFlow.
+"""Workers as forks of one process that has imported TensorFlow.
 
-Most of the time until a first step is the import of TensorFlow and Keras: N workers of
-one machine that each import them wait N times as long as one, where cores are few.
+The import of TensorFlow and Keras takes most of the time until the first step. On a
+machine with few cores, N workers that each import them take N times as long as one.
 
 Reading order:
-    script: whether a script can be given modules that are imported before it runs
-    sitecustomize: the process that imports, and forks
-    parent: that process as the launcher sees it
+    script: which modules can be imported before a script runs
+    sitecustomize: the process that imports them, and forks
+    parent: the launcher's handle of that process
 """

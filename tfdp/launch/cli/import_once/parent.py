@@ -1,4 +1,4 @@
-"""The process of which workers are forks, as the launcher sees it."""
+"""The launcher's handle of the process that forks workers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from pathlib import Path
 
 from tfdp.launch.cli.signals import SignalPipe
 
-# Later each worker imports by itself, whose output says what takes so long.
+# Longest wait for the imports. After it each worker imports by itself, and its output
+# shows what takes long.
 _IMPORT_SECONDS = 60.0
-_TURN_SECONDS = 0.1
-# A fork takes milliseconds; who is suspended answers nothing.
+# Interval of checks for signals during the imports.
+_POLL_SECONDS = 0.1
+# Longest wait for a fork, which takes milliseconds unless the process is suspended.
 _FORK_SECONDS = 30.0
+# Longest wait for the end of the killed process.
 _END_SECONDS = 5.0
 _FOLDER = Path(__file__).parent
 
 
 class Parent:
-    """Process that has imported TensorFlow, and becomes worker after worker.
+    """Process that imports TensorFlow once, and forks a worker for each request.
 
-    The launcher has to be a subreaper, see
+    The launcher must be a subreaper, see
     `tfdp.communication.cluster.process_tree.adopt_orphans`.
 
     Args:
-        command: Sequence of strings, what every worker runs.
-        packages: Sequence of strings, what it imports.
-        environment: Dict of the variables in which it does.
+        command: Sequence of strings, the command line of each worker.
+        packages: Sequence of strings, names of the packages to import.
+        environment: Dict of environment variables during the imports.
     """
 
     def __init__(
@@ -43,15 +46,15 @@ class Parent:
         environment: Mapping[str, str],
     ) -> None:
         path = environment.get("PYTHONPATH")
-        hooked = f"{_FOLDER}{os.pathsep}{path}" if path else str(_FOLDER)
-        self._connection, theirs = socket.socketpair()
+        python_path = f"{_FOLDER}{os.pathsep}{path}" if path else str(_FOLDER)
+        self._connection, child_end = socket.socketpair()
         try:
-            with theirs, tempfile.TemporaryFile() as output:
-                # In a session of its own: Ctrl-C reaches the launcher alone.
+            with child_end, tempfile.TemporaryFile() as output:
+                # In a session of its own, so that Ctrl-C reaches only the launcher.
                 self._process = subprocess.Popen(
                     list(command),
-                    env={**environment, "PYTHONPATH": hooked},
-                    stdin=theirs.fileno(),
+                    env={**environment, "PYTHONPATH": python_path},
+                    stdin=child_end.fileno(),
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -68,20 +71,20 @@ class Parent:
 
     @property
     def pid(self) -> int:
-        """Int, its process id."""
+        """Int, the process id."""
         return self._process.pid
 
     def wait(self, signals: SignalPipe, until: float | None) -> bool:
-        """Wait until it has imported TensorFlow; return whether it has.
+        """Wait until TensorFlow is imported; return whether it is.
 
         Args:
             signals: `SignalPipe` whose signals end the wait.
-            until: Float, by `time.monotonic()`, when the wait ends, or `None`.
+            until: Float, time by `time.monotonic()` at which the wait ends, or `None`.
         """
         end = time.monotonic() + _IMPORT_SECONDS
         end = end if until is None else min(end, until)
         while not signals.received and (left := end - time.monotonic()) > 0:
-            timeout = min(left, _TURN_SECONDS)
+            timeout = min(left, _POLL_SECONDS)
             if select.select([self._connection], [], [], timeout)[0]:
                 with contextlib.suppress(OSError):
                     return self._number() == 0
@@ -93,15 +96,15 @@ class Parent:
         """Fork a worker.
 
         Args:
-            environment: Dict of its environment variables.
-            output: Int, the descriptor of its stdout and stderr.
+            environment: Dict of the worker's environment variables.
+            output: Int, descriptor for the worker's stdout and stderr.
 
         Returns:
-            Int, its process id. It is a child of this process, with a session of its
-            own.
+            Int, process id of the worker, which is a child of this process and has a
+            session of its own.
 
         Raises:
-            OSError: If it could not be started, or there is no answer in time.
+            OSError: If the fork failed, or was not answered in time.
         """
         self._send(json.dumps(dict(environment)), output)
         number = self._number()
@@ -110,19 +113,21 @@ class Parent:
         return number
 
     def close(self) -> None:
-        """End the process; its forks are not affected."""
+        """Kill the process; its forks continue."""
         self._connection.close()
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
 
     def _send(self, text: str, *descriptors: int) -> None:
+        """Send a text, after its length in 8 bytes, with file descriptors."""
         data = text.encode()
         head = len(data).to_bytes(8, "little")
         socket.send_fds(self._connection, [head], descriptors)
         self._connection.sendall(data)
 
     def _number(self) -> int:
+        """Receive an answer: a process id, 0 for "ready", or a negative `errno`."""
         answer = self._connection.recv(8, socket.MSG_WAITALL)
         if len(answer) < 8:
             raise ConnectionError("The process that forks workers has ended")

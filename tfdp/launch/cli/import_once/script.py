@@ -1,4 +1,4 @@
-"""Whether a script can be given a TensorFlow that was imported before it runs."""
+"""Analysis of a script: which modules can be imported before it runs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _PACKAGES = frozenset(["tensorflow", "keras", "tfdp"])
-# What changes the environment by other names than `os.environ`.
+# Functions that change the environment other than by `os.environ`.
 _CHANGES_ENVIRONMENT = frozenset(["putenv", "unsetenv", "load_dotenv"])
+# Methods of `os.environ` that only read it.
 _READS_ENVIRONMENT = frozenset(["get", "copy", "items", "keys", "values"])
 
 
 class Imports(NamedTuple):
-    """What can be imported before a script runs.
+    """Packages that can be imported before a script runs.
 
     Args:
-        packages: List of strings.
-        variables: Dict of what the script sets in the environment before it imports
-            them: TensorFlow reads some variables once, when it is imported.
+        packages: List of strings, names of the packages.
+        variables: Dict of environment variables that the script sets before it imports
+            the packages: TensorFlow reads some variables only at its import.
     """
 
     packages: list[str]
@@ -28,17 +29,17 @@ class Imports(NamedTuple):
 
 
 def imports_of(script: str) -> Imports | None:
-    """Find what can be imported before a script runs.
+    """Find the packages that can be imported before a script runs.
 
-    Of the environment only constants are known that the script, or modules in its
-    folder, set at their top level.
+    The script, and modules in its folder, may set environment variables to constants at
+    their top level. Any other change of the environment rules early imports out.
 
     Args:
         script: String, path of a Python file.
 
     Returns:
-        `Imports`, or `None` where the script imports no TensorFlow, or changes the
-        environment in another way before.
+        `Imports`, or `None` if the script does not import TensorFlow, or changes the
+        environment in another way before that.
     """
     variables: dict[str, str] = {}
     imported: set[str] = set()
@@ -55,8 +56,8 @@ def imports_of(script: str) -> Imports | None:
                 return None
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
-    is_other = variables.get("KERAS_BACKEND", "tensorflow") != "tensorflow"
-    if is_other or not imported & _PACKAGES:
+    is_other_backend = variables.get("KERAS_BACKEND", "tensorflow") != "tensorflow"
+    if is_other_backend or not imported & _PACKAGES:
         return None
     return Imports(["tensorflow", "keras", *imported & {"tfdp"}], variables)
 
@@ -64,17 +65,17 @@ def imports_of(script: str) -> Imports | None:
 def _statements(
     path: str, folder: str, imported: set[str], seen: set[str]
 ) -> Iterator[ast.stmt | None]:
-    """Follow a file, and the modules of the script's folder, as Python would run them.
+    """Yield the statements of a file and of imported modules, in order of execution.
 
     Args:
-        path: String, of the file.
-        folder: String, the script's.
-        imported: Set of the packages that are imported, at once or in a function, to
-            which those of the file are added.
-        seen: Set of the files that were followed.
+        path: String, path of the file.
+        folder: String, folder of the script, whose modules are included.
+        imported: Set of imported packages, at the top level or in a function. The
+            packages of the file are added to it.
+        seen: Set of the files that were visited.
 
     Yields:
-        Each statement, and `None` where TensorFlow is imported.
+        Each statement, and `None` at an import of TensorFlow.
     """
     if path in seen:
         return
@@ -96,7 +97,7 @@ def _statements(
 
 
 def _files_of(name: str, folder: str) -> Iterator[str]:
-    """Yield the files of a module of a folder, and of the packages that it is in."""
+    """Yield the existing files of a module in a folder, and of its parent packages."""
     place = folder
     for part in name.split("."):
         place = os.path.join(place, part)
@@ -105,7 +106,12 @@ def _files_of(name: str, folder: str) -> Iterator[str]:
 
 
 def _constant_set(statement: ast.stmt) -> tuple[str, str, bool] | None:
-    """Return name and value of `os.environ["NAME"] = "value"`, or of a `setdefault`."""
+    """Parse a statement that sets an environment variable to a constant.
+
+    Returns:
+        Tuple of the name, the value, and whether the statement is a `setdefault`; or
+        `None` for any other statement.
+    """
     name: ast.expr
     value: ast.expr
     match statement:
@@ -124,20 +130,24 @@ def _constant_set(statement: ast.stmt) -> tuple[str, str, bool] | None:
     if not _is_environment(place):
         return None
     with contextlib.suppress(ValueError):
-        found = ast.literal_eval(name), ast.literal_eval(value)
-        if all(isinstance(text, str) for text in found):
-            return (*found, is_default)
+        constants = ast.literal_eval(name), ast.literal_eval(value)
+        if all(isinstance(text, str) for text in constants):
+            return (*constants, is_default)
     return None
 
 
 def _is_environment(node: ast.AST) -> bool:
+    """Return whether a node is `os.environ`, or `environ` imported from `os`."""
     return (isinstance(node, ast.Attribute) and node.attr == "environ") or (
         isinstance(node, ast.Name) and node.id == "environ"
     )
 
 
 def _changes_environment(node: ast.AST) -> bool:
-    """Return whether a node changes the environment, or may pass it to what does."""
+    """Return whether a node changes the environment, or uses it otherwise than to read.
+
+    A function that receives `os.environ` may change it.
+    """
     for child in ast.iter_child_nodes(node):
         if not _is_environment(child):
             continue
@@ -156,7 +166,7 @@ def _package(name: str) -> str:
 
 
 def _imported(code: ast.AST) -> Iterator[str]:
-    """Yield the names of the modules that some code imports, also inside of it."""
+    """Yield the names of the modules that some code imports, also in functions."""
     for node in ast.walk(code):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

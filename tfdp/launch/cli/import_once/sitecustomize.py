@@ -1,11 +1,12 @@
 """Process that imports TensorFlow once, and forks a worker for each request.
 
-Python imports a module of this name when it starts, before it runs the script. Each
-worker is a fork that returns from here: Python then goes on as in a process of its own,
-so that the script finds its `__main__`, arguments, tracebacks and exit code. The
-process that forks never returns: it ends when the launcher closes the connection.
+Python imports a module of this name at its start, before it runs the script. Each
+worker is a fork that returns from this module: Python then runs the script as in a
+separate process, with the usual `__main__`, arguments, tracebacks and exit code. The
+process that forks never returns: it exits when the launcher closes the connection.
 
-It runs before anything of the user's, and therefore needs the standard library only.
+This module runs before any code of the user, and therefore uses only the standard
+library.
 """
 
 from __future__ import annotations
@@ -23,27 +24,28 @@ import time
 import warnings
 from typing import Any
 
-# Imported where the launcher asks for their package.
-_ROOMS_OF_TFDP = ("tfdp.training.strategy.strategy", "tfdp.callbacks")
-# What TensorFlow and its libraries may read when they are imported.
+# Modules that are imported in advance for a script that imports tfdp.
+_TFDP_MODULES = ("tfdp.training.strategy.strategy", "tfdp.callbacks")
+# Prefixes of environment variables that TensorFlow and its libraries read at import.
 _READ_AT_IMPORT = (
     *("TF_", "KERAS_", "XLA_", "CUDA_", "NVIDIA_", "ONEDNN_", "DNNL_"),
     *("OMP_", "KMP_", "OPENBLAS_", "MKL_"),
 )
+# Answer to the launcher once all packages are imported.
 _READY = 0
 
 
 def main() -> None:
-    """Import, then fork on request; return in the forks only."""
+    """Import the packages, then fork on request; return in the forks only."""
     folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != folder]
-    _import_users_own()
-    connection = socket.socket(fileno=os.dup(0))  # the standard input
+    _import_user_sitecustomize()
+    connection = socket.socket(fileno=os.dup(0))  # the launcher's socket is stdin
     environment = dict(os.environ)
     try:
         packages = json.loads(_receive(connection)[0])
         _import(packages)
-        # A fork has only the thread that forks it.
+        # A fork has only the thread that calls it, so that other threads would be lost.
         if threading.active_count() > 1 or _is_shadowed(sys.argv[0]):
             os._exit(1)
         preloaded = _Preloaded(packages, environment)
@@ -51,47 +53,48 @@ def main() -> None:
         while not _fork(connection, *_receive(connection)):
             pass
         preloaded.install()
-    except BaseException:  # noqa: BLE001 Python would go on with the script
+    except BaseException:  # noqa: BLE001 Python would run the script otherwise
         os._exit(1)
 
 
-def _import_users_own() -> None:
-    """Import the `sitecustomize` that this one stands before."""
-    own = sys.modules.pop(__name__)
+def _import_user_sitecustomize() -> None:
+    """Import the `sitecustomize` of the user, which this module hides."""
+    this_module = sys.modules.pop(__name__)
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(__name__)
-    sys.modules.setdefault(__name__, own)
+    sys.modules.setdefault(__name__, this_module)
 
 
 def _import(packages: list[str]) -> None:
-    # What is imported stays: to collect garbage meanwhile takes a tenth of the time,
-    # and would write to the pages that forks share later.
+    """Import packages, and the main modules of tfdp, with garbage collection off."""
+    # Imported modules are permanent. Collecting garbage during the imports would take a
+    # tenth of the time, and later collections would write to pages that forks share.
     gc.disable()
-    rooms = _ROOMS_OF_TFDP if "tfdp" in packages else ()
-    for name in (*packages, *rooms):
+    tfdp_modules = _TFDP_MODULES if "tfdp" in packages else ()
+    for name in (*packages, *tfdp_modules):
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
 
 
 def _is_shadowed(script: str) -> bool:
-    """Return whether the script's folder holds other modules of these names."""
+    """Return whether the script's folder has modules of the names of imported ones."""
     folder = os.path.dirname(os.path.abspath(script))
     for entry in os.scandir(folder):
         name = entry.name.removesuffix(".py")
         is_package = os.path.isfile(os.path.join(entry.path, "__init__.py"))
         if name in sys.modules and (is_package or name != entry.name):
-            own = getattr(sys.modules[name], "__file__", None) or ""
-            if not os.path.abspath(own).startswith(entry.path):
+            imported_file = getattr(sys.modules[name], "__file__", None) or ""
+            if not os.path.abspath(imported_file).startswith(entry.path):
                 return True
     return False
 
 
 def _fork(connection: socket.socket, environment: bytes, output: int) -> bool:
-    """Fork a worker, in a session of its own; return whether this is the worker.
+    """Fork a worker in a session of its own; return whether this process is the worker.
 
-    It is a fork of a fork that has ended: the kernel then makes it a child of the
-    launcher, which waits for it as for one that it has started.
+    The worker is a fork of a fork that has exited: the kernel then makes it a child of
+    the launcher, which reaps it like any process that it has started.
     """
     if child := _quiet_fork():
         _, status = os.waitpid(child, 0)
@@ -115,14 +118,16 @@ def _fork(connection: socket.socket, environment: bytes, output: int) -> bool:
 
 
 def _quiet_fork() -> int:
+    """Fork without the warning about threads."""
     with warnings.catch_warnings():
-        # Of Python 3.12, about threads: NumPy's BLAS has some, which it makes again.
+        # Python 3.12 warns of threads. NumPy's BLAS has some, but recreates them in a
+        # fork.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def _become_worker(environment: dict[str, str], output: int) -> None:
-    """Take the worker's streams and environment, and random states of its own."""
+    """Set up the worker's streams, environment and random state."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -132,34 +137,36 @@ def _become_worker(environment: dict[str, str], output: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # Python's own generator seeds itself in each fork
+        # NumPy's generator does not reseed itself in a fork, while `random` does.
+        numpy.random.seed()
 
 
 class _Preloaded:
-    """Finder that gives a script the preloaded packages when it imports them.
+    """Import finder that returns preloaded packages when a script imports them.
 
-    Until then `sys.modules` lacks them, and nothing is seen of what their import has
-    written and set in the environment, as in a process of its own.
+    Until then the packages are absent from `sys.modules`, and the output and the
+    environment variables of their import are withheld, as in a separate process.
 
     Args:
-        packages: List of strings.
-        environment: Dict of the variables with which they were imported.
+        packages: List of strings, names of the preloaded packages.
+        environment: Dict of environment variables before the imports.
     """
 
     def __init__(self, packages: list[str], environment: dict[str, str]) -> None:
-        # With their modules: `from keras.layers import Dense` imports `keras`, too.
+        # The modules of a package come with it: `from keras.layers import Dense` first
+        # imports `keras`, which restores `keras.layers`.
         self._modules: dict[str, dict[str, Any]] = {name: {} for name in packages}
         for name, module in sys.modules.items():
             if (package := name.partition(".")[0]) in self._modules:
                 self._modules[package][name] = module
         self._specs = {name: sys.modules[name].__spec__ for name in packages}
         self._environment = environment
-        self._set = dict(os.environ.items() - environment.items())
-        self._written = os.pread(1, os.fstat(1).st_size, 0)
-        self._is_seen = False
+        self._variables = dict(os.environ.items() - environment.items())
+        self._output = os.pread(1, os.fstat(1).st_size, 0)
+        self._is_used = False
 
     def install(self) -> None:
-        """Take the packages out of `sys.modules`, and find them from now on."""
+        """Remove the packages from `sys.modules`, and register this finder."""
         for modules in self._modules.values():
             for name in modules:
                 del sys.modules[name]
@@ -169,9 +176,9 @@ class _Preloaded:
         del path, target
         if name not in self._modules:
             return None
-        if not self._is_seen:
-            self._is_seen = True
-            self._follow_up()
+        if not self._is_used:
+            self._is_used = True
+            self._replay_import()
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> Any:
@@ -182,13 +189,13 @@ class _Preloaded:
         module.__spec__ = self._specs[name]
         sys.modules.update(self._modules.pop(name))
         if name == "tfdp":
-            # By the rank, which only a worker has.
+            # Depends on the rank, which only a worker has.
             importlib.import_module("tfdp.features.tracking.watch").watch_trackers()
         if not self._modules:
             sys.meta_path.remove(self)
 
-    def _follow_up(self) -> None:
-        """Do what the import has done, and warn of what it could not know."""
+    def _replay_import(self) -> None:
+        """Apply the import's variables and output; warn of variables set since then."""
         changed = [
             name
             for name in sorted(self._environment.keys() | os.environ.keys())
@@ -196,10 +203,10 @@ class _Preloaded:
             and name.startswith(_READ_AT_IMPORT)
             and name != "TF_CONFIG"
         ]
-        for name, value in self._set.items():
+        for name, value in self._variables.items():
             os.environ.setdefault(name, value)
-        while self._written:
-            self._written = self._written[os.write(2, self._written) :]
+        while self._output:
+            self._output = self._output[os.write(2, self._output) :]
         if changed:
             warnings.warn(
                 f"`tfdp run` imported TensorFlow before the script set "
@@ -214,7 +221,7 @@ def _send(connection: socket.socket, number: int) -> None:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, int]:
-    """Receive a text, and a descriptor, or -1; exit where the launcher has ended."""
+    """Receive a text and a descriptor, or -1; exit if the launcher has disconnected."""
     head, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
     text, size = b"", int.from_bytes(head, "little")
     while len(text) < size and (part := connection.recv(size - len(text))):
