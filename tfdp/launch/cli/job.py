@@ -136,7 +136,7 @@ class Job:
 
     @property
     def lost(self) -> Worker | None:
-        """The worker that failed workers name as lost, or `None`.
+        """`Worker` that failed workers name as lost, or `None`.
 
         It may still be alive but suspended, or end at about the same time as the worker
         that names it, in either order.
@@ -198,7 +198,7 @@ class Job:
             if self._screen.has_no_reader:
                 code = shell_code(-signal.SIGPIPE)
                 why = "the output has lost its reader"
-                return self._end_here(why, code, signal.SIGTERM)
+                return self._end_and_notify(why, code, signal.SIGTERM)
             now, until = time.monotonic(), self._context.until
             if until is not None and now >= until:
                 return self._end_by_timeout()
@@ -357,7 +357,7 @@ class Job:
         self._stop(signum)
         return code
 
-    def _end_here(self, why: str, code: int, signum: int) -> int:
+    def _end_and_notify(self, why: str, code: int, signum: int) -> int:
         """Stop the workers, and notify the other nodes if there are any."""
         if self._others is not None:
             self._others.leave(why, code, signum)
@@ -371,7 +371,7 @@ class Job:
         self._screen.message(
             f"tfdp: {why}, stopping the {who} (once more kills {them} at once)"
         )
-        code = self._end_here(why, 128 + signum, signum)
+        code = self._end_and_notify(why, 128 + signum, signum)
         if self.is_preempted:
             self._screen.message(
                 "tfdp: training was preempted and is saved; the same command goes on "
@@ -387,7 +387,7 @@ class Job:
             f"tfdp: not done within --timeout, stopping the {who}: {', '.join(ranks)}",
             "error",
         )
-        return self._end_here("--timeout is over", TIMED_OUT, signal.SIGTERM)
+        return self._end_and_notify("--timeout is over", TIMED_OUT, signal.SIGTERM)
 
     def _stop(self, signum: int) -> None:
         """Ask the workers to exit, and kill the remaining ones after the grace."""

@@ -108,7 +108,7 @@ def describe_failure(
     name, text = host.target, " ".join(said)
     last = said[-1].strip().rstrip(".") if said else "no reason given"
     if code == CONNECTION_LOST:
-        return _describe_no_login(name, text, last)
+        return _describe_connection_failure(name, text, last)
     if code == _NO_FOLDER:
         return (
             f"{name} has no folder {folder}: the script has to be at the same place on "
@@ -127,7 +127,7 @@ def describe_failure(
     return f"The launcher on {name} has ended with code {code}: {last}"
 
 
-def _describe_no_login(name: str, text: str, last: str) -> str:
+def _describe_connection_failure(name: str, text: str, last: str) -> str:
     """Describe a failed connection by the text of ssh's errors and the last of them."""
     if "Permission denied" in text:
         return (

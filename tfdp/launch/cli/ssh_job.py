@@ -127,7 +127,7 @@ class SshJob:
             self._forward_signals(now)
             self._restart_lost(now)
             if now - started_at >= _ANSWER_SECONDS:
-                self._give_up_silent()
+                self._fail_if_silent()
             if now >= self._dismiss_at:
                 self._dismiss()
             if now >= self._end_at or self._screen.has_no_reader:
@@ -175,14 +175,16 @@ class SshJob:
                 self._screen.nodes[entry.rank] = worker.node
                 self._screen.line(entry.rank, entry.message)
             elif not worker.is_dismissed:
-                self._say(worker, entry.message, entry.level or "info", entry.rank)
+                self._print_message(
+                    worker, entry.message, entry.level or "info", entry.rank
+                )
         elif match := _WORKER_LINE.match(line):
             rank = int(match[1])
             self._ranks.add(rank)
             self._print(rank, self._tracebacks.take(rank, [match[2]]))
         elif worker.version is not None and not worker.is_dismissed and line.strip():
             text = line if line.startswith(_PREFIX) else f"{worker.host.name}: {line}"
-            self._say(worker, text)
+            self._print_message(worker, text)
 
     def _send_order(self, worker: SshWorker) -> None:
         """Send a launcher its order, if it has the same version of tfdp."""
@@ -204,7 +206,7 @@ class SshJob:
         for line in lines:
             self._screen.line(rank, line)
 
-    def _say(
+    def _print_message(
         self,
         worker: SshWorker | None,
         text: str,
@@ -230,7 +232,7 @@ class SshJob:
         is_lost = code in _LOST_CODES and worker.is_ordered
         if (is_lost or worker.is_restarted) and self._may_restart(worker):
             if is_lost:
-                self._say(
+                self._print_message(
                     None,
                     f"{_PREFIX}the connection to {worker.host.target} was lost; its "
                     "launcher is started again",
@@ -283,7 +285,7 @@ class SshJob:
         self._code = code
         if text:
             error = "error: " if code == 2 else ""
-            self._say(None, f"{_PREFIX}{error}{text}", "error")
+            self._print_message(None, f"{_PREFIX}{error}{text}", "error")
         now = time.monotonic()
         self._dismiss_at = now + (_DISMISS_SECONDS if code != 2 else 0.0)
         self._end_at = self._dismiss_at + self._settings.grace + _END_SECONDS
@@ -291,7 +293,7 @@ class SshJob:
     def _report_lost(self) -> None:
         """Print the lost connection unless a launcher has reported a reason."""
         if self._lost_text and not self._has_reason and not self._num_signals:
-            self._say(None, self._lost_text, "error")
+            self._print_message(None, self._lost_text, "error")
 
     def _dismiss(self) -> None:
         """End all launchers after a failure."""
@@ -312,7 +314,7 @@ class SshJob:
             for worker in self._workers:
                 worker.stop(signum)
 
-    def _give_up_silent(self) -> None:
+    def _fail_if_silent(self) -> None:
         """Fail the job if a launcher has not answered in time."""
         for worker in self._workers:
             if worker.is_running and worker.version is None and not worker.is_restarted:

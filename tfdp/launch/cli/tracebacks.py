@@ -140,7 +140,7 @@ class Tracebacks:
         for other in self._shown:
             if other.rank == block.rank:
                 continue
-            size = _common(block.lines, other.lines)
+            size = _num_common_lines(block.lines, other.lines)
             rest = block.lines[size:]
             if not rest:
                 return [f"tfdp: the same error as on worker {other.rank}"]
@@ -170,7 +170,7 @@ def _end_of_ctrl_c(lines: Sequence[str], begin: int) -> int:
     return len(lines) if is_named else 0
 
 
-def _common(lines: Sequence[str], others: Sequence[str]) -> int:
+def _num_common_lines(lines: Sequence[str], others: Sequence[str]) -> int:
     """Return the number of leading lines that are the same."""
     size = 0
     for line, other in zip(lines, others, strict=False):

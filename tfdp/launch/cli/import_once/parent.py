@@ -87,7 +87,7 @@ class Parent:
             timeout = min(left, _POLL_SECONDS)
             if select.select([self._connection], [], [], timeout)[0]:
                 with contextlib.suppress(OSError):
-                    return self._number() == 0
+                    return self._receive_number() == 0
                 return False
             signals.read()
         return False
@@ -107,7 +107,7 @@ class Parent:
             OSError: If the fork failed, or was not answered in time.
         """
         self._send(json.dumps(dict(environment)), output)
-        number = self._number()
+        number = self._receive_number()
         if number < 0:
             raise OSError(-number, os.strerror(-number))
         return number
@@ -126,8 +126,8 @@ class Parent:
         socket.send_fds(self._connection, [head], descriptors)
         self._connection.sendall(data)
 
-    def _number(self) -> int:
-        """Receive an answer: a process id, 0 for "ready", or a negative `errno`."""
+    def _receive_number(self) -> int:
+        """Return the answer: a process id, 0 for "ready", or a negative `errno`."""
         answer = self._connection.recv(8, socket.MSG_WAITALL)
         if len(answer) < 8:
             raise ConnectionError("The process that forks workers has ended")
