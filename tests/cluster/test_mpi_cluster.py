@@ -26,10 +26,10 @@ from tfdp.communication.cluster.gpus import own_gpus
 from tfdp.communication.cluster.launchers import LaunchedRank, mpi_rank
 from tfdp.communication.cluster.mpi_cluster import ProcessPlacement, choose_hosts
 from tfdp.communication.cluster.own_addresses import (
-    answering,
+    answer_with_token,
     host_key,
     own_addresses,
-    reached,
+    reachable_addresses,
 )
 from tfdp.communication.cluster.ports import reserved_ports
 
@@ -168,7 +168,7 @@ def test_the_ranks_of_mpiexec_agree_once_also_within_a_slurm_job(variables, envi
     asked = []
     environ.setattr(mpi_cluster, "has_mpi4py", lambda: True)
     environ.setattr(mpi_cluster, "start_job", lambda seconds: asked.append(seconds))
-    environ.setattr(mpi_cluster, "agree", lambda job, seconds: agreed)
+    environ.setattr(mpi_cluster, "agree_on_cluster", lambda job, seconds: agreed)
     for name, value in variables.items():
         environ.setenv(name, value)
     assert find_cluster(5.0) == find_cluster(None) == agreed
@@ -223,10 +223,10 @@ def test_a_host_that_another_one_does_not_reach_is_named():
 def test_an_address_is_reached_only_if_the_process_itself_answers_there():
     with (
         reserved_ports(2) as (ports, (here, other)),
-        answering(here) as token,
-        answering(other) as other_token,
+        answer_with_token(here) as token,
+        answer_with_token(other) as other_token,
     ):
-        found = reached(
+        found = reachable_addresses(
             {
                 1: (["127.0.0.1", "::1"], ports[0], token),
                 2: (["127.0.0.1"], ports[0], other_token),

@@ -128,14 +128,14 @@ def test_who_takes_no_part_after_all_has_made_no_call(
 
 def test_a_scope_is_left_by_who_has_passed_its_line_once_more_since_the_last_call():
     own, other = ProgressRecorder(), ProgressRecorder()
-    assert not own.is_left_by(other.current, "a")
+    assert not own.has_left_scope(other.current, "a")
     for recorder in own, other:
         recorder.scope_left("a")
-    assert not own.is_left_by(other.current, "a")  # in a loop, the time before
+    assert not own.has_left_scope(other.current, "a")  # in a loop, the time before
     other.scope_left("a")
-    assert own.is_left_by(other.current, "a")
-    assert not own.is_left_by(other.current, "b")
+    assert own.has_left_scope(other.current, "a")
+    assert not own.has_left_scope(other.current, "b")
     own.texts_gathered()  # what is known of the other one is from before
-    assert not own.is_left_by(other.current, "a")
+    assert not own.has_left_scope(other.current, "a")
     other.texts_gathered()
-    assert not own.is_left_by(other.current, "a")
+    assert not own.has_left_scope(other.current, "a")

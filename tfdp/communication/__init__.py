@@ -1,8 +1,8 @@
-"""How workers are found, agree and send each other bytes.
+"""Discovery of workers, agreement between them, and transfer of their data.
 
 - `collectives`: process groups, all-reduce algorithms.
 - `transport`: connections and collectives between CPU processes.
 - `coordination`: rendezvous, consistency checks, heartbeats.
-- `connection`: TCP connections whose ends prove that they have the job's secret.
+- `connection`: authenticated TCP connections: both ends prove the job's secret.
 - `cluster`: `TF_CONFIG`, Slurm, MPI, nodes, ports and devices.
 """

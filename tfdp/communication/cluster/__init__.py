@@ -1,27 +1,27 @@
-"""Cluster of `TF_CONFIG`, Slurm, a cloud's or an MPI job: addresses, ports, devices.
+"""Clusters of `TF_CONFIG`, Slurm, clouds and MPI: addresses, ports, devices.
 
 Only `devices` and `cpu_kernels` import TensorFlow, so that the command line reads a
 cluster in milliseconds. Reading order:
     spec: the cluster and this task's rank
     tf_config, slurm, clouds: read it from the environment
-    launchers: ranks that MPI and other launchers tell
-    mpi_start, mpi_job, mpi_cluster: a job of MPI, which agrees by MPI
-    own_addresses, gpus: what the host of a worker has
+    launchers: ranks that MPI and other launchers set in the environment
+    mpi_start, mpi_job, mpi_cluster: cluster of an MPI job, agreed over MPI
+    own_addresses, gpus: IP addresses and GPUs of this host
     address, ports: check, probe and find ports; rendezvous of workers
-    limits: open files and threads that a worker needs, and may have
+    limits: open files and threads that a worker needs, and their limits
     join_guard: deadline of a worker that joins
-    islands: workers that are jobs of their own
+    islands: workers that train as separate jobs
     nodes: replicas of each node, and how they are found
     devices: local devices that hold a replica
-    cpu_kernels: kernels of oneDNN on CPUs, and what they are worth
-    process_tree: processes killed with all that they have started
+    cpu_kernels: whether TensorFlow uses oneDNN on CPUs, and the cost if not
+    process_tree: kill processes together with their descendants
 """
 
 from __future__ import annotations
 
 from tfdp.communication.cluster.address import split_address
 from tfdp.communication.cluster.join_guard import join_deadline
-from tfdp.communication.cluster.launchers import processes_apart
+from tfdp.communication.cluster.launchers import unconnected_processes
 from tfdp.communication.cluster.mpi_cluster import (
     count_workers,
     find_cluster,
@@ -49,10 +49,10 @@ __all__ = [
     "free_ports",
     "join_deadline",
     "probe_port",
-    "processes_apart",
     "rank_of_process",
     "rendezvous",
     "split_address",
     "topology_of",
+    "unconnected_processes",
     "unreachable_workers",
 ]

@@ -17,7 +17,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Split an address into its host and its port.
 
     Args:
-        address: String, `"host:port"`; an IPv6 host stands in brackets.
+        address: String, `"host:port"`; an IPv6 host is in brackets.
 
     Returns:
         The host, without brackets, and the port.
@@ -40,7 +40,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def join_address(host: str, port: int) -> str:
-    """Join a host and a port to what `split_address` splits.
+    """Join a host and a port to an address; the inverse of `split_address`.
 
     Example:
     >>> join_address("::1", 2222)
@@ -50,10 +50,10 @@ def join_address(host: str, port: int) -> str:
 
 
 def canonical_address(address: str) -> tuple[str, int]:
-    """Split an address into host and port, alike for all names of this machine.
+    """Split an address, with one host name for all names of this machine.
 
-    No name is looked up: `"localhost"` and all loopback addresses are one host, and
-    the two ways to write one IP address are.
+    `"localhost"` and all loopback addresses become one host, and the spellings of one
+    IP address become one. No name is looked up.
 
     Args:
         address: String, `"host:port"`.
@@ -73,23 +73,23 @@ def canonical_address(address: str) -> tuple[str, int]:
 
 
 def canonical_host(host: str) -> str:
-    """Return one name for all names of this machine, see `canonical_address`."""
+    """Return the host name that `canonical_address` returns for a host."""
     host = host.lower().rstrip(".")
     address = ip_address(host)
     if address is None:
         return "localhost" if host in _LOCAL_NAMES else host
-    # Where a connection to the unspecified address goes, too.
+    # A connection to the unspecified address (0.0.0.0 or ::) reaches this machine.
     is_local = address.is_loopback or address.is_unspecified
     return "localhost" if is_local else str(address)
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a host is named as this one: a loopback address is what is meant."""
+    """Whether a host is `localhost` or a loopback address."""
     return canonical_host(host) == "localhost"
 
 
 def ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Parse an IP address, IPv4 also where it is mapped; `None` for a name."""
+    """Parse an IP address, IPv6-mapped IPv4 as IPv4; return `None` for a name."""
     try:
         found = ipaddress.ip_address(text)
     except ValueError:
@@ -98,7 +98,7 @@ def ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def _can_be_looked_up(host: str) -> bool:
-    """Whether a host's name can be encoded, as its lookup would."""
+    """Whether a host's name can be encoded in IDNA, as a look-up encodes it."""
     try:
         host.encode("idna")
     except UnicodeError:

@@ -1,4 +1,4 @@
-"""Clouds that say which hosts a job has: SageMaker, and the pools of Vertex AI."""
+"""Clusters of cloud jobs: the hosts of SageMaker and the pools of Vertex AI."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from tfdp.communication.cluster import tf_config
 from tfdp.communication.cluster.tf_config import describe, shorten
 
-# Hosts of a job reach each other on all ports, and run nothing else.
+# Port of each worker: the hosts of a job run nothing else, and no port is blocked.
 PORT = 2222
-# In every container of a training job, with or without Amazon's training toolkit.
+# SageMaker writes this file with or without Amazon's training toolkit.
 RESOURCES = Path("/opt/ml/input/config/resourceconfig.json")
-# What the pools of Vertex AI are for, by their place in the job.
+# Job names of `TF_CONFIG` by Vertex AI's names of pools.
 _JOBS = {
     "workerpool0": "chief",
     "workerpool1": "worker",
@@ -26,8 +26,8 @@ _JOBS = {
 def read_sagemaker(environ: Mapping[str, str]) -> dict[str, Any] | None:
     """Read the hosts of a SageMaker training job: one worker on each.
 
-    The training toolkit sets `SM_HOSTS` and `SM_CURRENT_HOST`; without it the file
-    `resourceconfig.json` of SageMaker's has the same.
+    The training toolkit sets `SM_HOSTS` and `SM_CURRENT_HOST`; without it, SageMaker's
+    file `resourceconfig.json` holds the same values.
 
     Args:
         environ: Mapping of environment variables.
@@ -37,7 +37,7 @@ def read_sagemaker(environ: Mapping[str, str]) -> dict[str, Any] | None:
         job of one host.
 
     Raises:
-        ValueError: If the hosts and the name of this one do not fit together.
+        ValueError: If the name of this host is not among the hosts.
 
     Source: https://github.com/aws/sagemaker-training-toolkit/blob/master/ENVIRONMENT_VARIABLES.md
     and https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-running-container.html
@@ -54,7 +54,7 @@ def read_sagemaker(environ: Mapping[str, str]) -> dict[str, Any] | None:
         where = (f"'hosts' in {RESOURCES}", f"'current_host' in {RESOURCES}")
     else:
         return None
-    if not _are_names(hosts):
+    if not _are_distinct_names(hosts):
         raise ValueError(
             f"{where[0]} must be a JSON list of the names of all hosts, each one once, "
             f"as SageMaker writes it; or set TF_CONFIG. Received: {describe(hosts)}"
@@ -66,15 +66,16 @@ def read_sagemaker(environ: Mapping[str, str]) -> dict[str, Any] | None:
         )
     if len(hosts) == 1:
         return None
-    hosts = sorted(hosts)  # alike on all of them
+    hosts = sorted(hosts)  # the same order on all hosts
     workers = [f"{host}:{PORT}" for host in hosts]
     return {"workers": workers, "task_index": hosts.index(own)}
 
 
 def read_vertex(environ: Mapping[str, str]) -> dict[str, Any] | None:
-    """Read the cluster of a job whose `TF_CONFIG` is not there.
+    """Read the cluster of a Vertex AI job from `CLUSTER_SPEC`.
 
-    Vertex AI sets both. A script that starts others may pass on only one.
+    Vertex AI sets `TF_CONFIG` as well, but a script that starts the training process
+    may pass only `CLUSTER_SPEC` to it.
 
     Args:
         environ: Mapping of environment variables.
@@ -83,7 +84,7 @@ def read_vertex(environ: Mapping[str, str]) -> dict[str, Any] | None:
         A dict of the arguments of `Cluster`, or `None` outside of Vertex AI.
 
     Raises:
-        ValueError: If the pools are not those of a job of `tfdp`.
+        ValueError: If the pools are not a chief, workers and an evaluator.
 
     Source: https://cloud.google.com/vertex-ai/docs/training/distributed-training
     """
@@ -92,18 +93,18 @@ def read_vertex(environ: Mapping[str, str]) -> dict[str, Any] | None:
         return None  # other programs may have a variable of that name
     spec = _parse(text, "CLUSTER_SPEC", "Vertex AI")
     try:
-        return tf_config.parse(json.dumps(_renamed(spec)))
+        return tf_config.parse(json.dumps(_with_job_names(spec)))
     except ValueError as error:
         raise ValueError(f"CLUSTER_SPEC, read as TF_CONFIG: {error}") from error
 
 
-def _renamed(spec: Any) -> Any:
-    """Give the jobs the names that they have in `TF_CONFIG`."""
+def _with_job_names(spec: Any) -> Any:
+    """Replace Vertex AI's names of pools by the job names of `TF_CONFIG`."""
     if not isinstance(spec, dict):
         return spec
     cluster, task = spec.get("cluster"), spec.get("task")
     if isinstance(cluster, dict):
-        # A pool that the job leaves out has no tasks.
+        # Vertex AI lists a pool that the job does not use, with an empty list of tasks.
         cluster = {_JOBS.get(n, n): pool for n, pool in cluster.items() if pool}
     if isinstance(task, dict):
         name = task.get("type")
@@ -112,6 +113,7 @@ def _renamed(spec: Any) -> Any:
 
 
 def _parse(text: str, name: str, cloud: str) -> Any:
+    """Parse JSON; an error names the variable or file and the cloud."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -121,7 +123,8 @@ def _parse(text: str, name: str, cloud: str) -> Any:
         ) from error
 
 
-def _are_names(hosts: Any) -> bool:
+def _are_distinct_names(hosts: Any) -> bool:
+    """Whether a value is a list of host names without repeats, at least one."""
     is_list = isinstance(hosts, list) and bool(hosts)
     if not is_list or not all(isinstance(host, str) and host for host in hosts):
         return False

@@ -1,7 +1,8 @@
-"""TensorFlow's kernels on CPUs: those of oneDNN, which some processors go without.
+"""Whether TensorFlow uses oneDNN's kernels on CPUs, and the cost if it does not.
 
-Without AVX-512, TensorFlow multiplies by a transposed matrix, as each gradient of a
-dense layer does, several times slower than oneDNN would: see `tfdp.ground.onednn`.
+TensorFlow does not use oneDNN on processors without AVX-512. Its own kernel multiplies
+by a transposed matrix, as each gradient of a dense layer does, several times slower
+than oneDNN: see `tfdp.ground.onednn`.
 """
 
 from __future__ import annotations
@@ -18,27 +19,29 @@ from tfdp.ground.onednn import VARIABLE, cpu_flags, is_left_off
 
 _NAME = "oneDNN"
 # A gradient that takes this many times as long as the forward pass has a slow kernel.
-_SLOW = 3.0
-# Rows, and units of a dense layer: some milliseconds where it is slow.
+_SLOW_FACTOR = 3.0
+# Batch rows and units of the measured dense layer: some milliseconds if it is slow.
 _ROWS, _UNITS = 32, 1024
 _REPEATS = 5
-# Flags of x86 processors in /proc/cpuinfo: the widest vectors, and what is beside them.
+# Names of x86 processor flags in /proc/cpuinfo: vector widths, the widest first, and
+# instructions for low precision or matrices.
 _VECTORS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX"}
-_BESIDE = {"avx512_vnni": "VNNI", "avx_vnni": "VNNI", "avx512_bf16": "bfloat16"}
-_BESIDE |= {"amx_tile": "AMX"}
+_EXTENSIONS = {"avx512_vnni": "VNNI", "avx_vnni": "VNNI", "avx512_bf16": "bfloat16"}
+_EXTENSIONS |= {"amx_tile": "AMX"}
 
 
 def warn_of_slow_kernels() -> None:
-    """Warn, once, of what it costs that TensorFlow has left oneDNN's kernels off.
+    """Warn once if gradients are slow because TensorFlow does not use oneDNN.
 
-    It takes some milliseconds there. Who has set the variable has decided.
+    The measurement takes some milliseconds. There is no warning if the user has set
+    the environment variable for oneDNN.
     """
     if not user_code.is_new("slow kernels", warn_of_slow_kernels):
         return
     if VARIABLE in os.environ or _compat.uses_onednn() or not is_left_off():
         return
     factor = gradient_factor()
-    if factor < _SLOW:
+    if factor < _SLOW_FACTOR:
         return
     user_code.warn(
         f"The gradient of a dense layer takes {factor:.0f} times as long here as its "
@@ -48,19 +51,19 @@ def warn_of_slow_kernels() -> None:
 
 
 def describe() -> str:
-    """Say which kernels TensorFlow uses on the CPU, and how good they are."""
+    """Describe TensorFlow's CPU kernels and how slow a gradient is with them."""
     factor = gradient_factor()
     text = (
         f"{chosen()}: the gradient of a dense layer takes {factor:.1f} forward passes"
     )
-    is_slow = factor >= _SLOW and not _compat.uses_onednn()
+    is_slow = factor >= _SLOW_FACTOR and not _compat.uses_onednn()
     return f"{text}; set {VARIABLE}=1" if is_slow else text
 
 
 def chosen() -> str:
-    """Name what the processor has, and whose kernels TensorFlow has chosen for it.
+    """Describe the processor's vector instructions and TensorFlow's choice of kernels.
 
-    It starts no device.
+    No TensorFlow device is started.
 
     Example:
 
@@ -70,39 +73,42 @@ def chosen() -> str:
     kernels = "oneDNN" if _compat.uses_onednn() else "TensorFlow's own, oneDNN is off"
     flags = cpu_flags()
     vectors = [name for flag, name in _VECTORS.items() if flag in flags][:1]
-    beside = dict.fromkeys(name for flag, name in _BESIDE.items() if flag in flags)
-    features = ", ".join([*vectors, *beside])
+    extensions = dict.fromkeys(
+        name for flag, name in _EXTENSIONS.items() if flag in flags
+    )
+    features = ", ".join([*vectors, *extensions])
     return f"{features}; {kernels}" if features else kernels
 
 
 def versions() -> dict[str, str]:
-    """Return what decides the last digits of sums beside the versions of packages."""
+    """Return whether oneDNN is on: like package versions, it changes rounding."""
     return {_NAME: "on" if _compat.uses_onednn() else "off"}
 
 
 def change_since(made_by: Mapping[str, str]) -> str:
-    """Say what differs from the kernels of a run that goes on.
+    """Describe how the kernels differ from those of the run that is resumed.
 
     Args:
-        made_by: Mapping of strings, the `versions` that were saved with it.
+        made_by: Mapping of strings, the `versions` that were saved with the run.
 
     Returns:
-        String, a clause, or `""` where nothing differs or is known.
+        String, a clause, or `""` if they are equal or the saved ones unknown.
     """
-    saved, own = made_by.get(_NAME), versions()[_NAME]
-    if saved in (None, own):
+    saved, current = made_by.get(_NAME), versions()[_NAME]
+    if saved in (None, current):
         return ""
     return (
-        f"the run was saved with oneDNN's kernels {saved}, and goes on with them {own} "
-        f"({VARIABLE}): the last digits are not those of a run without interruption"
+        f"the run was saved with oneDNN's kernels {saved}, and goes on with them "
+        f"{current} ({VARIABLE}): the last digits are not those of a run without "
+        "interruption"
     )
 
 
 def gradient_factor() -> float:
-    """Measure how long a gradient of a dense layer takes.
+    """Measure how long a gradient of a dense layer takes, in forward passes.
 
     Returns:
-        Float, in units of the forward pass of the same layer: one or two with good
+        Float, the ratio to the time of the layer's forward pass: 1 to 2 with good
         kernels.
     """
     with tf.init_scope(), tf.device("CPU:0"):
@@ -113,6 +119,7 @@ def gradient_factor() -> float:
 
 
 def _seconds(compute: Callable[[], Any]) -> float:
+    """Return the shortest of several run times, after one run to warm up."""
     compute()
     times = []
     for _ in range(_REPEATS):

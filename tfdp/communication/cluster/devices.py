@@ -10,15 +10,15 @@ import tensorflow as tf
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import is_integer
 
-# A replica needs cores of its own to pay; with more replicas the rows of each get
-# fewer before the communication does.
+# A replica with fewer cores does not speed up training.
 _CORES_PER_REPLICA = 2
+# Each further replica has fewer rows, and communicates as much as before.
 _MAX_DEFAULT_REPLICAS = 8
 
 
 def local_devices() -> list[str]:
     """Return all logical GPUs of this machine, or else its logical CPU devices."""
-    return _names("GPU") or _names("CPU")
+    return _device_names("GPU") or _device_names("CPU")
 
 
 def resolve_devices(devices: Sequence[str] | None) -> list[str]:
@@ -40,8 +40,8 @@ def resolve_devices(devices: Sequence[str] | None) -> list[str]:
             '`devices` must be a list such as ["GPU:0", "GPU:1"]. '
             f"Received: devices={devices!r}"
         )
-    resolved = [_short(device) for device in devices]
-    existing = _names("GPU") + _names("CPU")
+    resolved = [_short_name(device) for device in devices]
+    existing = _device_names("GPU") + _device_names("CPU")
     for device, short in zip(devices, resolved, strict=True):
         if short not in existing:
             raise ValueError(
@@ -77,7 +77,7 @@ def set_logical_cpus(count: int) -> list[str]:
         )
     count = int(count)
     if _compat.is_context_initialized():
-        existing = _names("CPU")
+        existing = _device_names("CPU")
         if len(existing) == count:
             return existing
         devices = "device" if len(existing) == 1 else "devices"
@@ -97,8 +97,8 @@ def default_cpus(count: int | None) -> None:
     """Split the CPU of a machine without GPUs, unless TensorFlow has started.
 
     Args:
-        count: Int, the number asked for, or `None` for as many as suit the
-            number of cores.
+        count: Int, the number of devices, or `None` for one that suits the number
+            of cores.
     """
     if count is not None:
         set_logical_cpus(count)
@@ -111,7 +111,7 @@ def default_cpus(count: int | None) -> None:
     cores = len(os.sched_getaffinity(0))
     wanted = max(min(cores, 2), min(cores // _CORES_PER_REPLICA, _MAX_DEFAULT_REPLICAS))
     if _compat.is_context_initialized():
-        if wanted > len(_names("CPU")):
+        if wanted > len(_device_names("CPU")):
             user_code.warn(
                 "TensorFlow has already started, "
                 f"{user_code.start_of_tensorflow()}: training has 1 replica and not "
@@ -122,15 +122,17 @@ def default_cpus(count: int | None) -> None:
         return
     set_logical_cpus(wanted)
     if not tf.config.threading.get_intra_op_parallelism_threads():
-        # The replicas run at the same time, each on as many cores.
+        # The replicas run at the same time and divide the cores equally.
         tf.config.threading.set_intra_op_parallelism_threads(max(1, cores // wanted))
 
 
-def _names(kind: str) -> list[str]:
+def _device_names(kind: str) -> list[str]:
+    """List the local devices of a kind, such as `"GPU:0"`."""
     return [f"{kind}:{index}" for index in range(_compat.num_local_devices(kind))]
 
 
-def _short(device: str) -> str:
+def _short_name(device: str) -> str:
+    """Shorten a device's name to kind and index; return an invalid name unchanged."""
     try:
         spec = tf.DeviceSpec.from_string(device)
     except ValueError:

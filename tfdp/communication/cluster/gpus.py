@@ -1,4 +1,4 @@
-"""GPUs of this machine, divided between its workers without a call of CUDA."""
+"""GPUs of this machine, divided between its workers without calls of CUDA."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-# An index or a UUID.
+# Names of GPUs that CUDA accepts begin with an index or the prefix of a UUID.
 _GPU_NAME = re.compile(r"\d|GPU-|MIG-")
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """List the GPUs as `CUDA_VISIBLE_DEVICES` names them, without CUDA.
+    """List the GPUs by their names in `CUDA_VISIBLE_DEVICES`, without CUDA.
 
     Args:
         environ: Environment variables. Defaults to `os.environ`.
 
     Returns:
-        List of strings: the user's choice, or else the index of each NVIDIA
-        device file.
+        List of strings: the entries of `CUDA_VISIBLE_DEVICES` if it is set, or else
+        the index of each NVIDIA device file.
     """
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         names = [name.strip() for name in chosen.split(",") if name.strip()]
-        # CUDA leaves out what follows a name that is none, such as -1.
+        # CUDA ignores an invalid name, such as -1, and all names after it.
         return list(itertools.takewhile(_GPU_NAME.match, names))
     with contextlib.suppress(OSError):
         files = [f for f in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", f)]
@@ -34,15 +34,18 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def own_gpus(index: int, count: int, gpus: Sequence[str]) -> dict[str, str]:
-    """Divide GPUs: NCCL refuses two workers on one.
+    """Return the environment that gives a worker its part of this machine's GPUs.
+
+    NCCL refuses two workers on one GPU.
 
     Args:
-        index: Int, of the worker among those of this machine.
+        index: Int, index of the worker among those of this machine.
         count: Int, number of workers of this machine.
         gpus: Sequence of strings, from `visible_gpus`.
 
     Returns:
-        Dict of environment variables, empty where there is nothing to divide.
+        Dict of environment variables, empty with one worker or with fewer GPUs than
+        workers.
 
     Example:
 

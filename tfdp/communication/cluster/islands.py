@@ -1,4 +1,4 @@
-"""Islands: workers that train as jobs of their own and meet at a hub."""
+"""Islands: workers that train as separate jobs and average their weights at a hub."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _KEY = "island"
 
 @dataclasses.dataclass(frozen=True)
 class Island:
-    """One island of several, and where they meet.
+    """One of several islands, with the address of their hub.
 
     Args:
-        index: Int, this one's.
-        count: Int, of all islands.
+        index: Int, index of this island.
+        count: Int, number of islands.
         hub: String, `"host:port"` of the hub.
-        secret: String, by which the hub and its islands know each other.
+        secret: String, by which the hub and its islands authenticate each other.
 
     Raises:
-        ValueError: If one of them is something else.
+        ValueError: If a field has a wrong type or is out of range.
 
     Example:
 
@@ -58,13 +58,13 @@ class Island:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Island | None:
-        """Return the island that this process is, or `None`.
+        """Return the island of this process, or `None` if it is not part of one.
 
         Args:
             environ: Mapping of environment variables. Defaults to `os.environ`.
 
         Raises:
-            ValueError: If `TF_CONFIG` says something else of it.
+            ValueError: If the entry of the island in `TF_CONFIG` is malformed.
 
         Example:
 
@@ -85,14 +85,14 @@ class Island:
 
     @property
     def seed(self) -> int:
-        """Int, the same on all islands of a job, by its secret."""
+        """Int, a seed derived from the secret, the same on all islands of a job."""
         digest = hashlib.sha256(self.secret.encode()).digest()
         return int.from_bytes(digest[:4], "big") >> 1
 
     def add_to(self, config: dict[str, Any]) -> None:
-        """Write this island into what becomes `TF_CONFIG`.
+        """Add this island to a `TF_CONFIG`.
 
         Args:
-            config: Dict.
+            config: Dict, the value of `TF_CONFIG` before it is written as JSON.
         """
         config.setdefault("tfdp", {})[_KEY] = dataclasses.asdict(self)

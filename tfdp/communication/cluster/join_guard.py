@@ -1,8 +1,8 @@
-"""Deadline of a worker that joins its cluster, kept by a process of its own.
+"""Deadline of a worker that joins its cluster, enforced by a separate process.
 
-TensorFlow joins in native code with the interpreter locked, and has no limit for some
-of its waits: when another worker dies in that moment, no thread and no signal handler
-of Python's runs any more. Run as a script, by its path, this file is the guard.
+TensorFlow joins in native code while it holds the GIL, and some of its waits have no
+timeout: if another worker dies during the join, no Python thread or signal handler can
+run. The process that enforces the deadline, the guard, runs this file as a script.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 _PROBE_SECONDS = 1.0
 _POLL_SECONDS = 0.5
-# The first that a job makes; one that was removed has a word behind it.
+# First shared memory file of an MPICH job. The pattern ends at the line's end, because
+# Linux appends "(deleted)" to a file that was removed.
 _SHARED_MEMORY = re.compile(r"/dev/shm/mpich_shm_[0-9a-f]+_0$", re.MULTILINE)
 
 
@@ -31,7 +32,7 @@ def join_deadline(others: Sequence[str], limit_seconds: float) -> Iterator[None]
 
     Args:
         others: Sequence of strings, `"rank=host:port"` of the other workers.
-        limit_seconds: Float.
+        limit_seconds: Float, time until the process is killed.
     """
     with _guard(limit_seconds, "--others", *others):
         yield
@@ -39,11 +40,11 @@ def join_deadline(others: Sequence[str], limit_seconds: float) -> Iterator[None]
 
 @contextlib.contextmanager
 def start_deadline(sentence: str, limit_seconds: float) -> Iterator[None]:
-    """Kill this process, with a sentence, if the block does not end in time.
+    """Print a sentence and kill this process if the block does not end in time.
 
     Args:
-        sentence: String, what is then said.
-        limit_seconds: Float.
+        sentence: String, printed before the process is killed.
+        limit_seconds: Float, time until the process is killed.
     """
     with _guard(limit_seconds, "--say", sentence):
         yield
@@ -51,28 +52,29 @@ def start_deadline(sentence: str, limit_seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _guard(limit_seconds: float, *arguments: str) -> Iterator[None]:
-    # Nothing of the user's is imported, so that it starts in a moment.
+    """Run the guard process, `main`, during the block."""
+    # Without site packages and user settings the interpreter starts fast.
     script = [sys.executable, "-I", "-S", __file__]
-    own = [str(os.getpid()), str(limit_seconds)]
-    # In a session of its own: a launcher kills the whole group of a rank.
+    limits = [str(os.getpid()), str(limit_seconds)]
+    # The guard has its own session, because a launcher kills a rank's process group.
     guard = subprocess.Popen(
-        [*script, *own, *arguments], stdin=subprocess.PIPE, start_new_session=True
+        [*script, *limits, *arguments], stdin=subprocess.PIPE, start_new_session=True
     )
     try:
         yield
     finally:
-        # By hand: a process that was forked meanwhile has the pipe as well, whose end
-        # is for a worker that is killed.
+        # Closing the pipe would not end the guard: a process that was forked meanwhile
+        # may hold the pipe open, too.
         guard.kill()
         guard.communicate()
 
 
 def explain(others: Sequence[str], limit_seconds: float) -> str:
-    """Format the error message of a join that has timed out.
+    """Format the message of a join that has timed out.
 
     Args:
         others: Sequence of strings, `"rank=host:port"`.
-        limit_seconds: Float, how long this worker has waited.
+        limit_seconds: Float, time that this worker has waited.
 
     Returns:
         String.
@@ -102,14 +104,14 @@ def _accepts_connections(address: str) -> bool:
 
 
 def shared_memory_of(process: int) -> set[str]:
-    """Files of the memory by which MPICH connects the ranks of a host.
+    """Return the files of the shared memory that MPICH has mapped in a process.
 
-    MPICH opens such a file by name in its start only, and removes it in `MPI_Finalize`,
-    to which a job that fails does not come: 2 MB would stay. What a process of a job
-    has mapped is that job's.
+    MPICH opens such a file by name only at its start, and removes it in `MPI_Finalize`,
+    which a job that fails does not reach: 2 MB would remain. A file that a process has
+    mapped belongs to the job of that process.
 
     Args:
-        process: Int, the id of a process, which has mapped them.
+        process: Int, id of a process of the job.
 
     Returns:
         Set of strings, paths.
@@ -121,18 +123,18 @@ def shared_memory_of(process: int) -> set[str]:
 
 
 def unlink(paths: Iterable[str]) -> None:
-    """Remove files; those that are missing were removed by another process."""
+    """Remove files; ignore those that another process has removed already."""
     for path in paths:
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
 def main() -> None:
-    """Wait until the worker has joined, and kill it at the limit."""
-    # Ctrl-C is for the worker; while that one cannot hear it, this one stays.
+    """Wait until the worker has joined, and kill it if its time limit expires."""
+    # Ctrl-C is for the worker; a worker that cannot handle it still needs its guard.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker, limit = int(sys.argv[1]), float(sys.argv[2])
-    mode, *words = sys.argv[3:]
+    mode, *details = sys.argv[3:]
     memory: set[str] = set()
     deadline = time.monotonic() + limit
     has_ended = False
@@ -143,8 +145,8 @@ def main() -> None:
     unlink(memory)
     if has_ended:
         return
-    said = explain(words, limit) if mode == "--others" else words[0]
-    print(f"tfdp: {said}", file=sys.stderr, flush=True)
+    message = explain(details, limit) if mode == "--others" else details[0]
+    print(f"tfdp: {message}", file=sys.stderr, flush=True)
     with contextlib.suppress(ProcessLookupError):
         os.kill(worker, signal.SIGKILL)
 

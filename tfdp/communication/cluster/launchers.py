@@ -1,4 +1,4 @@
-"""What launchers tell a process of its rank: those of MPI, torchrun and horovodrun."""
+"""Ranks in environment variables of the launchers of MPI, torchrun and horovodrun."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
-# By launcher: the variable of this process's rank, and those that may have the number
-# of processes.
-_OF_MPI = {
+# Variables by launcher: first that of this process's rank, then those that may hold the
+# number of processes.
+_MPI_VARIABLES = {
     "MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    "MPICH": ("PMI_RANK", "PMI_SIZE"),  # Intel MPI and MVAPICH, too
-    # PMIx gives no size; Slurm, which starts tasks by it, does.
+    "MPICH": ("PMI_RANK", "PMI_SIZE"),  # also Intel MPI and MVAPICH
+    # PMIx sets no size; Slurm, which can start tasks by PMIx, sets one.
     "PMIx": ("PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 }
-_OF_OTHERS = {
+_OTHER_VARIABLES = {
     "torchrun": ("RANK", "WORLD_SIZE"),
     "horovodrun": ("HOROVOD_RANK", "HOROVOD_SIZE"),
 }
@@ -23,13 +23,12 @@ _OF_OTHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class LaunchedRank:
-    """One of several processes that were started together.
+    """Rank of this process among processes that one launcher has started.
 
     Args:
         launcher: String, such as `"MPI"` (Open MPI), `"MPICH"` (and its relatives) or
             `"PMIx"`.
-        variable: String, the variable that tells the number of processes, with its
-            value.
+        variable: String, `"NAME=value"` of the variable with the number of processes.
         rank: Int, this process's rank.
         size: Int, number of processes.
     """
@@ -41,7 +40,7 @@ class LaunchedRank:
 
 
 def mpi_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """Find this process's rank in an MPI job, without a word to MPI.
+    """Find this process's rank in an MPI job, without starting MPI.
 
     Args:
         environ: Mapping of environment variables. Defaults to `os.environ`.
@@ -56,34 +55,34 @@ def mpi_rank(environ: Mapping[str, str] = os.environ) -> LaunchedRank | None:
     >>> mpi_rank({"PMI_SIZE": "1", "PMI_RANK": "0"}) is None
     True
     """
-    return _find(_OF_MPI, environ)
+    return _find(_MPI_VARIABLES, environ)
 
 
-def processes_apart(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Describe processes that were started together and do not know of each other.
+def unconnected_processes(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Describe processes that a launcher has started without a cluster to connect them.
 
     Args:
         environ: Mapping of environment variables, without `TF_CONFIG`. Defaults to
             `os.environ`.
 
     Returns:
-        String, a clause; or `None` where there is one process.
+        String, a clause; or `None` if there is only one process.
 
     Example:
 
-    >>> processes_apart({"PMI_SIZE": "4", "PMI_RANK": "1"})
+    >>> unconnected_processes({"PMI_SIZE": "4", "PMI_RANK": "1"})
     'MPICH has started 4 processes (PMI_SIZE=4)'
-    >>> processes_apart({}) is None
+    >>> unconnected_processes({}) is None
     True
     """
-    own = _find(_OF_MPI | _OF_OTHERS, environ)
-    if own is None:
+    rank = _find(_MPI_VARIABLES | _OTHER_VARIABLES, environ)
+    if rank is None:
         return None
-    return f"{own.launcher} has started {own.size} processes ({own.variable})"
+    return f"{rank.launcher} has started {rank.size} processes ({rank.variable})"
 
 
 def has_mpi4py() -> bool:
-    """Whether mpi4py is installed; it is not imported, which would start MPI.
+    """Whether mpi4py is installed; does not import it, which would start MPI.
 
     Returns:
         Bool.
@@ -94,6 +93,7 @@ def has_mpi4py() -> bool:
 def _find(
     launchers: Mapping[str, tuple[str, ...]], environ: Mapping[str, str]
 ) -> LaunchedRank | None:
+    """Return the rank by the first launcher that has started several processes."""
     for launcher, (rank_name, *size_names) in launchers.items():
         rank = environ.get(rank_name, "")
         for name in size_names:

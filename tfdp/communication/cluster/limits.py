@@ -1,4 +1,4 @@
-"""Limits of a process: open files and threads, compared with what a worker needs."""
+"""Open files and threads that a worker needs, compared with the limits of a process."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import resource
 
 from tfdp.ground.text import pluralize
 
-# Measured by /proc/self/fd, with TensorFlow 2.19 to 2.21: polling and the sockets of a
-# server of two workers; each further worker is one more connection of the first one.
+# Files of TensorFlow's server with two workers: polling and sockets. Measured in
+# /proc/self/fd with TensorFlow 2.19 to 2.21; each further worker adds one connection.
 _SERVER_FILES = 8
-# The listening sockets of a mesh, and the pair that wakes its thread.
+# A mesh's listening sockets, and the socket pair that wakes its thread.
 _MESH_FILES = 4
-# Channels of collectives between the replicas, and one of small values.
-_LANES = 5
-# Measured with two workers on two cores, by /proc/self/status: 138.
+# Channels for collectives of replicas, and one for small values of the workers.
+_NUM_LANES = 5
+# Estimate of the threads of a worker; /proc/self/status shows 138 on two cores.
 _THREADS, _THREADS_PER_CORE = 120, 8
-# Python's own at its start; a guard, a file of data and a log at some moment.
-_OWN_FILES = _OTHER_FILES = 8
+# Files of Python after its start; then a join guard, a data file and a log.
+_PYTHON_FILES = _OTHER_FILES = 8
 
 
 def needed_files(num_workers: int, *, one_host: bool, connects: bool) -> int:
     """Count the files that a worker opens to train with others.
 
     Args:
-        num_workers: Int, of the job.
-        one_host: Bool, whether all are on one host, and so share memory.
-        connects: Bool, whether tfdp connects the workers itself, unlike NCCL.
+        num_workers: Int, number of workers of the job.
+        one_host: Bool, whether all workers are on one host, and so share memory.
+        connects: Bool, whether tfdp connects the workers, rather than NCCL.
 
     Returns:
-        Int, beside what the process has open before.
+        Int, files in addition to those that the process has open before.
 
     Example:
 
@@ -41,33 +41,33 @@ def needed_files(num_workers: int, *, one_host: bool, connects: bool) -> int:
         return 0
     needed = _SERVER_FILES + num_workers + _OTHER_FILES
     if connects:
-        connections = (_LANES + 1) * (num_workers - 1)
-        # A lane maps the memory of each member, and holds its descriptor until then.
-        memory = (_LANES + 2) * num_workers if one_host else 0
+        connections = (_NUM_LANES + 1) * (num_workers - 1)
+        # A lane holds the descriptor of each member's memory until it has mapped it.
+        memory = (_NUM_LANES + 2) * num_workers if one_host else 0
         needed += _MESH_FILES + connections + memory
     return needed
 
 
 def limit_for(num_workers: int, *, connects: bool) -> int:
-    """Return the limit of open files that a worker needs, all on one host.
+    """Return the limit of open files that a worker needs if all are on one host.
 
     Args:
-        num_workers: Int, of the job.
+        num_workers: Int, number of workers of the job.
         connects: Bool, see `needed_files`.
     """
-    return _OWN_FILES + needed_files(num_workers, one_host=True, connects=connects)
+    return _PYTHON_FILES + needed_files(num_workers, one_host=True, connects=connects)
 
 
 def check_limits(num_workers: int, *, one_host: bool, connects: bool) -> None:
-    """Check that this process may have the files and threads that a worker needs.
+    """Check that the limits of this process allow the files and threads of a worker.
 
     Args:
-        num_workers: Int, of the job.
+        num_workers: Int, number of workers of the job.
         one_host: Bool, see `needed_files`.
         connects: Bool, see `needed_files`.
 
     Raises:
-        ValueError: If a limit is lower.
+        ValueError: If a limit is too low.
     """
     if num_workers > 1:
         _check_files(num_workers, one_host=one_host, connects=connects)
@@ -75,14 +75,14 @@ def check_limits(num_workers: int, *, one_host: bool, connects: bool) -> None:
 
 
 def needed_threads() -> int:
-    """Return how many threads a worker has, by the number of cores."""
+    """Estimate the number of threads of a worker from the number of cores."""
     return _THREADS + _THREADS_PER_CORE * (os.cpu_count() or 1)
 
 
 def limit_of_threads() -> int | None:
-    """Return how many threads and processes this user may have, `None` for any."""
+    """Return this user's limit of threads and processes, `None` if unlimited."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    # The system does not apply it to root.
+    # Linux does not apply RLIMIT_NPROC to root.
     return None if limit == resource.RLIM_INFINITY or not os.geteuid() else limit
 
 
@@ -90,7 +90,7 @@ def _check_threads() -> None:
     limit, needed = limit_of_threads(), needed_threads()
     if limit is None:
         return
-    # Interpreters of benchmarks import this room without the packages of tfdp.
+    # Benchmarks import this package in environments without psutil.
     import psutil
 
     used = sum(
@@ -122,10 +122,10 @@ def _check_files(num_workers: int, *, one_host: bool, connects: bool) -> None:
 
 
 def lack_of_files(error: OSError) -> str | None:
-    """Explain an error by the limit of open files, if that is its cause.
+    """Return an explanation of an error that the limit of open files has caused.
 
     Args:
-        error: `OSError`.
+        error: `OSError`, from an attempt to open a file or a socket.
 
     Returns:
         String, or `None` if the error has another cause.
@@ -140,5 +140,6 @@ def lack_of_files(error: OSError) -> str | None:
 
 
 def _remedy(needed: int) -> str:
+    """Return advice to raise the limit of open files to a sufficient power of two."""
     enough = 1 << max(10, needed.bit_length())
     return f"Raise the limit where the workers are started, by `ulimit -n {enough}`."

@@ -1,4 +1,4 @@
-"""Cluster of an MPI job: addresses and ports that its processes agree on by MPI."""
+"""Cluster of an MPI job: its processes agree on addresses and ports over MPI."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tfdp.communication.cluster.launchers import LaunchedRank, has_mpi4py, mpi_r
 from tfdp.communication.cluster.mpi_job import MpiJob
 from tfdp.communication.cluster.mpi_start import start_job
 from tfdp.communication.cluster.own_addresses import (
-    answering,
+    answer_with_token,
     host_key,
     own_addresses,
-    reached,
+    reachable_addresses,
 )
 from tfdp.communication.cluster.ports import reserved_ports
 from tfdp.communication.cluster.spec import Cluster
 
-# As `tfdp run` has it, where all are on one machine.
+# Host of all workers of one machine, as in the clusters of `tfdp run`.
 _LOCAL_HOST = "127.0.0.1"
 _agreed: list[Cluster] = []
 _lock = threading.Lock()
@@ -31,14 +31,14 @@ _lock = threading.Lock()
 
 @dataclasses.dataclass(frozen=True)
 class ProcessPlacement:
-    """Where one process of the job is, as it tells the others.
+    """Host, port and GPUs of one process of the job, as it sends them to the others.
 
     Args:
-        host: String, equal on all processes that share a host and its network.
+        host: String, a key that is equal for processes on one host and network.
         addresses: Sequence of strings, the IP addresses of the host.
-        port: Int, on which this process will listen.
-        token: String, what it answers there until all have agreed.
-        gpus: Sequence of strings, the GPUs that it sees.
+        port: Int, port on which this process will listen.
+        token: String, its answer on the port until all processes have agreed.
+        gpus: Sequence of strings, the GPUs that the process sees.
     """
 
     host: str
@@ -51,117 +51,120 @@ class ProcessPlacement:
 def find_cluster(timeout_seconds: float | None = None) -> Cluster | None:
     """Find the cluster of `TF_CONFIG`, of a Slurm step, or of an MPI job.
 
-    In an MPI job, where mpi4py is installed, its processes agree on their addresses,
-    once; all of them have to call it.
+    In an MPI job with mpi4py, the processes agree on their addresses at the first call,
+    which all of them must make.
 
     Args:
         timeout_seconds: Float or `None`, the longest wait for the other processes of
-            an MPI job. Defaults to `None`, for ever.
+            an MPI job. Defaults to `None`, no limit.
 
     Returns:
         A `Cluster`, or `None` on a single machine.
 
     Raises:
-        ValueError: If the variables, or the processes, do not fit together.
+        ValueError: If the variables or the processes contradict each other.
         TimeoutError: If a process of the MPI job does not come in time.
     """
-    own = mpi_rank()
-    if own is None or _says_more(own):
+    launched = mpi_rank()
+    if launched is None or _uses_other_source(launched):
         return Cluster.from_environment()
     if not has_mpi4py():
-        return None  # Slurm's variables, where they are set, are those of a launcher
+        return None  # variables of Slurm, if set, are inherited from mpiexec's `srun`
     with _lock:
         if not _agreed:
-            _agreed.append(agree(start_job(timeout_seconds), timeout_seconds))
+            _agreed.append(
+                agree_on_cluster(start_job(timeout_seconds), timeout_seconds)
+            )
     return _agreed[0]
 
 
 def count_workers() -> int:
-    """Count the workers that a strategy would have, and wait for none of them.
+    """Count the workers that a strategy would have, without waiting for them.
 
     Returns:
-        Int; 1 on a single machine, and for an evaluator, which works by itself.
+        Int; 1 on a single machine, and for an evaluator, which runs alone.
 
     Raises:
-        ValueError: If the variables do not fit together.
+        ValueError: If the variables contradict each other.
     """
-    return _place_of_process()[1]
+    return _rank_and_num_workers()[1]
 
 
 def rank_of_process() -> int:
-    """Find the rank that this process would have, and wait for no other one.
+    """Find the rank that this process would have, without waiting for the others.
 
     Returns:
-        Int; 0 on a single machine, and for an evaluator, which works by itself.
+        Int; 0 on a single machine, and for an evaluator, which runs alone.
 
     Raises:
-        ValueError: If the variables do not fit together.
+        ValueError: If the variables contradict each other.
     """
-    return _place_of_process()[0]
+    return _rank_and_num_workers()[0]
 
 
-def _place_of_process() -> tuple[int, int]:
-    """Rank, and number of workers; 0 and 1 for who trains or evaluates by itself."""
-    own = mpi_rank()
-    if own is not None and not _says_more(own):
-        return (own.rank, own.size) if has_mpi4py() else (0, 1)
+def _rank_and_num_workers() -> tuple[int, int]:
+    """Return the rank and number of workers; 0 and 1 for a process that runs alone."""
+    launched = mpi_rank()
+    if launched is not None and not _uses_other_source(launched):
+        return (launched.rank, launched.size) if has_mpi4py() else (0, 1)
     cluster = Cluster.from_environment()
     if cluster is None or cluster.is_evaluator:
         return 0, 1
     return cluster.rank, cluster.num_workers
 
 
-def _says_more(own: LaunchedRank) -> bool:
-    """Whether `TF_CONFIG` names a cluster, or `srun` has started the ranks."""
+def _uses_other_source(launched: LaunchedRank) -> bool:
+    """Whether `TF_CONFIG` or a Slurm step, rather than MPI, defines the cluster."""
     is_set = Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
-    return is_set or is_of_slurm(own)
+    return is_set or is_of_slurm(launched)
 
 
-def is_of_slurm(own: LaunchedRank) -> bool:
+def is_of_slurm(launched: LaunchedRank) -> bool:
     """Whether `srun` has started the ranks, rather than one `mpiexec` per node.
 
-    `mpiexec` starts a process on each node by `srun`, whose ranks inherit its
-    variables.
+    `mpiexec` starts a helper process on each node by `srun`, and the ranks inherit
+    Slurm's variables from it.
 
     Args:
-        own: `LaunchedRank` of this process.
+        launched: `LaunchedRank` of this process.
 
     Returns:
         Bool.
     """
-    if os.environ.get("SLURM_PROCID") != str(own.rank):
+    if os.environ.get("SLURM_PROCID") != str(launched.rank):
         return False
     step = slurm.read(os.environ)
-    return step is not None and len(step["workers"]) == own.size
+    return step is not None and len(step["workers"]) == launched.size
 
 
-def agree(job: MpiJob, timeout_seconds: float | None = None) -> Cluster:
+def agree_on_cluster(job: MpiJob, timeout_seconds: float | None = None) -> Cluster:
     """Agree with the other processes of the job on the cluster.
 
     Args:
-        job: `MpiJob`.
-        timeout_seconds: Float or `None`, the longest wait for one of them.
+        job: `MpiJob`, the job of this process.
+        timeout_seconds: Float or `None`, the longest wait for another process.
 
     Returns:
-        The `Cluster` as this process sees it. GPUs of a host are divided between its
-        processes, in `os.environ`.
+        The `Cluster`, with the task index of this process. GPUs of a host are divided
+        between its processes in `os.environ`.
 
     Raises:
         ValueError: If a host cannot be reached from the others.
         TimeoutError: If a process does not come in time.
     """
-    with reserved_ports(1) as (ports, sockets), answering(*sockets) as token:
-        own = ProcessPlacement(
+    with reserved_ports(1) as (ports, sockets), answer_with_token(*sockets) as token:
+        placement = ProcessPlacement(
             host_key(), own_addresses(), ports[0], token, visible_gpus()
         )
         places = [
             ProcessPlacement(**facts)
-            for facts in job.exchange(dataclasses.asdict(own), timeout_seconds)
+            for facts in job.exchange(dataclasses.asdict(placement), timeout_seconds)
         ]
-        found = _reached_by(job.rank, places)
-        views = job.exchange({"reached": found}, timeout_seconds)
+        reachable = _probe_other_hosts(job.rank, places)
+        views = job.exchange({"reached": reachable}, timeout_seconds)
         hosts = choose_hosts(places, [view["reached"] for view in views])
-        # No port is given back before all have chosen.
+        # Ports stay reserved until all processes have chosen, because another process's
+        # probe needs an answer on them.
         job.exchange({}, timeout_seconds)
     _divide_gpus(job.rank, places)
     workers = tuple(
@@ -171,22 +174,26 @@ def agree(job: MpiJob, timeout_seconds: float | None = None) -> Cluster:
     return Cluster(workers, task_index=job.rank)
 
 
-def _first_of_hosts(places: Sequence[ProcessPlacement]) -> dict[str, int]:
-    """The lowest rank of each host."""
+def _first_ranks(places: Sequence[ProcessPlacement]) -> dict[str, int]:
+    """Return the lowest rank of each host."""
     firsts: dict[str, int] = {}
     for rank, place in enumerate(places):
         firsts.setdefault(place.host, rank)
     return firsts
 
 
-def _reached_by(rank: int, places: Sequence[ProcessPlacement]) -> dict[str, list[str]]:
-    """Find the addresses of other hosts that are reached from here, by their rank."""
-    firsts = _first_of_hosts(places)
+def _probe_other_hosts(
+    rank: int, places: Sequence[ProcessPlacement]
+) -> dict[str, list[str]]:
+    """Return the addresses of other hosts that are reachable from here, by rank."""
+    firsts = _first_ranks(places)
     if firsts[places[rank].host] != rank:
-        return {}  # the first one of this host tries
+        return {}  # the first process of this host probes for all of them
     others = {r: places[r] for r in firsts.values() if r != rank}
-    found = reached({r: (p.addresses, p.port, p.token) for r, p in others.items()})
-    return {str(r): addresses for r, addresses in found.items()}  # as JSON has keys
+    found = reachable_addresses(
+        {r: (p.addresses, p.port, p.token) for r, p in others.items()}
+    )
+    return {str(r): addresses for r, addresses in found.items()}  # JSON keys
 
 
 def choose_hosts(
@@ -196,16 +203,17 @@ def choose_hosts(
 
     Args:
         places: Sequence of `ProcessPlacement`, in the order of ranks.
-        views: Sequence of dicts, what the first process of each host has reached: from
-            the first rank of another host to its addresses. Of the others, empty.
+        views: Sequence of dicts, in the order of ranks, from the first rank of another
+            host to its addresses that the process has reached. Empty for a process that
+            is not the first of its host.
 
     Returns:
         List of strings, in the order of ranks.
 
     Raises:
-        ValueError: If a host has no such address.
+        ValueError: If a host has no address that all others reach.
     """
-    firsts = _first_of_hosts(places)
+    firsts = _first_ranks(places)
     if len(firsts) == 1:
         return [_LOCAL_HOST] * len(places)
     chosen: dict[str, str] = {}
@@ -228,6 +236,7 @@ def _unreachable(
     others: Sequence[int],
     views: Sequence[dict[str, list[str]]],
 ) -> str:
+    """Format the error of a host that the other hosts do not reach at one address."""
     sizes = [(len(views[r].get(str(rank), ())), r) for r in others]
     at = min(sizes)[1]
     tried = ", ".join(place.addresses) or "none"

@@ -1,8 +1,8 @@
-"""This process as a member of an MPI job: what is under way, and small messages.
+"""This process as a member of an MPI job: pending requests and small messages.
 
-MPI waits in native code, with a core for itself and the interpreter locked. So nothing
-here calls what waits: messages are sent and received without blocking, and asked after
-between pauses; the start, which cannot be asked after, has a guard.
+Blocking calls of MPI keep a core busy and hold the GIL. So this module makes only
+non-blocking calls and tests the requests between pauses; the start of MPI, which has no
+non-blocking form, has a guard process.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from tfdp.ground import user_code
 
 _WARN_AFTER_SECONDS = 10.0
 _EXCHANGE_TAG = 1
+# Longest pause between tests of requests in waits that are not time-critical.
 LONGEST_PAUSE_SECONDS = 0.01
-# The end of a pause takes longer than this.
+# A wait begins without pauses for this time, since waking from one takes longer.
 _SPIN_SECONDS = 30e-6
 _SHORTEST_SECONDS = 20e-6
-# A pause adds at most this part to what was waited before it.
-_PART = 8
+# A pause lasts this fraction (1/8) of the time waited, so that it adds little to it.
+_WAITED_PER_PAUSE = 8
 
 
 class Backoff:
-    """Pauses that grow with the time waited, by an eighth of it.
+    """Pauses of a polling loop, each an eighth of the time waited.
 
-    Never `sched_yield`: where all cores compute it costs a whole time slice, some
-    milliseconds, while a thread that slept is run as soon as it wakes.
+    `sched_yield` is not used: if all cores compute, it costs a whole time slice, some
+    milliseconds, while a thread that has slept runs as soon as it wakes.
 
     Args:
         longest_seconds: Float, the longest pause. Defaults to a millisecond.
@@ -54,20 +55,27 @@ class Backoff:
         return time.monotonic() - self._start
 
     def reset(self) -> None:
-        """Begin again with short pauses: something has come."""
+        """Return to short pauses, after progress."""
         self._start = time.monotonic()
 
     def pause(self) -> None:
-        """Give the core to others for a while, unless the wait has just begun."""
+        """Sleep for the next pause, unless the wait has just begun."""
         waited = self.waited_seconds
         if waited > _SPIN_SECONDS:
-            pause = max(_SHORTEST_SECONDS, waited / _PART)
+            pause = max(_SHORTEST_SECONDS, waited / _WAITED_PER_PAUSE)
             time.sleep(min(pause, self._longest_seconds))
 
 
 @dataclasses.dataclass
-class _Left:
-    """Messages that nobody waits for, and the memory that they are in."""
+class _Pending:
+    """Pending requests without a waiting caller, and their buffers.
+
+    Args:
+        sends: List of MPI requests.
+        receives: List of MPI requests.
+        memory: Object that keeps the buffers of the requests alive.
+        is_stopped: Bool, whether receives were cancelled. Defaults to `False`.
+    """
 
     sends: list[Any]
     receives: list[Any]
@@ -75,12 +83,14 @@ class _Left:
     is_stopped: bool = False
 
     def is_over(self) -> bool:
-        """Whether all have been sent, received or taken back."""
+        """Test whether all requests have completed or been cancelled."""
         done = [request.Test() for request in (*self.sends, *self.receives)]
-        return all(done)  # each is asked: MPI frees those that are complete
+        return all(
+            done
+        )  # tests each one, since MPI frees a request when `Test` succeeds
 
     def stop_receiving(self) -> None:
-        """Take back what has no message yet; the rest comes to its end."""
+        """Cancel the receives without a message; the others complete."""
         if not self.is_stopped:
             self.is_stopped = True
             for request in self.receives:
@@ -90,15 +100,15 @@ class _Left:
 
 @dataclasses.dataclass
 class MpiJob:
-    """The processes of an MPI job, after all of them have met.
+    """The processes of an MPI job, connected by MPI.
 
     Args:
         mpi: The module `mpi4py.MPI`.
-        comm: A communicator of all processes that is tfdp's own.
+        comm: MPI communicator of all processes, used only by tfdp.
         lock: Context manager that is entered around each call of MPI.
         world_ranks: Tuple of int, the MPI rank of each worker.
         library: String, name and version of the MPI library.
-        is_complete: Bool, whether all processes have met. Defaults to `False`.
+        is_complete: Bool, whether all processes have joined. Defaults to `False`.
     """
 
     mpi: Any
@@ -110,11 +120,11 @@ class MpiJob:
 
     def __post_init__(self) -> None:
         self._communicators: set[Any] = set()
-        # No request is asked after by two threads at once, whatever MPI allows.
-        self._rest_lock = threading.Lock()
-        # What is under way and no longer waited for, and the memory that it is in.
-        self._left: list[_Left] = []
-        self._old_comms: list[Any] = []
+        # Two threads never test one request, whatever level of threads MPI allows.
+        self._pending_lock = threading.Lock()
+        # Requests that may still be pending when their caller has stopped waiting.
+        self._pending: list[_Pending] = []
+        self._unused_comms: list[Any] = []
 
     @property
     def rank(self) -> int:
@@ -127,30 +137,30 @@ class MpiJob:
         return self.comm.size
 
     def add(self, communicator: Any) -> None:
-        """Hold a communicator, whose memory MPI writes to, until it is closed.
+        """Keep a communicator alive until it is closed, since MPI writes to its memory.
 
         Args:
-            communicator: What has `close(reason)`, which `discard`s it.
+            communicator: Object whose `close(reason)` calls `discard` with it.
         """
-        with self._rest_lock:
+        with self._pending_lock:
             self._communicators.add(communicator)
 
     def discard(self, communicator: Any) -> None:
-        """Hold a communicator no more.
+        """Release a communicator that has been closed.
 
         Args:
-            communicator: The one that was added.
+            communicator: Object that was passed to `add`.
         """
-        with self._rest_lock:
+        with self._pending_lock:
             self._communicators.discard(communicator)
 
     def close_communicators(self, reason: str) -> None:
-        """Close all that are still there.
+        """Close all communicators that are open.
 
         Args:
-            reason: String, for the other processes.
+            reason: String, sent to the other processes.
         """
-        with self._rest_lock:
+        with self._pending_lock:
             communicators = list(self._communicators)
         for communicator in communicators:
             communicator.close(reason)
@@ -162,39 +172,39 @@ class MpiJob:
         memory: Any,
         comm: Any = None,
     ) -> None:
-        """Stop to wait for messages, which MPI moves in its own time.
+        """Take over pending requests from a caller that stops waiting for them.
 
         Args:
             sends: Sequence of MPI requests.
             receives: Sequence of MPI requests.
-            memory: What holds the memory that MPI reads and writes meanwhile.
-            comm: MPI communicator or `None`, one that is used no more.
+            memory: Object that keeps the buffers of the requests alive.
+            comm: MPI communicator or `None`, one that is no longer used.
         """
-        with self._rest_lock, self.lock:
-            self._left = [each for each in self._left if not each.is_over()]
-            self._left.append(_Left(list(sends), list(receives), memory))
+        with self._pending_lock, self.lock:
+            self._pending = [each for each in self._pending if not each.is_over()]
+            self._pending.append(_Pending(list(sends), list(receives), memory))
             if comm is not None:
-                self._old_comms.append(comm)
+                self._unused_comms.append(comm)
 
     def finish_rest(self, seconds: float) -> bool:
-        """Move what is still under way, when no process sends anything new.
+        """Complete or cancel pending requests, when no process sends new messages.
 
         Args:
-            seconds: Float, how long to try.
+            seconds: Float, longest time to try.
 
         Returns:
-            Bool, whether nothing of this process is under way any more.
+            Bool, whether this process has no pending requests left.
         """
         end, backoff = time.monotonic() + seconds, Backoff(LONGEST_PAUSE_SECONDS)
         while True:
-            with self._rest_lock, self.lock:
-                for comm in self._old_comms:
+            with self._pending_lock, self.lock:
+                for comm in self._unused_comms:
                     _drain(self.mpi, comm)
-                for each in self._left:
+                for each in self._pending:
                     each.stop_receiving()
-                self._left = [each for each in self._left if not each.is_over()]
-            if not self._left or time.monotonic() >= end:
-                return not self._left
+                self._pending = [each for each in self._pending if not each.is_over()]
+            if not self._pending or time.monotonic() >= end:
+                return not self._pending
             backoff.pause()
 
     def exchange(
@@ -204,20 +214,20 @@ class MpiJob:
         ranks: Sequence[int] | None = None,
         tag: int = _EXCHANGE_TAG,
     ) -> list[dict[str, Any]]:
-        """Give facts to all processes and take theirs.
+        """All-gather a small dict between processes, as JSON.
 
         Args:
-            facts: Mapping, of what JSON holds.
-            timeout_seconds: Float or `None`, for ever. Defaults to `None`.
+            facts: Mapping of values that JSON supports, from this process.
+            timeout_seconds: Float or `None`, no limit. Defaults to `None`.
             ranks: Sequence of int, the MPI ranks that take part. Defaults to `None`,
                 all.
-            tag: Int, of MPI's tags. Defaults to that of all ranks.
+            tag: Int, MPI tag of the messages. Defaults to one for all ranks.
 
         Returns:
             List of dicts, in the order of `ranks`.
 
         Raises:
-            TimeoutError: If a process does not come in time.
+            TimeoutError: If a process does not send its dict in time.
         """
         members = range(self.size) if ranks is None else ranks
         text = json.dumps(dict(facts)).encode()
@@ -225,77 +235,79 @@ class MpiJob:
         with self.lock:
             sends = [self.comm.Isend(text, dest=r, tag=tag) for r in others]
         self.leave(sends, (), text)
-        found = _Inbox(self, tag).wait(others, timeout_seconds)
+        texts = _Inbox(self, tag).wait(others, timeout_seconds)
         return [
-            dict(facts) if rank == self.rank else json.loads(found[rank])
+            dict(facts) if rank == self.rank else json.loads(texts[rank])
             for rank in members
         ]
 
 
 class _Inbox:
-    """Messages of any length with one tag, received as they come.
+    """Receiver of one message of any length from each rank.
 
     Args:
         job: `MpiJob`.
-        tag: Int, of MPI's tags.
+        tag: Int, MPI tag of the messages.
     """
 
     def __init__(self, job: MpiJob, tag: int) -> None:
         self._job, self._tag = job, tag
-        self._begun: dict[int, tuple[Any, bytearray]] = {}
+        self._incoming: dict[int, tuple[Any, bytearray]] = {}
         self._texts: dict[int, bytes] = {}
 
     def wait(
         self, ranks: Sequence[int], timeout_seconds: float | None
     ) -> dict[int, bytes]:
-        """Wait for a message of each rank, with a warning that names who is late."""
+        """Wait for a message of each rank, with a warning that names the late ranks."""
         backoff = Backoff(LONGEST_PAUSE_SECONDS)
         begin = time.monotonic()
-        while missing := [rank for rank in ranks if not self._has(rank)]:
+        while missing := [rank for rank in ranks if not self._has_received(rank)]:
             waited = time.monotonic() - begin
             if timeout_seconds is not None and waited >= timeout_seconds:
                 raise TimeoutError(
-                    f"Waited {timeout_seconds:.0f} s for {_names(missing)} of the MPI "
-                    "job, which did not come to make a strategy. Start the same script "
-                    "on all ranks, and see how the output of those ends."
+                    f"Waited {timeout_seconds:.0f} s for {_format_ranks(missing)} of "
+                    "the MPI job, which did not come to make a strategy. Start the "
+                    "same script on all ranks, and see how the output of those ends."
                 )
             if waited >= _WARN_AFTER_SECONDS:
                 user_code.warn(
-                    f"Waiting for {_names(missing)} of the MPI job to make a strategy.",
+                    f"Waiting for {_format_ranks(missing)} of the MPI job to make a "
+                    "strategy.",
                     once_for=self,
                     topic="waiting",
                 )
             backoff.pause()
         return self._texts
 
-    def _has(self, rank: int) -> bool:
-        """Move on with the message of a rank; return whether it is there."""
+    def _has_received(self, rank: int) -> bool:
+        """Advance the receive from a rank; return whether its message is complete."""
         if rank in self._texts:
             return True
         with self._job.lock:
-            if rank not in self._begun:
+            if rank not in self._incoming:
                 status = self._job.mpi.Status()
                 message = self._job.comm.Improbe(rank, self._tag, status)
                 if message is None:
                     return False
                 text = bytearray(status.Get_count(self._job.mpi.BYTE))
-                self._begun[rank] = (message.Irecv(text), text)
-            request, text = self._begun[rank]
+                self._incoming[rank] = (message.Irecv(text), text)
+            request, text = self._incoming[rank]
             if not request.Test():
                 return False
         self._texts[rank] = bytes(text)
         return True
 
 
-def _names(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks for a message, at most eight of them."""
     few = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {few}{more}"
 
 
 def _drain(mpi: Any, comm: Any) -> None:
-    """Receive what was sent to this process after its last call."""
+    """Receive and drop the messages that have arrived on a communicator."""
     status = mpi.Status()
     while comm.Iprobe(status=status):
-        waste = bytearray(status.Get_count(mpi.BYTE))
-        comm.Recv(waste, source=status.source, tag=status.tag)
+        dropped = bytearray(status.Get_count(mpi.BYTE))
+        comm.Recv(dropped, source=status.source, tag=status.tag)

@@ -21,10 +21,13 @@ from tfdp.communication.cluster.launchers import LaunchedRank, has_mpi4py, mpi_r
 from tfdp.communication.cluster.mpi_job import LONGEST_PAUSE_SECONDS, Backoff, MpiJob
 from tfdp.ground.forks import at_exit
 
+# Longest time of MPI_Init if the user sets no limit.
 _DEFAULT_START_SECONDS = 300.0
-# On MPI_COMM_WORLD, which is the user's; any int that nobody else takes.
+# Tag of the first exchange, on MPI_COMM_WORLD: an arbitrary number that hardly any user
+# code has for its messages.
 _WORLD_TAG = 20011
-# What is under way at the end of all processes is there, or never comes.
+# Time to complete requests when all processes end: messages have arrived by then, or
+# never arrive.
 _REST_SECONDS = 5.0
 
 _job: MpiJob | None = None
@@ -37,12 +40,12 @@ def current_job() -> MpiJob | None:
 
 
 def start_job(timeout_seconds: float | None = None) -> MpiJob:
-    """Start MPI, unless it has started, and meet all processes of the job.
+    """Start MPI, unless it has started, and wait for all processes of the job.
 
     Args:
         timeout_seconds: Float or `None`, the longest wait for the others. Defaults to
-            `None`: MPI's own start may take five minutes, and then it waits for ever,
-            with a warning that names who is missing.
+            `None`: MPI's own start may take five minutes, and the wait after it has no
+            limit, with a warning that names the missing ranks.
 
     Returns:
         The `MpiJob`.
@@ -50,7 +53,7 @@ def start_job(timeout_seconds: float | None = None) -> MpiJob:
     Raises:
         ValueError: If mpi4py is missing, belongs to another MPI than the launcher, or
             does not allow calls from threads; if the ranks run different programs.
-        TimeoutError: If a process does not come in time.
+        TimeoutError: If a process does not join in time.
     """
     global _job
     with _start_lock:
@@ -60,24 +63,24 @@ def start_job(timeout_seconds: float | None = None) -> MpiJob:
 
 
 def _start(timeout_seconds: float | None) -> MpiJob:
-    own = mpi_rank()
+    launched = mpi_rank()
     mpi = import_mpi()
     library = library_of(mpi)
     if not mpi.Is_initialized():
-        _check_library(own, mpi.get_vendor()[0], library)
-        _initialize(mpi, own, timeout_seconds)
-    _check_size(own, mpi.COMM_WORLD.size, library)
+        _check_library(launched, mpi.get_vendor()[0], library)
+        _initialize(mpi, launched, timeout_seconds)
+    _check_size(launched, mpi.COMM_WORLD.size, library)
     lock = _lock_of(mpi, library)
-    everyone = tuple(range(mpi.COMM_WORLD.size))
-    job = MpiJob(mpi, mpi.COMM_WORLD, lock, everyone, library)
+    world_ranks = tuple(range(mpi.COMM_WORLD.size))
+    job = MpiJob(mpi, mpi.COMM_WORLD, lock, world_ranks, library)
     at_exit(functools.partial(_end, job))
     try:
         found = job.exchange({"program": _program()}, timeout_seconds, tag=_WORLD_TAG)
     finally:
-        # All ranks of the host have mapped it, and it stays mapped.
+        # MPICH's file is no longer needed: all ranks of the host have mapped it.
         unlink(shared_memory_of(os.getpid()))
     _check_programs([each["program"] for each in found])
-    # All are here, so this does not wait.
+    # `Dup` is collective, and returns soon since all ranks have joined the exchange.
     job.comm = mpi.COMM_WORLD.Dup()
     job.is_complete = True
     return job
@@ -90,7 +93,7 @@ def import_mpi() -> Any:
         The module.
 
     Raises:
-        ValueError: If mpi4py is not there, or finds no MPI library.
+        ValueError: If mpi4py is not installed, or finds no MPI library.
     """
     if not has_mpi4py():
         raise ValueError(
@@ -100,12 +103,12 @@ def import_mpi() -> Any:
     if "mpi4py.MPI" in sys.modules:
         return sys.modules["mpi4py.MPI"]
     rc = importlib.import_module("mpi4py").rc
-    # Its own start is that of the first `import`, and its own end waits for ever
-    # where another process has died.
+    # By default mpi4py starts MPI at its import, and finalizes it at exit, which blocks
+    # without a timeout if another process has died.
     rc.initialize = rc.finalize = False
     try:
         with warnings.catch_warnings():
-            # A launcher of another MPI is refused in our own words.
+            # `_check_library` reports a launcher of another MPI with more advice.
             warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
             return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -117,46 +120,49 @@ def import_mpi() -> Any:
 
 
 def library_of(mpi: Any) -> str:
-    """Name and version of the MPI library, such as `"Open MPI 5.0.11"`."""
+    """Return name and version of the MPI library, such as `"Open MPI 5.0.11"`."""
     name, version = mpi.get_vendor()
     return f"{name} {'.'.join(map(str, version))}"
 
 
-def _check_library(own: LaunchedRank | None, vendor: str, library: str) -> None:
-    """Refuse what would abort the process in MPI's start, or start it alone."""
-    if own is None:
+def _check_library(launched: LaunchedRank | None, vendor: str, library: str) -> None:
+    """Reject a library that the launcher cannot start: it aborts, or runs alone."""
+    if launched is None:
         return
     is_open = vendor == "Open MPI"
-    if own.launcher == "MPI" and not is_open:
-        # One that was built for PMIx can be started by any launcher that has it.
+    if launched.launcher == "MPI" and not is_open:
+        # A library built for PMIx can be started by any launcher with PMIx.
         if "pmix" not in _configuration():
-            raise ValueError(_another_mpi(own, library, "Open MPI's"))
-    elif own.launcher == "MPICH" and is_open and "PMIX_RANK" not in os.environ:
-        raise ValueError(_another_mpi(own, library, "MPICH's or Intel MPI's"))
+            raise ValueError(_another_mpi(launched, library, "Open MPI's"))
+    elif launched.launcher == "MPICH" and is_open and "PMIX_RANK" not in os.environ:
+        raise ValueError(_another_mpi(launched, library, "MPICH's or Intel MPI's"))
 
 
 def _configuration() -> str:
+    """Return the MPI library's own description, in lower case."""
     return sys.modules["mpi4py.MPI"].Get_library_version().lower()
 
 
-def _check_size(own: LaunchedRank | None, size: int, library: str) -> None:
-    if own is not None and size != own.size:
-        raise ValueError(_another_mpi(own, library, "another"))
+def _check_size(launched: LaunchedRank | None, size: int, library: str) -> None:
+    if launched is not None and size != launched.size:
+        raise ValueError(_another_mpi(launched, library, "another"))
 
 
-def _another_mpi(own: LaunchedRank, library: str, launcher: str) -> str:
+def _another_mpi(launched: LaunchedRank, library: str, launcher: str) -> str:
     return (
         f"mpi4py has loaded {library}, and the job was started by {launcher} mpiexec: "
         "the processes do not see each other. Start the job with the mpiexec of "
-        f"{library}, or install mpi4py for the launcher's MPI. Received: {own.variable}"
+        f"{library}, or install mpi4py for the launcher's MPI. Received: "
+        f"{launched.variable}"
     )
 
 
 def _initialize(
-    mpi: Any, own: LaunchedRank | None, timeout_seconds: float | None
+    mpi: Any, launched: LaunchedRank | None, timeout_seconds: float | None
 ) -> None:
+    """Run MPI_Init with a guard process, since it may block without a timeout."""
     limit = timeout_seconds or _DEFAULT_START_SECONDS
-    place = f"rank {own.rank} of {own.size}" if own else "this process"
+    place = f"rank {launched.rank} of {launched.size}" if launched else "this process"
     sentence = (
         f"Waited {limit:.0f} s for MPI to start ({place}): not all processes of the "
         "job have come. Start the same script on all of them, and see how the output "
@@ -167,6 +173,7 @@ def _initialize(
 
 
 def _lock_of(mpi: Any, library: str) -> contextlib.AbstractContextManager:
+    """Return the lock around calls of MPI that its level of thread support needs."""
     level = mpi.Query_thread()
     if level == mpi.THREAD_MULTIPLE:
         return contextlib.nullcontext()
@@ -181,6 +188,7 @@ def _lock_of(mpi: Any, library: str) -> contextlib.AbstractContextManager:
 
 
 def _program() -> str:
+    """Return the name of the script or module that this process runs."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     name = spec.name if spec is not None else sys.argv[0] if sys.argv else ""
     return os.path.basename(name)[:200]
@@ -198,36 +206,37 @@ def _check_programs(programs: Sequence[str]) -> None:
 
 
 def _end(job: MpiJob) -> None:
-    """End MPI with this process, or leave it where that would wait for ever.
+    """Finalize MPI at the end of this process, unless that would block.
 
-    A launcher takes a process that ends without `MPI_Finalize` for one that has
-    failed and ends the others, as it should after an error.
+    A launcher treats a process that ends without `MPI_Finalize` as failed and ends the
+    others, as it should after an error.
     """
     if job.mpi.Is_finalized():
         return
     job.close_communicators("the process has ended")
-    # Of an exception that nobody has caught: the others wait for this process.
+    # `sys.last_value` is set after an uncaught exception: other ranks may then wait for
+    # this one in a collective.
     has_failed = getattr(sys, "last_value", None) is not None
     is_ours = importlib.import_module("mpi4py").rc.finalize is False
     if job.is_complete and not has_failed and _all_end(job):
         if is_ours:
             job.mpi.Finalize()
     elif not is_ours:
-        job.comm.Abort(1)  # else mpi4py ends MPI, and waits for ever
+        job.comm.Abort(1)  # else mpi4py finalizes MPI at exit, which blocks
 
 
 def _all_end(job: MpiJob) -> bool:
-    """Wait for the ends of all, and agree whether nothing is under way any more.
+    """Wait until all processes end; return whether all have no pending requests.
 
-    A process may work on for long after the others, which must leave it the cores.
-    Where one has failed the launcher ends all.
+    A process may continue for long after the others, so they wait with pauses that
+    leave it the cores. If one has failed, the launcher ends all.
     """
     with job.lock:
-        everyone = job.comm.Ibarrier()
+        barrier = job.comm.Ibarrier()
     backoff = Backoff(LONGEST_PAUSE_SECONDS)
     while True:
         with job.lock:
-            if everyone.Test():
+            if barrier.Test():
                 break
         backoff.pause()
     is_finished = job.finish_rest(_REST_SECONDS)

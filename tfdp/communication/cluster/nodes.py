@@ -1,4 +1,4 @@
-"""Node discovery: group workers by the names and addresses of their hosts."""
+"""Node discovery: group workers into nodes by host names and addresses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tfdp.ground.arguments import checked_integer
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.text import pluralize
 
+# Time limit of all look-ups of host names, which run concurrently.
 _RESOLVE_SECONDS = 2.0
 
 
@@ -29,17 +30,17 @@ def topology_of(
     """Find which replicas share a node.
 
     Replica r of worker w has the global rank `w * replicas_per_worker + r`.
-    Workers on one host form one node, and so do workers on hosts of which an
-    address is the same; a name that does not resolve in two seconds stands for
-    itself. Nodes are ranked by their first replica.
+    Workers on one host form one node, and so do workers on hosts that share an
+    address; a name that does not resolve within two seconds counts as a host of
+    its own. Nodes are ranked by their first replica.
 
     Args:
         hosts: Sequence of strings, the host of each worker: `Cluster.hosts`.
         replicas_per_worker: Int, number of replicas of each worker.
-        node_size: Int or `None`, replicas with consecutive ranks that form a
+        node_size: Int or `None`, number of consecutive replicas that form a
             node, whatever their hosts. Defaults to `None`.
-        nodes: Sequence of strings or `None`, a name of the node of each worker,
-            whatever their hosts. Defaults to `None`.
+        nodes: Sequence of strings or `None`, the name of each worker's node,
+            whatever its host. Defaults to `None`.
         resolve: Callable, from a host name to its addresses, which raises
             `OSError` if there are none. Defaults to the system's resolver.
 
@@ -71,7 +72,7 @@ def topology_of(
         return _group([rank // node_size for rank in range(num_replicas)])
     if nodes is not None:
         _check_nodes(nodes, len(hosts))
-    names = _machines(hosts, resolve) if nodes is None else nodes
+    names = _machine_numbers(hosts, resolve) if nodes is None else nodes
     return _group([name for name in names for _ in range(replicas_per_worker)])
 
 
@@ -113,10 +114,10 @@ def _check_nodes(nodes: Sequence[str], num_workers: int) -> None:
         )
 
 
-def _machines(
+def _machine_numbers(
     hosts: Sequence[str], resolve: Callable[[str], Iterable[str]]
 ) -> list[int]:
-    """Number the machine of each host; hosts that share an address share it."""
+    """Return a machine number for each host; hosts that share an address share it."""
     names = [host.lower() for host in hosts]
     machines: list[set[str]] = []
     for name, addresses in _resolve_all(dict.fromkeys(names), resolve).items():
@@ -131,25 +132,25 @@ def _machines(
 def _resolve_all(
     names: Iterable[str], resolve: Callable[[str], Iterable[str]]
 ) -> dict[str, list[str]]:
-    """Resolve each name once, concurrently; a failure is an empty list."""
+    """Resolve each name once, concurrently; a failure gives an empty list."""
     found = {name: [] if (at := _address(name)) is None else [at] for name in names}
-    # Workers that are all on one host need no look-up: one node, whichever it is.
+    # A single host needs no look-up: all of its workers are on one node.
     unknown = [name for name, at in found.items() if not at and len(found) > 1]
 
     def look_up(name: str) -> list[str]:
         try:
             return [_address(text) or text for text in resolve(name)]
-        except (OSError, UnicodeError):  # UnicodeError: no name of a host at all
+        except (OSError, UnicodeError):  # UnicodeError: not a valid host name
             return []
 
     return found | call_at_once(look_up, unknown, _RESOLVE_SECONDS)
 
 
 def _address(text: str) -> str | None:
-    """Normalize a numeric address; return `None` for a name."""
+    """Normalize an IP address; return `None` for a name."""
     address = ip_address(text)
     if address is None:
         return None
-    # All loopback addresses are this machine: Debian gives a host's own name
+    # All loopback addresses belong to this machine: Debian maps its host name to
     # 127.0.1.1, while `localhost` is 127.0.0.1 or ::1.
     return "loopback" if address.is_loopback else str(address)

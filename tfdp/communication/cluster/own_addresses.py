@@ -1,4 +1,4 @@
-"""Addresses under which other hosts may reach this one, and which of them they do."""
+"""IP addresses of this host, and probes of which addresses other hosts reach."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tfdp.communication.cluster.address import ip_address
 
 _BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
 _NETWORK_FILE = "/proc/self/ns/net"
-# More, as of a host of many containers, say nothing new.
+# A host of many containers has more addresses, which are hardly ever reachable.
 _MOST_ADDRESSES = 16
 _TOKEN_BYTES = 16
 _PROBE_SECONDS = 3.0
@@ -26,10 +26,11 @@ _Result = TypeVar("_Result")
 
 
 def network_of_host() -> str | None:
-    """Name this boot of the host and its network, alike for processes that share both.
+    """Return a key of this host, its boot and its network namespace.
 
     Returns:
-        String, or `None` where the system does not tell.
+        String, equal for processes that share all three; or `None` if `/proc` does not
+        have them.
     """
     with contextlib.suppress(OSError):
         boot = pathlib.Path(_BOOT_ID_FILE).read_text("ascii").strip()
@@ -38,19 +39,19 @@ def network_of_host() -> str | None:
 
 
 def host_key() -> str:
-    """Name this host and its network, alike for all processes that share both.
+    """Return a key that is equal for processes that share a host and its network.
 
     Returns:
-        String: the name of the host alone does not tell two containers apart.
+        String; more than the host name, which two containers may share.
     """
     return network_of_host() or socket.gethostname()
 
 
 def own_addresses() -> list[str]:
-    """List the IP addresses of this host, that of its name first, then IPv4.
+    """List the IP addresses of this host: those of its name first, then IPv4.
 
     Returns:
-        List of strings, without those that only this host understands.
+        List of strings, without loopback, link-local and multicast addresses.
     """
     found = [*_addresses_of_name(), *_addresses_of_interfaces()]
     usable = [text for text in dict.fromkeys(found) if _is_usable(text)]
@@ -65,9 +66,9 @@ def _addresses_of_name() -> list[str]:
 
 
 def _addresses_of_interfaces() -> list[str]:
-    # Those that are down, too: a link that is coming up says so late, and those that
-    # carry nothing are found out.
-    # Late: an interpreter of another environment reads plans of a benchmark without it.
+    # Interfaces that are down are included: a link reports late that it is up, and a
+    # probe shows which addresses work.
+    # Benchmarks import this module in environments without psutil.
     import psutil
 
     interfaces = psutil.net_if_addrs().values()
@@ -91,17 +92,17 @@ def _is_usable(text: str) -> bool:
 
 
 @contextlib.contextmanager
-def answering(bound: socket.socket) -> Iterator[str]:
-    """Answer all who connect to a port with a token, which tells whom they reached.
+def answer_with_token(bound: socket.socket) -> Iterator[str]:
+    """Answer connections to a port with a token that identifies this process.
 
-    Hosts of containers have bridges of the same address: a connection alone shows
-    nothing.
+    A connection alone does not prove which host was reached: container bridges have
+    the same address on many hosts.
 
     Args:
         bound: Socket that is bound to the port.
 
     Yields:
-        String, the token.
+        String, the token that is sent to each connection.
     """
     token = secrets.token_hex(_TOKEN_BYTES)
     bound.listen(128)
@@ -123,19 +124,21 @@ def _answer(listener: socket.socket, token: str, is_over: threading.Event) -> No
             with connection:
                 connection.settimeout(1.0)
                 connection.sendall(token.encode())
-                connection.recv(1)  # who asked closes first: the port stays free
+                connection.recv(
+                    1
+                )  # the client closes first, so no TIME_WAIT holds the port
 
 
-def reached(
+def reachable_addresses(
     candidates: Mapping[int, tuple[Sequence[str], int, str]],
 ) -> dict[int, list[str]]:
-    """Find under which of their addresses other hosts are reached from here.
+    """Find the addresses at which other processes are reachable from this host.
 
     Args:
         candidates: Mapping from a rank to its addresses, its port and its token.
 
     Returns:
-        Dict from the rank to those of its addresses that answered as it does.
+        Dict from a rank to its addresses that answered with its token.
     """
     pairs = [
         (rank, address)
@@ -152,15 +155,16 @@ def reached(
 
 
 def _answers(address: str, port: int, token: str) -> bool:
+    """Whether an address answers a connection with the token."""
     try:
         with socket.create_connection((address, port), _PROBE_SECONDS) as connection:
-            got = b""
-            while len(got) < len(token):
-                part = connection.recv(len(token) - len(got))
+            answer = b""
+            while len(answer) < len(token):
+                part = connection.recv(len(token) - len(answer))
                 if not part:
                     break
-                got += part
-            return got == token.encode()
+                answer += part
+            return answer == token.encode()
     except OSError:
         return False
 
@@ -170,23 +174,23 @@ def call_at_once(
     items: Iterable[_Item],
     timeout_seconds: float | None = None,
 ) -> dict[_Item, _Result]:
-    """Call a function for each item, all at the same time.
+    """Call a function for each item concurrently, in a thread each.
 
     Args:
-        function: Callable of an item.
+        function: Callable, from an item to a result.
         items: Iterable of hashable items.
         timeout_seconds: Float or `None`, the longest wait. Defaults to `None`.
 
     Returns:
-        Dict from items to results, of the calls that have returned in time.
+        Dict from items to results, only of calls that have returned in time.
     """
     results: dict[_Item, _Result] = {}
 
     def call(item: _Item) -> None:
         results[item] = function(item)
 
-    # Daemon threads: looking up a host's name cannot be interrupted, and must
-    # not keep the process alive past the deadline.
+    # The threads are daemons, because a look-up of a host name cannot be interrupted
+    # and must not keep the process alive past the deadline.
     threads = [
         threading.Thread(target=call, args=(item,), daemon=True) for item in items
     ]

@@ -1,4 +1,4 @@
-"""Ports: find free ones, check and probe them; rendezvous of all workers."""
+"""TCP ports: find free ones, check and probe them; rendezvous of all workers."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from tfdp.ground import user_code
 from tfdp.ground.forks import close_in_forks
 
 _WARN_AFTER_SECONDS = 10.0
+# All workers must accept connections within this time of each other.
 _TOGETHER_SECONDS = 1.0
 _LOWEST_PORT = 10000
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -27,8 +28,8 @@ _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 def check_port_free(address: str) -> None:
     """Check that this task can open the port of its own address.
 
-    TensorFlow's server listens on all interfaces, so that is what is tried;
-    the host part is not looked at, and nothing is left open.
+    The port is bound on all interfaces, as TensorFlow's server does, whatever the
+    host of the address, and is closed again.
 
     Args:
         address: String, this task's own `"host:port"`.
@@ -42,7 +43,7 @@ def check_port_free(address: str) -> None:
     """
     _, port = split_address(address)
     try:
-        _bound(port, reuses=True).close()
+        _bind(port, reuses=True).close()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         reason = "is already taken by another process" if taken else error.strerror
@@ -57,12 +58,12 @@ def check_port_free(address: str) -> None:
 def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
     """Find the workers whose port accepts no connection.
 
-    Tries a plain TCP connection to each worker but this one, again and again
-    and all at the same time, until each has answered or the time is over.
+    Each other worker is probed by TCP connections, concurrently and repeatedly,
+    until it accepts one or the time is over.
 
     Args:
         cluster: The `Cluster` to try.
-        timeout_seconds: Float, seconds to go on trying.
+        timeout_seconds: Float, seconds to keep trying.
 
     Returns:
         List of int, the ranks that did not answer, in ascending order. This
@@ -76,7 +77,7 @@ def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
 
 
 def _probe_workers(cluster: Cluster, timeout_seconds: float) -> dict[int, ProbeResult]:
-    """Find by rank what the last attempt met, of workers that accept no connection."""
+    """Return the last `ProbeResult` of each worker that accepts no connection."""
     deadline = time.monotonic() + timeout_seconds
     own_rank = None if cluster.is_evaluator else cluster.rank
     ranks = [rank for rank in range(cluster.num_workers) if rank != own_rank]
@@ -91,22 +92,22 @@ def _probe_workers(cluster: Cluster, timeout_seconds: float) -> dict[int, ProbeR
             time.sleep(0.1)
 
     call_at_once(try_until, ranks, timeout_seconds)
-    # Some threads may still be at work.
+    # A copy, because threads that have not returned in time may still write to it.
     return {r: at for r, at in found.copy().items() if at is not ProbeResult.ACCEPTED}
 
 
 def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
     """Wait until every worker has started, before TensorFlow does.
 
-    TensorFlow waits in native code, for ever on the first worker and without a
-    name on the others. So each worker opens its port here first and tries those
-    of the others. All see each other before the last one goes on; whoever goes
-    on opens the port again as TensorFlow's server.
+    TensorFlow waits in native code, without a timeout on the first worker and
+    without the name of a missing worker on the others. So each worker first opens
+    its port here and probes the ports of the others. All have seen each other before
+    the last one returns; TensorFlow's server then opens the port again.
 
     Args:
-        cluster: The `Cluster`, of which this task is a worker.
+        cluster: The `Cluster`; this task is one of its workers.
         timeout_seconds: Float or `None`, the longest wait. Defaults to `None`,
-            for ever, with a warning that names who is missing.
+            no limit, with a warning that names the missing workers.
 
     Returns:
         List of int, the ranks of the workers that did not start.
@@ -122,7 +123,8 @@ def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[i
     limit = float("inf") if timeout_seconds is None else timeout_seconds
     with _listening(cluster.workers[cluster.rank], cluster.num_workers):
         while True:
-            # All within one second: a worker that has given up by now does not count.
+            # All must answer in one short round: a worker that answered an earlier
+            # round may have given up since.
             found = _probe_workers(cluster, _TOGETHER_SECONDS)
             missing = sorted(found)
             waited = time.monotonic() - begin
@@ -151,7 +153,7 @@ def describe_workers(cluster: Cluster, ranks: list[int]) -> str:
 
     Args:
         cluster: The `Cluster`.
-        ranks: List of int.
+        ranks: List of int, the ranks to describe.
 
     Returns:
         String.
@@ -165,10 +167,10 @@ def describe_workers(cluster: Cluster, ranks: list[int]) -> str:
 
 @contextlib.contextmanager
 def _listening(address: str, num_workers: int) -> Iterator[None]:
-    """Listen on a port; the system completes connections without an `accept`."""
+    """Listen on a port; the kernel completes connections without an `accept`."""
     check_port_free(address)
     _, port = split_address(address)
-    server = _bound(port, reuses=True)
+    server = _bind(port, reuses=True)
     server.listen(max(128, 2 * num_workers))
     with close_in_forks(server):
         yield
@@ -188,7 +190,7 @@ def probe_port(address: str, timeout_seconds: float) -> ProbeResult:
 
     Args:
         address: String, `"host:port"`.
-        timeout_seconds: Float, seconds to wait for it.
+        timeout_seconds: Float, longest time of the attempt.
 
     Returns:
         `ProbeResult`.
@@ -201,7 +203,7 @@ def probe_port(address: str, timeout_seconds: float) -> ProbeResult:
         with socket.create_connection(
             split_address(address), timeout=timeout_seconds
         ) as connection:
-            # A port that nobody holds can be picked as the connection's own
+            # If no process listens, the kernel may pick the port as the connection's
             # source port: TCP then connects the socket to itself.
             is_itself = connection.getsockname() == connection.getpeername()
             return ProbeResult.REFUSED if is_itself else ProbeResult.ACCEPTED
@@ -213,11 +215,11 @@ def probe_port(address: str, timeout_seconds: float) -> ProbeResult:
         return ProbeResult.NONE
 
 
-def _bound(port: int, *, reuses: bool) -> socket.socket:
+def _bind(port: int, *, reuses: bool) -> socket.socket:
     """Bind a port on all interfaces; raise `OSError` if it is taken on any.
 
-    With `reuses`, as gRPC does, closed connections of an earlier run, which linger for
-    a minute, are no obstacle; a listening process is.
+    With `reuses`, as in gRPC, closed connections of an earlier run, which linger for a
+    minute, do not take the port; a listening process does.
     """
     is_dual = socket.has_dualstack_ipv6()
     sock = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET)
@@ -233,20 +235,20 @@ def _bound(port: int, *, reuses: bool) -> socket.socket:
 
 
 def free_ports(count: int) -> list[int]:
-    """Find different ports that are free on all interfaces.
+    """Find distinct ports that are free on all interfaces.
 
     They are drawn at random from below the range in which the kernel picks
     source ports: from inside it, a worker's first outgoing connection could
     take the port on which another worker is about to listen.
 
     Args:
-        count: Int, how many.
+        count: Int, number of ports.
 
     Returns:
-        List of int.
+        List of int, the ports.
 
     Raises:
-        ValueError: If there are not that many.
+        ValueError: If fewer ports are free.
     """
     with reserved_ports(count) as (ports, _):
         return ports
@@ -254,28 +256,29 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]]:
-    """Hold ports as `free_ports` finds them, so that no other process gets them.
+    """Find free ports like `free_ports`, and keep them bound during the block.
 
     Args:
-        count: Int, how many.
+        count: Int, number of ports.
 
     Yields:
-        List of int, and the sockets that are bound to them, which listen to nobody.
+        List of int, the ports, and the sockets that are bound to them, not listening.
 
     Raises:
-        ValueError: If there are not that many.
+        ValueError: If fewer ports are free.
     """
     candidates = range(_LOWEST_PORT, _first_ephemeral_port())
     ports: list[int] = []
     sockets: list[socket.socket] = []
-    # Every socket stays bound until all are chosen, so that no two are equal.
+    # Every socket stays bound until all are chosen, so that the ports are distinct.
     with contextlib.ExitStack() as stack:
-        # Not from the generator that a script may have seeded.
+        # A generator of its own: a seed of the script would give all processes the
+        # same ports.
         for port in random.Random().sample(candidates, len(candidates)):
             if len(ports) == count:
                 break
             try:
-                sock = _bound(port, reuses=False)
+                sock = _bind(port, reuses=False)
             except OSError as error:
                 if (lack := lack_of_files(error)) is not None:
                     raise ValueError(lack) from error
@@ -291,9 +294,11 @@ def reserved_ports(count: int) -> Iterator[tuple[list[int], list[socket.socket]]
 
 
 def _first_ephemeral_port() -> int:
+    """Return the first port that the kernel picks for outgoing connections."""
     try:
         first = int(pathlib.Path(_PORT_RANGE_FILE).read_text("ascii").split()[0])
     except (OSError, ValueError):
         first = 32768
-    # A machine may have been told to use nearly all ports for connections.
+    # A machine may be configured to pick source ports from nearly all ports; then too
+    # few are below its range.
     return first if first >= _LOWEST_PORT + 2000 else 32768

@@ -1,12 +1,12 @@
-"""Kill processes with all that they have started, also when their launcher is gone.
+"""Kill processes together with their descendants, even after their launcher has died.
 
-Run as a script, by its path, this file is the guard of a job: a process that outlives
-a launcher killed by SIGKILL. It waits for the pipe from the launcher to close.
+Run as a script, this file is the guard of a job: a process that outlives a launcher
+killed by SIGKILL. It waits for the pipe from the launcher to close.
 
-Why not `prctl(PR_SET_PDEATHSIG)`, which the kernel would see to: it has to be
-called in the child between fork and exec, where Python code is not safe; and
-it reaches the workers but not the processes that they start, such as the pool
-of a `PyDataset`, which would wait for ever.
+`prctl(PR_SET_PDEATHSIG)` is no alternative: it must be called in the child between
+fork and exec, where Python code is not safe; and it kills the workers but not the
+processes that they start, such as the pool of a `PyDataset`, which would wait
+indefinitely.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ _PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own parent ends; Linux only.
+    """Become the parent of descendants whose parent has ended; Linux only.
 
-    So nobody who ends at once in favour of a child, in a session of its own and with
-    another environment, gets out of sight.
+    Otherwise a daemon, whose parent ends at once and which has another session and
+    environment, could not be found.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children() -> set[int]:
-    """Return the ids of this process's children that were started by its main thread.
+    """Return the process ids of the children that the main thread has started.
 
-    Zombies and adopted orphans are among them.
+    Zombies and adopted orphans are included.
     """
     pid = os.getpid()
     with contextlib.suppress(OSError):
-        # A hundred times faster than to look at all processes, so that one that lives
-        # for milliseconds is still there.
+        # Reading this file is a hundred times faster than listing all processes, so it
+        # also finds children that live only for milliseconds.
         text = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii")
         return {int(word) for word in text.split()}
     return {child.pid for child in psutil.Process().children()}
 
 
 def reap_children(others: Collection[int]) -> None:
-    """Reap the children that have ended, but for some.
+    """Reap the children that have ended, except some.
 
     Args:
-        others: Ids of children that somebody else reaps.
+        others: Ids of children that other code reaps.
     """
     for pid in children().difference(others):
         _has_ended(pid)
@@ -63,18 +63,18 @@ def kill_children(
     keep_zombies: Collection[int],
     timeout_seconds: float = 5.0,
 ) -> None:
-    """Kill and reap all descendants; this process has to `adopt_orphans`.
+    """Kill and reap all descendants; requires `adopt_orphans`.
 
     Args:
-        others: Ids of children that are left alone.
+        others: Ids of children that are not killed.
         keep_zombies: Ids of children that are killed and not reaped.
-        timeout_seconds: Float, when to give up: a process inside a system call
-            that cannot be interrupted does not die. Defaults to `5.0`.
+        timeout_seconds: Float, time after which to give up: a process in an
+            uninterruptible system call does not die. Defaults to `5.0`.
     """
     done = set(others)
     deadline = time.monotonic() + timeout_seconds
-    # Who has ended has left its children to us before, so that an end is known one
-    # round before the list in which nobody else stands.
+    # Orphans are reparented before their parent can be reaped, so they appear in the
+    # next list of children at the latest.
     while (left := children() - done) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(OSError):
@@ -87,7 +87,7 @@ def kill_children(
 
 
 def _has_ended(pid: int, options: int = 0) -> bool:
-    """Tell whether a child has ended, and reap it unless `os.WNOWAIT` is given."""
+    """Return whether a child has ended; reap it unless `os.WNOWAIT` is given."""
     try:
         return bool(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | options))
     except ChildProcessError:
@@ -95,13 +95,13 @@ def _has_ended(pid: int, options: int = 0) -> bool:
 
 
 def find_processes(sessions: Collection[int], job: str = "") -> list[psutil.Process]:
-    """Find the running processes of some sessions and all that these have started.
+    """Find the running processes of some sessions and their descendants.
 
     Args:
-        sessions: Ids of sessions, each of them that of the process that leads it.
-        job: String, what stands in the `TF_CONFIG` of further processes: one may have
-            left its session, or changed its environment, but hardly both. Defaults to
-            none.
+        sessions: Ids of sessions, each equal to the id of the session's first process.
+        job: String; processes with this text in their `TF_CONFIG` are found, too, since
+            a process may leave its session or change its environment, but rarely does
+            both. Defaults to none.
 
     Returns:
         List of `psutil.Process`, zombies left out.
@@ -117,7 +117,7 @@ def find_processes(sessions: Collection[int], job: str = "") -> list[psutil.Proc
             if os.getsid(process.pid) in sessions or is_of_job:
                 found[process.pid] = process
         except (psutil.Error, OSError):
-            continue  # it has just ended
+            continue  # the process has just ended
     size = 0
     while len(found) > size:
         size = len(found)
@@ -129,7 +129,7 @@ def _tf_config_of(process: psutil.Process) -> str:
     try:
         return process.environ().get("TF_CONFIG", "")
     except (psutil.Error, OSError):
-        return ""  # another user's
+        return ""  # a process of another user
 
 
 def kill_processes(
@@ -140,8 +140,8 @@ def kill_processes(
     Args:
         sessions: Ids of sessions, as for `find_processes`.
         job: String, as for `find_processes`. Defaults to none.
-        timeout_seconds: Float, when to give up: a process inside a system
-            call that cannot be interrupted does not die. Defaults to `5.0`.
+        timeout_seconds: Float, time after which to give up: a process in an
+            uninterruptible system call does not die. Defaults to `5.0`.
     """
     deadline = time.monotonic() + timeout_seconds
     while processes := find_processes(sessions, job):
@@ -156,14 +156,14 @@ def kill_processes(
 
 
 def main() -> None:
-    """Wait for the launcher to die; read the ids of sessions until then."""
-    # What ends the launcher must not end its guard first.
+    """Read ids of sessions until the launcher dies, then kill their processes."""
+    # A signal to the whole process group must not end the guard before the launcher.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     job = sys.argv[1]
     sessions = [int(line) for line in sys.stdin]
     kill_processes(sessions, job)
-    # A worker that was just being started may not have shown itself yet.
+    # A worker that was being started at that moment may not have been visible yet.
     time.sleep(0.3)
     kill_processes(sessions, job)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from tfdp.ground.text import pluralize
 
-# Slurm gives hosts but no ports. These lie below the range from which Linux
-# (32768 and up) takes the source ports of outgoing connections.
+# Slurm assigns hosts but no ports. This range is below the one from which Linux takes
+# the source ports of outgoing connections (32768 and up).
 _FIRST_PORT = 10000
 _NUM_PORTS = 20000
 
@@ -26,10 +26,10 @@ def read(environ: Mapping[str, str]) -> dict[str, Any] | None:
         step of a single task.
 
     Raises:
-        ValueError: If the variables do not fit together.
+        ValueError: If the variables contradict each other.
     """
-    # Only srun sets the node list of a step: a batch script that calls Python
-    # without it has SLURM_NTASKS and SLURM_PROCID too, but is one process.
+    # Only srun sets the node list of a step: a batch script that starts Python without
+    # srun also has SLURM_NTASKS and SLURM_PROCID, but is a single process.
     if "SLURM_STEP_NODELIST" not in environ or "SLURM_PROCID" not in environ:
         return None
     name = "SLURM_STEP_NUM_TASKS"
@@ -40,8 +40,8 @@ def read(environ: Mapping[str, str]) -> dict[str, Any] | None:
     hosts = expand_nodelist(environ["SLURM_STEP_NODELIST"])
     counts = _tasks_per_node(environ, len(hosts), num_tasks)
     base = _base_port(environ, max(counts))
-    # Node by node. With `--distribution=cyclic` this is not SLURM_PROCID's
-    # order, but every task finds the same one, whichever way they are spread.
+    # Ranks count node by node. With `--distribution=cyclic` this is not the order of
+    # SLURM_PROCID, but every task computes the same order for any distribution.
     workers = [
         f"{host}:{base + local_id}"
         for host, count in zip(hosts, counts, strict=True)
@@ -51,6 +51,7 @@ def read(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _rank(environ: Mapping[str, str], counts: list[int]) -> int:
+    """Return this task's rank, counted node by node."""
     if "SLURM_NODEID" not in environ or "SLURM_LOCALID" not in environ:
         return _read_int(environ, "SLURM_PROCID", default=0)
     node = _read_int(environ, "SLURM_NODEID", default=0)
@@ -83,7 +84,7 @@ def _tasks_per_node(
 
 
 def _base_port(environ: Mapping[str, str], tasks_per_node: int) -> int:
-    """Choose a block of ports by the job's id: equal on all its tasks."""
+    """Return the first port of the step's block, chosen by the ids of job and step."""
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0"
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or "0"
     if not (job.isdecimal() and step.isdecimal()):
@@ -91,7 +92,7 @@ def _base_port(environ: Mapping[str, str], tasks_per_node: int) -> int:
             "The ids of the Slurm job and step must be numbers; set TF_CONFIG "
             f"instead. Received: SLURM_JOB_ID={job!r}, SLURM_STEP_ID={step!r}"
         )
-    # Neighbouring jobs, which may share a node, land in different blocks.
+    # Jobs with consecutive ids, which may share a node, get different blocks.
     num_blocks = max(1, _NUM_PORTS // tasks_per_node)
     block = (37 * int(job) + int(step)) % num_blocks
     return _FIRST_PORT + block * tasks_per_node
@@ -108,7 +109,7 @@ def _read_int(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """Expand Slurm's short form of a list of hosts.
+    """Expand Slurm's compressed list of hosts.
 
     Args:
         text: String such as `"n[01-03,7],m1"`.
@@ -125,8 +126,8 @@ def expand_nodelist(text: str) -> list[str]:
 
     Source: https://slurm.schedmd.com/scontrol.html (`show hostnames`)
     """
-    # No library does it: ranks follow Slurm's order and its repeats, which
-    # ClusterShell's NodeSet sorts and drops, and python-hostlist is under the GPL.
+    # No library fits: ranks follow Slurm's order with its repeats, but ClusterShell's
+    # NodeSet sorts hosts and drops repeats, and python-hostlist is under the GPL.
     hosts: list[str] = []
     # A comma inside brackets does not separate hosts.
     for item in re.split(r",(?![^\[]*\])", text):
@@ -155,7 +156,7 @@ def _expand_range(ranges: str, text: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's short form of the number of tasks on each node.
+    """Expand Slurm's compressed list of the number of tasks on each node.
 
     Args:
         text: String such as `"2(x3),1"`.

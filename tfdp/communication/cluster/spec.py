@@ -1,4 +1,4 @@
-"""Cluster specification: addresses of all tasks and the rank of this one."""
+"""Cluster specification: addresses of all tasks and the rank of this task."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tfdp.communication.cluster import clouds, slurm, tf_config
 from tfdp.communication.cluster.address import canonical_address, split_address
 from tfdp.ground.text import pluralize
 
-# What may say which cluster this is, the first one first.
+# Readers of the cluster from environment variables, in order of precedence.
 SOURCES: dict[str, Callable[[Mapping[str, str]], dict[str, Any] | None]] = {
     "TF_CONFIG": lambda environ: tf_config.parse(environ.get("TF_CONFIG", "")),
     "Slurm": slurm.read,
     "SageMaker": clouds.read_sagemaker,
     "Vertex AI": clouds.read_vertex,
 }
-# More is a slip of the hand, and would take all of the memory.
+# A larger number of devices is a typing error, and would exhaust the memory.
 _MOST_DEVICES = 1024
 
 
@@ -34,12 +34,12 @@ class Cluster:
             `"worker"`.
         task_index: Int, index of this task within its job. Defaults to `0`.
         devices_per_worker: Int, logical CPU devices of each worker, from the
-            `tfdp` key of `TF_CONFIG`; or `None` where it does not say.
-        evaluators: Tuple of `"host:port"`, at most one, which takes no part
+            `tfdp` key of `TF_CONFIG`; or `None` if it sets none.
+        evaluators: Tuple of `"host:port"`, at most one, which does not take part
             in training. Defaults to `()`.
-        has_chief: Bool, whether `workers[0]` is a `chief` task. Set by itself
-            when `task_type` is `"chief"`. Defaults to `False`.
-        rebalance: Bool, whether rows of a batch follow the workers' speed, from the
+        has_chief: Bool, whether `workers[0]` is a `chief` task. Always true
+            if `task_type` is `"chief"`. Defaults to `False`.
+        rebalance: Bool, whether faster workers get more rows of a batch, from the
             `tfdp` key of `TF_CONFIG`. Defaults to `False`.
 
     Raises:
@@ -81,11 +81,11 @@ class Cluster:
             text: String, the JSON value of `TF_CONFIG`.
 
         Returns:
-            A `Cluster`, or `None` if the text is empty or names no cluster,
-            as cluster managers write it for a job on a single machine.
+            A `Cluster`, or `None` if the text is empty or names no cluster, as in the
+            `TF_CONFIG` of cluster managers for a job on a single machine.
 
         Raises:
-            ValueError: If the text is not what `TF_CONFIG` has to be.
+            ValueError: If the text is not a valid `TF_CONFIG`.
 
         Example:
         >>> text = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
@@ -112,7 +112,7 @@ class Cluster:
             A `Cluster`, or `None` on a single machine.
 
         Raises:
-            ValueError: If the variables are there but cannot be right.
+            ValueError: If the variables are set but invalid.
 
         Example:
         >>> Cluster.from_environment({}) is None
@@ -128,7 +128,7 @@ class Cluster:
         """Write this cluster as a value for `TF_CONFIG`.
 
         Returns:
-            String, JSON, from which `from_tf_config` reads an equal cluster.
+            String, JSON that `from_tf_config` reads as an equal cluster.
 
         Example:
         >>> cluster = Cluster(("a:1", "b:1"), task_index=1)
@@ -158,7 +158,7 @@ class Cluster:
 
     @property
     def rank(self) -> int:
-        """Int, this worker's place in `workers`; an evaluator's own index."""
+        """Int, this worker's index in `workers`; an evaluator's task index."""
         if self.task_type == "worker":
             return self.task_index + int(self.has_chief)
         return self.task_index
@@ -172,8 +172,8 @@ class Cluster:
     def is_chief(self) -> bool:
         """Bool, whether this task writes the shared files.
 
-        The chief, or worker 0 where there is none. As in TensorFlow, an
-        evaluator is the chief of its own, separate, run.
+        This is the chief, or worker 0 if there is no chief. As in TensorFlow, an
+        evaluator is the chief of its own, separate run.
         """
         return self.is_evaluator or self.rank == 0
 
@@ -204,7 +204,7 @@ def _check_addresses(addresses: tuple[str, ...]) -> None:
 
 
 def _check_index(cluster: Cluster) -> None:
-    """Check that the task is one of the cluster's."""
+    """Check that the cluster has this task."""
     index, job = cluster.task_index, cluster.task_type
     if isinstance(index, bool) or not isinstance(index, int):
         raise ValueError(

@@ -16,11 +16,11 @@ def parse(text: str) -> dict[str, Any] | None:
         text: String, JSON.
 
     Returns:
-        A dict of the arguments of `Cluster`, or `None` where there is no
-        cluster in the text.
+        A dict of the arguments of `Cluster`, or `None` if the text names no
+        cluster.
 
     Raises:
-        ValueError: If the text is not what `TF_CONFIG` has to be.
+        ValueError: If the text is not a valid `TF_CONFIG`.
     """
     if not text.strip():
         return None
@@ -53,10 +53,10 @@ def read_settings(text: str) -> dict[str, Any]:
         text: String, JSON.
 
     Returns:
-        Dict, empty where there is none.
+        Dict, empty if there is no such key.
 
     Raises:
-        ValueError: If the text is not what `TF_CONFIG` has to be.
+        ValueError: If the text is not a valid `TF_CONFIG`.
     """
     return _read_tfdp_key(_load_object(text))
 
@@ -135,7 +135,7 @@ def _read_task(config: dict[str, Any]) -> tuple[str, int]:
         )
     check_job_name(task["type"])
     index = task["index"]
-    # Shell scripts quote it, and TensorFlow's own resolver calls int().
+    # Shell scripts write the index as a string, and TensorFlow's resolver accepts it.
     if isinstance(index, str) and re.fullmatch("[0-9]{1,9}", index):
         index = int(index)
     return task["type"], index
@@ -157,7 +157,7 @@ def describe(value: object) -> str:
     """Format a value for a message, in one line of limited length.
 
     Args:
-        value: Anything.
+        value: Value of any type.
 
     Returns:
         String.
@@ -168,12 +168,12 @@ def describe(value: object) -> str:
     """
     try:
         return shorten(repr(value))
-    except (ValueError, RecursionError):  # of too many digits, or too deeply nested
+    except (ValueError, RecursionError):  # from too many digits or too deep nesting
         return f"a value of type {type(value).__name__}"
 
 
 def shorten(text: str) -> str:
-    """Make one line of limited length of a text, which any stream can encode.
+    """Shorten a text to one printable line of limited length.
 
     Args:
         text: String.

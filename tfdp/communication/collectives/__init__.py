@@ -1,17 +1,17 @@
 """Process groups and the collectives that run on them.
 
 Reading order:
-    groups: process groups, their keys, the launch order on each device, and the
-        interface of what carries the bytes
-    instance_keys: keys that tell the collectives of a group apart
+    groups: process groups, their keys, launch order on each device, and the interface
+        of transports
+    instance_keys: keys that distinguish the collectives of a group
     tensorflow_transport: TensorFlow's collectives: NCCL, and a ring over gRPC
     process_transport: between CPU processes, by `tfdp.communication.transport`
-    process_collectives: the replicas of a process, and those of the others
-    bridge: tensors out of a graph to a thread, and back
-    background: functions of the replicas' tensors that run beside the steps
-    primitives: a member of a group, and its collectives
-    algorithms: all-reduce by ring, tree, halving-doubling, hierarchical, in phases
-    adasum: gradients combined pair by pair in the place of a sum
+    process_collectives: collectives of all replicas over one communicator per process
+    bridge: tensors from a graph to a thread and back
+    background: functions of the replicas' tensors that run concurrently with steps
+    primitives: a replica as a member of a group, and its collectives
+    algorithms: all-reduce by ring, tree, halving-doubling and hierarchical
+    adasum: gradients combined pair by pair instead of summed
     gather: all-gather of rows of unequal length
     timing: times of collectives, recorded inside the graph
     step_events: other measurements of a step for a monitor

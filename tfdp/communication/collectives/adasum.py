@@ -1,14 +1,14 @@
-"""Adasum: gradients combined pair by pair, as far as they point the same way.
+"""Adasum: gradients combined pair by pair, with weights by their angle.
 
 Two gradients a and b become
 
     (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b
 
-their sum where they are orthogonal, their mean where they are parallel, and what pairs
-give is combined in pairs again: neighbours first, then those at distance 2, 4, ...
-Members beyond the largest power of two are combined with the first ones before. Each
-tensor of a bucket has dot products of its own, in float64. It moves the bytes of
-recursive halving and doubling, and after each halving three numbers for each tensor.
+which is their sum if they are orthogonal and their mean if they are parallel. The
+results of pairs are combined in pairs again: first neighbors, then at distances 2, 4,
+... Before that, members beyond the largest power of two are combined with the first
+members. Each tensor of a bucket has its own dot products, in float64. Adasum sends as
+many bytes as recursive halving and doubling, and three numbers per tensor and halving.
 
 Source: Maleki et al. 2021, "Scaling Distributed Training with Adaptive Summation",
 https://arxiv.org/abs/2006.02924.
@@ -48,7 +48,7 @@ def adasum(
         tensor: Flat tensor of known shape, the same on every replica.
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
-        sizes: Sequence of ints, the elements of each gradient in `tensor`, end to end.
+        sizes: Sequence of ints, numbers of elements of the gradients in `tensor`.
         channel: Int, the chain of the launch order. Defaults to `0`.
         is_alone: Bool, as for `collectives.ring`; it makes no difference.
         reduce_dtype: `tf.DType` in which elements travel, or `None`, their own.
@@ -59,9 +59,9 @@ def adasum(
     """
     del is_alone
     members = tuple((position,) for position in range(group.size))
-    place = _place_of(Member(group, replica, channel, reduce_dtype), members)
+    groups = _create_groups(Member(group, replica, channel, reduce_dtype), members)
     with tf.device(group.devices[replica]):
-        return _combined(tensor, sizes, place)
+        return _combine(tensor, sizes, groups)
 
 
 def adasum_across_nodes(
@@ -77,8 +77,9 @@ def adasum_across_nodes(
 ) -> tf.Tensor:
     """Sum inside each node, and combine the sums of the nodes by Adasum.
 
-    Replicas of a node reduce-scatter; those of one index in their nodes combine a
-    slice of the sums, with dot products of the whole; each node all-gathers.
+    The replicas of each node reduce-scatter; replicas with the same index in their
+    nodes combine a slice of the sums, with dot products over all slices; then each node
+    all-gathers.
 
     Args:
         tensor: As for `adasum`.
@@ -89,7 +90,8 @@ def adasum_across_nodes(
         is_alone: Bool, as for `collectives.ring`; it makes no difference.
         inner_dtype: `tf.DType` in which elements travel inside nodes, or `None`.
             Defaults to `None`.
-        outer_dtype: The same across nodes. Defaults to `None`.
+        outer_dtype: `tf.DType` in which elements travel across nodes, or `None`.
+            Defaults to `None`.
 
     Returns:
         A tensor like `tensor`, identical on every replica.
@@ -97,31 +99,36 @@ def adasum_across_nodes(
     del is_alone
     nodes = tuple(tuple(sorted(positions)) for positions in group.nodes)
     node = Member(group, replica, channel, inner_dtype).inside(group.split(nodes))
-    place = _place_of(Member(group, replica, channel, outer_dtype), nodes)
+    groups = _create_groups(Member(group, replica, channel, outer_dtype), nodes)
     scatter, gather = PHASES["ring"]
 
     def scatter_and_combine(flat: tf.Tensor, member: Member) -> tf.Tensor:
         piece = scatter(flat, member)
         assert piece is not None
         size = piece.shape[0]
-        return _combined(piece, _part(sizes, member.position * size, size), place)
+        return _combine(
+            piece, _sizes_in_range(sizes, member.position * size, size), groups
+        )
 
     return in_two_phases(tensor, node, scatter_and_combine, gather)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """Place of a replica among members: replicas, or nodes that hold slices.
+class _Groups:
+    """A replica's groups for Adasum between members.
+
+    A member is a replica, or a node whose replicas hold a slice each.
 
     Args:
         caller: `Member` of the group of all replicas.
-        member: Int, the index of its member.
-        num_members: Int.
-        pairs: Dict from a distance of members to the groups of two that have one slice,
-            by local replica.
-        is_swapped: Dict from a distance to whether the lower member is second there.
-        blocks: Dict from a distance to the group of all replicas whose gradients
-            a pair at it combines, with all slices.
+        member: Int, the index of the caller's member.
+        num_members: Int, number of members.
+        pairs: Dict from a distance between members to the group of two replicas with
+            the same slice, for each local replica.
+        is_swapped: Dict from a distance to whether the lower member is second in the
+            caller's pair.
+        blocks: Dict from a distance to the group of all replicas, with all slices,
+            whose gradients a pair at this distance combines.
     """
 
     caller: Member
@@ -132,32 +139,32 @@ class _Place:
     blocks: dict[int, Pairs]
 
 
-def _place_of(caller: Member, members: Partition) -> _Place:
-    """Create the groups by distance, all at once and alike on every replica."""
+def _create_groups(caller: Member, members: Partition) -> _Groups:
+    """Create all groups by distance, in the same order on every replica."""
     group, position = caller.group, caller.position
     core = power_of_two_in(len(members))
     pairs, is_swapped, blocks = {}, {}, {}
     for distance in powers_below(core):
         lower = [index for index in range(core) if not index & distance]
-        given = _pairs_at(members, lower, distance)
-        pairs[distance] = group.split(given)
-        is_swapped[distance] = any(position in p and p[0] > p[1] for p in given)
+        positions = _position_pairs(members, lower, distance)
+        pairs[distance] = group.split(positions)
+        is_swapped[distance] = any(position in p and p[0] > p[1] for p in positions)
         firsts = range(0, core, 2 * distance)
-        joined = [sum(members[f : f + 2 * distance], ()) for f in firsts]
-        blocks[distance] = group.split(joined)
-    # Those beyond the power of two are combined with a partner by itself.
-    given = _pairs_at(members, range(len(members) - core), core)
-    pairs[core] = group.split(given)
-    is_swapped[core] = any(position in p and p[0] > p[1] for p in given)
+        block_positions = [sum(members[f : f + 2 * distance], ()) for f in firsts]
+        blocks[distance] = group.split(block_positions)
+    # Members beyond the power of two have an extra round with a partner each.
+    positions = _position_pairs(members, range(len(members) - core), core)
+    pairs[core] = group.split(positions)
+    is_swapped[core] = any(position in p and p[0] > p[1] for p in positions)
     blocks[core] = group.split(members)
-    member = next(i for i, positions in enumerate(members) if position in positions)
-    return _Place(caller, member, len(members), pairs, is_swapped, blocks)
+    member = next(i for i, of_member in enumerate(members) if position in of_member)
+    return _Groups(caller, member, len(members), pairs, is_swapped, blocks)
 
 
-def _pairs_at(
+def _position_pairs(
     members: Partition, lower: Sequence[int], distance: int
 ) -> list[tuple[int, int]]:
-    """Positions with one slice in members at a distance, the lower member first."""
+    """Pair the positions with the same slice in two members, the lower one first."""
     return [
         pair
         for index in lower
@@ -165,99 +172,103 @@ def _pairs_at(
     ]
 
 
-def _combined(flat: tf.Tensor, sizes: Sequence[int], place: _Place) -> tf.Tensor:
-    """Combine a slice of the members' tensors; all get the whole of it."""
-    length, core = flat.shape[0], power_of_two_in(place.num_members)
-    if place.num_members == 1 or length == 0:
+def _combine(flat: tf.Tensor, sizes: Sequence[int], groups: _Groups) -> tf.Tensor:
+    """Combine a slice of the members' tensors; all members get the whole slice."""
+    length, core = flat.shape[0], power_of_two_in(groups.num_members)
+    if groups.num_members == 1 or length == 0:
         return tf.identity(flat)
     missing = -length % core
     if missing:
         flat = tf.pad(flat, [[0, missing]])
-    sizes = [*sizes, flat.shape[0] - sum(sizes)]  # zeros are one gradient more
-    if place.member >= core:
-        _send(flat, place, core, from_lower=False)
-        return _send(flat, place, core, from_lower=True)[:length]
-    has_extra = place.member + core < place.num_members
+    sizes = [
+        *sizes,
+        flat.shape[0] - sum(sizes),
+    ]  # the padding counts as one more gradient
+    if groups.member >= core:
+        _send(flat, groups, core, from_lower=False)
+        return _send(flat, groups, core, from_lower=True)[:length]
+    has_extra = groups.member + core < groups.num_members
     if has_extra:
-        other = _send(flat, place, core, from_lower=False)
-        flat = _pair(flat, other, sizes, place, core)
+        other = _send(flat, groups, core, from_lower=False)
+        flat = _combine_pair(flat, other, sizes, groups, core)
     for distance in powers_below(core):
-        lower, upper, half = _exchange_halves(flat, place, distance)
+        lower, upper, half = _exchange_halves(flat, groups, distance)
         size = lower.shape[0]
-        sizes = _part(sizes, half * size, size)
-        flat = _pair(lower, upper, sizes, place, distance)
+        sizes = _sizes_in_range(sizes, half * size, size)
+        flat = _combine_pair(lower, upper, sizes, groups, distance)
     for distance in reversed(powers_below(core)):
-        flat = _pair_of(place, distance).all_gather(flat)
+        flat = _pair_of(groups, distance).all_gather(flat)
     if has_extra:
-        _send(flat, place, core, from_lower=True)
+        _send(flat, groups, core, from_lower=True)
     return flat[:length]
 
 
 def _exchange_halves(
-    flat: tf.Tensor, place: _Place, distance: int
+    flat: tf.Tensor, groups: _Groups, distance: int
 ) -> tuple[tf.Tensor, tf.Tensor, int]:
-    """Return the lower and the upper member's half that is this replica's, and which.
+    """Exchange halves in a pair; return both members' data of this replica's half.
 
-    What travels is rounded, and what stays here alike.
+    The half that is kept is rounded like the half that is sent. The third result is the
+    index of the half.
     """
-    pair = _pair_of(place, distance)
+    pair = _pair_of(groups, distance)
     halves = tf.reshape(flat, [2, flat.shape[0] // 2])
     if pair.reduce_dtype is not None:
         halves = tf.cast(halves, pair.reduce_dtype)
-    found = pair.all_to_all(halves)
-    first, second = tf.unstack(tf.cast(found, flat.dtype))
+    received = pair.all_to_all(halves)
+    first, second = tf.unstack(tf.cast(received, flat.dtype))
     half = pair.position
-    if place.is_swapped[distance]:
+    if groups.is_swapped[distance]:
         return second, first, half
     return first, second, half
 
 
 def _send(
-    flat: tf.Tensor, place: _Place, distance: int, *, from_lower: bool
+    flat: tf.Tensor, groups: _Groups, distance: int, *, from_lower: bool
 ) -> tf.Tensor:
     """Broadcast from one member of a pair to the other."""
-    source = int(from_lower == place.is_swapped[distance])
-    return _pair_of(place, distance).broadcast(flat, source)
+    source = int(from_lower == groups.is_swapped[distance])
+    return _pair_of(groups, distance).broadcast(flat, source)
 
 
-def _pair_of(place: _Place, distance: int) -> Member:
-    return place.caller.inside(place.pairs[distance])
+def _pair_of(groups: _Groups, distance: int) -> Member:
+    return groups.caller.inside(groups.pairs[distance])
 
 
-def _pair(
+def _combine_pair(
     lower: tf.Tensor,
     upper: tf.Tensor,
     sizes: Sequence[int],
-    place: _Place,
+    groups: _Groups,
     distance: int,
 ) -> tf.Tensor:
-    """Apply the rule to a part of two tensors, whose other parts the block holds."""
-    block = place.caller.inside(place.blocks[distance])
+    """Combine parts of two tensors, with dot products summed over the block."""
+    block = groups.caller.inside(groups.blocks[distance])
     dtype = lower.dtype
     wide = tf.float32 if dtype.size < tf.float32.size else dtype
     present = [index for index, size in enumerate(sizes) if size]
-    own = [sizes[index] for index in present]
-    first, second = (tf.split(tf.cast(x, wide), own) for x in (lower, upper))
+    present_sizes = [sizes[index] for index in present]
+    first, second = (tf.split(tf.cast(x, wide), present_sizes) for x in (lower, upper))
     rows = [tf.zeros([3], tf.float64)] * len(sizes)
     for index, a, b in zip(present, first, second, strict=True):
         rows[index] = _dot_products(a, b)
     totals = block.all_reduce(tf.stack(rows), is_alone=False)  # [num_gradients, 3]
-    of_first, of_second = (tf.cast(x, wide) for x in _coefficients(totals))
+    first_factors, second_factors = (tf.cast(x, wide) for x in _coefficients(totals))
     parts = [
-        of_first[index] * a + of_second[index] * b
+        first_factors[index] * a + second_factors[index] * b
         for index, a, b in zip(present, first, second, strict=True)
     ]
     return tf.cast(tf.concat(parts, axis=0), dtype)
 
 
 def _dot_products(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
-    """`a.a`, `a.b` and `b.b` in float64, in which no float32 over- or underflows."""
+    """Return `a.a`, `a.b`, `b.b` in float64: squares of float32 do not overflow."""
     a, b = tf.cast(a, tf.float64), tf.cast(b, tf.float64)
     return tf.stack([tf.tensordot(x, y, 1) for x, y in ((a, a), (a, b), (b, b))])
 
 
 def _coefficients(products: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Coefficients of both, `[num_gradients]`; what is zero leaves the other alone."""
+    """Return both coefficients, `[num_gradients]`, 1 if a gradient is zero."""
     aa, ab, bb = tf.unstack(products, axis=1)
     half = ab / 2.0
     return (
@@ -266,8 +277,8 @@ def _coefficients(products: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     )
 
 
-def _part(sizes: Sequence[int], begin: int, length: int) -> list[int]:
-    """How much of each of some tensors, end to end, lies in a part of them.
+def _sizes_in_range(sizes: Sequence[int], begin: int, length: int) -> list[int]:
+    """Return how many elements of each concatenated tensor lie in a range.
 
     Example:
 

@@ -1,12 +1,12 @@
-"""All-reduce algorithms: one function each, tensor and group in, sum out.
+"""All-reduce algorithms: one function each, from a tensor and a group to the sum.
 
-They are compositions of the primitives over groups and subgroups, and differ in the
-pairs that communicate, the number of steps and the bytes. Every replica calls the
-same one at the same point. Their two phases are a reduce-scatter and an all-gather; the
-pairs of positions that communicate are subgroups, created in the same order by all
-replicas of a group. Source of all but the hierarchical one: Thakur,
-Rabenseifner and Gropp 2005, "Optimization of Collective Communication Operations in
-MPICH".
+Each composes primitives over groups and subgroups in two phases, a reduce-scatter and
+an all-gather. The algorithms differ in the pairs that communicate, the number of steps
+and the bytes. Every replica calls the same one at the same point. The pairs that
+communicate are subgroups, which all replicas of a group create in the same order.
+
+Source of all except the hierarchical one: Thakur, Rabenseifner and Gropp 2005,
+"Optimization of Collective Communication Operations in MPICH".
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ import tensorflow as tf
 from tfdp.communication.collectives.groups import ProcessGroup
 from tfdp.communication.collectives.primitives import Member
 
-# The two phases of an algorithm: a flat tensor into the calling replica's shard of
-# the sum, or `None` where it gets none, and the shards into the sum.
+# The two phases of an algorithm: from a flat tensor to the calling replica's shard of
+# the sum, or `None` if it has none; and from the shards to the sum.
 Scatter = Callable[[tf.Tensor, Member], tf.Tensor | None]
 Gather = Callable[[tf.Tensor | None, tf.Tensor, Member], tf.Tensor]
-# The group of each local replica, of two or none.
+# For each local replica, its group of two replicas, or `None`.
 Pairs = tuple[ProcessGroup | None, ...]
 
 
 def in_two_phases(
     tensor: tf.Tensor, member: Member, scatter: Scatter, gather: Gather
 ) -> tf.Tensor:
-    """All-reduce a tensor of any shape by two phases over flat, padded tensors."""
+    """All-reduce a tensor of any shape by two phases over its flat, padded form."""
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
     with tf.device(member.group.devices[member.replica]):
         flat = tf.reshape(tensor, [-1])  # [length]
         length = flat.shape.num_elements()
-        # A ring has as many shards as replicas, halving a power of two.
+        # A ring has one shard per replica; halving has a power of two of them.
         size = member.group.size
         missing = -length % math.lcm(size, power_of_two_in(size))
         if missing:
@@ -47,7 +47,7 @@ def in_two_phases(
 
 
 def _tree_reduce(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
-    """Reduce up the tree: position 0 gets the sum, all others `None`."""
+    """Reduce towards the root: position 0 gets the sum, all others `None`."""
     pairs = pairs_of("tree", member.group)
     for distance in powers_below(member.group.size):
         if member.position % (2 * distance) == distance:
@@ -61,6 +61,7 @@ def _tree_reduce(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
 def _tree_broadcast(
     shard: tf.Tensor | None, flat: tf.Tensor, member: Member
 ) -> tf.Tensor:
+    """Broadcast the sum from the root, position 0."""
     total = flat if shard is None else shard
     pairs = pairs_of("tree", member.group)
     for distance in reversed(powers_below(member.group.size)):
@@ -71,6 +72,7 @@ def _tree_broadcast(
 
 
 def _has_partner(member: Member, distance: int) -> bool:
+    """Whether a position has a child at a distance in the binomial tree."""
     is_first = member.position % (2 * distance) == 0
     return is_first and member.position + distance < member.group.size
 
@@ -95,6 +97,7 @@ def _halve(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
 
 
 def _double(shard: tf.Tensor | None, flat: tf.Tensor, member: Member) -> tf.Tensor:
+    """All-gather by recursive doubling, the inverse of `_halve`."""
     core = power_of_two_in(member.group.size)
     pairs = pairs_of("halving_doubling", member.group)
     if shard is None:
@@ -107,7 +110,7 @@ def _double(shard: tf.Tensor | None, flat: tf.Tensor, member: Member) -> tf.Tens
 
 
 def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
-    """Create the pairs of an algorithm by distance, all at once on every replica."""
+    """Create all pairs of an algorithm by distance, in the same order everywhere."""
     size, core = group.size, power_of_two_in(group.size)
     distances: dict[int, list[tuple[int, int]]] = {}
     if algorithm == "tree":
@@ -118,7 +121,7 @@ def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
         for distance in powers_below(core):
             lower = [p for p in range(core) if not p & distance]
             distances[distance] = [(p, p + distance) for p in lower]
-        # Those beyond the power of two hand over to a partner.
+        # Positions beyond the power of two send their tensors to a partner.
         distances[core] = [(extra - core, extra) for extra in range(core, size)]
     return {distance: group.split(pairs) for distance, pairs in distances.items()}
 
@@ -149,8 +152,8 @@ class Level:
 
     Args:
         algorithm: String, a key of `FLAT`. Defaults to `"ring"`.
-        reduce_dtype: `tf.DType` in which elements travel, or `None`, their own. They
-            are added up in their own. Defaults to `None`.
+        reduce_dtype: `tf.DType` in which elements travel, or `None`, their own. Sums
+            are computed in their own. Defaults to `None`.
     """
 
     algorithm: str = "ring"
@@ -173,7 +176,7 @@ def ring(
         group: A `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         channel: Int, the chain of the launch order. Defaults to `0`.
-        is_alone: Bool, whether hardly anything else is under way at the same
+        is_alone: Bool, whether hardly any other collective runs at the same
             time. Defaults to `True`.
         reduce_dtype: `tf.DType` or `None`, see `Level`. Defaults to `None`.
 
@@ -193,6 +196,8 @@ def ring(
 
 
 def _in_phases(algorithm: str, docstring: str) -> Callable[..., tf.Tensor]:
+    """Create the all-reduce function of an algorithm in two phases."""
+
     def all_reduce_in_phases(
         tensor: tf.Tensor,
         group: ProcessGroup,
@@ -215,18 +220,18 @@ tree = _in_phases(
     "tree",
     """All-reduce up and down a binomial tree, in 2 log2 N steps.
 
-    Each moves the whole tensor, so that it is for small ones. Arguments and result are
-    those of `ring`.
+    Each step sends the whole tensor, so the tree suits small tensors. Arguments and
+    result are those of `ring`.
     """,
 )
 halving_doubling = _in_phases(
     "halving_doubling",
     """All-reduce by recursive halving and doubling between pairs, in 2 log2 N steps.
 
-    As few bytes as a ring where N is a power of two; otherwise the replicas beyond one
-    hand theirs to a partner first, and get the sum from it. Neighbours exchange the
-    halves, so that most bytes stay inside a node. Arguments and result are those of
-    `ring`.
+    It sends as few bytes as a ring if N is a power of two; otherwise the replicas
+    beyond that power first send their tensors to a partner, and receive the sum from
+    it. The largest halves are exchanged between neighbors, so that most bytes stay
+    inside a node. Arguments and result are those of `ring`.
     """,
 )
 
@@ -243,8 +248,8 @@ def hierarchical(
 ) -> tf.Tensor:
     """Reduce-scatter in each node, all-reduce across nodes, all-gather in each node.
 
-    Only `2 (M - 1) / M` times the tensor passes a node's link, M nodes, however
-    many replicas it has.
+    With M nodes, only `2 (M - 1) / M` times the tensor's bytes cross a node's link,
+    whatever the number of its replicas.
 
     Args:
         tensor: Tensor of known shape, the same on every replica.
@@ -263,7 +268,7 @@ def hierarchical(
     dtype = inner.reduce_dtype
     rings = inner == outer == Level("ring", dtype)
     if dtype is not None and rings and _rounds_sums_once(group):
-        # What one level rounds the next one need not: once in, once out.
+        # Elements are cast once for both levels: further rounding would lose precision.
         with tf.device(group.devices[replica]):
             sent = tf.cast(tensor, dtype)
         total = hierarchical(sent, group, replica, channel=channel, is_alone=is_alone)
@@ -271,7 +276,7 @@ def hierarchical(
     node, other_nodes = node_levels(group, replica)
     inside = Member(node, replica, channel, inner.reduce_dtype)
     across = Member(other_nodes, replica, channel, outer.reduce_dtype)
-    # Also by replicas without a shard: all create groups in the same order.
+    # Replicas without a shard call these, too: all must create groups in one order.
     pairs_of(inner.algorithm, node)
     pairs_of(outer.algorithm, other_nodes)
     scatter, gather = PHASES[inner.algorithm]
@@ -287,7 +292,7 @@ def hierarchical(
 
 
 def node_levels(group: ProcessGroup, replica: int) -> tuple[ProcessGroup, ProcessGroup]:
-    """Split a group into nodes, and into replicas of one index in their nodes.
+    """Split a group into nodes, and across nodes by the index in the node.
 
     Args:
         group: A `ProcessGroup` with equally large `nodes`.
@@ -297,7 +302,7 @@ def node_levels(group: ProcessGroup, replica: int) -> tuple[ProcessGroup, Proces
         Tuple of the group of the replica's node, and of its group across nodes.
     """
     node = group.split(group.nodes)[replica]
-    # Replicas with equal index among the positions of their node reduce together.
+    # Each group across nodes has one replica of every node, with the same index.
     ordered = [sorted(positions) for positions in group.nodes]
     across = group.split(tuple(zip(*ordered, strict=True)))[replica]
     assert node is not None
@@ -306,13 +311,14 @@ def node_levels(group: ProcessGroup, replica: int) -> tuple[ProcessGroup, Proces
 
 
 def _rounds_sums_once(group: ProcessGroup) -> bool:
-    """Whether sums of halves are added in float32 and rounded once by the transport.
+    """Whether the transport adds float16 and bfloat16 in float32 and rounds once.
 
-    The sum of several replicas of a worker would be rounded before it is sent.
+    This holds only with one replica per worker: the sum of several local replicas is
+    rounded before it is sent.
     """
     workers = group.workers or ()
-    is_apart = len(set(workers)) == group.size
-    return group.transport.rounds_sums_once and is_apart
+    is_one_per_worker = len(set(workers)) == group.size
+    return group.transport.rounds_sums_once and is_one_per_worker
 
 
 FLAT = {"ring": ring, "tree": tree, "halving_doubling": halving_doubling}

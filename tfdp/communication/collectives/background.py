@@ -1,10 +1,10 @@
-"""Functions of all local replicas' tensors that run on a thread, beside the steps.
+"""Functions of all local replicas' tensors that run on a thread during the steps.
 
     step:      launch(tensors)                           a later step: collect()
     thread:         take of all local replicas -> function -> give
 
-Both operations are those of a queue: a step that launches goes on at once, and one that
-collects waits only if the function is not through.
+Both operations use a queue: a step that launches continues at once, and a step that
+collects waits only until the function has returned.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from tfdp.ground import forks
 from tfdp.ground.base.finalizers import finalizers
 
 _CLOSE_SECONDS = 2.0
-# One call is under way, and the next may be launched while its results are taken.
+# Two elements: the next call may be launched while results of one are collected.
 _CAPACITY = 2
-# Answers a call that has failed: no call has this number.
+# Number in the results of a failed call, which differs from all numbers of calls.
 _FAILED = tf.int64.max
 
 _backgrounds: weakref.WeakSet[Background] = weakref.WeakSet()
 
-# Takes the tensors of each local replica, and returns results for each.
+# Takes a list of tensors of each local replica; returns a list of results for each.
 Function = Callable[[list[list[tf.Tensor]]], Sequence[Sequence[tf.Tensor]]]
 
 
 class Background:
-    """Thread that runs one function, call by call.
+    """Thread that runs one function for each launch, one after another.
 
     Args:
-        name: String, of the thread.
+        name: String, name of the thread.
         devices: Sequence of strings, the CPU that holds the queues of each local
             replica.
-        specs: Sequence of `tf.TensorSpec`, what a replica launches.
-        result_specs: Sequence of `tf.TensorSpec`, what it collects.
+        specs: Sequence of `tf.TensorSpec`, the tensors that a replica launches.
+        result_specs: Sequence of `tf.TensorSpec`, the results that it collects.
         function: Callable, see `Function`, called on the thread.
     """
 
@@ -54,49 +54,54 @@ class Background:
         result_specs: Sequence[tf.TensorSpec],
         function: Function,
     ) -> None:
-        self._boxes = [_Boxes(device, specs, result_specs) for device in devices]
-        self._served = _Count()
+        self._replica_queues = [
+            _ReplicaQueues(device, specs, result_specs) for device in devices
+        ]
+        self._num_served = _CallCount()
         self._owner = forks.Owner()
         thread = threading.Thread(
             target=_serve,
-            args=(self._boxes, function, self._served),
+            args=(self._replica_queues, function, self._num_served),
             name=name,
             daemon=True,
         )
         thread.start()
         self._thread = thread
-        # Its thread would keep the queues for ever.
-        finalizers.register(self, _close, self._boxes)
+        # The thread keeps the queues alive until they are closed.
+        finalizers.register(self, _close, self._replica_queues)
         _backgrounds.add(self)
 
     def launch(self, replica: int, tensors: Sequence[tf.Tensor]) -> None:
-        """Hand the tensors of a local replica over, in the graph of a step."""
-        self._boxes[replica].launch(tensors)
+        """Pass the tensors of a local replica to the thread, in the graph of a step."""
+        self._replica_queues[replica].launch(tensors)
 
     def collect(self, replica: int) -> list[tf.Tensor]:
         """Return the results of the last launch, in the graph of a step.
 
-        They come once all local replicas have launched, and the function is through.
+        The step waits until all local replicas have launched and the function has
+        returned.
         """
-        return self._boxes[replica].collect()
+        return self._replica_queues[replica].collect()
 
     def end(self) -> None:
-        """End the thread, and wait until it has."""
+        """End the thread, and wait until it has ended."""
         if not self._owner.is_current:
             return
-        _close(self._boxes)
+        _close(self._replica_queues)
         self._thread.join(_CLOSE_SECONDS)
 
     def wait(self) -> None:
-        """Wait, outside of a step, until what all local replicas launched has results.
+        """Wait, outside of a step, until all calls have results.
 
-        What a step that failed has launched for some of them is not waited for.
+        A call that a failed step launched on only some local replicas does not count.
         """
-        self._served.wait_for(min(own.num_launched for own in self._boxes))
+        self._num_served.wait_for(
+            min(each.num_launched for each in self._replica_queues)
+        )
 
 
-class _Count:
-    """The number of calls that have been answered."""
+class _CallCount:
+    """Number of calls with results, which other threads can wait for."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -112,8 +117,8 @@ class _Count:
             self._changed.wait_for(lambda: self._number >= number)
 
 
-class _Boxes(Queues):
-    """The queues of one replica, with tensors of its own dtypes and shapes."""
+class _ReplicaQueues(Queues):
+    """Queues of one replica, with the dtypes and shapes of its tensors."""
 
     def __init__(
         self,
@@ -134,10 +139,11 @@ class _Boxes(Queues):
 
     def collect(self) -> list[tf.Tensor]:
         with tf.device(self._device):
-            own = self._number.read_value()
+            expected = self._number.read_value()
             answered, *results = self._results.dequeue()
             checked = tf.raw_ops.Assert(
-                condition=tf.equal(answered, own), data=[tf.constant(COLLECTIVE_FAILED)]
+                condition=tf.equal(answered, expected),
+                data=[tf.constant(COLLECTIVE_FAILED)],
             )
             with tf.control_dependencies([checked]):
                 return [tf.identity(result) for result in results]
@@ -147,30 +153,30 @@ class _Boxes(Queues):
         return int(self._number.numpy())
 
     def take(self) -> list[tf.Tensor]:
-        """Wait for the replica's next launch: its number, and its tensors."""
+        """Wait for the replica's next launch; return its number and its tensors."""
         return self._requests.dequeue()
 
     def give(self, number: tf.Tensor, results: Sequence[tf.Tensor]) -> None:
         self._results.enqueue([number, *results])
 
     def fail(self, failure: Failure) -> None:
-        """Let the step that collects fail."""
+        """Make the step that collects fail, by results with the number `_FAILED`."""
         self._failure = failure
-        nothing = [
+        zeros = [
             tf.zeros(shape, dtype)
             for dtype, shape in zip(
                 self._results.dtypes[1:], self._results.shapes[1:], strict=True
             )
         ]
-        self._results.enqueue([tf.constant(_FAILED, tf.int64), *nothing])
+        self._results.enqueue([tf.constant(_FAILED, tf.int64), *zeros])
 
 
 def new_queue(device: str, specs: Sequence[tf.TensorSpec]) -> tf.queue.FIFOQueue:
-    """Make a queue whose elements are a number and tensors.
+    """Create a queue whose elements are a number and tensors.
 
     Args:
-        device: String, the CPU that holds it.
-        specs: Sequence of `tf.TensorSpec`.
+        device: String, the CPU that holds the queue.
+        specs: Sequence of `tf.TensorSpec`, of the tensors.
     """
     with tf.device(device):
         return tf.queue.FIFOQueue(
@@ -180,26 +186,28 @@ def new_queue(device: str, specs: Sequence[tf.TensorSpec]) -> tf.queue.FIFOQueue
         )
 
 
-def _serve(boxes: Sequence[_Boxes], function: Function, served: _Count) -> None:
-    """Run the function, call by call, until the queues are closed."""
-    # Nobody waits any more then.
+def _serve(
+    replica_queues: Sequence[_ReplicaQueues], function: Function, num_served: _CallCount
+) -> None:
+    """Run the function for each call until the queues are closed."""
+    # These errors mean that the queues are closed, when no step waits any more.
     with contextlib.suppress(tf.errors.CancelledError, tf.errors.OutOfRangeError):
         failure: Failure | None = None
         while True:
-            failure = _serve_call(boxes, function, served, failure)
+            failure = _serve_call(replica_queues, function, num_served, failure)
 
 
 def _serve_call(
-    boxes: Sequence[_Boxes],
+    replica_queues: Sequence[_ReplicaQueues],
     function: Function,
-    served: _Count,
+    num_served: _CallCount,
     failure: Failure | None,
 ) -> Failure | None:
-    """Wait for a call and answer it; return why all later ones fail, if they do.
+    """Wait for a call and answer it; return the failure of all later calls, if any.
 
-    Tensors are freed on return, and not kept while the thread waits for the next.
+    Tensors are local here, so that none is kept while the thread waits for a call.
     """
-    requests = [own.take() for own in boxes]
+    requests = [each.take() for each in replica_queues]
     number = int(requests[0][0])
     if failure is None:
         try:
@@ -207,22 +215,24 @@ def _serve_call(
         except Exception as error:  # noqa: BLE001 the step has to end, not the thread
             failure = Failure.of(error)
     if failure is not None:
-        for own in boxes:
-            own.fail(failure)
+        for each in replica_queues:
+            each.fail(failure)
     else:
-        for own, request, given in zip(boxes, requests, results, strict=True):
-            own.give(request[0], given)
-    served.set(number)
+        for each, request, result in zip(
+            replica_queues, requests, results, strict=True
+        ):
+            each.give(request[0], result)
+    num_served.set(number)
     return failure
 
 
-def _close(boxes: Sequence[_Boxes]) -> None:
-    for own in boxes:
-        own.close()
+def _close(replica_queues: Sequence[_ReplicaQueues]) -> None:
+    for each in replica_queues:
+        each.close()
 
 
 @atexit.register
 def _end_all() -> None:
-    """End the threads before the interpreter does."""
+    """End all threads before the interpreter exits."""
     for background in list(_backgrounds):
         background.end()

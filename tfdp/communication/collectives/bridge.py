@@ -1,15 +1,16 @@
-"""Bridge between a graph and a thread: tensors out of a step, and back into it.
+"""Bridge between a graph and a thread: tensors out of a step and back into it.
 
     graph:   enqueue(tensor, number) ------> dequeue(result, number)
     thread:              dequeue -> collective -> enqueue
 
-Both operations of the graph are asynchronous: while the thread works, they hold no
-thread of TensorFlow's, and other operations run. Neither copies: the thread reads the
+Both operations of the graph are asynchronous: while the thread works, they occupy no
+thread of TensorFlow, and other operations run. Neither copies: the thread reads the
 memory of the tensor, and the result is a tensor whose memory the thread has filled.
 
-A call of a graph that ends with an error leaves requests and results behind, on each
-replica others. After it a new *generation* of numbers begins, the same on all replicas
-that have seen as many errors: no collective takes what an earlier generation has left.
+A call of a graph that ends with an error leaves requests and results in the queues,
+which differ between replicas. A new *generation* of numbers begins after it, the same
+on all replicas that have seen the same number of errors, so that no collective takes
+data of an earlier generation.
 """
 
 from __future__ import annotations
@@ -30,41 +31,47 @@ from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnecte
 from tfdp.ground import _compat
 
 _CLOSE_SECONDS = 2.0
-# One collective of a replica is under way at a time; a cancelled step leaves one more.
+# A replica has one collective pending at a time; a cancelled step leaves another.
 _CAPACITY = 4
-# Bytes, and the head: ticket and number.
+# An element of a queue: bytes, and a head of ticket and number.
 _COMPONENTS = [tf.uint8, tf.int64]
-# Above these bits of a number is its generation.
+# The lower bits of a number count requests, the bits above them are its generation.
 _COUNT_BITS = 32
-_LEFT_BEHIND = "An earlier step ended with an error on some replicas of a worker only"
+_OUTDATED_REQUEST = (
+    "An earlier step ended with an error on some replicas of a worker only"
+)
 _log = logging.getLogger("tfdp.transport")
-# By the id of a tensor that every function has as an input in which they are.
+# Queues by the id of their counter's handle, which is an input of every function that
+# uses the queues.
 _crossings: weakref.WeakValueDictionary[int, Queues] = weakref.WeakValueDictionary()
 
-# Runs one collective: its ticket, number and the local replicas' data; returns a
-# result for each.
+# Runs one collective: from its ticket, its number and the local replicas' data to a
+# result for each replica.
 Run = Callable[[int, int, list[np.ndarray]], list[tf.Tensor]]
 
 
 class StepEnded(RuntimeError):
-    """What the step that waits for a collective ends with; later steps may go on."""
+    """Error of a collective that ends only the current step, not later ones."""
 
 
 class Failure(NamedTuple):
-    """Why a collective has no result, without the frames that the error has kept."""
+    """Reason that a collective has no result.
+
+    It does not keep the frames of a traceback alive, as the error would.
+    """
 
     reason: str
     has_connected: bool = True
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Return what an error means for the steps that wait, and log it."""
+        """Return the failure that an error means for waiting steps, and log it."""
         _log.info("%s: %s", COLLECTIVE_FAILED, error)
         return cls(str(error), not isinstance(error, NotConnected))
 
 
 class _Request(NamedTuple):
-    """What a replica gives to the thread."""
+    """Data and head that a replica sends to the thread."""
 
     data: tf.Tensor  # [num_bytes], uint8
     head: tf.Tensor  # [2], int64
@@ -82,14 +89,13 @@ def generation_of(number: int) -> int:
 
 
 def end_call(inputs: Sequence[Any]) -> Failure | None:
-    """Forget what a call of a graph that ended with an error has left behind.
+    """Discard the data that a failed call of a graph has left in queues.
 
     Args:
-        inputs: Sequence of the tensors that the function was called with, those that
-            it captures among them.
+        inputs: Sequence of the input tensors of the function, including captured ones.
 
     Returns:
-        Why a collective in it has failed, or `None` if none has.
+        `Failure` of a collective in the call, or `None` if none has failed.
     """
     found = [_crossings.get(id(tensor)) for tensor in inputs]
     failures = [crossing.end_call() for crossing in found if crossing is not None]
@@ -97,17 +103,17 @@ def end_call(inputs: Sequence[Any]) -> Failure | None:
 
 
 class Bridge:
-    """Thread that runs the collectives of some local replicas, one after the other.
+    """Thread that runs the collectives of some local replicas, one after another.
 
     Args:
-        name: String, of the thread.
+        name: String, name of the thread.
         devices: Sequence of strings, the device of each of these replicas.
-        run: Callable, see `Run`, called on the thread.
-        close: Callable of a reason, called as soon as `run` has raised anything but
-            `StepEnded`. It is not called any more then.
+        run: Callable, see `Run`, called on the thread. It is no longer called once it
+            has raised an error other than `StepEnded`.
+        close: Callable of a reason, called after such an error.
 
     Attributes:
-        failure: `Failure` of what `run` has raised then, or `None`.
+        failure: `Failure` of such an error, or `None`.
     """
 
     def __init__(
@@ -126,12 +132,12 @@ class Bridge:
         self._thread.start()
 
     def exchange(self, index: int, data: tf.Tensor, ticket: int) -> tf.Tensor:
-        """Hand data to the thread, and return its result.
+        """Pass data to the thread and return its result, in the graph.
 
         Args:
-            index: Int, which of the replicas calls.
+            index: Int, index of the calling replica in `devices`.
             data: Tensor of shape `[num_bytes]`, uint8.
-            ticket: Int, what the collective is.
+            ticket: Int, number of the traced collective.
 
         Returns:
             Tensor of shape `[num_result_bytes]`, uint8.
@@ -139,10 +145,10 @@ class Bridge:
         return self._crossings[index].exchange(data, tf.constant(ticket, tf.int64))
 
     def close(self, *, waits: bool = True) -> None:
-        """End the thread. Steps that wait end with an error.
+        """End the thread; waiting steps end with an error.
 
         Args:
-            waits: Bool, whether to wait until it has ended. Defaults to `True`.
+            waits: Bool, whether to wait until the thread has ended. Defaults to `True`.
         """
         self._is_closed = True
         for crossing in self._crossings:
@@ -151,12 +157,12 @@ class Bridge:
             self._thread.join(_CLOSE_SECONDS)
 
     def is_over(self, number: int) -> bool:
-        """Whether nobody waits for the result of a number any more."""
+        """Whether the step that waited for the result of a number has ended."""
         generation = generation_of(number)
         return any(generation < crossing.generation for crossing in self._crossings)
 
     def _serve(self) -> None:
-        # The queues are closed: nobody waits any more.
+        # These errors mean that the queues are closed, when no step waits any more.
         with contextlib.suppress(tf.errors.CancelledError, tf.errors.OutOfRangeError):
             while not self._is_closed:
                 self._serve_requests()
@@ -164,7 +170,7 @@ class Bridge:
     def _serve_requests(self) -> None:
         """Wait for a request of each replica, and answer them.
 
-        Tensors are freed on return, and not kept while the thread waits for the next.
+        Tensors are local here, so that none is kept while the thread waits.
         """
         requests = self._take()
         results = self._results(requests)
@@ -174,13 +180,13 @@ class Bridge:
             crossing.give(result, request)
 
     def _take(self) -> list[_Request]:
-        """Wait for a request of each replica, all of one generation."""
+        """Wait for a request of each replica; all are of one generation."""
         requests = [crossing.take() for crossing in self._crossings]
         while len({request.generation for request in requests}) > 1:
             newest = max(request.generation for request in requests)
             for index, crossing in enumerate(self._crossings):
                 if requests[index].generation < newest:
-                    crossing.give(Failure(_LEFT_BEHIND), requests[index])
+                    crossing.give(Failure(_OUTDATED_REQUEST), requests[index])
                     requests[index] = crossing.take()
         return requests
 
@@ -189,7 +195,7 @@ class Bridge:
         failure = self.failure
         if failure is None:
             try:
-                return self._collective(requests)
+                return self._run_collective(requests)
             except StepEnded as error:
                 failure = Failure(str(error))
             except Exception as error:  # noqa: BLE001 the step has to end, not the thread
@@ -197,7 +203,7 @@ class Bridge:
                 self._close(failure.reason)
         return [failure] * len(requests)
 
-    def _collective(self, requests: list[_Request]) -> list[tf.Tensor]:
+    def _run_collective(self, requests: list[_Request]) -> list[tf.Tensor]:
         heads = {(request.ticket, request.number) for request in requests}
         if len(heads) > 1:
             raise RuntimeError("replicas of one process are at different collectives")
@@ -206,42 +212,42 @@ class Bridge:
 
 
 class Queues:
-    """The two queues of one replica, to a thread and back.
+    """Two queues of one replica, to a thread and back.
 
     Args:
-        device: String, the CPU that holds them.
-        requests: `tf.queue.FIFOQueue`.
-        results: `tf.queue.FIFOQueue`.
+        device: String, the CPU that holds the queues.
+        requests: `tf.queue.FIFOQueue`, from the graph to the thread.
+        results: `tf.queue.FIFOQueue`, from the thread to the graph.
     """
 
     def __init__(
         self, device: str, requests: tf.queue.FIFOQueue, results: tf.queue.FIFOQueue
     ) -> None:
         self._requests, self._results = requests, results
-        # Counts the requests, on each replica alike.
+        # Counts the requests; equal on all replicas, since their programs are.
         self._number = _compat.plain_variable(0, tf.int64, device)
-        # Why this replica's step ends.
+        # Reason that this replica's step ends with an error, if it does.
         self._failure: Failure | None = None
-        # Tells what crosses when a call of a graph has failed: every function in which
-        # it is has the counter as an input.
+        # `end_call` finds the queues of a failed graph call by this handle, since every
+        # function that uses the queues has the counter as an input.
         _crossings[id(self._number.handle)] = self
 
     def end_call(self) -> Failure | None:
-        """Return why a call of a graph with these queues may have failed.
+        """Return the failure that may have ended a graph call with these queues.
 
-        What is under way stays so: that call need not be the one that has begun it.
+        Pending requests are kept: another call may have launched them.
         """
         return self._failure
 
     def close(self) -> None:
-        """End what waits at the queues with an error."""
+        """Close the queues; operations that wait on them end with an error."""
         with tf.init_scope():  # also while a step is traced
             for queue in self._requests, self._results:
                 queue.close(cancel_pending_enqueues=True)
 
 
 class _Crossing(Queues):
-    """The queues of one replica, of which the number begins anew in a generation."""
+    """Queues of one replica for collectives, whose numbers restart per generation."""
 
     def __init__(self, device: str) -> None:
         with tf.init_scope(), tf.device(device):
@@ -272,14 +278,14 @@ class _Crossing(Queues):
 
     def take(self) -> _Request:
         """Wait for the replica's next request."""
-        # The raw operations take half of the time, and run where their queue is.
+        # Raw operations take half the time of the queue's methods.
         data, head = tf.raw_ops.QueueDequeueV2(
             handle=self._requests.queue_ref, component_types=_COMPONENTS
         )
         return _Request(data, head, *head.numpy().tolist())
 
     def give(self, result: tf.Tensor | Failure, request: _Request) -> None:
-        """Answer a request, or let its step fail where there is no result."""
+        """Answer a request with a result, or with a failure that ends its step."""
         head = request.head
         with self._lock:
             if request.generation < self.generation:
@@ -292,11 +298,11 @@ class _Crossing(Queues):
             )
 
     def end_call(self) -> Failure | None:
-        """Begin a generation; return why a collective of the last one has failed."""
+        """Begin a new generation; return the failure of the last one, if any."""
         with self._lock, tf.init_scope():
             self.generation += 1
             self._number.assign(self.generation << _COUNT_BITS)
-            # The call is over: nobody waits for what is there.
+            # The call has ended, so no step waits for the results that are queued.
             while self._results.size() > 0:
                 self._results.dequeue()
             failure, self._failure = self._failure, None
@@ -306,23 +312,24 @@ class _Crossing(Queues):
 def array_of(tensor: tf.Tensor) -> np.ndarray:
     """Return a view of an eager tensor's memory, `[num_bytes]`, uint8.
 
-    The caller keeps the tensor, and writes only to one that nobody else has.
+    The caller must keep the tensor alive, and may only write to a tensor that no other
+    code uses.
     """
-    own = np.frombuffer(memoryview(tensor), np.uint8)
-    if own.size == 0:
+    read_only = np.frombuffer(memoryview(tensor), np.uint8)
+    if read_only.size == 0:
         return np.empty(0, np.uint8)
-    view = (ctypes.c_uint8 * own.size).from_address(own.ctypes.data)
+    view = (ctypes.c_uint8 * read_only.size).from_address(read_only.ctypes.data)
     return np.ctypeslib.as_array(view)
 
 
 def new_tensor(num_bytes: int) -> tuple[tf.Tensor, np.ndarray]:
-    """Return an eager tensor of some bytes, and the view through which it is filled."""
+    """Create an uninitialized eager tensor of bytes; return it and a writable view."""
     tensor = tf.raw_ops.Empty(shape=_shape_of(num_bytes), dtype=tf.uint8, init=False)
     return tensor, array_of(tensor)
 
 
 @functools.lru_cache(maxsize=1024)
 def _shape_of(num_bytes: int) -> tf.Tensor:
-    """A shape as a tensor: to make one takes longer than all the rest."""
+    """Return a cached shape tensor, since creating it dominates `new_tensor`'s time."""
     with tf.device("CPU:0"):
         return tf.constant([num_bytes], tf.int32)

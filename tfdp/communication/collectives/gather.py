@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import Member, ProcessGroup, padded_length
 from tfdp.communication.coordination.progress import progress
 
-# Dtypes that collectives lack, and those that carry their values.
+# Dtypes without collectives, and the wider dtypes that they are cast to.
 _COLLECTIVE_DTYPES = {
     tf.bool: tf.int32,
     tf.int8: tf.int32,
@@ -27,7 +27,7 @@ def gather_rows(
 
     Args:
         tensor: Tensor whose other dimensions agree on every replica.
-        axis: Int or scalar integer tensor.
+        axis: Int or scalar integer tensor, the axis to concatenate.
         group: `ProcessGroup`.
         replica: Int, index of the calling replica among the local ones.
         rank: Int, index of the calling replica among all of them.
@@ -53,8 +53,8 @@ def gather_first_axis(
         rank: Int, index of the calling replica among all of them.
 
     Returns:
-        Tuple of the concatenation, ordered by rank, and of the number of elements
-        that each rank has in it, `[group.size]`, int32.
+        Tuple of the concatenation, ordered by rank, and the number of elements of each
+        rank in it, `[group.size]`, int32.
     """
     member = Member(group, replica)
     progress.reduction_traced(f"gather {rows.dtype.name} {rows.shape[1:]}")
@@ -63,8 +63,8 @@ def gather_first_axis(
         flat = tf.reshape(
             tf.cast(rows, _COLLECTIVE_DTYPES.get(rows.dtype, rows.dtype)), [-1]
         )
-        # TensorFlow orders the members of a group by device name, in which
-        # task 10 comes before task 2, so that ranks have to travel too.
+        # TensorFlow orders the members of a group by device name, with task 10 before
+        # task 2, so ranks are gathered along with the lengths.
         own = tf.stack([rank, tf.size(flat)])[tf.newaxis]  # [1, 2], int32
         table = member.all_gather(own)  # [group.size, 2]
         counts = table[:, 1]
@@ -75,7 +75,7 @@ def gather_first_axis(
         by_rank = tf.argsort(table[:, 0])
         valid = tf.sequence_mask(tf.gather(counts, by_rank), length)
         joined = tf.boolean_mask(tf.gather(padded, by_rank), valid)
-        # A row of no elements cannot be counted: its number is lost with it.
+        # The number of rows follows from that of elements: empty rows are lost.
         joined = tf.reshape(joined, tf.concat([[-1], row_shape], axis=0))
         joined = tf.cast(joined, rows.dtype)
         if rows.shape.rank is not None:

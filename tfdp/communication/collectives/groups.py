@@ -1,6 +1,6 @@
-"""Process groups, the launch order of their collectives, and what carries the bytes.
+"""Process groups, the launch order of their collectives, and the transport protocol.
 
-The primitives call the transport of a group; nothing above them knows which one it is.
+The primitives call the transport of a group; no code above them depends on which one.
 
 TensorFlow matches the members of a collective by a group key, a group size and an
 instance key, see `instance_keys.py`. Group keys here start far above TensorFlow's
@@ -22,14 +22,14 @@ from tfdp.communication.collectives.instance_keys import InstanceKeys
 from tfdp.ground import _compat
 from tfdp.ground.text import pluralize
 
-# TensorFlow's group keys start at 1 and grow by one per set of devices.
+# Far above TensorFlow's group keys, which count sets of devices from 1.
 _FIRST_GROUP_KEY = 1 << 24
 _KEYS_PER_STRATEGY = 1 << 18
 _strategy_counter = itertools.count()
 
 Partition = tuple[tuple[int, ...], ...]
 
-# Scope of an operation that is one collective, where it is not TensorFlow's own.
+# Name scope prefix of the function call that is one collective of `ProcessTransport`.
 SCOPE = "Collective"
 
 
@@ -40,7 +40,8 @@ def is_collective(op: Any) -> bool:
         op: `tf.Operation`.
 
     Returns:
-        Bool; that of the call, not of the operations inside it.
+        Bool; true for the call of a function that is one collective, and not for the
+        operations inside the function.
     """
     if op.type.startswith("Collective"):
         return True
@@ -49,7 +50,7 @@ def is_collective(op: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """Who calls a collective, and where it stands in the launch order.
+    """Call of a collective: its group, its replica and its chain of the launch order.
 
     Args:
         group: `ProcessGroup` of at least two replicas.
@@ -57,7 +58,7 @@ class Call:
         channel: Int, the chain of the launch order.
         size: Scalar int32 tensor, index into `SIZES` of a length that is known only at
             run time, or `None`. Defaults to `None`.
-        is_alone: Bool, whether hardly anything else is under way at the same time.
+        is_alone: Bool, whether hardly any other collective runs at the same time.
             Defaults to `True`.
     """
 
@@ -74,16 +75,16 @@ class Call:
 
 
 class Transport(Protocol):
-    """Collectives over tensors that are not empty, in groups of two replicas and more.
+    """Interface of collectives over non-empty tensors, in groups of two or more.
 
-    Each runs on the replica's device, for all replicas of the group at the same point
-    of their programs.
+    Each replica of the group calls a collective on its device, at the same point of its
+    program.
     """
 
     name: str
-    # Chains of a device; collectives of different chains overlap.
+    # Number of chains per device; collectives of different chains may overlap.
     num_channels: int
-    # Without it, an all-to-all and a local sum move the same bytes.
+    # If false, an all-to-all and a local sum replace it, with the same bytes.
     has_reduce_scatter: bool
     # Whether a sum of float16 or bfloat16 over workers is added in float32.
     rounds_sums_once: bool
@@ -96,23 +97,23 @@ class Transport(Protocol):
         Args:
             kind: String: `"all_reduce"` sums tensors of equal shape; `"all_gather"`
                 concatenates them along the first axis, by position; `"all_to_all"`
-                sends slice i of the first axis, which has `group.size`, to position i;
-                `"reduce_scatter"` sums, and keeps the slice of the first axis of the
-                replica's position; `"broadcast"` copies the tensor of one replica.
+                sends slice i of the first axis, of length `group.size`, to position i;
+                `"reduce_scatter"` sums, and keeps the slice at the replica's position;
+                `"broadcast"` copies the tensor of the source.
             tensor: Tensor that is not empty.
             call: `Call`.
-            source: Int, the position of that replica. Defaults to `0`.
+            source: Int, the position of a broadcast's source. Defaults to `0`.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitId:
-    """Identity of a group among all groups of the same series of splits.
+    """Identity of a group among all groups that the same series of splits creates.
 
     Args:
-        path: Tuple, the first group's key and the partitions since.
-        index: Int, its number among all groups of that path.
-        count: Int, number of those groups, on all workers.
+        path: Tuple, the key of the first group and the partitions after it.
+        index: Int, index of the group among all groups of that path.
+        count: Int, number of groups of that path, on all workers.
     """
 
     path: tuple
@@ -120,7 +121,7 @@ class SplitId:
     count: int
 
     def of_subgroup(self, parts: Partition, index: int) -> SplitId:
-        """Return the identity of a subgroup; its siblings are split alike."""
+        """Return the identity of a subgroup, if all groups of this path split alike."""
         return SplitId(
             (*self.path, parts),
             self.index * len(parts) + index,
@@ -129,10 +130,10 @@ class SplitId:
 
 
 def device_positions(devices: Sequence[str]) -> list[int]:
-    """Return the position of each device in a group of them all.
+    """Return the position of each device in a group of all of them.
 
-    TensorFlow sorts the members of a group by the names of their devices as
-    texts, in which task 10 comes before task 2.
+    TensorFlow sorts the members of a group by device name as text, with task 10
+    before task 2.
 
     Args:
         devices: Sequence of strings, full names of devices.
@@ -152,10 +153,10 @@ def device_positions(devices: Sequence[str]) -> list[int]:
 class LaunchOrder:
     """Order in which collectives start on the devices of this process.
 
-    A channel is a chain: collectives of one channel on one device run one
-    after the other, in the order in which they were traced. NCCL needs one
-    order for all communicators of a device, hence one channel there, shared by
-    all groups; on CPUs several channels let buckets overlap each other.
+    A channel is a chain: collectives of one channel on one device run one after
+    another, in the order in which they were traced. NCCL needs one order for all
+    communicators of a device, so all groups share one channel; on CPUs, buckets on
+    different channels overlap.
 
     Args:
         devices: Sequence of strings, the local devices.
@@ -173,10 +174,9 @@ class LaunchOrder:
             )
         self.devices = tuple(devices)
         self.num_channels = num_channels
-        # Automatic control dependencies order the operations that take the same
-        # resource, here one small variable per device and channel. Without it,
-        # collectives on two devices of one process are chained one after the other,
-        # each waits for the other, and the step never ends.
+        # Automatic control dependencies order operations with the same resource, here
+        # one small variable per device and channel. Without it, TensorFlow would chain
+        # the collectives of two devices of a process, and the step would deadlock.
         self._tokens = [
             [
                 _compat.plain_variable(0.0, tf.float32, device)
@@ -199,10 +199,10 @@ class LaunchOrder:
         return self.group_keys((next(self._group_counter),), 1)[0]
 
     def group_keys(self, path: tuple, count: int) -> range:
-        """Return the keys of all groups of the same series of splits.
+        """Return the keys of all groups that a series of splits creates.
 
-        Two nodes split themselves alike, each on workers of its own, and neither
-        may take the keys of the other.
+        The count includes groups of other workers, so that two nodes that split
+        themselves in the same way get different keys.
 
         Args:
             path: Tuple, see `SplitId`.
@@ -226,21 +226,21 @@ class LaunchOrder:
 class ProcessGroup:
     """Replicas that reduce, gather or broadcast together.
 
-    Groups have to be created in the same order on every worker, since keys are
-    counted. A replica's position in its group is that which TensorFlow gives it, see
-    `device_positions`: all-gather joins and reduce-scatter splits by it.
+    Every worker must create groups in the same order, since their keys are counted.
+    A replica's position in its group is the one of TensorFlow, see `device_positions`:
+    all-gather concatenates and reduce-scatter splits by position.
 
     Args:
         launch_order: A `LaunchOrder`, shared by all groups of these devices.
         size: Int, the number of replicas in the group, on all workers.
-        transport: `Transport` that carries its bytes.
+        transport: `Transport` that runs the collectives.
         positions: Sequence with the position of each local replica, or `None`
-            for a replica that is in another group. Defaults to `None`: one
-            process has them all.
+            for a replica of another group. Defaults to `None`, for a group of all
+            replicas of a single process.
         nodes: Tuple of tuples, the positions on each node, for hierarchical
             algorithms. Defaults to `()`.
         workers: Sequence of ints, the rank of the worker of each position, or `None`
-            where the transport does not ask for it. Defaults to `None`.
+            if the transport does not need it. Defaults to `None`.
         split_id: `SplitId` of a group that `split` creates. Defaults to `None`.
     """
 
@@ -286,7 +286,7 @@ class ProcessGroup:
 
     @property
     def local_positions(self) -> Sequence[int | None]:
-        """Position of each local replica, `None` for one that is in another group."""
+        """Sequence, the position of each local replica, `None` if in another group."""
         return self._positions or [None] * len(self.devices)
 
     def position(self, replica: int) -> int:
@@ -296,7 +296,7 @@ class ProcessGroup:
             replica: Int, index among the local replicas.
 
         Returns:
-            Int from 0 to `size - 1`; the replica is in the group.
+            Int from 0 to `size - 1`; the replica must be in the group.
         """
         position = self.local_positions[replica]
         assert position is not None
@@ -305,8 +305,8 @@ class ProcessGroup:
     def split(self, parts: Sequence[Sequence[int]]) -> tuple[ProcessGroup | None, ...]:
         """Split the group into subgroups, created once for each partition.
 
-        Every replica of the group, and of those that were split off beside it,
-        has to call it in the same order, also one that is in no part.
+        Every replica of the group and of its sibling groups must call it in the same
+        order, including a replica that is in no part.
 
         Args:
             parts: Sequence of sequences of positions in this group, each
@@ -322,10 +322,10 @@ class ProcessGroup:
         ordered: Partition = tuple(tuple(sorted(part)) for part in parts)
         with self._split_lock:
             if ordered not in self._splits:
-                self._splits[ordered] = self._make_split(ordered)
+                self._splits[ordered] = self._create_subgroups(ordered)
             return self._splits[ordered]
 
-    def _make_split(self, parts: Partition) -> tuple[ProcessGroup | None, ...]:
+    def _create_subgroups(self, parts: Partition) -> tuple[ProcessGroup | None, ...]:
         members = [position for part in parts for position in part]
         if len(set(members)) < len(members) or not set(members) <= set(
             range(self.size)
@@ -335,14 +335,15 @@ class ProcessGroup:
                 f"that have each position from 0 to {self.size - 1} at most once. "
                 f"Received: {parts}"
             )
-        own = list(self.local_positions)
-        groups: list[ProcessGroup | None] = [None] * len(own)
+        local = list(self.local_positions)
+        groups: list[ProcessGroup | None] = [None] * len(local)
         for index, part in enumerate(parts):
             split_id = self._split_id.of_subgroup(parts, index)
-            # Also where no local replica is in a part: all workers count alike.
+            # Keys are taken for every part, even without local replicas, so that all
+            # workers count the same keys.
             self.launch_order.group_keys(split_id.path, split_id.count)
-            positions = [part.index(p) if p in part else None for p in own]
-            if positions.count(None) == len(own):
+            positions = [part.index(p) if p in part else None for p in local]
+            if positions.count(None) == len(local):
                 continue
             group = ProcessGroup(
                 self.launch_order,

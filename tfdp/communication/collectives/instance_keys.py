@@ -1,18 +1,17 @@
-"""Instance keys: tell the collectives of a group apart.
+"""Instance keys, which distinguish the collectives of a group.
 
-They are constants of the traced graph, made from kind, dtype, shape and position: the
-n-th collective of that signature in a function. TensorFlow's strategies feed a fresh
-key at every call instead, which costs a placeholder a collective and is never fed when
-an inner function is called in a branch or a loop (the reason why stock
-`steps_per_execution` crashes).
+They are constants of the traced graph, computed from kind, dtype, shape and ordinal:
+the n-th collective of that signature in a function. TensorFlow's strategies feed a new
+key at every call instead, which costs a placeholder per collective and is not fed if an
+inner function is called in a branch or a loop (the reason for crashes of
+`steps_per_execution` in stock Keras).
 
-A constant key may be used again as soon as the collective has ended on this
-replica, since by then all its sends and receives have. Two collectives with
-one key never run at the same time: they are the same operation, and its launch
-token orders its executions. TensorFlow remembers the shape of a key for as
-long as the process lives, hence the shape in it; where the length is known
-only at run time it is rounded up to one of `SIZES`, and the number of the
-size completes the key.
+A constant key may be reused once the collective has ended on this replica, since
+its sends and receives have ended by then. Two collectives with one key never run at
+the same time: they are the same operation, and its launch token orders its executions.
+TensorFlow remembers the shape of a key until the process ends, so the key depends on
+the shape. A length that is known only at run time is rounded up to one of `SIZES`, and
+the index of that size is part of the key.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ import tensorflow as tf
 
 from tfdp.ground import _compat
 
-# A key of a known shape has the highest bit and 30 of a hash. Of some thousand
-# collectives two would have the same 22 bits, and workers that trace in different
-# orders would not agree on which of the two takes the next number.
+# A key of a static shape has the highest bit set and 30 bits of a hash. With only 22
+# bits, two of some thousand collectives would collide, and workers that trace in
+# different orders would not agree on which of the two gets the next number.
 _STATIC_BITS = 30
 _SIZE_BITS = 8
 _DYNAMIC_BITS = 22
 
 
 def _sizes() -> tuple[int, ...]:
-    """Return 1 to 16 and then eight sizes an octave, at most an eighth apart.
+    """Return 1 to 16, and then eight sizes per octave, at most an eighth apart.
 
-    Not 0: TensorFlow takes a collective of nothing for an error.
+    0 is not a size, since TensorFlow rejects an empty collective.
     """
     sizes = list(range(1, 17))
     while len(sizes) < 1 << _SIZE_BITS and sizes[-1] < 2**31 - 1:
@@ -63,8 +62,8 @@ class InstanceKeys:
     ) -> int | tf.Tensor:
         """Return the key of a local replica's next collective.
 
-        A function of the position in the graph, so that workers agree even
-        when one of them traces again and another does not.
+        The key depends on the position in the graph, so that workers agree even if
+        only some of them retrace a function.
 
         Args:
             kind: String, such as `"reduce"`.
@@ -74,24 +73,25 @@ class InstanceKeys:
                 only at run time, or `None`.
 
         Returns:
-            Int, or a scalar int32 tensor where `size` is given.
+            Int, or a scalar int32 tensor if `size` is given.
         """
         signature = (kind, tensor.dtype.name, str(tensor.shape))
         with self._lock:
             ordinal = 0
-            # Eager collectives of a device run one after the other.
+            # Eager collectives of a device run one after another and may share a key.
             if not tf.executing_eagerly():
                 graph = _compat.root_graph()
                 counter = self._counters.setdefault(graph, collections.Counter())
                 ordinal = counter[signature, replica]
                 counter[signature, replica] += 1
-            named = (*signature, ordinal)
+            numbered = (*signature, ordinal)
             if size is None:
-                return self._number_of(named, _STATIC_BITS) | 1 << _STATIC_BITS
-            number = self._number_of(named, _DYNAMIC_BITS)
+                return self._number_of(numbered, _STATIC_BITS) | 1 << _STATIC_BITS
+            number = self._number_of(numbered, _DYNAMIC_BITS)
         return (number << _SIZE_BITS) + size
 
     def _number_of(self, signature: tuple, bits: int) -> int:
+        """Return a number for a signature by its hash, distinct from all others."""
         digest = hashlib.sha256(repr(signature).encode()).digest()
         number = int.from_bytes(digest[:4], "big") % (1 << bits)
         taken = self._signatures.setdefault(bits, {})

@@ -1,9 +1,9 @@
 """Collectives of a replica in a group.
 
-Each is called once per local replica, on that replica's device, inside or
-outside `tf.function`, in conditionals, and in loops around all replicas. In eager
-mode the local replicas have to call from threads of their own, since a collective
-returns only when all have called.
+Each is called once per local replica, on that replica's device, inside or outside
+`tf.function`, in conditionals, and in loops around all replicas. In eager mode each
+local replica must call on its own thread, since a collective returns only when all have
+called it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Member:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Dict, the arguments of an algorithm beside its tensor."""
+        """Dict, the arguments of an algorithm except its tensor."""
         return vars(self)
 
     @property
@@ -47,7 +47,7 @@ class Member:
         return self.group.position(self.replica)
 
     def inside(self, groups: Sequence[ProcessGroup | None]) -> Member:
-        """The same replica as a member of its part of a split group."""
+        """Return the same replica as a member of its subgroup, from `split`."""
         group = groups[self.replica]
         assert group is not None
         return dataclasses.replace(self, group=group)
@@ -61,7 +61,7 @@ class Member:
             tensor: Tensor, the same shape and dtype on every replica.
             size: Scalar int32 tensor from `padded_length`, where the length of
                 `tensor` is known only at run time. Defaults to `None`.
-            is_alone: Bool, whether hardly anything else is under way at the same
+            is_alone: Bool, whether hardly any other collective runs at the same
                 time. Defaults to `True`.
 
         Returns:
@@ -102,7 +102,7 @@ class Member:
             tensor: Tensor of shape `[group.size, ...]`.
 
         Returns:
-            A tensor of the same shape; slice i is what replica i sent here.
+            A tensor of the same shape; slice i is from replica i.
         """
         if self.group.size == 1 or _is_empty(tensor):
             return tf.identity(tensor)
@@ -111,7 +111,7 @@ class Member:
     def reduce_scatter(self, tensor: tf.Tensor) -> tf.Tensor:
         """Reduce-scatter: sum over the group and keep the calling replica's slice.
 
-        Elements are added up in their own dtype, whatever they travel in.
+        Elements are summed in their own dtype, even if they travel in another.
 
         Args:
             tensor: Tensor of shape `[group.size * n, ...]`.
@@ -126,8 +126,8 @@ class Member:
             return tf.split(tensor, group.size)[0]
         if group.transport.has_reduce_scatter and self.reduce_dtype is None:
             return self._run("reduce_scatter", tensor)
-        # An all-to-all and a local sum move the same bytes, and add up what was
-        # rounded for the wire in its own dtype.
+        # An all-to-all and a local sum move the same bytes, and can sum in the tensor's
+        # dtype after elements were sent in `reduce_dtype`.
         sent = tf.reshape(tensor, _split_shape(tensor, group.size))
         if self.reduce_dtype is not None:
             sent = tf.cast(sent, self.reduce_dtype)
@@ -138,7 +138,7 @@ class Member:
         """Broadcast: copy the source's tensor to every replica.
 
         Args:
-            tensor: Tensor; on the others only its shape and dtype count.
+            tensor: Tensor; only its shape and dtype are used on the other replicas.
             source: Int, the position of the source in the group. Defaults to `0`.
 
         Returns:
@@ -159,7 +159,7 @@ class Member:
         is_alone: bool = True,
         source: int = 0,
     ) -> tf.Tensor:
-        """Run on the replica's device, with timestamps around it if recorded."""
+        """Run a collective on the replica's device, with timestamps if recorded."""
         group, replica, channel = self.group, self.replica, self.channel
         call = Call(group, replica, channel, size, is_alone)
         chain = hash((id(group.launch_order), replica, channel))
@@ -177,8 +177,8 @@ def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         length: Scalar int32 tensor, the same on every replica.
 
     Returns:
-        Tuple of two scalar int32 tensors: the length to pad to, and the number
-        that `all_reduce` and `all_gather` take as `size`.
+        Tuple of two scalar int32 tensors: the length to pad to, and its index, the
+        argument `size` of `all_reduce` and `all_gather`.
 
     Example:
 
@@ -187,8 +187,8 @@ def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     18
     """
     sizes = tf.constant(SIZES, tf.int32)
-    number = tf.searchsorted(sizes, length[tf.newaxis])[0]
-    return tf.gather(sizes, number), number
+    index = tf.searchsorted(sizes, length[tf.newaxis])[0]
+    return tf.gather(sizes, index), index
 
 
 def _to_sent_dtype(
@@ -199,7 +199,7 @@ def _to_sent_dtype(
         sent, back = _to_sent_dtype(tf.cast(tensor, reduce_dtype), None)
         return sent, lambda received: tf.cast(back(received), tensor.dtype)
     if tensor.dtype == tf.bfloat16:
-        # TensorFlow moves no bfloat16 that it does not add up: the same bits.
+        # TensorFlow gathers and broadcasts no bfloat16, so its bits travel as float16.
         return (
             tf.bitcast(tensor, tf.float16),
             lambda received: tf.bitcast(received, tf.bfloat16),
@@ -208,7 +208,7 @@ def _to_sent_dtype(
 
 
 def _split_shape(tensor: tf.Tensor, count: int) -> tf.Tensor | list[int]:
-    """Return a static shape where possible, since instance keys contain the shape."""
+    """Return the shape of slices, static if possible since instance keys need it."""
     if tensor.shape.is_fully_defined():
         return [count, tensor.shape[0] // count, *tensor.shape[1:]]
     shape = tf.shape(tensor)
@@ -221,11 +221,11 @@ def _joined_shape(tensor: tf.Tensor, count: int) -> tf.TensorShape:
 
 
 def _sum_of_rows(rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Sum over the first axis; half precision in float32, to be rounded once."""
+    """Sum over the first axis; half precision is summed in float32, rounded once."""
     wide = tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
     return tf.cast(tf.reduce_sum(tf.cast(rows, wide), axis=0), dtype)
 
 
 def _is_empty(tensor: tf.Tensor) -> bool:
-    """Return whether there is nothing to send, which TensorFlow takes for an error."""
+    """Return whether a tensor has no elements, which TensorFlow would reject."""
     return tensor.shape.num_elements() == 0

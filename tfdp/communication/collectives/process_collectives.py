@@ -1,4 +1,4 @@
-"""Collectives of the replicas of a process, by a communicator between processes."""
+"""Collectives of the replicas of a process, over a communicator of processes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ Tensors: TypeAlias = list[tf.Tensor]
 class ProcessCollectives:
     """Collectives of the local replicas of a process, by kind.
 
-    Each takes the flat arrays of these replicas, in the order of their positions, the
-    position of the source, which is that of a broadcast, and a tag, the same on all
-    workers; and returns one tensor for each.
+    Each method takes the flat arrays of these replicas in the order of positions, the
+    position of the source, which only a broadcast uses, and a tag, the same on all
+    workers. It returns one tensor for each replica.
 
     Args:
         workers: Sequence of ints, the rank of the worker of each position. The
-            positions of a worker lie side by side.
-        rank: Int, this worker's.
+            positions of a worker are consecutive.
+        rank: Int, rank of this worker.
 
     Attributes:
         ranks: Tuple of ints, the workers in the order of their replicas' positions.
-        starts: List of ints, the first position of each worker, and the number of all.
-        own: Int, the place of this worker in `ranks`.
-        communicator: `Communicator` of the workers, or `None` before there is one and
-            where one worker has all replicas.
+        starts: List of ints, the first position of each worker, then the number of
+            positions.
+        own: Int, the index of this worker in `ranks`.
+        communicator: `Communicator` of the workers, or `None` before it is created and
+            if one worker has all replicas.
 
     Example:
 
@@ -60,11 +61,11 @@ class ProcessCollectives:
         return range(self.starts[self.own], self.starts[self.own + 1])
 
     def _bounds(self, length: int) -> list[int]:
-        """Where each worker's part of an array with a slice for each replica begins."""
+        """Return the bounds of the workers' parts of an array, equal per replica."""
         return [start * (length // self.size) for start in self.starts]
 
     def all_reduce(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Sum the arrays, alike for all."""
+        """Sum the arrays; all replicas get the same sum."""
         result, total = _new_array(len(arrays[0]), arrays[0].dtype)
         if self.communicator is None or len(arrays) > 1:
             sum_into(total, arrays)
@@ -78,20 +79,20 @@ class ProcessCollectives:
     def reduce_scatter(self, arrays: Arrays, source: int, tag: int) -> Tensors:
         """Sum the arrays; each replica gets the slice of its position."""
         length, dtype = len(arrays[0]) // self.size, arrays[0].dtype
-        made = [_new_array(length, dtype) for _ in arrays]
+        outputs = [_new_array(length, dtype) for _ in arrays]
         if self.communicator is not None and len(arrays) == 1:
             bounds = self._bounds(len(arrays[0]))
-            self.communicator.reduce_scatter(arrays[0], bounds, tag, made[0][1])
-            return [made[0][0]]
+            self.communicator.reduce_scatter(arrays[0], bounds, tag, outputs[0][1])
+            return [outputs[0][0]]
         total = np.empty_like(arrays[0])
         sum_into(total, arrays)
         if self.communicator is not None:
             bounds = self._bounds(len(total))
             self.communicator.reduce_scatter(total, bounds, tag)
         slices = total.reshape(self.size, -1)
-        for position, (_, own) in zip(self.positions, made, strict=True):
-            own[:] = slices[position]
-        return [tensor for tensor, _ in made]
+        for position, (_, data) in zip(self.positions, outputs, strict=True):
+            data[:] = slices[position]
+        return [tensor for tensor, _ in outputs]
 
     def all_gather(self, arrays: Arrays, source: int, tag: int) -> Tensors:
         """Concatenate the arrays by position."""
@@ -107,10 +108,10 @@ class ProcessCollectives:
 
     def all_to_all(self, arrays: Arrays, source: int, tag: int) -> Tensors:
         """Send slice i of each array to position i."""
-        made = [_new_array(len(array), array.dtype) for array in arrays]
+        outputs = [_new_array(len(array), array.dtype) for array in arrays]
         sent = [array.reshape(self.size, -1) for array in arrays]
-        received = [array.reshape(self.size, -1) for _, array in made]
-        # Blocks of what goes to each worker, from local replica to remote one.
+        received = [array.reshape(self.size, -1) for _, array in outputs]
+        # One block per worker, ordered by local replica and then by remote replica.
         parts = list(itertools.pairwise(self.starts))
         outgoing = [np.concatenate([s[a:b].ravel() for s in sent]) for a, b in parts]
         incoming = [np.empty_like(block) for block in outgoing]
@@ -119,12 +120,12 @@ class ProcessCollectives:
             self.communicator.all_to_all(outgoing, incoming, tag)
         for (begin, end), block in zip(parts, incoming, strict=True):
             rows = block.reshape(end - begin, len(arrays), -1)
-            for index, own in enumerate(received):
-                own[begin:end] = rows[:, index]
-        return [tensor for tensor, _ in made]
+            for index, result in enumerate(received):
+                result[begin:end] = rows[:, index]
+        return [tensor for tensor, _ in outputs]
 
     def broadcast(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Copy the array of the source."""
+        """Copy the array of the source to all replicas."""
         result, data = _new_array(len(arrays[0]), arrays[0].dtype)
         if source in self.positions:
             data[:] = arrays[self.positions.index(source)]
@@ -136,5 +137,6 @@ class ProcessCollectives:
 
 
 def _new_array(length: int, dtype: np.dtype) -> tuple[tf.Tensor, np.ndarray]:
+    """Create a tensor of bytes, and a view of it with a dtype."""
     tensor, data = new_tensor(length * dtype.itemsize)
     return tensor, data.view(dtype)

@@ -1,9 +1,9 @@
-"""Collectives by a communicator between processes: shared memory, TCP or MPI.
+"""Collectives over a communicator of processes: shared memory, TCP or MPI.
 
     replicas' tensors -> bridge -> [sum of the local ones] -> communicator -> bridge
 
-The replicas of one process meet in its memory, so that the communicator sees one
-member for each process.
+The replicas of one process are combined in its memory, so that the communicator has
+one member for each process.
 """
 
 from __future__ import annotations
@@ -35,41 +35,40 @@ from tfdp.communication.transport import (
 )
 from tfdp.ground.base.finalizers import finalizers
 
-# Chains of a device: buckets of different ones are under way at the same time.
+# Chains per device: buckets on different chains are reduced at the same time.
 _CHANNELS = 4
 
 
 def end_failed_call(inputs: Sequence[Any], error: tf.errors.OpError) -> Exception:
-    """Make a call of a graph that ended with an error the end of its collectives.
+    """End the collectives of a failed call of a graph; return the error to raise.
 
     Args:
-        inputs: Sequence of the tensors that the function was called with, those that
-            it captures among them.
-        error: The error.
+        inputs: Sequence of the input tensors of the function, including captured ones.
+        error: The error of the call.
 
     Returns:
-        The error, or one that says why a collective has failed where TensorFlow only
-        says that one has: `NotConnected` if another worker could not be reached, or
-        `tf.errors.UnavailableError`, as if it were one of TensorFlow's.
+        The error; or, if TensorFlow only reports that a collective has failed, an error
+        with the reason: `NotConnected` if another worker could not be reached, else
+        `tf.errors.UnavailableError`, as from TensorFlow's collectives.
     """
     failure = end_call(inputs)
     if failure is None or COLLECTIVE_FAILED not in str(error):
         return error
     if not failure.has_connected:
         return NotConnected(None, None, failure.reason)
-    # With its text, which names the operation.
+    # The original text is kept, since it names the operation.
     return tf.errors.UnavailableError(None, None, f"{failure.reason}\n\n{error}")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
-    """What one traced collective is."""
+    """A traced collective."""
 
     kind: str
     dtype: np.dtype
     key: int  # the same on all workers
     source: int  # position of the source of a broadcast
-    # Where it is in the graph, which differs between replicas.
+    # Name scope in the graph, which differs between replicas.
     scope: str = dataclasses.field(compare=False)
 
 
@@ -78,13 +77,12 @@ class ProcessTransport:
 
     Args:
         name: String, `"direct"` or `"mpi"`.
-        rank: Int, this worker's.
-        new_communicator: Callable of the ranks of a group's workers and a name of the
-            group, the same on all, which returns a `Communicator`; or `None` in a
-            process that has all replicas.
-        connect: Callable of another worker's rank and a name, the same on both, which
-            returns a `Connection`; or `None` where there is no such thing. Defaults to
-            `None`.
+        rank: Int, rank of this worker.
+        new_communicator: Callable, from the ranks of a group's workers and a name of
+            the group, the same on all, to a `Communicator`; or `None` in a process that
+            has all replicas.
+        connect: Callable, from another worker's rank and a name, the same on both, to a
+            `Connection`; or `None` if the transport has none. Defaults to `None`.
     """
 
     has_reduce_scatter = True
@@ -111,10 +109,10 @@ class ProcessTransport:
     ) -> tf.Tensor:
         """See `Transport`."""
         lane = self._lane(call.group, call.channel % self.num_channels)
-        named = f"{kind} from {source}" if kind == "broadcast" else kind
-        key = dataclasses.replace(call, size=None).key(named, tensor)
+        key_kind = f"{kind} from {source}" if kind == "broadcast" else kind
+        key = dataclasses.replace(call, size=None).key(key_kind, tensor)
         dtype = np.dtype(tensor.dtype.as_numpy_dtype)
-        # Names the operation in errors, and for who counts them.
+        # The name identifies the operation in errors, and to `is_collective`.
         name = f"{SCOPE}_{kind}_{dtype.name}_{call.group.key}"
         with tf.name_scope(name) as scope:
             shape = _shape_of_result(kind, tensor, call.group.size)
@@ -124,23 +122,23 @@ class ProcessTransport:
             return tf.reshape(_from_bytes(result, tensor.dtype), shape)
 
     def abort(self, reason: str) -> None:
-        """End what waits for other workers, with a reason that they are told."""
+        """End all waits for other workers, and send them a reason."""
         for lane in self._all_lanes():
             lane.abort(reason)
 
     def close(self) -> None:
-        """End all threads, and what waits for them with an error."""
+        """End all threads; steps that wait for them end with an error."""
         for lane in self._all_lanes():
             lane.end()
 
     @property
     def failure(self) -> str:
-        """String, why a collective has failed for good, or `""`."""
+        """String, reason of a failure that ends all later collectives, or `""`."""
         return next((lane.failure for lane in self._all_lanes() if lane.failure), "")
 
     def _all_lanes(self) -> list[_Lane]:
         with self._lock:
-            return [lane for own in self._lanes.values() for lane in own.values()]
+            return [lane for lanes in self._lanes.values() for lane in lanes.values()]
 
     def _lane(self, group: ProcessGroup, channel: int) -> _Lane:
         with self._lock:
@@ -149,13 +147,13 @@ class ProcessTransport:
                 name = f"{group.key}/{channel}"
                 lane = _Lane(name, group, self._rank, self._new_communicator)
                 lanes[channel] = lane
-                # Its thread would keep it for ever.
+                # The lane's thread would keep the lane alive after its group.
                 finalizers.register(group, lane.end, waits=False)
             return lanes[channel]
 
 
 class _Lane:
-    """The collectives of one group on one channel, in the order of their launch."""
+    """Collectives of one group on one channel, in launch order, over a communicator."""
 
     def __init__(
         self,
@@ -167,13 +165,13 @@ class _Lane:
         assert group.workers is not None
         self._collectives = ProcessCollectives(group.workers, rank)
         positions = enumerate(group.local_positions)
-        # In the order of positions, as the parts of a tensor are.
+        # Local replicas are in the order of positions, like the parts of a tensor.
         local = sorted((p, replica) for replica, p in positions if p is not None)
         self._index = {replica: index for index, (_, replica) in enumerate(local)}
         self._name = name
         self._new_communicator = new_communicator
-        # How many others were there before it.
-        self._num_left = 0
+        # Number of communicators that were discarded before the current one.
+        self._num_discarded = 0
         self._end_reason: str | None = None
         self._operations: list[_Operation] = []
         self._tickets: dict[_Operation, int] = {}
@@ -192,19 +190,19 @@ class _Lane:
         return self._bridge.exchange(self._index[replica], data, ticket)
 
     def end(self, *, waits: bool = True) -> None:
-        """End the thread, and wait until it has if `waits`."""
+        """End the thread; with `waits`, return only after it has ended."""
         self.abort("")
         self._bridge.close(waits=waits)
 
     def abort(self, reason: str) -> None:
-        """End what waits for other workers, with a reason that they are told."""
+        """End all waits for other workers, and send them a reason."""
         self._end_reason = reason
         if self._collectives.communicator is not None:
             self._collectives.communicator.close(reason)
 
     @property
     def failure(self) -> str:
-        """String, why a collective has failed for good, or `""`."""
+        """String, reason of a failure that ends all later collectives, or `""`."""
         return self._bridge.failure.reason if self._bridge.failure else ""
 
     def _run(self, ticket: int, number: int, data: list[np.ndarray]) -> list[tf.Tensor]:
@@ -221,34 +219,37 @@ class _Lane:
                 if ahead is None:
                     text = f"{error} (operation {operation.scope})"
                     raise RuntimeError(text) from error
-                # Bytes of an earlier step may be under way in this one.
+                # This communicator may still carry bytes of an earlier step: the next
+                # attempt creates a new one.
                 self._collectives.communicator = None
-                self._num_left += 1
+                self._num_discarded += 1
                 if ahead or self._bridge.is_over(number):
                     raise StepEnded(str(error)) from error
 
     def _connect(self) -> None:
-        """Make the communicator of the group, unless it is of one process."""
+        """Create the communicator of the group, unless one process has all of it."""
         collectives = self._collectives
         if collectives.communicator is not None or len(collectives.ranks) == 1:
             return
         assert self._new_communicator is not None
-        name = f"{self._name}+{self._num_left}" if self._num_left else self._name
+        name = (
+            f"{self._name}+{self._num_discarded}" if self._num_discarded else self._name
+        )
         try:
             if self._end_reason is not None:
                 raise TransportClosed(self._end_reason)
             communicator = self._new_communicator(collectives.ranks, name)
         except Exception as error:
-            if self._num_left:
+            if self._num_discarded:
                 raise
             raise NotConnected(None, None, str(error)) from error
         collectives.communicator = communicator
-        if self._end_reason is not None:  # meanwhile
+        if self._end_reason is not None:  # `abort` was called meanwhile
             communicator.close(self._end_reason)
 
 
 def _shape_of_result(kind: str, tensor: tf.Tensor, size: int) -> Any:
-    """The shape as a list of ints, or as a tensor where it is not known."""
+    """Return the result's shape, as a list of ints or, if dynamic, as a tensor."""
     is_known = tensor.shape.is_fully_defined()
     if kind not in ("all_gather", "reduce_scatter"):
         return tensor.shape.as_list() if is_known else tf.shape(tensor)
@@ -273,10 +274,10 @@ def _from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def host_of(device: str) -> str:
-    """Return the CPU that holds the queues of a device: its own, or its host's.
+    """Return the CPU that holds the queues of a device: itself, or its host's CPU.
 
     Args:
-        device: String.
+        device: String, name of the device.
     """
     spec = tf.DeviceSpec.from_string(device)
     if spec.device_type == "CPU":

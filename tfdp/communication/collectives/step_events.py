@@ -1,6 +1,6 @@
 """Measurements of a step for a monitor, recorded inside the graph.
 
-Without an active recorder, which is the default, none adds anything to the graph.
+Without an active recorder, which is the default, nothing is added to the graph.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from tfdp.ground.base.context import in_replica_thread
 
 # Names of measurements, see `tfdp.communication.collectives.timing.Mark`.
 TIMES = "times"  # of a replica: begin of its step, end of its forward pass
-BATCH = "batch"  # of a worker: samples of the global batch, steps so far
-NORM = "norm"  # of a replica: its part of the squared norm, and the step of that
+BATCH = "batch"  # of a worker: samples of the global batch, number of steps
+NORM = "norm"  # of a replica: its part of the squared norm, and its step
 
 
 def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:
     """Record the time at which the data of a replica's step is ready.
 
     Args:
-        data: List of tensors.
+        data: List of tensors, the data.
 
     Returns:
-        List of tensors that the step waits for.
+        List of tensors, which the step must have as control inputs.
     """
     if not timing.is_timing():
         return data
-    values = timing.values_of(TIMES, _compat.active_local_replica_id())
+    values = timing.mark_variable(TIMES, _compat.active_local_replica_id())
     with tf.control_dependencies(data):
         return [timing.stamp(values, 0)]
 
@@ -40,12 +40,13 @@ def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:
 def record_loss(loss: tf.Tensor) -> None:
     """Record the time at which the forward pass of a replica ends.
 
-    XLA has no clock: of a step that it compiles, the backward pass ends as well.
+    XLA has no clock: in a step that it compiles, the time is recorded only after the
+    backward pass.
     """
     if xla.is_tracing():
         return
     if timing.is_timing() and in_replica_thread():
-        values = timing.values_of(TIMES, _compat.active_local_replica_id())
+        values = timing.mark_variable(TIMES, _compat.active_local_replica_id())
         with tf.control_dependencies([tf.convert_to_tensor(loss)]):
             timing.stamp(values, 1)
 
@@ -54,12 +55,12 @@ def record_batch(samples: tf.Tensor | None) -> None:
     """Record the samples of a global batch, and count the step.
 
     Args:
-        samples: Scalar tensor, or `None` where that is unknown.
+        samples: Scalar tensor, or `None` if unknown.
     """
     if not timing.is_active():
         return
     count = float("nan") if samples is None else samples
-    values = timing.values_of(BATCH, 0)
+    values = timing.mark_variable(BATCH, 0)
 
     def assign() -> Any:
         samples = tf.cast(count, tf.float64)
@@ -71,12 +72,12 @@ def record_batch(samples: tf.Tensor | None) -> None:
 def record_squared_norm(
     compute: Callable[[], tf.Tensor], replica: int | None = None
 ) -> None:
-    """Record a replica's part of the gradient's squared norm, every so many steps.
+    """Record a replica's part of the gradient's squared norm, every few steps.
 
     Args:
         compute: Callable that returns a scalar tensor.
         replica: Int, index of the calling replica among the local ones, or `None`
-            for the one in force. Defaults to `None`.
+            for the active one. Defaults to `None`.
     """
     if not timing.is_active():
         return
@@ -87,10 +88,10 @@ def record_squared_norm(
         return
     if replica is None:
         replica = _compat.active_local_replica_id()
-    step = timing.values_of(BATCH, 0)[1]
-    values = timing.values_of(NORM, replica)
+    step = timing.mark_variable(BATCH, 0)[1]
+    values = timing.mark_variable(NORM, replica)
 
-    def note() -> tf.Tensor:
+    def record() -> tf.Tensor:
         squares = tf.cast(compute(), tf.float64)
         # Another optimizer may have recorded its part of the same step.
         before = tf.where(tf.equal(values[1], step), values[0], 0.0)
@@ -99,4 +100,4 @@ def record_squared_norm(
 
     age = step - values[1]
     is_due = tf.logical_or(tf.equal(age, 0.0), age >= float(min(wanted)))
-    tf.cond(is_due, note, lambda: tf.constant(False))
+    tf.cond(is_due, record, lambda: tf.constant(False))

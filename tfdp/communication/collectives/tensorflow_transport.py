@@ -10,11 +10,11 @@ import tensorflow as tf
 from tfdp.communication.collectives.groups import Call
 from tfdp.ground import _compat
 
-# Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least
-# CPU time, and leaves the pipe idle between pieces when nothing else is under way.
-# Measured in docs/performance.md.
+# Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least CPU time,
+# but leaves the network idle between pieces if no other collective runs at the same
+# time. Measured in docs/performance.md.
 _SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
-# Channels let buckets overlap each other on CPUs. NCCL wants one order.
+# Buckets on different channels overlap on CPUs; NCCL needs a single order.
 _CPU_CHANNELS = 4
 _OPERATIONS = {
     "all_reduce": tf.raw_ops.CollectiveReduceV2,
@@ -34,7 +34,7 @@ class TensorFlowTransport:
     def __init__(self, name: str = "ring") -> None:
         self.name = name
         self.num_channels = 1 if name == "nccl" else _CPU_CHANNELS
-        # TensorFlow has no reduce-scatter for CPUs, and adds halves as halves.
+        # TensorFlow has no reduce-scatter for CPUs, and sums float16 in float16.
         self.has_reduce_scatter = name == "nccl"
         self.rounds_sums_once = False
 
@@ -56,17 +56,17 @@ class TensorFlowTransport:
         if kind == "all_reduce":
             subdivisions = _SUBDIVISIONS_ALONE if call.is_alone else _SUBDIVISIONS
             options["max_subdivs_per_device"] = subdivisions
-            name = f"{kind} in {subdivisions}"  # one key must not stand for both
+            name = f"{kind} in {subdivisions}"  # the two need different keys
         arguments = self._arguments(name, sent, call)
         return back(_OPERATIONS[kind](input=sent, **options, **arguments))
 
     def _broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
-        # TensorFlow remembers the source of a key.
+        # TensorFlow remembers the source of a key, so each source has its own key.
         arguments = self._arguments(f"broadcast from {source}", tensor, call)
         token = arguments.pop("ordering_token")[0]
 
-        # These two operations take no token, and have to keep the launch order:
-        # the operations around them take it instead.
+        # The broadcast operations take no ordering token. The assignments around them
+        # use its variable instead, and so keep the launch order.
         before = tf.raw_ops.AssignVariableOp(resource=token, value=0.0)
         with tf.control_dependencies([before] if before is not None else []):
             if call.group.position(call.replica) == source:
@@ -80,11 +80,11 @@ class TensorFlowTransport:
         return result
 
     def _arguments(self, kind: str, tensor: tf.Tensor, call: Call) -> dict:
+        """Return the arguments that all collective operations share."""
         group = call.group
         _check_loop(len(group.devices))
-        # No `timeout_seconds`: where a collective ends by it, TensorFlow may crash
-        # (seen with 2.21.0). `tfdp.communication.coordination.watch` detects lost
-        # workers.
+        # `timeout_seconds` is not set: TensorFlow may crash after such a timeout (seen
+        # with 2.21.0). `tfdp.communication.coordination.watch` detects lost workers.
         return {
             "group_size": group.size,
             "group_key": group.key,
@@ -97,7 +97,7 @@ class TensorFlowTransport:
 def _as_real(
     tensor: tf.Tensor,
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Return complex numbers as pairs of real ones, and the inverse function.
+    """Convert complex numbers to pairs of real ones; return the inverse function, too.
 
     TensorFlow has no collectives of complex numbers.
     """
@@ -108,10 +108,10 @@ def _as_real(
 
 
 def _check_loop(num_local: int) -> None:
-    """Refuse a collective that would wait for ever.
+    """Raise an error for a collective that would deadlock in a loop.
 
-    TensorFlow matches collectives by the name of the loop they are in, and each
-    replica of a process has loops of its own name.
+    TensorFlow matches collectives also by the name of their loop, and each replica of a
+    process has a different one.
     """
     if num_local > 1 and _compat.in_loop_of_replica():
         raise ValueError(

@@ -2,8 +2,8 @@
 
 Without a `Recorder`, which is the default, nothing is added to the graph. Functions
 traced inside one write a timestamp before and after each collective into a variable
-on the host. GPU collectives are asynchronous to the host: there the device's profile
-has the times.
+on the host. GPU collectives are asynchronous to the host: their times are in the
+device's profile instead.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from tfdp.ground import _compat
 from tfdp.ground.base import step_context
 from tfdp.ground.base.step_context import ActiveHooks
 
-# Prefixes of the labels of a bucket's collectives, and the label of sparse gradients.
+# Prefixes of labels of collectives: of a gradient bucket, of parameters, and of sparse
+# gradients.
 GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
-# Of units of sharded parameters, in the forward and in the backward pass.
+# Prefixes of labels of sharded units, gathered in the forward and in the backward pass.
 UNIT, UNIT_AGAIN = "unit", "unit_again"
 
 
@@ -30,19 +31,19 @@ UNIT, UNIT_AGAIN = "unit", "unit_again"
 class Collective:
     """A traced collective and the variable that holds its times.
 
-    `num_bytes` is -1 where only the step knows the length of the tensor.
+    `num_bytes` is -1 if the length of the tensor is known only at run time.
     """
 
     kind: str
     num_bytes: int
     replica: int
-    # [3], float64: begin and end in seconds; bytes, or when it was needed
+    # [3], float64: begin and end in seconds; then bytes, or the time of its first use
     values: tf.Variable
     label: str
     group_size: int
-    # Collectives of one chain run one after the other.
+    # Collectives of one chain run one after another.
     chain: int = 0
-    # Whether the step records when the result was needed, and when that was.
+    # Whether the step records when the result was first needed, and that time.
     is_awaited: bool = False
     needed_at: float | None = None
 
@@ -53,7 +54,7 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Float, bytes that a replica of the group sends, the mean of all.
+        """Float, mean bytes that a replica of the group sends.
 
         Source: nccl-tests, https://github.com/NVIDIA/nccl-tests, PERFORMANCE.md.
         """
@@ -108,18 +109,18 @@ class Recorder:
         self.stop()
 
     def stop(self) -> None:
-        """Record nothing that is traced from now on."""
+        """Stop recording; functions traced from now on are not recorded."""
         recorders.deactivate(self)
 
     @property
     def collectives(self) -> list[Collective]:
-        """List of `Collective`, those that were traced, in order."""
+        """List of `Collective`, in the order of tracing."""
         return [row for row in self.rows if isinstance(row, Collective)]
 
     def gather(self) -> None:
         """Collect the rows of a traced step in one variable.
 
-        Python then reads one variable for a step, not one for each row.
+        Python then reads one variable per step instead of one per row.
         """
         if not self.rows:
             return
@@ -131,12 +132,12 @@ class Recorder:
         """Return the records of the last step.
 
         Returns:
-            Array of shape `[num_rows, 3]`, float64: the first rows of `rows`, up to
-            the last one that was known when the step was traced.
+            Array of shape `[num_rows, 3]`, float64: the values of `rows`, except rows
+            that were added after the step was traced.
         """
         if self._table is None:
             return np.zeros([0, 3])
-        # Without a function: that would wake other threads, and cost more.
+        # A raw operation reads without a function call, which would wake other threads.
         handle = self._table.handle
         return tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64).numpy()
 
@@ -145,12 +146,12 @@ recorders: ActiveHooks[Recorder] = ActiveHooks()
 
 
 def is_active() -> bool:
-    """Return whether what is traced now is recorded."""
+    """Return whether a recorder is active and a graph is being traced."""
     return bool(recorders) and not tf.executing_eagerly()
 
 
 def is_timing() -> bool:
-    """Return whether the time of what is traced now is recorded."""
+    """Return whether a recorder of times is active and a graph is being traced."""
     return is_active() and any(recorder.timestamps for recorder in recorders.active())
 
 
@@ -163,8 +164,8 @@ def gather() -> None:
 
 @contextlib.contextmanager
 def labelled(label: str) -> Iterator[None]:
-    """Label the collectives that this thread traces inside."""
-    # An error of TensorFlow names the operation.
+    """Label the collectives that this thread traces in the block."""
+    # The name scope puts the label into TensorFlow's errors, which name the operation.
     with step_context.using(label=label), tf.name_scope(label.replace(" ", "_")):
         yield
 
@@ -177,11 +178,11 @@ def current_label() -> str | None:
 def needed_after(
     ops: Sequence[tf.Operation],
 ) -> contextlib.AbstractContextManager[None]:
-    """Record when the results of collectives traced inside are needed.
+    """Record when the results of collectives traced in the block are needed.
 
     Args:
-        ops: Sequence of operations: the last ones that run without the results.
-            Without any, the results are needed at once.
+        ops: Sequence of operations, the last ones that run without the results; empty
+            if the results are needed at once.
     """
     return step_context.using(ops_before_need=list(ops))
 
@@ -190,7 +191,7 @@ def needed_after(
 def measured(
     kind: str, tensor: tf.Tensor, replica: int, group_size: int, chain: int = 0
 ) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
-    """Record the times of one collective; the body passes its result to `done`."""
+    """Record the times of a collective; the block calls the yielded `done(result)`."""
     if not is_timing():
         yield lambda result: result
         return
@@ -226,16 +227,16 @@ def measured(
         yield done
 
 
-def values_of(name: str, replica: int) -> tf.Variable:
-    """Return the variable of a `Mark`, created where it is missing."""
+def mark_variable(name: str, replica: int) -> tf.Variable:
+    """Return the variable of a `Mark`; create it if missing."""
     for recorder in recorders.active():
         for row in recorder.rows:
             if isinstance(row, Mark) and (row.name, row.replica) == (name, replica):
                 return row.values
-    made = Mark(name, replica, _new_variable([0.0] * 3))
+    mark = Mark(name, replica, _new_variable([0.0] * 3))
     for recorder in recorders.active():
-        recorder.rows.append(made)
-    return made.values
+        recorder.rows.append(mark)
+    return mark.values
 
 
 def stamp(values: tf.Variable, index: int) -> tf.Tensor:
@@ -244,12 +245,12 @@ def stamp(values: tf.Variable, index: int) -> tf.Tensor:
 
 
 def write(values: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
-    """Run an assignment that is ordered by its own variable only.
+    """Run an assignment that TensorFlow orders only by its variable.
 
-    TensorFlow runs all operations with side effects in the order of the program,
-    also those of different replicas: the first replica's second stamp would come
-    before the second replica's first, and both wait. A function that takes a
-    resource is ordered by that resource only.
+    TensorFlow runs all operations with side effects in program order, even those of
+    different replicas: the second replica's first stamp would wait for the first
+    replica's second stamp, a deadlock. A function with a resource as its input is
+    ordered only by that resource.
     """
 
     def assign_and_read() -> tf.Tensor:

@@ -1,7 +1,7 @@
 """Authenticated connections: both ends prove that they have the job's secret.
 
-Workers, the launchers of several machines and islands all connect by this room, which
-imports no TensorFlow. Reading order:
-    handshake: what both ends send and check, and how it is run over a socket
+Workers, launchers on several machines and islands connect through this package, which
+does not import TensorFlow. Reading order:
+    handshake: messages and checks of both ends, run over a socket or a stream
     acceptor: thread that accepts connections, with limits on unauthenticated ones
 """

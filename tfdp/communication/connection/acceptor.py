@@ -27,30 +27,32 @@ from tfdp.ground.forks import close_in_forks
 
 _logger = logging.getLogger("tfdp.connection")
 
-# For the whole handshake, however slowly it comes.
+# Time limit of a whole handshake.
 _PROOF_SECONDS = 5.0
 _MOST_UNAUTHENTICATED = 256
+# Number of refused connections that are all logged; later ones only at powers of two.
 _FULL_LOG = 10
+# Pause after a failed `accept`.
 _RETRY_SECONDS = 0.01
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
 
 class Readable(Protocol):
-    """What the thread of an acceptor reads for others, and closes at the end."""
+    """Connection that the acceptor's thread watches, and closes at the end."""
 
     def fileno(self) -> int:
-        """Return the descriptor."""
+        """Return the file descriptor."""
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection."""
 
 
 class _Unauthenticated:
-    """Connection whose other end has not proved itself yet.
+    """Connection whose other end has not authenticated itself yet.
 
     Args:
         sock: `socket.socket`.
-        address: String, where it comes from.
+        address: String, a description of the other end.
         steps: Generator, from `accept_steps`.
     """
 
@@ -63,7 +65,7 @@ class _Unauthenticated:
         self.fileno, self.close = sock.fileno, sock.close
 
     def proceed(self) -> Authenticated | None:
-        """Continue the handshake without waiting; returns what its end has given."""
+        """Continue the handshake without blocking; return its result at the end."""
         try:
             received = self.sock.recv(self._wanted) if self._wanted else None
         except BlockingIOError:
@@ -81,18 +83,20 @@ class _Unauthenticated:
 class Acceptor:
     """Thread that accepts connections and authenticates their other ends.
 
-    A connection is closed after five seconds without a proof; and, of too many without
-    one, any: a flood of them keeps nobody out who has the secret and dials again.
+    A connection is closed if it is not authenticated within five seconds, and at random
+    if too many are unauthenticated: a flood of them does not keep out a peer with the
+    secret that dials again.
 
     Args:
-        secret: String, the job's.
-        service: String, what this end is.
-        sockets: Sequence of listening `socket.socket`s, which it closes at the end.
-        accepted: Callable, gets each authenticated connection, a `socket.socket` that
-            does not block, and its `Authenticated`; from the thread.
-        lacks_files: Callable, gets the reason if no connection can be accepted.
+        secret: String, the secret of the job.
+        service: String, name of the service that this end offers.
+        sockets: Sequence of listening `socket.socket`s, closed at the end.
+        accepted: Callable, receives each authenticated connection, a non-blocking
+            `socket.socket`, and its `Authenticated`; called on the thread.
+        lacks_files: Callable, receives the reason if no file descriptor is left to
+            accept a connection.
         log: Callable as `logging.Logger.info`, the default, for refused connections.
-        claim_bytes: Int, the length of a claim. Defaults to 0.
+        claim_bytes: Int, length of the other end's claim. Defaults to 0.
     """
 
     def __init__(
@@ -108,10 +112,10 @@ class Acceptor:
     ) -> None:
         self._new_steps = functools.partial(accept_steps, secret, service, claim_bytes)
         self._accepted, self._log, self._lacks_files = accepted, log, lacks_files
-        # In the order in which they came.
+        # In order of arrival, so that the first one has the earliest deadline.
         self._unauthenticated: dict[_Unauthenticated, None] = {}
         self._num_refused = 0
-        self._selector = selectors.PollSelector()  # without a descriptor
+        self._selector = selectors.PollSelector()  # needs no file descriptor
         self._wakes, self._waker = map(close_in_forks, socket.socketpair())
         self._new: list[tuple[Readable, Callable[[], bool]]] = []
         self._is_closed = False
@@ -125,24 +129,24 @@ class Acceptor:
         self._thread.start()
 
     def watch(self, readable: Readable, read: Callable[[], bool]) -> None:
-        """Read a connection on the thread of the acceptor, too.
+        """Watch another connection on the thread of the acceptor.
 
         Args:
             readable: `Readable`, closed at the end or when `read` says so.
-            read: Callable, returns false at the end of the connection.
+            read: Callable, called when data arrives; returns false to end the watch.
         """
         self._new.append((readable, read))
         self._wake()
 
     def close(self) -> None:
-        """Close all that the thread has open, and wait for its end."""
+        """Close all connections of the thread, and wait until it has ended."""
         self._is_closed = True
         self._wake()
         self._thread.join()
         self._waker.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             self._waker.send(b"\0")
 
     def _register(self, readable: Readable, act: Callable[[], Any]) -> None:
@@ -151,7 +155,7 @@ class Acceptor:
     def _run(self) -> None:
         try:
             while not self._is_closed:
-                self._turn()
+                self._handle_events()
         finally:
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
@@ -159,12 +163,12 @@ class Acceptor:
                 readable.close()
             self._selector.close()
 
-    def _turn(self) -> None:
-        """Wait for the next events, and act on them."""
+    def _handle_events(self) -> None:
+        """Wait for the next events, and handle them."""
         oldest = next(iter(self._unauthenticated), None)
         left = None if oldest is None else oldest.deadline - time.monotonic()
         for key, _ in self._selector.select(None if left is None else max(0.0, left)):
-            # One that was refused meanwhile has no descriptor any more.
+            # An earlier event may have refused, and so closed, this connection.
             if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]
                 key.data()
         while self._new:
@@ -181,25 +185,27 @@ class Acceptor:
         except OSError as error:
             if (lack := lack_of_files(error)) is not None:
                 self._lacks_files(lack)
-            time.sleep(_RETRY_SECONDS)  # it is gone again, or waits for a file
+            time.sleep(
+                _RETRY_SECONDS
+            )  # the peer has left, or no descriptor is free yet
             return
         sock = close_in_forks(sock)
         sock.setblocking(False)
-        peer = _Unauthenticated(sock, _described(sock, address), self._new_steps())
+        peer = _Unauthenticated(sock, _describe_peer(sock, address), self._new_steps())
         self._unauthenticated[peer] = None
-        self._register(peer, functools.partial(self._hear, peer))
+        self._register(peer, functools.partial(self._proceed, peer))
         if not _is_own_user(sock):
             self._refuse(peer, "it belongs to another user")
             return
         if len(self._unauthenticated) > _MOST_UNAUTHENTICATED:
-            # Of many workers that come at once, the newest keep each other out where
-            # the oldest are closed, and silent ends keep all out where the newest are.
-            found = random.choice(tuple(self._unauthenticated))
-            self._refuse(found, "it says nothing, and too many others do")
+            # A random one: if the oldest were closed, many workers that dial at once
+            # would displace each other; if the newest, silent peers would keep all out.
+            victim = random.choice(tuple(self._unauthenticated))
+            self._refuse(victim, "it says nothing, and too many others do")
         if peer in self._unauthenticated:
-            self._hear(peer)
+            self._proceed(peer)
 
-    def _hear(self, peer: _Unauthenticated) -> None:
+    def _proceed(self, peer: _Unauthenticated) -> None:
         try:
             authenticated = peer.proceed()
         except (ConnectionFailed, UnauthenticatedPeer) as error:
@@ -213,16 +219,16 @@ class Acceptor:
             del self._unauthenticated[peer]
             self._accepted(peer.sock, authenticated)
 
-    def _refuse(self, peer: _Unauthenticated, why: str) -> None:
+    def _refuse(self, peer: _Unauthenticated, reason: str) -> None:
         del self._unauthenticated[peer]
         self._selector.unregister(peer)
         peer.close()
         self._num_refused += 1
         count = self._num_refused
-        # All of the first ones; later the 16th, the 32nd and so on.
+        # After the first ones, only the 16th, the 32nd and so on are logged.
         if count <= _FULL_LOG or count & (count - 1) == 0:
             text = "Refused a connection from %s (number %d): %s"
-            self._log(text, peer.address, count, why)
+            self._log(text, peer.address, count, reason)
 
     def _read(self, readable: Readable, read: Callable[[], bool]) -> None:
         if not read():
@@ -231,14 +237,14 @@ class Acceptor:
 
 
 def _is_own_user(sock: socket.socket) -> bool:
-    """Whether the other end of a Unix socket is this user's; of TCP none is known."""
+    """Whether the other end of a Unix socket runs as this user; true for TCP."""
     if sock.family != socket.AF_UNIX:
         return True
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(found)[1] == os.getuid()
 
 
-def _described(sock: socket.socket, address: tuple | str | bytes) -> str:
+def _describe_peer(sock: socket.socket, address: tuple | str | bytes) -> str:
     if sock.family == socket.AF_UNIX:
         return "a process of this host"
     return f"{address[0]} port {address[1]}"

@@ -1,13 +1,12 @@
-"""Handshake by which both ends of a connection prove that they have one secret.
+"""Handshake in which both ends of a connection prove that they share a secret.
 
-The end that listens greets with the protocol's version, its service and a nonce. The
-end that dials answers with a nonce of its own, a claim, such as its rank, and an
-HMAC-SHA256 of all of it. The end that listens then proves itself in the same way, in
-another role, so that no proof can be sent back. The secret itself never travels, and
-each message has a fixed length.
+The listener sends the protocol's version, its service and a nonce. The dialer answers
+with its own nonce, a claim, such as its rank, and an HMAC-SHA256 of all of these. The
+listener then sends an HMAC with another role in it, so that a proof cannot be sent
+back. The secret itself is never sent, and each message has a fixed length.
 
-The steps of an end are a generator that does no input or output: it yields bytes to
-send, or the largest number of bytes to receive next, and gets what was received.
+The steps of an end are a generator without input or output: it yields bytes to send, or
+the largest number of bytes to receive next, and is sent the received bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import TypeAlias
 
 VERSION = "1"
 _PROTOCOL = b"tfdp/"
-# With which launchers began before there was one protocol for all.
+# First bytes of an earlier protocol, which only launchers spoke.
 _FIRST_PROTOCOL = b'{"tfdp"'
 _HEAD_BYTES = 32
 _NONCE_BYTES = _PROOF_BYTES = 32
@@ -31,14 +30,14 @@ GREETING_BYTES = _HEAD_BYTES + _NONCE_BYTES
 
 
 class ConnectionFailed(Exception):
-    """The other end was not reached, or has ended the connection; the text says why."""
+    """Error: the other end was not reached, or has ended the connection."""
 
 
 class UnauthenticatedPeer(Exception):
-    """The other end has not proved that it belongs to the job.
+    """Error: the other end has not proved that it belongs to the job.
 
     Args:
-        reason: String. Defaults to that its secret is wrong.
+        reason: String. Defaults to a wrong secret.
     """
 
     def __init__(self, reason: str = "it has not the secret of this job") -> None:
@@ -46,10 +45,10 @@ class UnauthenticatedPeer(Exception):
 
 
 class WrongService(UnauthenticatedPeer):
-    """What was dialled is something else, or speaks another version of the protocol.
+    """Error: the listener is another service, or has another protocol version.
 
     Args:
-        received: Bytes, with which it began.
+        received: Bytes, the first ones that it sent.
     """
 
     def __init__(self, received: bytes) -> None:
@@ -58,7 +57,7 @@ class WrongService(UnauthenticatedPeer):
 
     @property
     def version(self) -> str | None:
-        """String, the version if it is another one of this protocol, or `None`."""
+        """String, the protocol version if it is another one, or `None`."""
         if self.received.startswith(_FIRST_PROTOCOL):
             return "0"
         if not self.received.startswith(_PROTOCOL):
@@ -70,12 +69,12 @@ class WrongService(UnauthenticatedPeer):
 
 @dataclasses.dataclass(frozen=True)
 class Authenticated:
-    """What a handshake has established.
+    """Result of a handshake: the dialer's claim and the keys of the connection.
 
     Args:
-        claim: Bytes, what the end that dials says of itself.
-        outgoing: Bytes, a key of this connection for what this end sends.
-        incoming: Bytes, a key for what it receives.
+        claim: Bytes, from the dialer, such as its rank.
+        outgoing: Bytes, the key of messages that this end sends.
+        incoming: Bytes, the key of messages that this end receives.
     """
 
     claim: bytes
@@ -87,49 +86,57 @@ Steps: TypeAlias = Generator[bytes | int, bytes | None, Authenticated]
 
 
 def dial_steps(secret: str, service: str, claim: bytes = b"") -> Steps:
-    """Return the steps of the end that dials.
+    """Return the steps of the dialer.
 
     Args:
-        secret: String, the job's.
-        service: String, what is dialled, of at most 25 characters.
+        secret: String, the secret of the job.
+        service: String, name of the expected service, at most 25 characters.
         claim: Bytes, of the length that the service expects. Defaults to none.
 
     Raises:
         ConnectionFailed: If the other end has ended the connection.
-        UnauthenticatedPeer: If it is another service, or has another secret.
+        UnauthenticatedPeer: If the other end is another service, or has another secret.
     """
-    greeting = yield from _received(GREETING_BYTES, _head(service))
-    own = secrets.token_bytes(_NONCE_BYTES) + claim
-    yield own + _proof(secret, b"dials", greeting, own)
-    proof = yield from _received(_PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"listens", greeting, own)):
+    greeting = yield from _receive(GREETING_BYTES, _head(service))
+    nonce_and_claim = secrets.token_bytes(_NONCE_BYTES) + claim
+    yield nonce_and_claim + _proof(secret, b"dials", greeting, nonce_and_claim)
+    proof = yield from _receive(_PROOF_BYTES)
+    if not hmac.compare_digest(
+        proof, _proof(secret, b"listens", greeting, nonce_and_claim)
+    ):
         raise UnauthenticatedPeer
-    dials, listens = _keys(secret, greeting, own)
+    dials, listens = _keys(secret, greeting, nonce_and_claim)
     return Authenticated(claim, outgoing=dials, incoming=listens)
 
 
 def accept_steps(secret: str, service: str, claim_bytes: int = 0) -> Steps:
-    """Return the steps of the end that listens.
+    """Return the steps of the listener.
 
     Args:
-        secret: String, the job's.
-        service: String, what this end is, of at most 25 characters.
-        claim_bytes: Int, the length of the other end's claim. Defaults to 0.
+        secret: String, the secret of the job.
+        service: String, name of the service of this end, at most 25 characters.
+        claim_bytes: Int, length of the dialer's claim. Defaults to 0.
 
     Raises:
         ConnectionFailed: If the other end has ended the connection.
-        UnauthenticatedPeer: If it has another secret.
+        UnauthenticatedPeer: If the other end has another secret.
     """
     greeting = _head(service) + secrets.token_bytes(_NONCE_BYTES)
     yield greeting
-    answer = yield from _received(_NONCE_BYTES + claim_bytes + _PROOF_BYTES)
-    own, proof = answer[:-_PROOF_BYTES], answer[-_PROOF_BYTES:]
-    if not hmac.compare_digest(proof, _proof(secret, b"dials", greeting, own)):
-        yield bytes(_PROOF_BYTES)  # no proof: the other end need not try again
+    answer = yield from _receive(_NONCE_BYTES + claim_bytes + _PROOF_BYTES)
+    nonce_and_claim, proof = answer[:-_PROOF_BYTES], answer[-_PROOF_BYTES:]
+    if not hmac.compare_digest(
+        proof, _proof(secret, b"dials", greeting, nonce_and_claim)
+    ):
+        yield bytes(
+            _PROOF_BYTES
+        )  # zeros are no proof: they tell the dialer not to try again
         raise UnauthenticatedPeer
-    yield _proof(secret, b"listens", greeting, own)
-    dials, listens = _keys(secret, greeting, own)
-    return Authenticated(own[_NONCE_BYTES:], outgoing=listens, incoming=dials)
+    yield _proof(secret, b"listens", greeting, nonce_and_claim)
+    dials, listens = _keys(secret, greeting, nonce_and_claim)
+    return Authenticated(
+        nonce_and_claim[_NONCE_BYTES:], outgoing=listens, incoming=dials
+    )
 
 
 def authenticate(
@@ -138,20 +145,20 @@ def authenticate(
     seconds: float,
     address: tuple | str | None = None,
 ) -> Authenticated:
-    """Run a handshake over a socket, which is closed if that fails.
+    """Run a handshake over a socket; close the socket if the handshake fails.
 
-    The socket is left with a time limit.
+    Afterwards the socket still has a timeout.
 
     Args:
         sock: `socket.socket`.
         steps: Generator, from `dial_steps`.
-        seconds: Float, the longest that all of it may take.
-        address: Tuple or string as `socket.connect` takes it, to connect to first.
-            Defaults to `None`, for a socket that is connected.
+        seconds: Float, time limit of connecting and of the handshake together.
+        address: Tuple or string for `socket.connect`, to connect to first. Defaults to
+            `None`, for a connected socket.
 
     Raises:
         ConnectionFailed: If the other end was not reached, or has ended the connection.
-        UnauthenticatedPeer: If it has not proved itself.
+        UnauthenticatedPeer: If the other end has not proved that it has the secret.
     """
     deadline = time.monotonic() + seconds
     received = None
@@ -179,7 +186,7 @@ def authenticate(
 async def authenticate_stream(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Steps
 ) -> Authenticated:
-    """Run a handshake over the streams of a connection, see `authenticate`."""
+    """Run a handshake over asyncio streams, like `authenticate` over a socket."""
     received = None
     try:
         while True:
@@ -196,20 +203,21 @@ async def authenticate_stream(
 
 
 def reason_of(error: OSError) -> str:
-    """Say why a connection has failed."""
-    if isinstance(error, TimeoutError) and not error.errno:  # of a time limit
+    """Return the reason of a connection's failure, as text."""
+    if (
+        isinstance(error, TimeoutError) and not error.errno
+    ):  # from a timeout of the socket
         return "no answer"
     return error.strerror or str(error)
 
 
 def _head(service: str) -> bytes:
+    """Return the head of a greeting: protocol, version and service, padded."""
     return (_PROTOCOL + f"{VERSION} {service}".encode()).ljust(_HEAD_BYTES)
 
 
-def _received(
-    num_bytes: int, begin: bytes = b""
-) -> Generator[int, bytes | None, bytes]:
-    """Receive a number of bytes, of which the first ones are given."""
+def _receive(num_bytes: int, begin: bytes = b"") -> Generator[int, bytes | None, bytes]:
+    """Receive a number of bytes, which must begin with the given ones."""
     received = b""
     while len(received) < num_bytes:
         part = yield num_bytes - len(received)
@@ -221,11 +229,12 @@ def _received(
     return received
 
 
-def _proof(secret: str, role: bytes, greeting: bytes, own: bytes) -> bytes:
-    return hmac.digest(secret.encode(), role + greeting + own, "sha256")
+def _proof(secret: str, role: bytes, greeting: bytes, nonce_and_claim: bytes) -> bytes:
+    """Return the HMAC by which one end proves in its role that it has the secret."""
+    return hmac.digest(secret.encode(), role + greeting + nonce_and_claim, "sha256")
 
 
-def _keys(secret: str, greeting: bytes, own: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of what the end that dials sends, and of what the other does."""
-    dials = _proof(secret, b"dial sends ", greeting, own)
-    return dials, _proof(secret, b"listen sends ", greeting, own)
+def _keys(secret: str, greeting: bytes, nonce_and_claim: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of the dialer's and of the listener's messages."""
+    dials = _proof(secret, b"dial sends ", greeting, nonce_and_claim)
+    return dials, _proof(secret, b"listen sends ", greeting, nonce_and_claim)

@@ -1,9 +1,9 @@
-"""What workers compare before collectives that would hang, or give wrong sums.
+"""Comparisons between workers, before collectives that would hang or sum wrongly.
 
-Each comparison is of one moment: the set-up, as soon as all have joined; variables, as
-they are created and trained; the buckets and the operations of a first step. Workers
-exchange digests, and what these are of only where they differ; then all raise one error
-that names the first difference.
+Workers compare their set-up after all have joined, variables when they are created and
+trained, and the buckets and operations of a first step. They exchange digests, and the
+compared values only if the digests differ; then all raise one error that names the
+first difference.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.topology import Topology
 
-# Also within the name of a slot, which holds that of its variable.
+# Number that Keras appends to a name; within a slot's name, after its variable's name.
 _AUTO_NUMBER = re.compile(r"_\d+(?=[/:_]|$)")
 _LET_NOTHING_CHOOSE = (
     "Let nothing that differs between workers, such as a rank or Python's `random`, "
     "choose what a step computes."
 )
-# Letters of a value in the description of a difference.
-_LONGEST = 60
+# Largest number of characters of a value in the description of a difference.
+_LONGEST_VALUE = 60
 
 
 def check_same_setup(
@@ -52,29 +52,30 @@ def check_same_setup(
         worker_group: `WorkerGroup`.
         devices: Sequence of strings, full names of the local devices.
         options: `CommunicationOptions`.
-        rebalances: Bool, whether rows follow the workers' speed. Defaults to `False`.
+        rebalances: Bool, whether faster workers get more rows. Defaults to `False`.
 
     Returns:
         List of strings, the devices of all workers in the order of ranks.
 
     Raises:
-        ValueError: Naming the first worker that differs from worker 0.
+        ValueError: If so; the message names the first worker that differs from
+            worker 0.
     """
     kinds = sorted({_compat.device_type(device) for device in devices})
     facts = {
         "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
-        # What a step is made of. Another Python computes the same.
+        # Only packages that define a step; the version of Python does not change it.
         "TensorFlow version": tf.__version__,
         "Keras version": keras.__version__,
         "tfdp version": _own_version(),
         "settings of `rebalance`": str(rebalances).lower(),
     }
     for field in dataclasses.fields(options):
-        # Each may wait as long as it likes, and has interfaces of its own.
+        # Timeouts and network interfaces may differ between workers.
         if field.name not in ("timeout_seconds", "interface"):
             facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
-    own = {"devices": list(devices), "facts": facts}
-    messages = worker_group.all_gather("start-up", own)
+    setup = {"devices": list(devices), "facts": facts}
+    messages = worker_group.all_gather("start-up", setup)
     first = messages[0]["facts"]
     for rank, message in enumerate(messages):
         for name, value in message["facts"].items():
@@ -92,12 +93,12 @@ def agreed_topology(
     num_local: int,
     options: CommunicationOptions,
 ) -> Topology:
-    """Find which replicas share a node; all workers take the first one's answer.
+    """Find which replicas share a node; all workers use the result of worker 0.
 
     Args:
         worker_group: `WorkerGroup`.
         hosts: Sequence of strings, the host of each worker.
-        num_local: Int, replicas of a worker.
+        num_local: Int, number of replicas of each worker.
         options: `CommunicationOptions`.
 
     Returns:
@@ -109,7 +110,7 @@ def agreed_topology(
     found = topology_of(
         hosts, num_local, node_size=options.node_size, nodes=options.nodes
     )
-    # A name may have other addresses on another machine.
+    # A host name may resolve to other addresses on another machine.
     return Topology.from_json(worker_group.all_gather("topology", found.to_json())[0])
 
 
@@ -127,40 +128,40 @@ def check_same_variables(
     Args:
         worker_group: `WorkerGroup` between the workers.
         topic: String, the point of the program, for error messages.
-        variables: Sequence of variables; order counts.
-        verb: String, what a worker does with them, such as `"trains"`.
+        variables: Sequence of variables, compared in order.
+        verb: String, the worker's action on them, such as `"trains"`.
 
     Raises:
-        ValueError: Naming the first variable that differs.
+        ValueError: If so; the message names the first variable that differs.
     """
     items = [(signature_of(variable), _describe(variable)) for variable in variables]
-    found = _compare_items(worker_group, topic, "variables", items)
-    if found is None:
+    difference = _compare_items(worker_group, topic, "variables", items)
+    if difference is None:
         return
-    rank, index, first, own = found
-    difference = (
+    rank, index, first, other = difference
+    text = (
         f"First difference, variable {index}: worker 0 {verb} {first}, worker {rank} "
-        f"{verb} {own}."
+        f"{verb} {other}."
     )
     if verb == "creates":
         raise worker_group.error(
             "Workers have different models. Build the same one on every worker, and "
             "outside of `strategy.scope()` what one of them needs alone. "
-            f"{difference}"
+            f"{text}"
         )
     raise worker_group.error(
-        "Workers have different models. Build the same one on every worker. "
-        f"{difference}"
+        f"Workers have different models. Build the same one on every worker. {text}"
     )
 
 
-def created_alone(rank: int, line: str, signatures: list[list]) -> str:
-    """Say that another worker has left a scope in which this one creates variables.
+def left_scope_message(rank: int, line: str, signatures: list[list]) -> str:
+    """Format the error that another worker has left a scope without its variables.
 
     Args:
-        rank: Int, the other worker.
-        line: String, that of the scope.
-        signatures: List of this worker's variables, see `signature_of`; one at least.
+        rank: Int, rank of the other worker.
+        line: String, source line of the scope.
+        signatures: List, the `signature_of` of each variable that this worker creates
+            in the scope, at least one.
     """
     name, shape, dtype = signatures[0]
     return (
@@ -174,15 +175,15 @@ def created_alone(rank: int, line: str, signatures: list[list]) -> str:
 def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
     """Raise on every worker if their bucket plans differ.
 
-    Workers with the same variables could still call the layers in another order; then
-    the sums would be of gradients of different variables.
+    Workers with the same variables may still call the layers in different orders, and
+    would then sum gradients of different variables.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        plan: `BucketPlan`, this worker's.
+        plan: `BucketPlan` of this worker.
 
     Raises:
-        ValueError: Naming the first gradient in another position.
+        ValueError: If so; the message names the first gradient in another position.
     """
     order = [
         ([number, bucket.dtype, index, list(entry.shape)], repr(entry.name))
@@ -190,13 +191,13 @@ def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
         for index, entry in zip(bucket.indices, bucket.entries, strict=True)
     ]
     topic = "the buckets of the first step"
-    found = _compare_items(worker_group, topic, "gradients", order)
-    if found is not None:
-        rank, position, first, own = found
+    difference = _compare_items(worker_group, topic, "gradients", order)
+    if difference is not None:
+        rank, position, first, other = difference
         raise worker_group.error(
             "Workers would reduce the gradients of a model in different orders. Call "
             "its layers in the same order on every worker. First difference, gradient "
-            f"{position}: that of {first} on worker 0, of {own} on worker {rank}."
+            f"{position}: that of {first} on worker 0, of {other} on worker {rank}."
         )
 
 
@@ -208,33 +209,33 @@ def check_same_program(
     describe: Callable[[int], str],
     available: int | None,
 ) -> int | None:
-    """Raise on every worker if their steps differ in what they compute.
+    """Raise on every worker if their steps compute different things.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
         topic: String, the step, for error messages.
-        conversions: List, for each tensor of the step that replicas put together, of
-            what is compared and of the operation that needs it.
-        signatures: List of strings, of each operation. Their order may differ.
-        describe: Callable of a position there, which returns a description.
+        conversions: List, for each tensor that the step combines across replicas, of
+            two strings: the value to compare, and a description of its operation.
+        signatures: List of strings, one of each operation; their order may differ.
+        describe: Callable, from an index into `signatures` to a description.
         available: Int, bytes of memory that this worker can get, or `None`.
 
     Returns:
-        Int, the least memory of any worker, or `None` where it is not known.
+        Int, the least available memory of all workers, or `None` if unknown.
 
     Raises:
-        ValueError: Naming the first operation that differs.
+        ValueError: If so; the message names the first operation that differs.
     """
     if worker_group.num_workers == 1:
         return available
     compared = json.dumps([[what for what, _ in conversions], sorted(signatures)])
     digest = hashlib.sha256(compared.encode()).hexdigest()
-    found = worker_group.all_gather(topic, [digest, available])
-    if len({own for own, _ in found}) == 1:
-        return min((n for _, n in found if n is not None), default=None)
+    answers = worker_group.all_gather(topic, [digest, available])
+    if len({each for each, _ in answers}) == 1:
+        return min((n for _, n in answers if n is not None), default=None)
     counts = collections.Counter(signatures)
-    told = worker_group.all_gather(f"{topic}: operations", [conversions, counts])
-    steps, all_counts = zip(*told, strict=True)
+    answers = worker_group.all_gather(f"{topic}: operations", [conversions, counts])
+    steps, all_counts = zip(*answers, strict=True)
     if (difference := _first_difference(steps)) is not None:
         rank, _, first, other = difference
         raise worker_group.error(
@@ -242,14 +243,15 @@ def check_same_program(
             f" {_LET_NOTHING_CHOOSE} First operation that differs: {first} on worker "
             f"0, {other} on worker {rank}."
         )
-    # As many conversions: then operations differ, on some worker from the first one's.
+    # All conversions are equal, so the operations of some worker differ.
     rank = next(r for r, others in enumerate(all_counts) if others != all_counts[0])
     compared = all_counts[0 if worker_group.rank else rank]
-    own = next(
+    differing = next(
         (i for i, s in enumerate(signatures) if counts[s] > compared.get(s, 0)), None
     )
     operations = worker_group.all_gather(
-        f"{topic}: first difference", "nothing" if own is None else describe(own)
+        f"{topic}: first difference",
+        "nothing" if differing is None else describe(differing),
     )
     raise worker_group.error(
         f"Workers would compute different things in {topic}. {_LET_NOTHING_CHOOSE} "
@@ -261,16 +263,16 @@ def check_same_program(
 def _compare_items(
     worker_group: WorkerGroup, topic: str, what: str, items: Sequence[tuple[Any, str]]
 ) -> tuple[int, int, str, str] | None:
-    """Compare lists of workers by a digest, and find the first item that differs.
+    """Compare lists between workers by digest; find the first item that differs.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
         topic: String, the point of the program.
-        what: String, what the items are.
-        items: Sequence of pairs of what is compared, and its description.
+        what: String, noun for the items.
+        items: Sequence of pairs of a value to compare and its description.
 
     Returns:
-        See `_first_difference`.
+        The result of `_first_difference`, `None` if all lists are equal.
     """
     if worker_group.num_workers == 1:
         return None
@@ -284,27 +286,27 @@ def _compare_items(
 def _first_difference(
     lists: Sequence[Sequence[Any]],
 ) -> tuple[int, int, str, str] | None:
-    """Find the first item of which a worker has another than worker 0.
+    """Find the first item in which a worker differs from worker 0.
 
     Args:
-        lists: Sequence, for each worker its items, see `_compare_items`.
+        lists: Sequence of each worker's items, see `_compare_items`.
 
     Returns:
-        The worker, the position, and the descriptions of worker 0's item and of its;
-        or `None`.
+        Tuple of the worker's rank, the position of the item, and the descriptions of
+        the item on worker 0 and on that worker; or `None`.
     """
     nothing = (None, "nothing")
     for rank, items in enumerate(lists[1:], start=1):
         pairs = itertools.zip_longest(lists[0], items, fillvalue=nothing)
-        for position, (first, own) in enumerate(pairs):
-            if first[0] != own[0]:
-                return rank, position, first[1], own[1]
+        for position, (first, other) in enumerate(pairs):
+            if first[0] != other[0]:
+                return rank, position, first[1], other[1]
     return None
 
 
 def signature_of(variable: Any) -> list:
     """Return the name, shape and dtype by which workers compare a variable."""
-    # Automatic numbers differ when a worker has built another model before.
+    # Automatic numbers are removed: they differ if a worker has built another model.
     return [_AUTO_NUMBER.sub("", _name(variable)), *_type(variable)]
 
 
@@ -323,7 +325,7 @@ def _type(variable: Any) -> tuple[list, str]:
 
 
 class _Missing:
-    """What a worker does not have at a path where another has something."""
+    """Placeholder for a value that a worker lacks and another worker has."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -339,27 +341,27 @@ def require_equal(
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        problem: String, what is wrong then and what to do; the difference follows.
-        values: Sequence, for each worker a nest of dicts, lists and plain values, as
-            all workers have gathered them; or a dict of those of some workers.
+        problem: String, the problem and its remedy; the difference is appended.
+        values: Sequence of a nest of dicts, lists and plain values for each worker, as
+            all-gathered; or a dict of nests by rank, for some workers.
 
     Raises:
-        ValueError: If so.
+        ValueError: If the values differ.
     """
     by_worker = values if isinstance(values, dict) else dict(enumerate(values))
-    found = describe_difference(by_worker)
-    if found:
-        raise worker_group.error(f"{problem} Received: {found}")
+    difference = describe_difference(by_worker)
+    if difference:
+        raise worker_group.error(f"{problem} Received: {difference}")
 
 
 def describe_difference(values: Mapping[int, Any]) -> str:
     """Describe the first difference between workers' nests, or return `""`.
 
     Args:
-        values: Mapping from worker to a nest of dicts, lists and plain values.
+        values: Mapping from a worker's rank to a nest of dicts, lists and plain values.
 
     Returns:
-        String: the path, and what each worker has there.
+        String: the path, and each worker's value at it.
 
     Example:
 
@@ -367,17 +369,18 @@ def describe_difference(values: Mapping[int, Any]) -> str:
     'b/1: 3 on worker 0, nothing on worker 1'
     """
     first = values[min(values)]
-    paths = (_first_path(first, other) for other in values.values())
+    paths = (_first_differing_path(first, other) for other in values.values())
     path = next((found for found in paths if found is not None), None)
     if path is None:
         return ""
-    told = ", ".join(
-        f"{_text(_at(value, path))} on worker {rank}" for rank, value in values.items()
+    by_rank = ", ".join(
+        f"{_short_repr(_value_at(value, path))} on worker {rank}"
+        for rank, value in values.items()
     )
-    return f"{'/'.join(map(str, path))}: {told}"
+    return f"{'/'.join(map(str, path))}: {by_rank}"
 
 
-def _first_path(first: Any, other: Any) -> tuple | None:
+def _first_differing_path(first: Any, other: Any) -> tuple | None:
     """Return the path of the first difference between two nests, or `None`."""
     keys: list[Any]
     if isinstance(first, dict) and isinstance(other, dict):
@@ -385,17 +388,18 @@ def _first_path(first: Any, other: Any) -> tuple | None:
     elif isinstance(first, list) and isinstance(other, list):
         keys = list(range(max(len(first), len(other))))
     else:
-        # Not a number is like itself here.
+        # NaN counts as equal to NaN.
         is_same = first == other or (first != first and other != other)
         return None if is_same else ()
     for key in keys:
-        path = _first_path(_at(first, (key,)), _at(other, (key,)))
+        path = _first_differing_path(_value_at(first, (key,)), _value_at(other, (key,)))
         if path is not None:
             return (key, *path)
     return None
 
 
-def _at(value: Any, path: tuple) -> Any:
+def _value_at(value: Any, path: tuple) -> Any:
+    """Return the value at a path of a nest, or `_MISSING`."""
     for key in path:
         try:
             value = value[key]
@@ -404,6 +408,7 @@ def _at(value: Any, path: tuple) -> Any:
     return value
 
 
-def _text(value: Any) -> str:
+def _short_repr(value: Any) -> str:
+    """Format a value, shortened to `_LONGEST_VALUE` characters."""
     text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."

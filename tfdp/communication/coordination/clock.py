@@ -1,4 +1,4 @@
-"""Clock of this process, which stands still while the process does."""
+"""Clock of this process, which stops while the process is suspended."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 
 from tfdp.ground.forks import in_forks
 
-# The watchdog reads the clock every second: after so long without, this process was
-# suspended, or its machine was too busy to run it.
+# The watchdog reads the clock every second. After a longer gap between two readings,
+# this process was suspended, or its machine was too busy to run it.
 _LONGEST_GAP_SECONDS = 2.5
 _USUAL_GAP_SECONDS = 1.0
 
@@ -16,8 +16,8 @@ _USUAL_GAP_SECONDS = 1.0
 class ProcessClock:
     """Seconds in which this process could run; thread-safe.
 
-    Whoever was suspended has received nothing: the others were not silent for as long
-    as that. So it measures their silence, and how long it waits, by this clock.
+    A suspended process receives no heartbeats although the other workers send them. So
+    waits, and times without a heartbeat, are measured with this clock.
 
     Example:
 
@@ -34,7 +34,7 @@ class ProcessClock:
         self._last_pause = (float("-inf"), 0.0)
 
     def watch(self) -> None:
-        """Look out for pauses from now on: the clock is read every second."""
+        """Detect pauses from now on, when the clock is read every second."""
         self.now()
         self._is_watched = True
 
@@ -49,17 +49,17 @@ class ProcessClock:
             return real - self._suspended
 
     def pause_within(self, seconds: float) -> float:
-        """Return how long the last pause was, or 0.0 if it ended longer ago.
+        """Return the length of the last pause, or 0.0 if it ended earlier.
 
         Args:
-            seconds: Float, of this clock.
+            seconds: Float, longest time since the end of the pause, by this clock.
         """
         now = self.now()
         ended_at, length = self._last_pause
         return length if now - ended_at <= seconds else 0.0
 
     def reset_in_fork(self) -> None:
-        """Replace a lock that another thread may have held at the fork."""
+        """Replace the lock, which another thread may have held at the fork."""
         self._lock = threading.Lock()
         self._is_watched = False
 

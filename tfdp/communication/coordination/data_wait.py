@@ -1,4 +1,4 @@
-"""Waits for data: since when a data source has been asked for a batch."""
+"""Waits for data: the time since a batch was requested from a data source."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from tfdp.ground import _compat
 
 
 class ReadCounts(NamedTuple):
-    """Batches that steps have asked their data for, and those that they were given.
+    """Numbers of batches that steps have requested and received.
 
     Args:
-        asked: Int.
-        given: Int.
+        requested: Int, number of requested batches.
+        received: Int, number of received batches.
     """
 
-    asked: int
-    given: int
+    requested: int
+    received: int
 
 
 class DataWait:
     """Time that this process has waited for one batch; thread-safe.
 
-    Python's own reads are noted by `reading`; those of steps are counted in the graph,
-    and only looked at when somebody asks. At the end of the data one that was asked for
-    is not given: it counts while TensorFlow runs.
+    `reading` records reads by Python. Reads by steps are counted in the graph, and
+    compared when `seconds` is called. At the end of the data, a requested batch is
+    never received, so such a difference counts only while TensorFlow runs.
 
     Example:
 
@@ -42,17 +42,17 @@ class DataWait:
     """
 
     def __init__(self) -> None:
-        # Counts in the graph, where steps count their reads, see `tfdp.data`.
+        # Replaced by `tfdp.training.data`, whose graphs count the reads of steps.
         self.read_counts: Callable[[], ReadCounts] = lambda: ReadCounts(0, 0)
         self._lock = threading.Lock()
         self._num_reads = self._num_reading = 0
-        # The wait that was seen last, and when it was seen first.
+        # The wait at the last call of `seconds`, and the time when it was first seen.
         self._seen: tuple[int, ReadCounts] | None = None
         self._since = 0.0
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Record that Python reads data inside."""
+        """Record that Python reads data in the block."""
         with self._lock:
             self._num_reads += 1
             self._num_reading += 1
@@ -64,11 +64,13 @@ class DataWait:
 
     @property
     def seconds(self) -> float:
-        """Float, for how long one batch has been waited for, as seen by the callers."""
+        """Float, time since a call of this property first saw the present wait."""
         counts = self.read_counts()
         with self._lock:
             runs = progress.current.is_computing or _compat.call_in_progress()
-            if not self._num_reading and not (runs and counts.asked > counts.given):
+            if not self._num_reading and not (
+                runs and counts.requested > counts.received
+            ):
                 self._seen = None
                 return 0.0
             wait, now = (self._num_reads, counts), clock.now()
@@ -78,9 +80,10 @@ class DataWait:
 
 
 def used_processor_seconds() -> float:
-    """Time on processors of this process and of those that it has started.
+    """Return the CPU time of this process and its descendants, in seconds.
 
-    Those that prepare data, such as the workers of a torch `DataLoader`, count too.
+    Descendants include processes that prepare data, such as workers of a torch
+    `DataLoader`.
     """
     used = time.process_time()
     with contextlib.suppress(psutil.Error):

@@ -28,16 +28,17 @@ from tfdp.ground import _compat, user_code
 from tfdp.ground.forks import close_port_in_forks
 from tfdp.ground.options import CommunicationOptions
 
-# TensorFlow measures its heartbeats by the wall clock, and takes all workers for dead
-# when somebody sets that: a day, since `tfdp.communication.coordination.watch` finds
-# who is lost.
+# Timeout of TensorFlow's own heartbeats. It uses the wall clock, so that a change of
+# the system time would make all workers look dead. A day disables it in effect:
+# `tfdp.communication.coordination.watch` detects lost workers instead.
 _HEARTBEAT_SECONDS = 24 * 3600
-# All have met a second ago, but to get at many GPUs takes a while.
+# All workers were up in the rendezvous, but initializing many GPUs takes time.
 _DEFAULT_JOIN_SECONDS = 300.0
+# Added to the guard's deadline, so that an error of TensorFlow comes before it.
 _JOIN_SLACK_SECONDS = 5.0
-# How long a worker that ends may still answer, once its connections have.
+# A worker that ends may still accept connections on its port for this time.
 _ENDING_SECONDS, _PROBE_PAUSE_SECONDS = 3.0, 0.2
-# The cluster that this process has a server for; TensorFlow allows one.
+# The cluster of this process's server, if any; TensorFlow allows only one.
 _joined: list[Cluster] = []
 
 
@@ -47,10 +48,10 @@ class Worker:
 
     Args:
         cluster: `Cluster`, or `None` on a single machine.
-        resolver: The strategy's `cluster_resolver`, which names this task also where
-            it trains alone.
-        devices: Sequence of device strings the user asked for, or `None`.
-        timeout_seconds: Float or `None`, how long to wait for the others.
+        resolver: The strategy's `cluster_resolver`, which also names a task that trains
+            alone.
+        devices: Sequence of device strings, the user's choice, or `None`.
+        timeout_seconds: Float or `None`, the longest wait for other workers.
     """
 
     cluster: Cluster | None
@@ -70,7 +71,7 @@ class Worker:
 
     @property
     def rebalances(self) -> bool:
-        """Bool, whether rows follow the workers' speed."""
+        """Bool, whether faster workers get more rows of a batch."""
         return self.cluster is not None and self.cluster.rebalance
 
 
@@ -88,7 +89,7 @@ def start_worker(
         A `Worker`.
 
     Raises:
-        ValueError: If the cluster is wrong, this worker's port is taken, it may open
+        ValueError: If the cluster is invalid, this worker's port is taken, it may open
             too few files, or TensorFlow has already started.
         TimeoutError: If another worker does not start in time.
     """
@@ -96,11 +97,11 @@ def start_worker(
         _cluster_of(resolver) if resolver else find_cluster(options.timeout_seconds)
     )
     if cluster is None or cluster.num_workers == 1 or cluster.is_evaluator:
-        # An evaluator works by itself, as TensorFlow says.
+        # As in TensorFlow, an evaluator is not part of the training cluster.
         if cluster is not None and cluster.devices_per_worker:
             set_logical_cpus(cluster.devices_per_worker)
-        own = resolver or resolver_of_environment(cluster)
-        return Worker(None, own, devices, options.timeout_seconds)
+        resolver = resolver or resolver_of_environment(cluster)
+        return Worker(None, resolver, devices, options.timeout_seconds)
     worker = Worker(
         cluster, resolver or _resolver(cluster), devices, options.timeout_seconds
     )
@@ -122,13 +123,15 @@ def start_worker(
     )
     missing = rendezvous(cluster, options.timeout_seconds)
     if missing:
-        assert options.timeout_seconds is not None  # else it waits for ever
+        assert (
+            options.timeout_seconds is not None
+        )  # without a timeout, `rendezvous` returns no missing worker
         raise TimeoutError(
             f"Waited {options.timeout_seconds:.0f} s for "
             f"{describe_workers(cluster, missing)}, which did not start. Start every "
             "worker of TF_CONFIG, and check that they reach each other's ports."
         )
-    _configure(cluster, options.timeout_seconds)
+    _configure_coordination_service(cluster, options.timeout_seconds)
     return worker
 
 
@@ -138,15 +141,15 @@ def has_joined(worker: Worker) -> bool:
 
 
 def num_joined_workers() -> int:
-    """Return the number of workers of the cluster that this process is in, or 1."""
+    """Return the number of workers of this process's cluster, 1 before it joins."""
     return _joined[0].num_workers if _joined else 1
 
 
 @contextlib.contextmanager
 def joining(worker: Worker) -> Iterator[None]:
-    """Replace TensorFlow's errors of start-up inside by one clear sentence.
+    """Replace TensorFlow's start-up errors in the block by one clear message.
 
-    SIGTERM works afterwards as it did before.
+    Afterwards, Python's handler of SIGTERM is active again.
     """
     try:
         with _deadline(worker):
@@ -173,7 +176,7 @@ def joining(worker: Worker) -> Iterator[None]:
 
 
 def _silent_workers(cluster: Cluster, seconds: float) -> list[int]:
-    """Find the workers that do not answer now, or have ended some seconds later."""
+    """Find workers that do not answer now, or stop answering within some seconds."""
     end = time.monotonic() + seconds
     while True:
         silent = unreachable_workers(cluster, timeout_seconds=1.0)
@@ -193,7 +196,7 @@ def _deadline(worker: Worker) -> contextlib.AbstractContextManager:
         if rank != cluster.rank
     ]
     limit = worker.timeout_seconds or _DEFAULT_JOIN_SECONDS
-    # What TensorFlow can say itself comes first.
+    # With the slack, an error of TensorFlow at the limit comes before the guard's.
     return join_deadline(others, limit + _JOIN_SLACK_SECONDS)
 
 
@@ -204,7 +207,7 @@ def _deadline_message(cluster: Cluster, silent: list[int], limit: float) -> str:
             f"join the cluster within {limit:.0f} s: see how the output ends there, "
             "and start all workers again."
         )
-    # All join at the first worker; that one waits for all.
+    # Every worker joins at worker 0, and worker 0 waits for all others.
     others = [0] if cluster.rank else list(range(1, cluster.num_workers))
     return (
         f"Waited {limit:.0f} s to join the cluster: all ports answer, and not all "
@@ -223,7 +226,10 @@ def _ended_message(cluster: Cluster, ranks: list[int], error: Exception) -> str:
     )
 
 
-def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
+def _configure_coordination_service(
+    cluster: Cluster, timeout_seconds: float | None
+) -> None:
+    """Configure TensorFlow's coordination service, which worker 0 hosts."""
     join_seconds = timeout_seconds or _DEFAULT_JOIN_SECONDS
     jobs = json.loads(cluster.to_tf_config())["cluster"]
     jobs.pop("evaluator", None)
@@ -244,10 +250,11 @@ def _configure(cluster: Cluster, timeout_seconds: float | None) -> None:
 
 
 def resolver_of_environment(cluster: Cluster | None) -> Any:
-    """Return the resolver of a process that trains alone, the same as stock's."""
+    """Return the resolver that stock TensorFlow would use for a single process."""
     text = os.environ.get("TF_CONFIG", "").strip()
     config = json.loads(text) if text else {}
-    # With a `null` in their place, as some cluster managers write, stock's raises.
+    # TensorFlow's resolver would raise for a cluster or task of `null`, which some
+    # cluster managers write.
     if config.get("task") and config.get("cluster", {}) is not None:
         return tf.distribute.cluster_resolver.TFConfigClusterResolver()
     if cluster is not None:

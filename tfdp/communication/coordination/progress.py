@@ -17,18 +17,18 @@ class WorkerProgress:
     """Progress of a worker at one moment.
 
     Args:
-        count: Int, changes of progress so far. Workers make the same calls, so that
-            the one with the smaller count is behind.
-        name: String, for people, or `""` outside of Keras's loops and tfdp's calls.
+        count: Int, number of changes of progress. Workers make the same calls, so the
+            worker with the smaller count is behind.
+        name: String, description for messages, or `""` outside of Keras's loops and
+            tfdp's calls.
         seconds: Float, time since the last change.
-        is_all_gathering: Bool, whether it waits for the others' texts, not for
-            tensors.
+        is_all_gathering: Bool, whether the worker waits in an all-gather of texts.
         is_computing: Bool, whether TensorFlow runs a step.
-        reductions: Int, checksum of all reductions that it has traced.
-        source: String, the data source that it waits for, or `""`.
-        num_answers: Int, texts of all workers that it has gathered so far.
-        left_scopes: Dict, how often it has left a scope since the last of them without
-            waiting for the others, by the line of the scope.
+        reductions: Int, checksum of all reductions that the worker has traced.
+        source: String, the data source that the worker waits for, or `""`.
+        num_answers: Int, number of completed all-gathers of texts.
+        left_scopes: Dict, by the source line of a scope, the number of times since the
+            last all-gather that the worker has left it without synchronizing.
     """
 
     count: int
@@ -44,7 +44,7 @@ class WorkerProgress:
 
 @dataclasses.dataclass
 class _Loop:
-    """Loop of Keras; epoch and step count from 0, and are -1 before the first."""
+    """Loop of Keras; `epoch` and `step` count from 0, and are -1 before the first."""
 
     name: str
     epoch: int = -1
@@ -63,7 +63,7 @@ class _Loop:
 
 
 class ProgressRecorder:
-    """Recorder of this worker's progress, from the calls that it makes.
+    """Recorder of this worker's progress, by the calls of Keras and tfdp.
 
     Example:
 
@@ -87,7 +87,7 @@ class ProgressRecorder:
 
     @contextlib.contextmanager
     def looping(self, name: str) -> Iterator[None]:
-        """Record that a loop of Keras runs inside, such as `fit`."""
+        """Record that a loop of Keras, such as `fit`, runs in the block."""
         self._loops.append(_Loop(name))
         self._advance()
         try:
@@ -96,18 +96,18 @@ class ProgressRecorder:
             self._loops.pop()
             self._advance()
 
-    def reads(self, source: str) -> None:
-        """Record from where the innermost loop has its data.
+    def set_source(self, source: str) -> None:
+        """Set the data source of the innermost loop.
 
         Args:
-            source: String, for people.
+            source: String, description for messages.
         """
         if self._loops:
             self._loops[-1].source = source
 
     @property
     def source(self) -> str:
-        """String, from where the innermost loop has its data, for people."""
+        """String, description of the innermost loop's data source."""
         return (self._loops[-1].source if self._loops else "") or "the dataset"
 
     def epoch_begins(self) -> None:
@@ -120,7 +120,7 @@ class ProgressRecorder:
         """Record that a loop begins a step.
 
         Args:
-            step: Int, counted from 0 in its epoch.
+            step: Int, index of the step in its epoch, from 0.
         """
         if self._loops:
             self._loops[-1].step = step
@@ -128,7 +128,7 @@ class ProgressRecorder:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Record that TensorFlow runs a step inside; around it callbacks run."""
+        """Record that TensorFlow runs a step in the block, rather than callbacks."""
         for loop in self._loops[-1:]:
             loop.computes = True
         self._advance()
@@ -141,10 +141,10 @@ class ProgressRecorder:
 
     @contextlib.contextmanager
     def all_gathering(self, topic: str) -> Iterator[None]:
-        """Record that workers all-gather texts inside.
+        """Record that workers all-gather texts in the block.
 
         Args:
-            topic: String, of the texts.
+            topic: String, topic of the texts.
         """
         self._topics.append(topic)
         self._advance()
@@ -155,42 +155,43 @@ class ProgressRecorder:
             self._advance()
 
     def texts_gathered(self) -> None:
-        """Record that this worker has the texts of all workers."""
+        """Record that an all-gather of texts is complete."""
         self._num_answers += 1
         self._left_scopes = {}
 
     def scope_left(self, line: str) -> None:
-        """Record that a scope was left without waiting for the others.
+        """Record that a scope was left without synchronizing with other workers.
 
         Args:
-            line: String, that of the scope.
+            line: String, source line of the scope.
         """
         self._left_scopes[line] = self._left_scopes.get(line, 0) + 1
 
-    def is_left_by(self, other: WorkerProgress, line: str) -> bool:
+    def has_left_scope(self, other: WorkerProgress, line: str) -> bool:
         """Return whether another worker has left a scope in which this one waits.
 
-        Since the last texts of all, that is: before it, workers have run the same.
+        Only the time since the last all-gather counts, at which workers were at the
+        same call.
 
         Args:
             other: `WorkerProgress` of the other worker.
-            line: String, that of the scope.
+            line: String, source line of the scope.
         """
         times = other.left_scopes.get(line, 0)
         is_same = other.num_answers == self._num_answers
         return is_same and times > self._left_scopes.get(line, 0)
 
     def reduction_traced(self, signature: str) -> None:
-        """Record that a reduction is in a traced step; the order does not count.
+        """Record a reduction of a traced step; the order does not matter.
 
         Args:
-            signature: String, the same on the workers that meet in it.
+            signature: String, the same on all workers of the reduction.
         """
         self._reductions.add(zlib.crc32(signature.encode()))
 
     @property
     def current(self) -> WorkerProgress:
-        """The progress at this moment; thread-safe."""
+        """`WorkerProgress` at this moment; thread-safe."""
         seconds = clock.now() - self._since
         loops = self._loops[-1:]
         return WorkerProgress(

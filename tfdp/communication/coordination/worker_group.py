@@ -1,8 +1,8 @@
 """All-gather of short texts between workers, without collectives and with timeouts.
 
-Collectives wait for ever when one worker is missing or sends another shape. What has
-to be agreed beforehand therefore travels through the key-value store of TensorFlow's
-coordination service, which the first worker hosts.
+Collectives wait indefinitely if a worker is missing or sends another shape. So workers
+agree beforehand through the key-value store of TensorFlow's coordination service, which
+worker 0 hosts.
 """
 
 from __future__ import annotations
@@ -23,23 +23,25 @@ from tfdp.communication.coordination.progress import WorkerProgress, progress
 from tfdp.ground import _compat, forks, user_code
 
 _WARN_AFTER_SECONDS = 10.0
-# How often a wait checks whether the other worker is alive, at first and later.
-_CHECK_SECONDS, _CHECK_AT_LEAST_SECONDS = 1.0, 3.0
+# Interval at which a wait checks whether the other worker is alive: at first, and the
+# longest.
+_CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 1.0, 3.0
+# Longest wait for the other workers before an error is raised.
 _LEAVE_SECONDS = 5.0
-# Long enough for a worker on a machine that does many other things.
+# Longest wait of worker 0 at exit until the others, on busy machines too, have read the
+# last answer.
 _READING_SECONDS = 30.0
-# The first worker waits for the others as long, and may have started to wait later:
-# whoever waits for its answer learns from it who is missing, and does not take the
-# first worker for the missing one.
+# Added to the limit of a wait for worker 0's answer. Worker 0 may have begun its own
+# wait later; its answer names the missing worker, so it must not look missing itself.
 _ANSWER_SECONDS = 5.0
 _instances = itertools.count()
-# Where a worker is whose progress has no name.
+# Description of the place of a worker whose progress has no name.
 NO_CALL = "no call of Keras or tfdp"
-# The group of the strategy made last, and of the last one of several workers. They are
-# kept: which ones there are must not depend on when a worker collects its garbage.
+# The latest group, by whether it has several workers. Strong references, because
+# workers must agree on the latest group whenever their garbage collectors run.
 _latest: dict[bool, WorkerGroup] = {}
 
-# Waits for a key of a worker, so many seconds at the longest.
+# Waits for the value of a key; takes the key, its worker's rank and a limit in seconds.
 _Wait: TypeAlias = Callable[[str, int, float | None], str]
 
 
@@ -48,9 +50,9 @@ class WorkerGroup:
 
     Args:
         rank: Int, index of this worker.
-        num_workers: Int.
+        num_workers: Int, number of workers.
         timeout_seconds: Float or `None`, the longest wait. Defaults to
-            `None`, for ever, with a warning that names who is missing.
+            `None`, no limit, with a warning that names the missing worker.
     """
 
     def __init__(
@@ -59,16 +61,16 @@ class WorkerGroup:
         self.rank = rank
         self.num_workers = num_workers
         self.timeout_seconds = timeout_seconds
-        # Alike on all workers, of which one may make groups of its own.
+        # The same on all workers: groups of a single worker do not count.
         self._prefix = f"tfdp/{next(_instances)}" if num_workers > 1 else "tfdp"
-        # All-gathers that this worker has begun.
+        # Number of all-gathers that this worker has begun.
         self.num_calls = 0
         self._prefixes = itertools.count()
         self._last_call: str | None = None
         self.owner = forks.Owner()
-        # Hooks of the failure detector: check the worker that is waited for, return its
-        # progress, and translate errors of the store. See
-        # `tfdp.communication.coordination.watch`.
+        # Hooks of the failure detector, see `tfdp.communication.coordination.watch`:
+        # check the worker that this one waits for, return a worker's progress, and
+        # translate errors of the store.
         self.check: Callable[[int, bool, str], None] = lambda rank, is_over, call: None
         self.progress_of: Callable[[int], WorkerProgress | None] = lambda rank: None
         self.guard: Callable[[], contextlib.AbstractContextManager]
@@ -78,17 +80,17 @@ class WorkerGroup:
 
     @property
     def is_chief(self) -> bool:
-        """Bool, whether this worker writes the group's files, and reports for it."""
+        """Bool, whether this worker writes files and reports for the group."""
         return self.rank == 0
 
     @property
     def is_job_chief(self) -> bool:
-        """Bool, whether it is the chief of the whole job, which may have islands."""
+        """Bool, whether this worker is the chief of the whole job with all islands."""
         island = Island.from_environment()
         return self.is_chief and (island is None or island.index == 0)
 
     def new_prefix(self) -> str:
-        """Return a new key prefix; all workers call it in the same order."""
+        """Return a new key prefix; all workers must call this in the same order."""
         return f"{self._prefix}/own{next(self._prefixes)}"
 
     def all_gather(
@@ -102,15 +104,15 @@ class WorkerGroup:
 
         Args:
             topic: String, subject of the values, for error messages.
-            value: What JSON can hold, this worker's. Defaults to `""`.
-            timeout_seconds: Float or `None`, the longest wait where it is not that
-                of the group. Defaults to `None`.
-            check: Function that is called with the rank that is waited for, every few
-                seconds, and may raise a `ValueError`: then this worker makes no call.
-                Defaults to one that does nothing.
+            value: Value of this worker, which JSON must support. Defaults to `""`.
+            timeout_seconds: Float or `None`, the longest wait, or that of the group.
+                Defaults to `None`.
+            check: Callable, called every few seconds with the rank that this worker
+                waits for. It may raise a `ValueError`, which withdraws this call.
+                Defaults to a function that does nothing.
 
         Returns:
-            List of values, ordered by worker.
+            List of values, ordered by rank.
 
         Raises:
             TimeoutError: If a worker does not take part in time.
@@ -125,10 +127,12 @@ class WorkerGroup:
         with progress.all_gathering(topic), self.guard():
             call = f"{self._prefix}/{self.num_calls}"
             self.num_calls += 1
-            exchange = self._ask if self.rank else self._collect
+            exchange = (
+                self._exchange_with_chief if self.rank else self._collect_and_publish
+            )
             try:
                 answer = exchange(call, message, limit, wait)
-            except ValueError:  # of `check`
+            except ValueError:  # raised by `check`
                 self.num_calls -= 1
                 _compat.delete_key_value(f"{call}/{self.rank}")
                 raise
@@ -145,43 +149,47 @@ class WorkerGroup:
         return any(self.all_gather(topic, bool(value)))
 
     def leave(self) -> None:
-        """Synchronize all workers before they raise an error that they agreed on.
+        """Synchronize all workers before all of them raise an error.
 
-        The first worker hosts the store: it must not end before the others have
-        read their answer.
+        Worker 0 hosts the store, and must not end before the others have read its
+        answer.
         """
         with contextlib.suppress(TimeoutError, RuntimeError, tf.errors.OpError):
             self.all_gather("an error", timeout_seconds=_LEAVE_SECONDS)
 
     def error(self, text: str) -> ValueError:
-        """Return an error that all workers have agreed on, once all are about to raise.
+        """Synchronize all workers, and return the error that all of them raise.
 
         Args:
-            text: String, its message.
+            text: String, the message.
         """
         self.leave()
         return ValueError(text)
 
-    def _ask(self, call: str, own: str, limit: float | None, wait: _Wait) -> str:
-        """Give the own message to the first worker, and take its answer."""
-        _compat.set_key_value(f"{call}/{self.rank}", own)
+    def _exchange_with_chief(
+        self, call: str, message: str, limit: float | None, wait: _Wait
+    ) -> str:
+        """Send this worker's message to worker 0, and wait for its answer."""
+        _compat.set_key_value(f"{call}/{self.rank}", message)
         answer = wait(f"{call}/all", 0, limit and limit + _ANSWER_SECONDS)
-        # The store may end with the first worker before it has confirmed this.
+        # Worker 0 may end, and the store with it, before it confirms this write.
         with contextlib.suppress(tf.errors.OpError):
             _compat.set_key_value(f"{call}/seen/{self.rank}", "")
         return answer
 
-    def _collect(self, call: str, own: str, limit: float | None, wait: _Wait) -> str:
-        """Collect all messages, and answer with them: 2 N messages, not N * N."""
-        messages: list[str | None] = [own]
+    def _collect_and_publish(
+        self, call: str, message: str, limit: float | None, wait: _Wait
+    ) -> str:
+        """Collect and publish all messages on worker 0: 2 N messages, not N * N."""
+        messages: list[str | None] = [message]
         for rank in range(1, self.num_workers):
             try:
                 messages.append(wait(f"{call}/{rank}", rank, limit))
             except TimeoutError:
                 messages.append(None)
-                limit = 0.001  # to name the others that are missing
+                limit = 0.001  # only to find which others are missing
         if self._last_call is not None:
-            # All have read the previous answer, since all are at this call.
+            # All workers have read the previous answer, since all are at this call.
             _compat.delete_key_value(self._last_call)
         answer = json.dumps(messages)
         _compat.set_key_value(f"{call}/all", answer)
@@ -189,11 +197,11 @@ class WorkerGroup:
         return answer
 
     def _wait_for_readers(self) -> None:
-        """Wait until the others have read the last answer, then let the store end."""
+        """Wait until the others have read the last answer, before the store ends."""
         if self._last_call is None:
             return
         end = time.monotonic() + _READING_SECONDS
-        # A lost worker reads nothing: the wait ends with an error.
+        # The wait for a lost worker ends with an error, which does not matter at exit.
         with contextlib.suppress(Exception):
             for rank in range(1, self.num_workers):
                 left = max(end - time.monotonic(), 0.01)
@@ -207,12 +215,13 @@ class WorkerGroup:
         topic: str,
         check: Callable[[int], None] = lambda rank: None,
     ) -> str:
+        """Wait for a key's value, with a warning and checks of its worker."""
         begin = clock.now()
         while True:
             waited = clock.now() - begin
             if limit is not None and waited >= limit:
                 self.check(rank, True, topic)
-                raise TimeoutError(self._missing(topic, [rank], limit))
+                raise TimeoutError(self._timeout_message(topic, [rank], limit))
             if waited >= _WARN_AFTER_SECONDS:
                 user_code.warn(
                     f"Waiting for worker {rank} at {topic!r} for "
@@ -221,8 +230,8 @@ class WorkerGroup:
                     once_for=self,
                     topic=key,
                 )
-            # TensorFlow remembers each wait until the key is there: few long ones.
-            step = min(_CHECK_SECONDS + waited / 5, _CHECK_AT_LEAST_SECONDS)
+            # Few long waits, since TensorFlow keeps each one until the key exists.
+            step = min(_CHECK_SECONDS + waited / 5, _LONGEST_CHECK_SECONDS)
             left = step if limit is None else limit - waited
             try:
                 return _compat.get_key_value(key, min(step, left))
@@ -231,9 +240,12 @@ class WorkerGroup:
                 check(rank)
 
     def _values(self, topic: str, messages: list[str | None]) -> list[Any]:
+        """Return the values of an answer, after checking that all topics are equal."""
         missing = [rank for rank, text in enumerate(messages) if text is None]
         if missing:
-            raise TimeoutError(self._missing(topic, missing, self.timeout_seconds))
+            raise TimeoutError(
+                self._timeout_message(topic, missing, self.timeout_seconds)
+            )
         parsed = [json.loads(text) for text in messages if text is not None]
         topics = [entry["topic"] for entry in parsed]
         if len(set(topics)) > 1:
@@ -244,7 +256,9 @@ class WorkerGroup:
             )
         return [entry["value"] for entry in parsed]
 
-    def _missing(self, topic: str, ranks: list[int], limit: float | None) -> str:
+    def _timeout_message(
+        self, topic: str, ranks: list[int], limit: float | None
+    ) -> str:
         names = ", ".join(self._describe(rank) for rank in ranks)
         return (
             f"Waited {limit:.0f} s for {names} at {topic!r}. Start every worker and "
@@ -252,7 +266,7 @@ class WorkerGroup:
         )
 
     def _describe(self, rank: int) -> str:
-        """Name a worker, and the call that it is at if that is known."""
+        """Format a worker's rank, and its present call if known."""
         known = self.progress_of(rank)
         if known is None:
             return f"worker {rank}"
@@ -261,9 +275,9 @@ class WorkerGroup:
 
 
 class Mailbox:
-    """Key-value mailbox of the first worker, with texts by number and rank.
+    """Mailbox on worker 0 for texts of the other workers, by number and rank.
 
-    All workers have to create their mailboxes in the same order.
+    All workers must create their mailboxes in the same order.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
@@ -275,11 +289,11 @@ class Mailbox:
         self._prefix = worker_group.new_prefix()
 
     def send(self, number: int, text: str) -> None:
-        """Send a text to the first worker.
+        """Send a text to worker 0.
 
         Args:
-            number: Int, a new one for each text.
-            text: String.
+            number: Int, unique for each text of this worker.
+            text: String, the text.
         """
         _compat.set_key_value(f"{self._prefix}/{number}/{self.rank}", text)
 
@@ -287,12 +301,12 @@ class Mailbox:
         """Receive a text of another worker.
 
         Args:
-            number: Int.
-            rank: Int, the other worker's.
+            number: Int, number of the text.
+            rank: Int, rank of the sender.
             timeout_seconds: Float, the longest wait.
 
         Returns:
-            String, or `None` if it did not come in time.
+            String, or `None` if no text arrived in time.
         """
         key = f"{self._prefix}/{number}/{rank}"
         try:
@@ -304,15 +318,15 @@ class Mailbox:
 
 
 def remember_group(group: WorkerGroup) -> WorkerGroup:
-    """Make a group the latest, and return it."""
+    """Record a group as the latest one, and return it."""
     _latest[group.num_workers > 1] = group
     return group
 
 
 def latest_group() -> WorkerGroup | None:
-    """Return the group of the strategy made last, of several workers if there is one.
+    """Return the group of the latest strategy, preferring several workers.
 
     Returns:
-        `WorkerGroup`, or `None` before there is a strategy.
+        `WorkerGroup`, or `None` before a strategy is created.
     """
     return _latest.get(True) or _latest.get(False)

@@ -1,20 +1,20 @@
 """Collectives of NumPy arrays between worker processes, without TensorFlow.
 
 Reading order:
-    communicator: the interface of a group's collectives, and its errors
+    communicator: interface of a group's collectives, and its errors
     arithmetic: sums in a fixed order; half precision is added in float32
-    addresses: which interface a worker listens on, and which host it is on
+    addresses: the interface that a worker listens on, and a key of its host
     flows: data over several connections at once, in both directions
-    connections: a connection to another worker, and why it is closed
-    mesh: the connections of a worker to all others, and how they find each other
-    frames: messages of a head and arrays
-    calls: what a member calls, compared with what its peers do
-    schedules: the segments of an array, and what a member sends, receives and adds
+    connections: a connection to another worker, and the reason that it is closed
+    mesh: connections of a worker to all others, through addresses in a store
+    frames: messages of a JSON head and arrays
+    calls: headers of collectives, compared between members
+    schedules: segments of an array, and the order in which members exchange them
     socket_communicator: collectives over the connections of a mesh
-    shared_memory: collectives of the processes of one host; the best for a group
-    rounds: means over those workers that come in time
-    mpi_messages: messages over MPI that can be ended
-    mpi_communicator: the collectives over MPI
+    shared_memory: collectives of processes on one host; choice of a communicator
+    rounds: means over the workers that arrive in time
+    mpi_messages: messages over MPI that can be cancelled
+    mpi_communicator: collectives over MPI
 """
 
 from tfdp.communication.transport.addresses import listening_address

@@ -1,4 +1,4 @@
-"""Addresses of this worker: which interface it listens on, and which host it is on."""
+"""Addresses of this worker: the interface it listens on, and a key of its host."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tfdp.communication.transport.communicator import TransportError
 
 @dataclasses.dataclass(frozen=True)
 class Addresses:
-    """Where a worker can be reached, as it publishes it.
+    """Published addresses at which a worker can be reached.
 
     Args:
         host: String, the worker's host as `TF_CONFIG` names it.
         ip: String, the address that its TCP port is bound to.
-        port: Int.
-        unix_name: String, of its abstract Unix socket.
-        machine: String, alike for workers whose Unix sockets reach each other: the
+        port: Int, its TCP port.
+        unix_name: String, name of its abstract Unix socket.
+        machine: String, equal for workers whose Unix sockets reach each other: the
             boot of the kernel, the network namespace and the user.
     """
 
@@ -36,12 +36,12 @@ class Addresses:
     machine: str
 
     def to_json(self) -> str:
-        """Format as JSON."""
+        """Format the addresses as JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Addresses:
-        """Parse what `to_json` returned."""
+        """Parse the result of `to_json`."""
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
@@ -50,13 +50,13 @@ class Addresses:
 
 
 def this_machine() -> str:
-    """Identify the machine, the network namespace and the user of this process.
+    """Return a key of the machine, the network namespace and the user.
 
     Returns:
-        String, equal for two processes if and only if their abstract Unix sockets
-        reach each other and are of one user.
+        String, equal for two processes if and only if they run as one user and their
+        abstract Unix sockets reach each other.
     """
-    # Where the system does not tell, nothing is shared: TCP always works.
+    # Without a key from the system, a random one makes workers use TCP.
     network = network_of_host() or secrets.token_hex(16)
     return f"{network} {os.getuid()}"
 
@@ -67,13 +67,13 @@ def listening_address(host: str, interface: str | None) -> str:
     Args:
         host: String, this worker's host as `TF_CONFIG` names it.
         interface: String or `None`, the name or an address of an interface of this
-            host; it goes before `host`.
+            host, which overrides `host`.
 
     Returns:
         String, an IPv4 or IPv6 address of this host.
 
     Raises:
-        TransportError: If there is none, or no single one.
+        TransportError: If there is no such address, or no unique one.
 
     Example:
     >>> listening_address("localhost", None)
@@ -81,23 +81,24 @@ def listening_address(host: str, interface: str | None) -> str:
     """
     if interface is not None:
         return _address_of_interface(interface)
-    found = _resolved(host)
-    own = [address for address in found if is_own(address)]
-    if not own:
+    found = _resolve(host)
+    local = [address for address in found if is_own(address)]
+    if not local:
         raise TransportError(
-            f"The host of this worker, {host!r}, resolves to {_listed(found)} here, "
-            f"which is no address of this host; its own are {_listed_own()}. Mend "
+            f"The host of this worker, {host!r}, resolves to "
+            f"{_format_addresses(found)} here, which is no address of this host; its "
+            f"own are {_format_own_addresses()}. Mend "
             "TF_CONFIG or the name's entry, or choose one with "
             '`CommunicationOptions(interface="...")`.'
         )
-    reached = [address for address in own if not is_loopback(address)]
-    if reached or is_local_name(host):
-        return (reached or own)[0]
-    return _instead_of_loopback(host, own[0])
+    external = [address for address in local if not is_loopback(address)]
+    if external or is_local_name(host):
+        return (external or local)[0]
+    return _external_address(host, local[0])
 
 
 def is_own(address: str) -> bool:
-    """Whether this host has an address.
+    """Whether an address belongs to this host.
 
     Args:
         address: String, an IPv4 or IPv6 address.
@@ -105,7 +106,7 @@ def is_own(address: str) -> bool:
     Returns:
         Bool.
     """
-    if _parsed(address).is_unspecified:  # stands for all, of which one is asked for
+    if _parse(address).is_unspecified:  # means all addresses, not one of them
         return False
     try:
         with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
@@ -121,11 +122,11 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def socket_address(address: str, port: int) -> tuple:
-    """Return what `socket.bind` and `connect` take, with the scope of link-local ones.
+    """Return the argument of `socket.bind` and `connect`, with a link-local scope.
 
     Args:
         address: String, an IPv4 or IPv6 address.
-        port: Int.
+        port: Int, the port.
     """
     flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
     found = socket.getaddrinfo(
@@ -157,16 +158,17 @@ def own_addresses() -> dict[str, list[str]]:
 
 
 def _preference(address: str) -> tuple[bool, bool]:
-    return _parsed(address).is_link_local, ":" in address
+    """Return a sort key: IPv4 before IPv6, and link-local addresses last."""
+    return _parse(address).is_link_local, ":" in address
 
 
-def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(address.partition("%")[0])
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host reaches an IPv4 or IPv6 address."""
-    return _parsed(address).is_loopback
+    """Whether an IPv4 or IPv6 address is reachable only from this host."""
+    return _parse(address).is_loopback
 
 
 def _address_of_interface(interface: str) -> str:
@@ -177,11 +179,11 @@ def _address_of_interface(interface: str) -> str:
         return interface
     raise TransportError(
         "`interface` must be the name or an address of an interface of this host that "
-        f"is up: {_listed_own()}. Received: interface={interface!r}"
+        f"is up: {_format_own_addresses()}. Received: interface={interface!r}"
     )
 
 
-def _resolved(host: str) -> list[str]:
+def _resolve(host: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -194,10 +196,11 @@ def _resolved(host: str) -> list[str]:
     return sorted(addresses, key=_preference)
 
 
-def _instead_of_loopback(host: str, loopback: str) -> str:
-    """Find the address that is meant by a name that `/etc/hosts` points at loopback.
+def _external_address(host: str, loopback: str) -> str:
+    """Find an external address for a host name that resolves to loopback.
 
-    Debian writes the own name beside 127.0.1.1, where no other host reaches it.
+    Debian's `/etc/hosts` maps the host's own name to 127.0.1.1, which is not reachable
+    from other hosts.
     """
     others = {
         name: addresses[0]
@@ -208,17 +211,18 @@ def _instead_of_loopback(host: str, loopback: str) -> str:
         raise TransportError(
             f"The host of this worker, {host!r}, resolves to {loopback} here, where no "
             "other host reaches it, and this host has several other addresses: "
-            f"{_listed_own()}. Choose one with "
+            f"{_format_own_addresses()}. Choose one with "
             '`CommunicationOptions(interface="...")`.'
         )
     return next(iter(others.values()), loopback)
 
 
-def _listed(addresses: list[str]) -> str:
+def _format_addresses(addresses: list[str]) -> str:
     return ", ".join(addresses)
 
 
-def _listed_own() -> str:
+def _format_own_addresses() -> str:
     return ", ".join(
-        f"{_listed(addresses)} ({name})" for name, addresses in own_addresses().items()
+        f"{_format_addresses(addresses)} ({name})"
+        for name, addresses in own_addresses().items()
     )

@@ -1,4 +1,4 @@
-"""Sums of NumPy arrays in a fixed order, those of half precision in float32."""
+"""Sums of NumPy arrays in a fixed order; half precision is summed in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_half(dtype: np.dtype) -> bool:
     """Whether values of a dtype are added in float32 and rounded once.
 
     Args:
-        dtype: `np.dtype`; bfloat16 is that of `ml_dtypes`.
+        dtype: `np.dtype`, for bfloat16 the one of `ml_dtypes`.
 
     Returns:
         Bool.
@@ -30,11 +30,11 @@ def is_half(dtype: np.dtype) -> bool:
 def sum_into(target: Array, addends: Sequence[Array]) -> None:
     """Set an array to the sum of others, added from the first to the last.
 
-    NumPy's add releases the interpreter lock. Values of half precision are added in
+    NumPy's add releases the GIL. Values of half precision are added in
     float32 and rounded once, to nearest even.
 
     Args:
-        target: Flat array; it may be one of `addends`, or have its memory.
+        target: Flat array; it may be one of `addends`, or share its memory.
         addends: Arrays of the same length and dtype, at least one.
 
     Example:
@@ -47,15 +47,15 @@ def sum_into(target: Array, addends: Sequence[Array]) -> None:
         if addends[0] is not target:
             target[:] = addends[0]
         return
-    # A sum may overflow, or have no value: that is what the caller looks for.
+    # A sum may overflow or be NaN, which the caller handles, so NumPy must not warn.
     with np.errstate(all="ignore"):
         _sum_into(target, addends)
 
 
 def _sum_into(target: Array, addends: Sequence[Array]) -> None:
     if is_half(target.dtype):
-        # NumPy rounds the sum of two to the same values, but one by one: bfloat16 takes
-        # two to three times as long.
+        # NumPy's sum of two halves has the same values, but converts element by
+        # element, which takes two to three times as long for bfloat16.
         first, *others = (addend.astype(np.float32) for addend in addends)
         target[:] = _add_to(first, others)
     elif any(np.may_share_memory(addend, target) for addend in addends[2:]):
@@ -75,7 +75,8 @@ def mean_by_samples(parts: Sequence[tuple[float, Sequence[Array]]]) -> list[Arra
     """Return the means of arrays, each weighted by its number of samples.
 
     Args:
-        parts: Sequence of a number of samples and arrays, alike in all parts.
+        parts: Sequence of pairs of a number of samples and arrays, which have the same
+            shapes in all parts.
 
     Returns:
         List of arrays, of the dtypes of the first part.

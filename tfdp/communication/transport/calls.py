@@ -1,4 +1,4 @@
-"""What a member of a group calls, sent ahead of the data and compared by its peers."""
+"""Headers of collectives, sent ahead of the data and compared by the peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdp.ground.text import pluralize
 _HEADER = struct.Struct("!16s12sIQQ")
 HEADER_BYTES = _HEADER.size
 _MASK = (1 << 64) - 1
-# A tag begins with its generation, of 16 bits; the rest tells collectives apart.
+# The first 16 bits of a tag are its generation, the other 48 identify the collective.
 _GENERATIONS, _REST_BITS = 1 << 16, 48
 _STEPS_DIFFER = "An earlier step ended with an error on some workers only"
 _ERRORS = re.compile(rf"{_STEPS_DIFFER}: (\d+) of .*?, (\d+) of ")
@@ -29,10 +29,10 @@ class Call:
 
     Args:
         kind: String, such as `"all-reduce"`.
-        tag: Int of 64 bits, which collective it is.
-        num_bytes: Int, the length of the array; in an all-to-all what goes to the peer.
-        dtype: String, the name of its dtype.
-        bounds: Int, a checksum of the bounds of the parts.
+        tag: Int of 64 bits, identity of the collective.
+        num_bytes: Int, length of the array; in an all-to-all, of the peer's part.
+        dtype: String, name of the array's dtype.
+        bounds: Int, checksum of the bounds of the parts.
     """
 
     kind: str
@@ -61,13 +61,13 @@ class Call:
 def call_of(
     kind: str, array: Array, tag: int, bounds: Sequence[int] | None = None
 ) -> Call:
-    """Describe a collective of an array.
+    """Create the `Call` of a collective of an array.
 
     Args:
-        kind: String.
+        kind: String, such as `"all-reduce"`.
         array: Flat array.
-        tag: Int.
-        bounds: Sequence of int or `None`, those of the parts.
+        tag: Int, identity of the collective.
+        bounds: Sequence of int or `None`, the bounds of the parts.
 
     Returns:
         `Call`.
@@ -84,9 +84,8 @@ def new_tag(generation: int, text: str) -> int:
     """Return the tag of a collective.
 
     Args:
-        generation: Int, the number of steps of this worker that have ended with an
-            error.
-        text: String, the same on all members, which tells it from others.
+        generation: Int, number of steps of this worker that have failed.
+        text: String, the same on all members, different for other collectives.
 
     Returns:
         Int of 64 bits.
@@ -97,15 +96,15 @@ def new_tag(generation: int, text: str) -> int:
 
 
 def steps_ahead(error: Exception, generation: int) -> int | None:
-    """Return how far other workers are ahead, by the error of a collective.
+    """Return how many failed steps other workers are ahead, from an error.
 
     Args:
-        error: Exception, also of a member that has learnt of it from others.
-        generation: Int, that of the own call.
+        error: Exception of a collective, detected here or passed on by a member.
+        generation: Int, generation of this worker's call.
 
     Returns:
-        Int, by how many failed steps another member is ahead of `generation`, 0 if
-        none is; `None` if the error has another cause.
+        Int, the number of failed steps by which another member is ahead of
+        `generation`, 0 if none is; `None` if the error has another cause.
 
     Example:
     >>> calls = [Call("barrier", new_tag(generation, "")) for generation in (1, 2)]
@@ -126,16 +125,16 @@ def steps_ahead(error: Exception, generation: int) -> int | None:
 
 
 def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> None:
-    """Compare a peer's call with the own one.
+    """Compare a peer's call with the expected one.
 
     Args:
-        received: Buffer, what the peer has sent.
-        expected: `Call` that it should have sent.
+        received: Buffer, the header from the peer.
+        expected: `Call` that the peer should have sent.
         own: Int, the rank of this worker.
-        peer: Int, that of the other one.
+        peer: Int, the rank of the peer.
 
     Raises:
-        TransportError: If it calls another collective.
+        TransportError: If the peer calls another collective.
     """
     if received == expected.packed():
         return
@@ -157,7 +156,7 @@ def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> 
 
 
 def _check_steps(received: int, expected: int, own: int, peer: int) -> None:
-    """Compare the generations of two tags."""
+    """Check that two tags have the same generation."""
     theirs, ours = received >> _REST_BITS, (expected & _MASK) >> _REST_BITS
     if theirs != ours:
         raise TransportError(

@@ -1,4 +1,4 @@
-"""Collectives of a group of worker processes: the interface and its errors."""
+"""Interface of collectives of a group of worker processes, and its errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 
 class PeerLost(RuntimeError):
-    """Another worker's end of a connection is gone.
+    """Error: another worker has left, and its connection is closed.
 
     Args:
-        rank: Int, the worker that was lost. Not always the one at the other end:
-            workers pass on whom they have lost.
-        cause: String, what was observed, or the reason that the worker gave.
+        rank: Int, the worker that was lost. It may differ from the peer, since workers
+            pass on the rank of a worker that they have lost.
+        cause: String, the observed symptom, or the reason from the worker.
     """
 
     def __init__(self, rank: int, cause: str) -> None:
@@ -26,14 +26,14 @@ class PeerLost(RuntimeError):
 
 
 class TransportError(RuntimeError):
-    """A failure that is not another worker's end."""
+    """Error of a transport other than the loss of a worker."""
 
 
 class TransportClosed(TransportError):
-    """This worker has closed the connection itself.
+    """Error: this worker has closed the connection itself.
 
     Args:
-        reason: String, or `""`.
+        reason: String, the reason, or `""`.
     """
 
     def __init__(self, reason: str) -> None:
@@ -45,23 +45,22 @@ class TransportClosed(TransportError):
 class Communicator(Protocol):
     """Collectives of one group of processes, called in the same order by all of them.
 
-    One thread calls them, one after the other; `close` may be called from any
-    thread, at any time, and ends a waiting call at once. After an error the
-    communicator is closed. No collective has a deadline: whoever watches over the
-    workers calls `close`.
+    One thread calls them, one after another; `close` may be called from any thread, at
+    any time, and ends a waiting call at once. After an error the communicator is
+    closed. No collective has a timeout: the watchdog calls `close` if a worker is lost.
 
     An `array` is a flat, contiguous and writable NumPy array with the same length and
-    dtype on all members: float32, float64, int32, int64, float16 or bfloat16 where it
-    is summed, any dtype where it is only moved. Sums are the same to the last bit on
-    all members and in each run. `bounds` are `len(ranks) + 1` ascending ints:
-    `array[bounds[i]:bounds[i + 1]]` is the part of member `i`, which may be empty.
-    `tag`, an int of 64 bits, says which collective this is; members that came with
-    another one, or with another size, get `TransportError` instead of a wrong sum.
+    dtype on all members: float32, float64, int32, int64, float16 or bfloat16 for sums,
+    any dtype for copies. Sums are bitwise equal on all members and in each run.
+    `bounds` are `len(ranks) + 1` ascending ints: `array[bounds[i]:bounds[i + 1]]` is
+    the part of member `i`, which may be empty. `tag`, an int of 64 bits, identifies the
+    collective; members whose tags or sizes differ get `TransportError` instead of a
+    wrong sum.
 
     Attributes:
         ranks: Tuple of int, the member workers in the order of the parts.
-        index: Int, this worker's place in `ranks`.
-        name: String, `"tcp"` or the like, for plans and messages.
+        index: Int, this worker's index in `ranks`.
+        name: String, such as `"tcp"`, for plans and messages.
     """
 
     ranks: tuple[int, ...]
@@ -74,24 +73,24 @@ class Communicator(Protocol):
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum over all members the own part, into another array or in place.
+        """Sum this member's part over all members, into another array or in place.
 
-        In place the other parts hold anything afterwards.
+        In place, the values of the other parts are undefined afterwards.
         """
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Fill the parts of all other members with theirs."""
+        """Receive the parts of all other members into `array`."""
 
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
     ) -> None:
-        """Send `sent[i]` to member `i`, and fill `received[i]` with what it sends."""
+        """Send `sent[i]` to member `i`, and receive from it into `received[i]`."""
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of the member with index `source` to all."""
+        """Copy the array of the member with index `source` to all members."""
 
     def barrier(self, tag: int) -> None:
-        """Return when all members have called it."""
+        """Wait until all members have called this."""
 
     def close(self, reason: str = "") -> None:
-        """Close the connections; members that wait get `PeerLost` with the reason."""
+        """Close the connections; waiting members get `PeerLost` with the reason."""

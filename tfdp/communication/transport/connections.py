@@ -1,6 +1,7 @@
-"""Connections between two workers that have proved who they are.
+"""Authenticated connections between two workers.
 
-Beside those for data there is one for short messages: why a connection is closed.
+In addition to the connections for data, two workers have one for short messages, which
+carry the reason that a connection is closed.
 """
 
 from __future__ import annotations
@@ -23,23 +24,25 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 CONTROL = "control"
 _CLOSED = "it has closed its connections"
-# Of the messages that are read at once, and of a cause.
-_MOST_BYTES, _MOST_LETTERS = 65536, 4096
+# Largest number of bytes of a control message, and of characters of its cause.
+_MOST_BYTES, _MOST_CHARACTERS = 65536, 4096
 _UNIX_BUFFER_BYTES = 1 << 20
-# Between processes of one host a buffer that grows to megabytes is read when the cache
-# has lost it: with this one all-reduces took four fifths of the processor's time. The
-# kernel takes twice of it, or what `net.core.wmem_max` grants, which served as well.
+# Send buffer of TCP between processes of one host. A default buffer grows to megabytes,
+# which no longer fit the cache when they are read: with this size all-reduces took four
+# fifths of the CPU time. The kernel doubles it, and limits it to `net.core.wmem_max`,
+# which was as fast.
 _LOCAL_TCP_BUFFER_BYTES = 512 << 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """Why a worker has closed a connection.
+    """Reason that a worker has closed a connection.
 
     Args:
-        rank: Int, the worker that is lost; the one that closes, if it leaves itself.
-        cause: String.
-        is_error: Bool, whether nobody is lost: the workers did not agree.
+        rank: Int, the lost worker; the closing worker itself if none is lost.
+        cause: String, the cause.
+        is_error: Bool, whether workers called different collectives, or another error
+            occurred without the loss of a worker.
     """
 
     rank: int
@@ -48,24 +51,24 @@ class Ending:
 
 
 class Registry(Protocol):
-    """Tells the other ends of connections why they are closed."""
+    """Interface by which connections exchange the reasons that they are closed."""
 
     rank: int
 
     def tell(self, peer: int, lane: str, ending: Ending) -> None:
-        """Tell a peer why this worker closes the connection of a lane."""
+        """Send a peer the reason that this worker closes the connection of a lane."""
 
     def ending_of(self, peer: int, lane: str) -> Ending | None:
-        """Return what the peer has told, or `None` if it could not."""
+        """Return the reason from the peer, or `None` if it has sent none."""
 
     def forget(self, connection: Connection) -> None:
-        """Take note that a connection is closed."""
+        """Remove a closed connection."""
 
 
 class Connection:
     """Connection to another worker, over TCP or a Unix socket.
 
-    One thread sends and receives; any may call `close`.
+    One thread sends and receives; any thread may call `close`.
 
     Args:
         sock: `socket.socket`, after the handshake.
@@ -88,10 +91,10 @@ class Connection:
         self._ending: Ending | None = None
 
     def __enter__(self) -> Connection:
-        """Keep the descriptor from being closed, and its number from being reused."""
+        """Keep the descriptor open in the block, so that its number is not reused."""
         with self._lock:
             if self._ending is not None:
-                raise _closed_here(self._ending)
+                raise _closed_error(self._ending)
             self._users += 1
         return self
 
@@ -107,11 +110,11 @@ class Connection:
                 self.sock.close()
 
     def fileno(self) -> int:
-        """Return the file descriptor, -1 once it is closed."""
+        """Return the file descriptor, -1 after it is closed."""
         return self.sock.fileno()
 
     def send(self, *buffers: Buffer) -> None:
-        """Send buffers, one after the other, and wait until all have gone.
+        """Send buffers, one after another, and wait until all are sent.
 
         Args:
             *buffers: Contiguous buffers.
@@ -126,10 +129,10 @@ class Connection:
                     sent = self.sock.sendmsg(rest, (), socket.MSG_NOSIGNAL)
                 except OSError as error:
                     raise self.lost(error) from error
-                rest = _after(rest, sent)
+                rest = _without_first_bytes(rest, sent)
 
     def receive_into(self, view: Buffer) -> None:
-        """Fill a buffer, and wait until it is full.
+        """Receive into a buffer, and wait until it is full.
 
         Args:
             view: Contiguous, writable buffer.
@@ -149,10 +152,10 @@ class Connection:
                 rest = rest[received:]
 
     def send_descriptor(self, descriptor: int) -> None:
-        """Send an open file to a worker of this host; over Unix sockets only.
+        """Send an open file to a worker of this host; only over Unix sockets.
 
         Args:
-            descriptor: Int, which stays open here.
+            descriptor: Int, the file descriptor, which stays open here.
 
         Raises:
             PeerLost: If the connection has ended.
@@ -164,10 +167,10 @@ class Connection:
                 raise self.lost(error) from error
 
     def receive_descriptor(self) -> int:
-        """Receive an open file; over Unix sockets only.
+        """Receive an open file; only over Unix sockets.
 
         Returns:
-            Int, the descriptor, which the caller closes.
+            Int, the file descriptor, which the caller must close.
 
         Raises:
             PeerLost: If the connection has ended.
@@ -191,45 +194,47 @@ class Connection:
         )
 
     def lost(self, error: OSError | None) -> Exception:
-        """Return the error that says how the connection ended.
+        """Return the error with the reason that the connection ended.
 
         Args:
-            error: `OSError` that was met, or `None` at the end of what was sent.
+            error: `OSError` of the socket, or `None` at the end of its stream.
 
         Returns:
             `PeerLost`; `TransportClosed` if this worker closed the connection itself;
-            `TransportError` if the workers did not agree.
+            `TransportError` if no worker is lost.
         """
         if self._ending is not None:
-            return _closed_here(self._ending)
-        told = self._registry.ending_of(self.peer, self.lane)
-        if told is None:
+            return _closed_error(self._ending)
+        ending = self._registry.ending_of(self.peer, self.lane)
+        if ending is None:
             if error is None or isinstance(error, ConnectionError):
                 return PeerLost(self.peer, "its connection was closed")
             return PeerLost(self.peer, f"its connection has failed: {error.strerror}")
-        if told.is_error:
-            return TransportError(told.cause)
-        if told.rank == self._registry.rank:
-            return PeerLost(self.peer, f"it has lost this worker: {told.cause}")
-        return PeerLost(told.rank, told.cause)
+        if ending.is_error:
+            return TransportError(ending.cause)
+        if ending.rank == self._registry.rank:
+            return PeerLost(self.peer, f"it has lost this worker: {ending.cause}")
+        return PeerLost(ending.rank, ending.cause)
 
     def has_left(self) -> bool:
-        """Whether the other end has closed the connection in good order.
+        """Whether the other end has closed the connection without an error.
 
         Returns:
-            Bool; it may take a moment until the end of a process is told from that.
+            Bool. It may wait a moment for the peer's reason, to tell this from the end
+            of its process.
         """
         if self._ending is not None:
             return False
-        told = self._registry.ending_of(self.peer, self.lane)
-        return told == Ending(self.peer, _CLOSED)
+        ending = self._registry.ending_of(self.peer, self.lane)
+        return ending == Ending(self.peer, _CLOSED)
 
     def close(self, reason: str = "", ending: Ending | None = None) -> None:
-        """Close the connection, once; a waiting call ends at once, on both sides.
+        """Close the connection once; waiting calls at both ends end at once.
 
         Args:
-            reason: String, which the other end is told.
-            ending: `Ending` to tell instead, if this worker does not leave by itself.
+            reason: String, sent to the other end.
+            ending: `Ending` to send instead, or `None`, if another worker or an error
+                is the cause. Defaults to `None`.
         """
         with self._lock:
             if self._ending is not None:
@@ -238,13 +243,13 @@ class Connection:
         self._registry.tell(self.peer, self.lane, self._ending)
         with self._lock:
             if self._users:
-                shut_down(self.sock)  # its user closes it
+                shut_down(self.sock)  # `__exit__` closes it
             else:
                 self.sock.close()
         self._registry.forget(self)
 
 
-def _closed_here(ending: Ending) -> TransportClosed:
+def _closed_error(ending: Ending) -> TransportClosed:
     return TransportClosed("" if ending.cause == _CLOSED else ending.cause)
 
 
@@ -253,8 +258,8 @@ def _bytes_of(buffer: Buffer) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
-def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """Leave out the bytes that have been sent."""
+def _without_first_bytes(views: list[memoryview], num_bytes: int) -> list[memoryview]:
+    """Return the views without the first bytes, which have been sent."""
     for position, view in enumerate(views):
         if num_bytes < view.nbytes:
             return [view[num_bytes:], *views[position + 1 :]]
@@ -263,7 +268,7 @@ def _after(views: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 class ControlLine:
-    """Connection for messages, written by any thread, read by the acceptor's.
+    """Connection for control messages; any thread sends, the acceptor's receives.
 
     Args:
         sock: `socket.socket`, after the handshake.
@@ -278,19 +283,19 @@ class ControlLine:
         self._buffer = b""
 
     def send(self, lane: str, ending: Ending) -> None:
-        """Send why a connection is closed; in vain if the peer is gone.
+        """Send the reason that a connection is closed, unless the peer has ended.
 
         Args:
-            lane: String, that of the connection.
-            ending: `Ending`.
+            lane: String, lane of the connection.
+            ending: `Ending`, the reason.
         """
-        cause = ending.cause[:_MOST_LETTERS]
+        cause = ending.cause[:_MOST_CHARACTERS]
         text = json.dumps([lane, ending.rank, cause, ending.is_error])
         with self._lock, contextlib.suppress(OSError):
             self.sock.send(text.encode() + b"\n", socket.MSG_NOSIGNAL)
 
     def receive(self) -> list[tuple[str, Ending]] | None:
-        """Read the messages that are there.
+        """Receive all messages that have arrived, without waiting.
 
         Returns:
             List of lanes and `Ending`s, or `None` at the end of the connection.
@@ -306,11 +311,11 @@ class ControlLine:
             return None
         try:
             return [_parsed(line) for line in lines]
-        except (ValueError, TypeError):  # another version of tfdp
+        except (ValueError, TypeError):  # the peer has another version of tfdp
             return None
 
     def fileno(self) -> int:
-        """Return the descriptor, -1 once it is closed."""
+        """Return the file descriptor, -1 after it is closed."""
         return self.sock.fileno()
 
     def close(self) -> None:
@@ -325,14 +330,14 @@ def _parsed(line: bytes) -> tuple[str, Ending]:
 
 
 def tune(sock: socket.socket) -> None:
-    """Set what pays: the size of buffers on one host; between hosts they grow."""
+    """Set socket options: send buffers on one host, no delay, keep-alive."""
     if sock.family == socket.AF_UNIX:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
         return
     if _is_within_host(sock):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_TCP_BUFFER_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # A host that has gone without a word is noticed after half a minute of silence.
+    # Keep-alive detects a host that has failed silently after half a minute.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
@@ -342,11 +347,11 @@ def tune(sock: socket.socket) -> None:
 def _is_within_host(sock: socket.socket) -> bool:
     try:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
-    except OSError:  # it has ended already; whoever uses it will see
+    except OSError:  # it has ended already, which its first use will report
         return False
 
 
 def shut_down(sock: socket.socket) -> None:
-    """End what waits on a socket, here and at its other end."""
-    with contextlib.suppress(OSError):  # not connected yet, or ended
+    """Shut a socket down, so that waiting calls at both ends return."""
+    with contextlib.suppress(OSError):  # not connected yet, or ended already
         sock.shutdown(socket.SHUT_RDWR)

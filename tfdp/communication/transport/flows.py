@@ -1,9 +1,9 @@
-"""Move data over several connections at once, in both directions, in one thread.
+"""Data over several connections at once, in both directions, in one thread.
 
-Each connection has an ordered list of what is sent and one of what is received. All
-make progress as their sockets allow; poll waits where none does. So two members that
-send to each other never wait for each other. What is sent may have to wait until
-something else is received and added: it names a `Gate`, which counts that.
+Each connection has an ordered list of pieces to send and one of pieces to receive. All
+make progress as their sockets allow; `poll` waits if none does. So two members that
+send to each other do not deadlock. A piece may have to wait until other data is
+received and added: it then names a `Gate`, which counts that data.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-# Missing on macOS, where tfdp is imported and uses none of this.
+# These constants are missing on macOS, where this module is imported but not used.
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
-_LEFT = getattr(select, "POLLRDHUP", 0)
-_AT_ONCE = socket.MSG_DONTWAIT | _NO_SIGNAL
-_ENDED = _LEFT | select.POLLHUP | select.POLLERR | select.POLLNVAL
+_PEER_CLOSED = getattr(select, "POLLRDHUP", 0)
+_NON_BLOCKING = socket.MSG_DONTWAIT | _NO_SIGNAL
+_ENDED = _PEER_CLOSED | select.POLLHUP | select.POLLERR | select.POLLNVAL
 
 
 class Link(Protocol):
-    """What a flow needs of a connection."""
+    """Interface of a connection that a flow needs."""
 
     sock: socket.socket
 
     def lost(self, error: OSError | None) -> Exception:
-        """Return the error that says how the connection ended."""
+        """Return the error with the reason that the connection ended."""
 
     def has_left(self) -> bool:
-        """Whether the other end has closed the connection in good order."""
+        """Whether the other end has closed the connection without an error."""
 
 
 class Gate:
-    """Count of what has been done, for which later pieces wait."""
+    """Counter of finished pieces, for which other pieces wait."""
 
     __slots__ = ("count",)
 
@@ -42,19 +42,19 @@ class Gate:
         self.count = 0
 
     def pass_one(self) -> None:
-        """Count one more."""
+        """Add one to the count."""
         self.count += 1
 
 
 @dataclasses.dataclass(slots=True)
 class Piece:
-    """Bytes that are sent or received as one.
+    """Bytes that are sent or received together.
 
     Args:
-        view: `memoryview` of bytes: what is sent, or where it is received.
-        gate: `Gate` or `None`: the piece waits for it.
-        needed: Int, the count of the gate from which on the piece moves.
-        then: Callable without arguments or `None`, called when all of it has moved.
+        view: `memoryview` of bytes, to send or to receive into.
+        gate: `Gate` that the piece waits for, or `None`.
+        needed: Int, least count of the gate at which the piece may move.
+        then: Callable without arguments or `None`, called when all bytes have moved.
     """
 
     view: memoryview
@@ -64,12 +64,12 @@ class Piece:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the piece may move."""
+        """Bool, whether the gate lets the piece move."""
         return self.gate is None or self.gate.count >= self.needed
 
 
 class _Queue:
-    """The pieces of one direction, of which the first is under way."""
+    """Pieces of one direction; `rest` are the remaining bytes of the current one."""
 
     __slots__ = ("_pieces", "is_blocked", "piece", "rest")
 
@@ -86,10 +86,10 @@ class _Queue:
             self.rest = self.piece.view
 
     def pass_empty(self) -> bool:
-        """Pass the pieces without bytes, which also wait for their gates.
+        """Finish empty pieces whose gates let them pass.
 
         Returns:
-            Bool, whether there were any: other pieces may have waited for them.
+            Bool, whether any was finished: other pieces may have waited for it.
         """
         passed = False
         while (piece := self.piece) is not None:
@@ -100,11 +100,11 @@ class _Queue:
         return passed
 
     def can_move(self) -> bool:
-        """Whether the first piece may move, and did not have to wait when it did."""
+        """Whether the current piece may move and its socket has not blocked."""
         return self.piece is not None and not self.is_blocked and self.piece.is_ready
 
     def advance(self, num_bytes: int) -> None:
-        """Take note of bytes that have moved; fewer than asked for: no more now."""
+        """Record bytes that have moved; fewer than the rest means a blocked socket."""
         if num_bytes < self.rest.nbytes:
             self.rest = self.rest[num_bytes:]
             self.is_blocked = True
@@ -122,8 +122,8 @@ class Flow:
 
     Args:
         link: `Connection`.
-        outgoing: Iterable of `Piece`s, sent in this order; one without bytes keeps the
-            flow from being done as long as it waits for its gate.
+        outgoing: Iterable of `Piece`s, sent in this order; the flow is not done while
+            an empty one waits for its gate.
         incoming: Iterable of `Piece`s, received in this order.
     """
 
@@ -138,11 +138,11 @@ class Flow:
 
     @property
     def is_done(self) -> bool:
-        """Whether all has been sent and received."""
+        """Bool, whether all pieces have been sent and received."""
         return self._out.piece is None and self._in.piece is None
 
     def push(self) -> bool:
-        """Send of the next piece what goes without waiting.
+        """Send as much of the current piece as possible without blocking.
 
         Returns:
             Bool, whether anything moved.
@@ -155,7 +155,7 @@ class Flow:
         if not queue.can_move():
             return passed
         try:
-            num_bytes = self._sock.send(queue.rest, _AT_ONCE)
+            num_bytes = self._sock.send(queue.rest, _NON_BLOCKING)
         except BlockingIOError:
             queue.is_blocked = True
             return passed
@@ -165,7 +165,7 @@ class Flow:
         return True
 
     def pull(self) -> bool:
-        """Receive of the next piece what is there.
+        """Receive as much of the current piece as possible without blocking.
 
         Returns:
             Bool, whether anything moved.
@@ -178,7 +178,7 @@ class Flow:
         if not queue.can_move():
             return passed
         try:
-            num_bytes = self._sock.recv_into(queue.rest, 0, _AT_ONCE)
+            num_bytes = self._sock.recv_into(queue.rest, 0, _NON_BLOCKING)
         except BlockingIOError:
             queue.is_blocked = True
             return passed
@@ -191,32 +191,32 @@ class Flow:
 
     @property
     def descriptor(self) -> int:
-        """The file descriptor of the connection."""
+        """Int, the file descriptor of the connection."""
         return self._sock.fileno()
 
     @property
     def events(self) -> int:
-        """The events to poll for; none where only other connections can help.
+        """Int, the events to poll for, 0 if the flow waits only for other flows.
 
-        A peer that has got and given all is still watched: if it dies, whoever else
-        is waited for may never come.
+        The peer of a finished flow is still watched: if it dies, other members may
+        never send their data.
         """
         if self.is_done:
-            return 0 if self._has_left else _LEFT
+            return 0 if self._has_left else _PEER_CLOSED
         events = 0
         if self._in.is_blocked:
             events |= select.POLLIN
         if self._out.is_blocked:
             events |= select.POLLOUT
         if self._out.piece is not None:
-            events |= _LEFT  # whoever ends now still wants something
+            events |= _PEER_CLOSED  # the peer must not end before it has received all
         return events
 
-    def note(self, events: int) -> None:
-        """Take note of what poll has found.
+    def handle(self, events: int) -> None:
+        """Handle events from `poll`.
 
         Raises:
-            PeerLost: If the connection has ended, and nothing is left to be read.
+            PeerLost: If the connection has ended, and no data is left to read.
         """
         if self.is_done and events & _ENDED:
             self._has_left = self._link.has_left()
@@ -226,7 +226,7 @@ class Flow:
         if events & select.POLLOUT:
             self._out.is_blocked = False
         if self._in.is_blocked:
-            # At the connection's end, too: what has arrived before it is read.
+            # Also at the connection's end, since data before it may still be unread.
             self._in.is_blocked = not events & (select.POLLIN | _ENDED)
         elif events & _ENDED:
             raise self._link.lost(None)
@@ -236,7 +236,7 @@ def run(flows: Sequence[Flow]) -> None:
     """Move the data of all flows.
 
     Args:
-        flows: Sequence of `Flow`s, each over another connection.
+        flows: Sequence of `Flow`s, each over a different connection.
 
     Raises:
         PeerLost: If a connection ends before its flow is done.
@@ -256,6 +256,7 @@ def run(flows: Sequence[Flow]) -> None:
 
 
 def _wait(flows: Sequence[Flow]) -> None:
+    """Wait until a connection of a flow can make progress."""
     poll = select.poll()
     watched = {}
     for flow in flows:
@@ -263,4 +264,4 @@ def _wait(flows: Sequence[Flow]) -> None:
             poll.register(flow.descriptor, events)
             watched[flow.descriptor] = flow
     for descriptor, found in poll.poll():
-        watched[descriptor].note(found)
+        watched[descriptor].handle(found)

@@ -1,4 +1,4 @@
-"""Messages of a head, which JSON can hold, and arrays of any shapes and dtypes."""
+"""Messages of a JSON head and arrays of any shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.schedules import bytes_of
 
 _LENGTH = struct.Struct("!I")
-# More is no head of a message.
+# A larger length means that the other end does not send messages of this format.
 _MOST_HEAD_BYTES = 1 << 22
 
 
 class Link(Protocol):
-    """A connection that carries messages."""
+    """Interface of a connection for messages."""
 
     def send(self, *buffers: bytes | memoryview) -> None:
-        """Send buffers, one after the other."""
+        """Send buffers, one after another."""
 
     def receive_into(self, view: bytearray | memoryview) -> None:
-        """Fill a buffer."""
+        """Receive into a buffer until it is full."""
 
 
 def send_frame(
@@ -34,13 +34,13 @@ def send_frame(
 
     Args:
         link: `Link`.
-        head: Mapping that JSON can hold.
+        head: Mapping of values that JSON supports.
         arrays: Sequence of arrays. Defaults to none.
     """
-    own = [np.asarray(array) for array in arrays]
-    specs = [(array.dtype.name, array.shape) for array in own]
+    converted = [np.asarray(array) for array in arrays]
+    specs = [(array.dtype.name, array.shape) for array in converted]
     text = json.dumps({**head, "arrays": specs}).encode()
-    link.send(_LENGTH.pack(len(text)) + text, *map(_view, own))
+    link.send(_LENGTH.pack(len(text)) + text, *map(_view, converted))
 
 
 def receive_frame(link: Link) -> tuple[dict[str, Any], list[Array]]:
@@ -53,7 +53,7 @@ def receive_frame(link: Link) -> tuple[dict[str, Any], list[Array]]:
         Tuple of the head, and a list of arrays.
 
     Raises:
-        EOFError: If the other end sends no message.
+        EOFError: If the other end does not send a message.
     """
     length = bytearray(_LENGTH.size)
     link.receive_into(length)
@@ -70,4 +70,5 @@ def receive_frame(link: Link) -> tuple[dict[str, Any], list[Array]]:
 
 
 def _view(array: Array) -> memoryview:
+    """Return the bytes of an array, contiguous and flat."""
     return bytes_of(np.ascontiguousarray(array).reshape(-1))

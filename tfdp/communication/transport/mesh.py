@@ -1,4 +1,4 @@
-"""Connections of this worker to the others of its job."""
+"""Connections of this worker to the other workers of its job."""
 
 from __future__ import annotations
 
@@ -51,55 +51,56 @@ from tfdp.ground.forks import Owner, close_in_forks
 _logger = logging.getLogger("tfdp.transport")
 
 _PREFIX = "transport"
-# Rank of a worker that dials, and digest of the lane's name.
+# Claim of a dialer in a handshake: its rank, and the digest of the lane's name.
 _CLAIM = struct.Struct("!I32s")
-# After which a busy or silent end is dialled again.
+# Time limit of one attempt to dial, after which a busy or silent peer is dialled again.
 _ATTEMPT_SECONDS = 10.0
-# In which a store is asked once, and after which `close` is noticed at the latest.
+# Time limit of one read of the store, which bounds the delay of `close`.
 _STORE_SECONDS = 2.0
 _RETRY_SECONDS = 0.05
 _BACKLOG = 512
-# For the message that says why a connection was closed; it is sent before.
+# Longest wait for the message with the reason that a connection was closed, which the
+# peer sends before it closes the connection.
 _REASON_SECONDS = 0.5
-# Those that are open at the end of the script: the peers are told that it is the end.
+# Open meshes, which are closed at the end of the script so that peers get a reason.
 _meshes: weakref.WeakSet[Mesh] = weakref.WeakSet()
 
 
 class Store(Protocol):
-    """Key-value store of a job, over which its workers find each other."""
+    """Interface of a job's key-value store, with the addresses of its workers."""
 
     def put(self, key: str, text: str) -> None:
         """Set the text of a key, once."""
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        """Return the text of a key, and wait until there is one.
+        """Wait until a key has a text, and return it.
 
         Args:
-            key: String.
+            key: String, the key.
             timeout_seconds: Float, the longest wait.
 
         Raises:
-            TimeoutError: If there is no text in time.
+            TimeoutError: If the key has no text in time.
         """
 
 
 class Mesh:
-    """Connections of this worker to the others of its job.
+    """Connections of this worker to the other workers of its job.
 
-    It publishes its addresses in the store and listens on two sockets: TCP, on one
-    address of this host and a port that the system chooses, and an abstract Unix
-    socket, for workers of this host. Of two workers the one of higher rank dials.
+    The worker publishes its addresses in the store and listens on two sockets: TCP, on
+    one address of this host and a port that the system chooses, and an abstract Unix
+    socket, for workers of this host. The worker with the higher rank of two dials.
 
     Args:
-        rank: Int, this worker's.
-        num_workers: Int.
+        rank: Int, rank of this worker.
+        num_workers: Int, number of workers.
         store: `Store` of the job. Worker 0 puts the job's secret into it.
         host: String, this worker's host as `TF_CONFIG` names it.
         interface: String or `None`, the name or an address of the interface to
             listen on. Defaults to `None`, the one that `host` resolves to.
         timeout_seconds: Float, the longest wait for another worker.
-        use_unix: Bool, alike on all workers, whether those of one host share Unix
-            sockets and memory; without, they use TCP, as those of two hosts do.
+        use_unix: Bool, the same on all workers, whether workers of one host use Unix
+            sockets and shared memory rather than TCP. Defaults to `True`.
 
     Raises:
         TransportError: If this host has no such address or interface, or worker 0
@@ -124,22 +125,22 @@ class Mesh:
         self._use_unix = use_unix
         self._changed = threading.Condition()
         self._closed: str | None = None
-        # Why the listener accepts nobody at the moment.
-        self._lack: str | None = None
+        # Reason that no connection can be accepted at the moment, or `None`.
+        self._accept_error: str | None = None
         self._owner = Owner()
         self._addresses: dict[int, Addresses] = {}
         self._accepted: dict[tuple[int, bytes], socket.socket] = {}
         self._lines: dict[int, ControlLine] = {}
         self._line_locks: dict[int, threading.Lock] = {}
-        self._gone: set[int] = set()
+        self._ended_peers: set[int] = set()
         self._endings: dict[tuple[int, str], Ending] = {}
         self._connections: set[Connection] = set()
         self._dialling: set[socket.socket] = set()
         address = listening_address(host, interface)
         self._secret = self._shared_secret()
-        tcp = _listening(family_of(address), socket_address(address, 0))
-        # Under a name that nobody guesses, and that leaves no file.
-        unix = _listening(socket.AF_UNIX, f"\0tfdp-{secrets.token_hex(16)}")
+        tcp = _listen(family_of(address), socket_address(address, 0))
+        # An abstract socket leaves no file, and its random name cannot be guessed.
+        unix = _listen(socket.AF_UNIX, f"\0tfdp-{secrets.token_hex(16)}")
         self.addresses = Addresses(
             host=host,
             ip=address,
@@ -152,7 +153,7 @@ class Mesh:
             _service(rank),
             [tcp, unix],
             self._accept,
-            lacks_files=self._note_lack,
+            lacks_files=self._set_accept_error,
             log=_logger.warning,
             claim_bytes=_CLAIM.size,
         )
@@ -160,24 +161,25 @@ class Mesh:
         store.put(f"{_PREFIX}/address/{rank}", self.addresses.to_json())
 
     def connect(self, peer: int, lane: str) -> Connection:
-        """Connect to another worker, which has to do the same.
+        """Connect to another worker, which must make the same call.
 
         Args:
-            peer: Int, its rank.
-            lane: String, what the connection is for; a new one for each.
+            peer: Int, rank of the other worker.
+            lane: String, purpose of the connection, unique for each connection.
 
         Returns:
-            `Connection`, when both have called this.
+            `Connection`, after both workers have called this.
 
         Raises:
             PeerLost: If the other worker ends meanwhile.
-            TransportError: If it does not connect in time, or cannot be reached.
+            TransportError: If the other worker does not connect in time, or cannot be
+                reached.
         """
         deadline = time.monotonic() + self._timeout_seconds
         if self.rank > peer:
             sock = self._dial_lane(peer, lane, deadline)
         else:
-            sock = self._take(peer, lane, deadline)
+            sock = self._wait_for_dial(peer, lane, deadline)
         connection = Connection(sock, peer, lane, self)
         with self._changed:
             if self._closed is None:
@@ -187,13 +189,13 @@ class Mesh:
         raise self._was_closed()
 
     def share_host(self, ranks: Iterable[int]) -> bool:
-        """Whether workers share this host: its network namespace, and one user.
+        """Whether workers share this host, its network namespace and its user.
 
         Args:
-            ranks: Iterable of int.
+            ranks: Iterable of int, the workers.
 
         Returns:
-            Bool; where it is true, Unix sockets and memory files work between them.
+            Bool; if true, Unix sockets and shared memory work between them.
         """
         if not self._use_unix:
             return False
@@ -204,10 +206,10 @@ class Mesh:
         )
 
     def close(self, reason: str = "") -> None:
-        """Close all connections and stop to listen; nothing is left open.
+        """Close all connections and listening sockets.
 
         Args:
-            reason: String, which the peers are told.
+            reason: String, sent to the peers.
         """
         if not self._owner.is_current:
             return
@@ -227,17 +229,17 @@ class Mesh:
                 sock.close()
             self._accepted.clear()
 
-    # What connections ask of their mesh.
+    # Interface `Registry`, which connections use.
 
     def tell(self, peer: int, lane: str, ending: Ending) -> None:
-        """Tell a peer why this worker closes the connection of a lane."""
+        """Send a peer the reason that this worker closes the connection of a lane."""
         with self._changed:
             line = self._lines.get(peer)
         if line is not None:
             line.send(lane, ending)
 
     def ending_of(self, peer: int, lane: str) -> Ending | None:
-        """Return why the peer closed the connection of a lane, `None` if unsaid."""
+        """Return the reason that the peer closed a connection, `None` if unknown."""
 
         def is_known() -> bool:
             return (peer, lane) in self._endings or peer not in self._lines
@@ -247,41 +249,43 @@ class Mesh:
             return self._endings.get((peer, lane))
 
     def forget(self, connection: Connection) -> None:
-        """Take note that a connection is closed."""
+        """Remove a closed connection."""
         with self._changed:
             self._connections.discard(connection)
 
-    # What the acceptor's thread calls.
+    # Callbacks on the acceptor's thread.
 
     def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
-        """Keep the connection of a worker until `connect` asks for it."""
+        """Store an accepted connection until `connect` takes it."""
         rank, lane = _CLAIM.unpack(authenticated.claim)
         if lane == _digest(CONTROL):
             self._add_line(ControlLine(sock, rank))
             return
         with self._changed:
-            self._lack = None
-            before = self._accepted.pop((rank, lane), None)
+            self._accept_error = None
+            previous = self._accepted.pop((rank, lane), None)
             self._accepted[rank, lane] = sock
             self._changed.notify_all()
-        if before is not None:  # whose other end has tried again
-            before.close()
+        if (
+            previous is not None
+        ):  # the peer has dialled again, so its first attempt is void
+            previous.close()
 
-    def _note_lack(self, sentence: str) -> None:
-        """End the calls that wait for a connection which cannot be accepted."""
+    def _set_accept_error(self, sentence: str) -> None:
+        """End calls of `connect` whose connection cannot be accepted."""
         with self._changed:
-            self._lack = sentence
+            self._accept_error = sentence
             self._changed.notify_all()
 
     def _read(self, line: ControlLine) -> bool:
-        """Keep the reasons for which a peer closes connections, and note its end."""
+        """Record a peer's reasons for closing connections, and the end of the peer."""
         messages = line.receive()
         with self._changed:
             for lane, ending in messages or ():
                 self._endings[line.peer, lane] = ending
             if messages is None and self._lines.get(line.peer) is line:
                 del self._lines[line.peer]
-                self._gone.add(line.peer)
+                self._ended_peers.add(line.peer)
             self._changed.notify_all()
         return messages is not None
 
@@ -292,23 +296,24 @@ class Mesh:
         self._acceptor.watch(line, functools.partial(self._read, line))
 
     def _shared_secret(self) -> str:
+        """Create the job's secret on worker 0; read it from the store on others."""
         key = f"{_PREFIX}/secret"
         if self.rank == 0:
             secret = secrets.token_hex(32)
             self._store.put(key, secret)
             return secret
-        return self._text(key, 0, time.monotonic() + self._timeout_seconds)
+        return self._read_store(key, 0, time.monotonic() + self._timeout_seconds)
 
     def _addresses_of(self, peer: int, deadline: float) -> Addresses:
         if peer == self.rank:
             return self.addresses
         if peer not in self._addresses:
-            text = self._text(f"{_PREFIX}/address/{peer}", peer, deadline)
+            text = self._read_store(f"{_PREFIX}/address/{peer}", peer, deadline)
             self._addresses[peer] = Addresses.from_json(text)
         return self._addresses[peer]
 
-    def _text(self, key: str, peer: int, deadline: float) -> str:
-        """Get a text of a peer from the store."""
+    def _read_store(self, key: str, peer: int, deadline: float) -> str:
+        """Read a peer's text from the store, until the deadline or `close`."""
         while True:
             if self._closed is not None:
                 raise self._was_closed()
@@ -325,7 +330,10 @@ class Mesh:
             )
 
     def _dial_lane(self, peer: int, lane: str, deadline: float) -> socket.socket:
-        """Dial, with a control line before the first one, and wait for `connect`."""
+        """Dial a peer, and wait until it calls `connect`.
+
+        The first call for a peer also dials a control line.
+        """
         with self._line_locks.setdefault(peer, threading.Lock()):
             if peer not in self._lines:
                 line = ControlLine(self._dial(peer, CONTROL, deadline), peer)
@@ -348,11 +356,11 @@ class Mesh:
         return sock
 
     def _dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
-        """Dial until the other worker answers."""
+        """Dial repeatedly until the other worker answers."""
         addresses = self._addresses_of(peer, deadline)
         claim = _CLAIM.pack(self.rank, _digest(lane))
         while True:
-            if peer in self._gone:
+            if peer in self._ended_peers:
                 raise self._ended(peer)
             try:
                 sock, target = self._new_socket(addresses)
@@ -378,27 +386,33 @@ class Mesh:
                     raise self._unreachable(peer, addresses, error) from None
             time.sleep(_RETRY_SECONDS)
 
-    def _new_socket(self, there: Addresses) -> tuple[socket.socket, tuple | str]:
-        """Return a socket to dial with, and what it is to be connected to."""
-        if self._use_unix and there.machine == self.addresses.machine:
-            return close_in_forks(socket.socket(socket.AF_UNIX)), f"\0{there.unix_name}"
-        sock = close_in_forks(socket.socket(family_of(there.ip)))
+    def _new_socket(
+        self, peer_addresses: Addresses
+    ) -> tuple[socket.socket, tuple | str]:
+        """Create a socket to dial with; return it and the address to connect to."""
+        if self._use_unix and peer_addresses.machine == self.addresses.machine:
+            return close_in_forks(
+                socket.socket(socket.AF_UNIX)
+            ), f"\0{peer_addresses.unix_name}"
+        sock = close_in_forks(socket.socket(family_of(peer_addresses.ip)))
         ip = self.addresses.ip
-        # From the interface that this worker listens on, where it leads there.
-        if family_of(ip) == sock.family and is_loopback(ip) == is_loopback(there.ip):
+        # Dial from the interface that this worker listens on, if it can reach the peer.
+        if family_of(ip) == sock.family and is_loopback(ip) == is_loopback(
+            peer_addresses.ip
+        ):
             sock.bind(socket_address(ip, 0))
-        return sock, socket_address(there.ip, there.port)
+        return sock, socket_address(peer_addresses.ip, peer_addresses.port)
 
-    def _take(self, peer: int, lane: str, deadline: float) -> socket.socket:
+    def _wait_for_dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
         """Wait for the connection that a peer of higher rank dials."""
         key = peer, _digest(lane)
         with self._changed:
             self._changed.wait_for(
                 lambda: (
                     key in self._accepted
-                    or peer in self._gone
+                    or peer in self._ended_peers
                     or self._closed is not None
-                    or self._lack is not None
+                    or self._accept_error is not None
                 ),
                 max(0.0, deadline - time.monotonic()),
             )
@@ -406,20 +420,22 @@ class Mesh:
         if sock is None:
             if self._closed is not None:
                 raise self._was_closed()
-            if peer in self._gone:
+            if peer in self._ended_peers:
                 raise self._ended(peer)
-            if self._lack is not None:
-                raise TransportError(self._lack)
+            if self._accept_error is not None:
+                raise TransportError(self._accept_error)
             raise self._did_not_come(peer)
         tune(sock)
         sock.settimeout(None)
-        with contextlib.suppress(OSError):  # whoever uses it will see
+        with contextlib.suppress(
+            OSError
+        ):  # the first use of the socket will report the error
             sock.send(b"\1", socket.MSG_NOSIGNAL)
         return sock
 
     @contextlib.contextmanager
     def _interruptible(self, sock: socket.socket) -> Iterator[None]:
-        """Let `close` end what a thread waits for on a socket of its own."""
+        """Let `close` interrupt a thread that waits on a socket in the block."""
         with self._changed:
             if self._closed is not None:
                 sock.close()
@@ -463,7 +479,7 @@ class Mesh:
         )
 
 
-def _listening(family: int, address: tuple | str) -> socket.socket:
+def _listen(family: int, address: tuple | str) -> socket.socket:
     sock = close_in_forks(socket.socket(family, socket.SOCK_STREAM))
     sock.bind(address)
     sock.listen(_BACKLOG)

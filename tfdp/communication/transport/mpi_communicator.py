@@ -1,9 +1,9 @@
-"""Collectives over MPI, by messages that never wait with a core of their own.
+"""Collectives over MPI, by messages whose waits do not keep a core busy.
 
-Of MPI only non-blocking messages between two processes are used. Its own reductions do
-not promise sums that are equal on all members and in each run, know no bfloat16, and
-cannot be ended when a member is gone. Each member here adds its part of an array, in
-the order of the members; what moves is what the best of MPI's own algorithms move.
+Only non-blocking point-to-point messages of MPI are used. MPI's reductions do not
+guarantee equal sums on all members and in each run, lack bfloat16, and cannot be
+cancelled if a member is lost. Here each member sums its part of an array in the order
+of the members; the number of bytes is that of the best algorithms of MPI libraries.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tfdp.ground.text import pluralize
 
 
 def is_mpi_job(num_workers: int | None = None) -> bool:
-    """Whether this process is one of an MPI job, and has mpi4py to speak with it.
+    """Whether this process belongs to an MPI job, and mpi4py is installed.
 
     Args:
-        num_workers: Int, number of workers of the cluster, which have to be the job's
-            processes; or `None` to leave that out. Defaults to `None`.
+        num_workers: Int, required number of processes of the job, or `None` for any.
+            Defaults to `None`.
 
     Returns:
-        Bool. It is found by the launcher's variables; MPI is not started. Tasks of
-        `srun` do not count, unless MPI has started: many clusters set the variables of
-        MPI for each of them.
+        Bool, from the launcher's variables; MPI is not started. Tasks of `srun` do not
+        count unless MPI has started, since many clusters set MPI's variables for each
+        of them.
     """
     job = current_job()
     if job is not None:
@@ -56,17 +56,17 @@ def check_job(
 ) -> None:
     """Start MPI, and check that the workers are the processes of its job.
 
-    All workers call it, before the first `MpiCommunicator`.
+    All workers must call this before they create an `MpiCommunicator`.
 
     Args:
         num_workers: Int, number of workers of the cluster.
-        rank: Int, this worker's.
+        rank: Int, rank of this worker.
         timeout_seconds: Float or `None`, the longest wait for the others. Defaults to
-            `None`, for ever.
+            `None`, no limit.
 
     Raises:
-        ValueError: If there is no MPI job, or it is not that of the workers.
-        TimeoutError: If a process of the job does not come in time.
+        ValueError: If there is no MPI job, or its processes are not the workers.
+        TimeoutError: If a process of the job does not join in time.
     """
     import_mpi()
     if mpi_rank() is None and current_job() is None:
@@ -96,23 +96,23 @@ def check_job(
 class MpiCommunicator:
     """Collectives of a group of workers over MPI.
 
-    A group and lane has an MPI communicator of its own. Waiting takes little of a core:
-    MPI is asked again after pauses that grow with the wait, to a millisecond.
+    Each lane of a group has its own MPI communicator. Waits use little CPU time: MPI is
+    polled after pauses that grow with the wait, up to a millisecond.
 
-    Where MPI allows calls from one thread at a time only, all workers have to make
-    their communicators in one order.
+    If MPI allows calls from only one thread at a time, all workers must create their
+    communicators in the same order.
 
     Args:
-        ranks: Sequence of int, the member workers, this one among them. All of them
-            make the communicator, with the same lane.
-        lane: String, which of the communicators of this group it is.
+        ranks: Sequence of int, the member workers, including this one. All members
+            create the communicator, with the same lane.
+        lane: String, name of the communicator in its group.
         timeout_seconds: Float or `None`, the longest wait for the other members.
-            Defaults to `None`, for ever.
+            Defaults to `None`, no limit.
 
     Raises:
-        TransportError: If there is no MPI job, this worker is not a member, or another
-            lane is being made under the same tag.
-        TimeoutError: If a member does not come in time.
+        TransportError: If there is no MPI job, this worker is not a member, or members
+            create different lanes with the same MPI tag.
+        TimeoutError: If a member does not join in time.
     """
 
     name = "mpi"
@@ -139,7 +139,7 @@ class MpiCommunicator:
             )
         self.index = self.ranks.index(own)
         self._scratch = np.empty(0, np.uint8)
-        comm = _make_comm(job, self.ranks, lane, timeout_seconds)
+        comm = _create_comm(job, self.ranks, lane, timeout_seconds)
         self._messages = MpiMessages(job, comm, self.ranks)
         self._job = job
         job.add(self)
@@ -160,28 +160,28 @@ class MpiCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum over all members the own part, into another array or in place."""
+        """Sum this member's part over all members, into another array or in place."""
         own = array[bounds[self.index] : bounds[self.index + 1]]
         with self._messages.call():
             call = call_of("reduce-scatter", array, tag, bounds)
             self._reduce_scatter(array, bounds, own if into is None else into, call)
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Fill the parts of all other members with theirs."""
+        """Receive the parts of all other members into `array`."""
         with self._messages.call():
             self._all_gather(array, bounds, call_of("all-gather", array, tag, bounds))
 
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
     ) -> None:
-        """Send `sent[i]` to member `i`, and fill `received[i]` with what it sends."""
+        """Send `sent[i]` to member `i`, and receive from it into `received[i]`."""
         with self._messages.call():
             received[self.index][:] = sent[self.index]
             pairs = {peer: (sent[peer], received[peer]) for peer in self._others()}
             self._messages.exchange(pairs, call_of(ALL_TO_ALL, sent[self.index], tag))
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of the member with index `source` to all."""
+        """Copy the array of the member with index `source` to all members."""
         size = len(self.ranks)
         with self._messages.call():
             if size == 1:
@@ -190,13 +190,14 @@ class MpiCommunicator:
             if array.nbytes <= SMALL_BYTES * size:
                 self._broadcast_by_tree(array, source, call)
                 return
-            # The source sends each byte once, the others pass them on.
+            # A large array is scattered and then all-gathered: the source sends each
+            # byte once, and the others forward it.
             bounds = equal_bounds(len(array), size)
             self._scatter(array, bounds, source, call)
             self._all_gather(array, bounds, call)
 
     def barrier(self, tag: int) -> None:
-        """Return when all members have called it."""
+        """Wait until all members have called this."""
         size, distance = len(self.ranks), 1
         nothing = np.empty(0, np.uint8)
         with self._messages.call():
@@ -207,7 +208,7 @@ class MpiCommunicator:
                 distance *= 2
 
     def close(self, reason: str = "") -> None:
-        """End a call that waits, and tell the other members.
+        """End a waiting call, and notify the other members.
 
         Args:
             reason: String, which they get with `PeerLost`. Defaults to `""`.
@@ -215,9 +216,10 @@ class MpiCommunicator:
         self._messages.close(reason)
         self._job.discard(self)
 
-    # Collectives in one or more phases.
+    # Phases of the collectives.
 
     def _exchange_and_add(self, array: Array, target: Array, call: Call) -> None:
+        """All-reduce a small array by exchanging it whole between all pairs."""
         parts = self._scratch_parts(array, len(array))
         parts[self.index] = array.copy() if array is target else array
         pairs = {peer: (array, parts[peer]) for peer in self._others()}
@@ -227,7 +229,7 @@ class MpiCommunicator:
     def _reduce_scatter(
         self, array: Array, bounds: Sequence[int], target: Array, call: Call
     ) -> None:
-        """Sum the own part into `target`, which may be that part itself."""
+        """Sum this member's part into `target`, which may be that part itself."""
         own = array[bounds[self.index] : bounds[self.index + 1]]
         parts = self._scratch_parts(array, len(own))
         is_in_place = np.may_share_memory(own, target)
@@ -250,6 +252,7 @@ class MpiCommunicator:
     def _scatter(
         self, array: Array, bounds: Sequence[int], source: int, call: Call
     ) -> None:
+        """Send each member its part of the source's array."""
         nothing = array[:0]
         if self.index == source:
             pairs = {
@@ -262,7 +265,10 @@ class MpiCommunicator:
         self._messages.exchange(pairs, call)
 
     def _broadcast_by_tree(self, array: Array, source: int, call: Call) -> None:
-        """Binomial tree: member `r` from the source gets it from `r` less its low bit.
+        """Broadcast by a binomial tree from the source.
+
+        With members counted from the source, the parent of member r is r without its
+        lowest bit.
 
         Source: Rajeev Thakur, Rolf Rabenseifner and William Gropp, "Optimization of
         Collective Communication Operations in MPICH", 2005.
@@ -283,12 +289,12 @@ class MpiCommunicator:
         self._messages.exchange(dict.fromkeys(children, (array, nothing)), call)
 
     def _others(self) -> list[int]:
-        """Indices of the other members, each beginning with the one after it."""
+        """Return the indices of the other members, from the next one round."""
         size = len(self.ranks)
         return [(self.index + step) % size for step in range(1, size)]
 
     def _scratch_parts(self, like: Array, length: int) -> list[Array]:
-        """Memory for a part of each member, kept: new pages cost more than a sum."""
+        """Return reused memory for all members' parts, since new pages cost time."""
         each, size = length * like.itemsize, len(self.ranks)
         if self._scratch.nbytes < each * (size - 1):
             self._scratch = np.empty(each * (size - 1), np.uint8)
@@ -299,15 +305,16 @@ class MpiCommunicator:
         return parts
 
 
-def _make_comm(
+def _create_comm(
     job: MpiJob, ranks: tuple[int, ...], lane: str, timeout_seconds: float | None
 ) -> Any:
-    """Make the MPI communicator of a group, when all of its members are here."""
+    """Create the MPI communicator of a group, after all members have joined."""
     if len(ranks) == 1:
         return job.mpi.COMM_SELF
     members = [job.world_ranks[rank] for rank in ranks]
     text = f"{lane} {ranks}"
-    # Below the smallest upper bound of tags that MPI allows, above those of the job.
+    # A tag for each lane, above the job's tags and below 32767, the largest tag that
+    # every MPI library allows.
     tag = 16 + zlib.crc32(text.encode()) % 32000
     names = job.exchange({"lane": text}, timeout_seconds, members, tag)
     others = [each["lane"] for each in names if each["lane"] != text]
@@ -316,6 +323,6 @@ def _make_comm(
             "The workers make different communicators at the same time. Received: "
             f"{text!r} and {others[0]!r}"
         )
-    # All are here, so this does not wait.
+    # All members have joined, so this collective call does not wait.
     with job.lock:
         return job.comm.Create_group(job.comm.Get_group().Incl(members), tag)

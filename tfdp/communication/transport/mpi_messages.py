@@ -1,4 +1,4 @@
-"""Messages between the members of an MPI communicator, which can be ended."""
+"""Messages between the members of an MPI communicator, which can be cancelled."""
 
 from __future__ import annotations
 
@@ -20,36 +20,39 @@ from tfdp.communication.transport.communicator import (
     TransportError,
 )
 
-# Up to here the bytes come with the header, in one message that MPI sends at once.
+# Largest number of bytes that are sent with the header, in one message that MPI sends
+# at once.
 SMALL_BYTES = 16 << 10
 
-# The kind of a call in which members send and receive different numbers of bytes.
+# Kind of the only call in which members may send and receive different numbers of
+# bytes.
 ALL_TO_ALL = "all-to-all"
 
-# MPI's tags, within the communicator of a lane.
+# MPI tags of the messages in the communicator of a lane.
 _HEADER, _DATA, _GOODBYE = 1, 2, 3
 _GOODBYE_BYTES = 1024
-# MPI counts in 32 bits.
+# Largest message: MPI counts bytes in 32 bits.
 _MOST_BYTES = 1 << 30
-# The longest pauses: until the others are there they compute, and want the cores; then
-# bytes move only while MPI is asked.
+# Longest pauses between polls of MPI. Before data moves, the others compute and need
+# the cores; while data moves, it makes progress only during polls.
 _LONGEST_WAIT_SECONDS, _LONGEST_MOVE_SECONDS = 1e-3, 1e-4
-# Pauses between two looks at who has left. One that has may have sent all that is
-# awaited: it is on its way.
-_TURNS_PER_LOOK, _LAST_CHANCES = 8, 3
+# Number of pauses between two checks for members that have left, and number of checks
+# that must find a member gone: its last messages may still be under way.
+_PAUSES_PER_CHECK, _CHECKS_UNTIL_LOST = 8, 3
+# Longest wait of `close` for the thread in a collective.
 _CLOSE_SECONDS = 1.0
 
 
 @dataclasses.dataclass
 class _Peer:
-    """What is under way with one member in an exchange.
+    """State of an exchange with one member.
 
     Args:
-        sent: Bytes for it.
-        received: Where its bytes go.
-        inbox: Buffer of its header, and of bytes that come with it.
-        pending: Number of requests that are not complete.
-        is_moving: Whether more than a header is under way.
+        sent: `memoryview` of the bytes to send.
+        received: `memoryview` to receive into.
+        inbox: Bytearray for the member's header and the bytes sent with it.
+        pending: Int, number of incomplete requests. Defaults to `0`.
+        is_moving: Bool, whether data messages are pending. Defaults to `False`.
     """
 
     sent: memoryview
@@ -61,7 +64,7 @@ class _Peer:
 
 @dataclasses.dataclass
 class _Pending:
-    """A message under way: MPI's request, and what to do when it is complete."""
+    """Pending MPI request, and a callback that takes its status on completion."""
 
     request: Any
     peer: _Peer
@@ -72,12 +75,12 @@ class _Pending:
 class MpiMessages:
     """Exchanges of bytes between the members of an MPI communicator.
 
-    One thread calls `exchange`, within `call`; `close` may be called by any.
+    One thread calls `exchange`, within `call`; any thread may call `close`.
 
     Args:
         job: `MpiJob`.
-        comm: The MPI communicator, whose ranks are the members' places.
-        ranks: Tuple of int, the workers that are the members.
+        comm: MPI communicator, whose ranks are the indices of the members.
+        ranks: Tuple of int, the rank of each member among the workers.
     """
 
     def __init__(self, job: MpiJob, comm: Any, ranks: tuple[int, ...]) -> None:
@@ -85,12 +88,12 @@ class MpiMessages:
         self._index = comm.rank
         self._others = [place for place in range(len(ranks)) if place != self._index]
         self._reason: str | None = None
-        # Held during a collective; who closes waits for it, and not for long.
+        # Held during a collective; `close` waits for it for a limited time.
         self._in_call = threading.Lock()
         self._closing = threading.Lock()
         self._pending: list[_Pending] = []
         self._statuses: list[Any] = []
-        self._left: dict[int, str] = {}
+        self._leave_reasons: dict[int, str] = {}
         self._goodbyes: dict[int, tuple[Any, bytearray]] = {}
         with job.lock:
             for peer in self._others:
@@ -100,7 +103,7 @@ class MpiMessages:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Enter a collective; an error inside closes the communicator."""
+        """Run a collective in the block; an error closes the communicator."""
         with self._in_call:
             if self._reason is not None:
                 self._clean_up()
@@ -114,17 +117,18 @@ class MpiMessages:
                 raise
 
     def exchange(self, pairs: Mapping[int, tuple[Array, Array]], call: Call) -> None:
-        """Send to, and receive from, some of the members, who do the same with us.
+        """Exchange arrays with some members, which make the matching call.
 
         Args:
-            pairs: Mapping from a member's place to the array that it gets, and the one
-                that is filled with what it sends.
-            call: `Call`, the collective as all of them call it. In an all-to-all
-                `num_bytes` is left out here.
+            pairs: Mapping from a member's index to the array to send, and the array to
+                receive into.
+            call: `Call`, the same on all members; its `num_bytes` is ignored in an
+                all-to-all.
 
         Raises:
-            PeerLost: If a member that something is awaited from has left.
-            TransportError: If a member calls another collective, or this one is closed.
+            PeerLost: If a member has left before its data arrived.
+            TransportError: If a member calls another collective, or this communicator
+                is closed.
         """
         peers = {
             place: _Peer(
@@ -139,25 +143,26 @@ class MpiMessages:
         self._wait(peers)
 
     def close(self, reason: str) -> None:
-        """End a call that waits, and tell the other members.
+        """End a waiting call, and notify the other members.
 
         Args:
-            reason: String, for them.
+            reason: String, sent to the other members.
         """
-        if not self._take_reason(reason) or self._job.mpi.Is_finalized():
+        if not self._set_reason(reason) or self._job.mpi.Is_finalized():
             return
         self._say_goodbye()
-        # The thread of the lane sees `_reason` between two pauses. Where it does not,
-        # it adds numbers, and cleans up itself when it next looks.
+        # A waiting thread of the lane sees `_reason` between two pauses. If it is
+        # summing instead, it cleans up itself at its next check.
         if self._in_call.acquire(timeout=_CLOSE_SECONDS):
             try:
                 self._clean_up()
             finally:
                 self._in_call.release()
 
-    # An exchange.
+    # Steps of an exchange.
 
     def _begin(self, place: int, peer: _Peer, call: Call) -> None:
+        """Start the requests of headers with a member; data follows its header."""
         own = expected = call
         if call.kind == ALL_TO_ALL:
             own = dataclasses.replace(call, num_bytes=len(peer.sent))
@@ -167,18 +172,19 @@ class MpiMessages:
 
         def take_header(status: Any) -> None:
             length = status.Get_count(self._job.mpi.BYTE)
-            got = bytes(peer.inbox[: min(length, HEADER_BYTES)])
+            received = bytes(peer.inbox[: min(length, HEADER_BYTES)])
             ranks = self._ranks[self._index], self._ranks[place]
-            calls.check(got, expected, *ranks)
+            calls.check(received, expected, *ranks)
             size = len(peer.received)
             if size <= SMALL_BYTES:
                 begin = HEADER_BYTES
                 peer.received[:] = memoryview(peer.inbox)[begin : begin + size]
             else:
-                self._move(place, peer, peer.received, is_send=False)
-            # Not before the other side is known to want it: it is not taken back.
+                self._start_data(place, peer, peer.received, is_send=False)
+            # Large data is sent only after the peer's header, since a send of data that
+            # the peer never receives cannot be cancelled.
             if not is_small:
-                self._move(place, peer, peer.sent, is_send=True)
+                self._start_data(place, peer, peer.sent, is_send=True)
 
         with self._job.lock:
             request = self._comm.Irecv(peer.inbox, source=place, tag=_HEADER)
@@ -187,9 +193,10 @@ class MpiMessages:
             request = self._comm.Isend(message, dest=place, tag=_HEADER)
             self._add(_Pending(request, peer, True))
 
-    def _move(
+    def _start_data(
         self, place: int, peer: _Peer, data: memoryview, *, is_send: bool
     ) -> None:
+        """Start the requests of data with a member, in pieces."""
         peer.is_moving = True
         start = self._comm.Isend if is_send else self._comm.Irecv
         for begin in range(0, len(data), _MOST_BYTES):
@@ -203,28 +210,29 @@ class MpiMessages:
         self._pending.append(pending)
 
     def _wait(self, peers: Mapping[int, _Peer]) -> None:
+        """Wait until all requests are complete, or a member is lost."""
         waiting = Backoff(_LONGEST_WAIT_SECONDS)
         moving = Backoff(_LONGEST_MOVE_SECONDS)
         backoff = waiting
-        chances, turn = _LAST_CHANCES, 0
+        checks_left, num_pauses = _CHECKS_UNTIL_LOST, 0
         while self._pending:
-            if self._take_complete():
+            if self._handle_complete_requests():
                 is_moving = any(peer.is_moving for peer in peers.values())
                 backoff = moving if is_moving else waiting
                 backoff.reset()
                 continue
             if self._reason is not None:
                 raise TransportClosed(self._reason)
-            turn += 1
-            lost = self._lost(peers) if turn % _TURNS_PER_LOOK == 0 else None
+            num_pauses += 1
+            lost = self._lost(peers) if num_pauses % _PAUSES_PER_CHECK == 0 else None
             if lost is not None:
-                chances -= 1
-                if not chances:
-                    raise PeerLost(self._ranks[lost], self._left[lost])
+                checks_left -= 1
+                if not checks_left:
+                    raise PeerLost(self._ranks[lost], self._leave_reasons[lost])
             backoff.pause()
 
-    def _take_complete(self) -> bool:
-        """Ask MPI once; return whether anything has come."""
+    def _handle_complete_requests(self) -> bool:
+        """Poll MPI once, and handle complete requests; return whether any was."""
         mpi = self._job.mpi
         while len(self._statuses) < len(self._pending):
             self._statuses.append(mpi.Status())
@@ -243,19 +251,22 @@ class MpiMessages:
                 pending.then(status)
         return True
 
-    # The end.
+    # Closing.
 
     def _lost(self, peers: Mapping[int, _Peer]) -> int | None:
-        """A member that has left while something is awaited from it."""
-        for place in [p for p in self._goodbyes if p not in self._left]:
+        """Return a member that has left with pending requests, or `None`."""
+        for place in [p for p in self._goodbyes if p not in self._leave_reasons]:
             request, text = self._goodbyes[place]
             with self._job.lock:
                 if request.Test():
-                    self._left[place] = text.rstrip(b"\0").decode(errors="replace")
-        waiting = (p for p in self._left if p in peers and peers[p].pending)
+                    self._leave_reasons[place] = text.rstrip(b"\0").decode(
+                        errors="replace"
+                    )
+        waiting = (p for p in self._leave_reasons if p in peers and peers[p].pending)
         return next(waiting, None)
 
-    def _take_reason(self, reason: str) -> bool:
+    def _set_reason(self, reason: str) -> bool:
+        """Set the reason of the end once; return whether this call has set it."""
         with self._closing:
             is_first = self._reason is None
             if is_first:
@@ -263,17 +274,18 @@ class MpiMessages:
             return is_first
 
     def _fail(self, reason: str) -> None:
-        """Leave what is under way; MPI may touch its memory until it is complete."""
+        """Pass pending requests to the job, which keeps their memory, and close."""
         pending, self._pending = self._pending, []
         if pending:
             sends = [each.request for each in pending if each.is_send]
             receives = [each.request for each in pending if not each.is_send]
             self._job.leave(sends, receives, pending)
-        if self._take_reason(reason):
+        if self._set_reason(reason):
             self._say_goodbye()
         self._clean_up()
 
     def _say_goodbye(self) -> None:
+        """Send all other members the reason that this one leaves."""
         reason = self._reason or "it has closed the communicator"
         text = reason.encode()[:_GOODBYE_BYTES]
         sends: list[Any] = []
@@ -283,9 +295,9 @@ class MpiMessages:
         self._job.leave(sends, (), text)
 
     def _clean_up(self) -> None:
-        """Leave the MPI communicator, which ends with MPI.
+        """Pass the MPI communicator to the job, which keeps it until MPI ends.
 
-        To free it all members would have to be there.
+        To free it, all members would have to take part.
         """
         goodbyes, self._goodbyes = self._goodbyes, {}
         if goodbyes:

@@ -1,12 +1,12 @@
-"""Rounds: means over those that come in time, without those that are late.
+"""Rounds: means over the participants that arrive in time.
 
-A round is over when all that are there have come; or, with `least`, when as many have
-come and `patience_seconds` are over. One that comes later is behind: it gets the state
-after some round, and the means since, and so makes the updates that it has missed. What
-it brings counts in the next round, if it has missed no more than one.
+A round ends when all participants have contributed; or, with `least`, when that many
+have contributed and `patience_seconds` are over. A later participant is behind: it gets
+the state after an earlier round and the means since, to make up for the updates that it
+has missed. Its contribution counts in the next round if it has missed only one.
 
-Between workers, worker 0 leads: it makes a round whenever it has something to give, and
-its state before the last round is what those who are behind get.
+Between workers, worker 0 leads: each of its contributions starts a round, and workers
+that are behind get its state before the last round.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from tfdp.communication.transport.communicator import Array, PeerLost, Transport
 from tfdp.communication.transport.frames import Link, receive_frame, send_frame
 from tfdp.ground.text import pluralize
 
-# The version of a follower that makes no more rounds until all meet.
+# Version that a follower sends to pause its rounds until all workers synchronize.
 _RESTS = -1
-# Samples, by which it counts, and arrays.
-Brought = tuple[float, Sequence[Array]]
+# Contribution of a participant: its number of samples, which is its weight, and arrays.
+Contribution = tuple[float, Sequence[Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """The end of a round for one participant.
+    """Result of a round for one participant.
 
     Args:
-        version: Int, rounds so far.
-        is_made: Bool, whether there was a round: not while the leader rests.
-        keeps: Bool, whether the participant is to hand in the state that follows.
-        participants: Int, who came in time; 0 for one that is behind.
-        means: List of lists of arrays: the mean of this round; for one that is behind
-            those of all rounds since `state`.
-        state: List of arrays, the state after some round, for one that is behind or
-            joins, whose own it replaces.
-        error: String, why a participant cannot join.
+        version: Int, number of rounds so far.
+        is_made: Bool, whether a round was made, false while the leader pauses.
+        keeps: Bool, whether the participant should send its state after this round.
+        participants: Int, number of participants in time; 0 for one that is behind.
+        means: List of lists of arrays: the mean of this round; for a participant that
+            is behind, the means of all rounds since `state`.
+        state: List of arrays, the state after some round, for a participant that is
+            behind or joins: it replaces the participant's state.
+        error: String, reason that a participant cannot join, or `""`.
     """
 
     version: int
@@ -67,14 +67,14 @@ class Reply:
         return bool(self.state)
 
     def send(self, link: Link) -> None:
-        """Send it to the participant."""
+        """Send the reply to the participant."""
         head = {field.name: getattr(self, field.name) for field in _HEAD}
         head |= {"num_means": len(self.means), "num_state": len(self.state)}
         send_frame(link, head, [*self.state, *itertools.chain(*self.means)])
 
     @classmethod
     def from_frame(cls, head: dict[str, Any], arrays: list[Array]) -> Reply:
-        """Read what `send` has sent."""
+        """Create a reply from the frame that `send` has sent."""
         num_means, num_state = head.pop("num_means"), head.pop("num_state")
         size = (len(arrays) - num_state) // max(1, num_means)
         begins = [num_state + size * number for number in range(num_means)]
@@ -87,32 +87,33 @@ _HEAD = [f for f in dataclasses.fields(Reply) if f.name not in ("means", "state"
 
 @dataclasses.dataclass(eq=False)
 class Participant:
-    """Who makes rounds while it is there; one that comes back is another.
+    """Connected participant of rounds; a new connection is a new participant.
 
     Args:
-        index: Int.
-        has_begun: Bool, whether it is waited for.
-        is_away: Bool, whether it has missed the last round.
-        brought: Tuple of samples and arrays that waits for the end of a round, or
-            `None`.
-        reply: `Reply`, once there is one to what it has brought last.
+        index: Int, index among all that may participate.
+        has_begun: Bool, whether rounds wait for it. Defaults to `True`.
+        is_away: Bool, whether it has missed the last round. Defaults to `False`.
+        contribution: Tuple of samples and arrays, its contribution to the present
+            round, or `None`.
+        reply: `Reply` to its last contribution, or `None` before the end of the round.
     """
 
     index: int
     has_begun: bool = True
     is_away: bool = False
-    brought: Brought | None = None
+    contribution: Contribution | None = None
     reply: Reply | None = None
 
 
 class Rounds:
-    """The rounds of those that are there; each is called on a thread of its own.
+    """Rounds of the connected participants, each called on its own thread.
 
     Args:
-        indices: Sequence of ints, who may come.
-        least: Int, how many make a round, or `None`: all that are there.
-        patience_seconds: Float, how long a round waits for more.
-        leader: `Participant` without whom there is no round, or `None`.
+        indices: Sequence of ints, indices that may participate.
+        least: Int, least number of contributions of a round, or `None` for one from
+            each connected participant.
+        patience_seconds: Float, time that a round waits for more contributions.
+        leader: `Participant` that every round needs, or `None`.
     """
 
     def __init__(
@@ -126,47 +127,52 @@ class Rounds:
         self._changed = threading.Condition()
         self._members: dict[int, Participant] = {}
         self._may_come = set(indices)
-        # Rounds so far; the state after one of them, and the means since.
+        # Number of rounds so far; the state after one of them, and the means since.
         self._version = 0
         self._state: tuple[int, list[Array]] | None = None
         self._means: list[tuple[int, list[Array]]] = []
-        self._late: list[Brought] = []
+        self._late: list[Contribution] = []
         self._is_open = True
         self._deadline = 0.0
 
     def expect_no_more(self, index: int) -> None:
-        """Take note that a participant does not come any more.
+        """Remove a participant that will make no more rounds.
 
         Args:
-            index: Int.
+            index: Int, index of the participant.
         """
         with self._changed:
             self._may_come.discard(index)
             self._members.pop(index, None)
             self._changed.notify_all()
 
-    def bring(self, member: Participant, version: int, brought: Brought) -> Reply:
-        """Return the mean over those that come, or what a late one has missed.
+    def contribute(
+        self, member: Participant, version: int, contribution: Contribution
+    ) -> Reply:
+        """Contribute to a round; return its mean, or the rounds that were missed.
 
         Args:
             member: `Participant`.
-            version: Int, rounds that it has made.
-            brought: Tuple of a float, the samples by which it counts, and arrays.
+            version: Int, number of rounds that the participant has made.
+            contribution: Tuple of a float, the number of samples, and arrays.
+
+        Returns:
+            `Reply`, after the round has ended.
 
         Raises:
-            EOFError: If `member` is not waited for any more.
+            EOFError: If `member` was removed.
         """
         with self._changed:
             if missed := self._version - version:
                 member.is_away = False
                 if missed == 1 and self._is_open:
-                    self._late.append(brought)
-                return self._standing()
+                    self._late.append(contribution)
+                return self._catch_up_reply()
             if not self._is_open:
                 return Reply(self._version, is_made=False)
             if member is self._leader or not (self._leader or self._waiting()):
                 self._deadline = time.monotonic() + self._patience
-            member.brought, member.reply = brought, None
+            member.contribution, member.reply = contribution, None
             self._changed.notify_all()
             while member.reply is None:
                 self._check(member)
@@ -178,58 +184,58 @@ class Rounds:
             return member.reply
 
     def _check(self, member: Participant) -> None:
-        """Raise an error where a participant would wait in vain."""
+        """Raise an error if a participant's round cannot end."""
         if self._members.get(member.index) is not member:
             raise EOFError
 
-    def _standing(self) -> Reply:
-        """The state that is kept, and the means since: together the state of now."""
+    def _catch_up_reply(self) -> Reply:
+        """Return the reply with which a late participant reaches the present state."""
         assert self._state is not None
         version, state = self._state
         means = [mean for number, mean in self._means if number > version]
         return Reply(self._version, means=means, state=state)
 
     def _waiting(self) -> list[Participant]:
-        return [m for m in self._members.values() if m.brought is not None]
+        return [m for m in self._members.values() if m.contribution is not None]
 
     def _is_complete(self, *, is_late: bool) -> bool:
-        if self._leader is not None and self._leader.brought is None:
+        if self._leader is not None and self._leader.contribution is None:
             return False
         missing = [
-            m for m in self._members.values() if m.has_begun and m.brought is None
+            m for m in self._members.values() if m.has_begun and m.contribution is None
         ]
         if self._least is None:
             return not missing
-        # Fewer where no more will come.
+        # Fewer are enough if fewer than `least` may still participate.
         is_enough = len(self._waiting()) >= min(self._least, len(self._may_come))
         return is_enough and (is_late or all(m.is_away for m in missing))
 
     def _end_round(self) -> None:
         waiting = self._waiting()
-        brought = [m.brought for m in waiting if m.brought is not None]
-        mean = mean_by_samples([*brought, *self._late])
+        in_time = [m.contribution for m in waiting if m.contribution is not None]
+        mean = mean_by_samples([*in_time, *self._late])
         self._version += 1
         self._means.append((self._version, mean))
         self._late = []
         keeper = min(member.index for member in waiting)
         for member in self._members.values():
-            member.is_away = member.brought is None
+            member.is_away = member.contribution is None
             keeps, count = member.index == keeper, len(waiting)
             self._answer(member, Reply(self._version, True, keeps, count, [mean]))
 
     def _answer(self, member: Participant, reply: Reply) -> None:
-        if member.brought is not None:
-            member.reply, member.brought = reply, None
+        if member.contribution is not None:
+            member.reply, member.contribution = reply, None
             self._changed.notify_all()
 
 
 class RoundLeader(Rounds):
-    """The end of worker 0.
+    """Leader of rounds between workers, on worker 0.
 
     Args:
         links: Mapping from ranks to `Link`, to all other workers.
-        least: Int, how many workers make a round, this one among them.
-        patience_seconds: Float, how long a round waits for more.
+        least: Int, least number of workers of a round, including this one.
+        patience_seconds: Float, time that a round waits for more workers.
     """
 
     def __init__(
@@ -244,7 +250,7 @@ class RoundLeader(Rounds):
         self._generation = 0
         self._own_state: list[Array] = []
         self._reasons: list[str] = []
-        # Held during a round: what rests begins after it.
+        # Held during a round, so that a pause begins after it.
         self._lock = threading.Lock()
         for rank, link in links.items():
             threading.Thread(
@@ -257,32 +263,32 @@ class RoundLeader(Rounds):
     def exchange(
         self, samples: float, arrays: Sequence[Array], state: Sequence[Array]
     ) -> Reply:
-        """Make a round with those who come.
+        """Make a round with the workers that arrive in time.
 
         Args:
-            samples: Float, by which this worker counts.
-            arrays: Sequence of arrays.
+            samples: Float, number of samples, the weight of this worker.
+            arrays: Sequence of arrays to average.
             state: Sequence of arrays, the state before the round.
 
         Returns:
             `Reply`.
 
         Raises:
-            TransportError: If fewer workers are left than make a round.
+            TransportError: If fewer workers are left than a round needs.
         """
         with self._lock, self._changed:
             self._own_state = [np.array(array) for array in state]
-            return self.bring(self._own, self._version, (samples, arrays))
+            return self.contribute(self._own, self._version, (samples, arrays))
 
     def rest(self) -> None:
-        """Make no more rounds until all have met; those who come go on without."""
+        """Pause rounds until all workers synchronize; the others get empty replies."""
         with self._lock, self._changed:
             self._is_open = False
             for member in self._waiting():
                 self._answer(member, Reply(self._version, is_made=False))
 
     def meet(self) -> None:
-        """Begin anew, once all have met and have one state."""
+        """Restart rounds, after all workers have synchronized their state."""
         with self._changed:
             self._generation += 1
             self._version = 0
@@ -294,7 +300,8 @@ class RoundLeader(Rounds):
             self._changed.notify_all()
 
     def _is_complete(self, *, is_late: bool) -> bool:
-        # A follower's thread ends no round of too few: the leader's raises.
+        # With too few workers, no follower's thread ends the round, and the leader's
+        # thread raises an error.
         assert self._least is not None
         is_enough = len(self._members) >= self._least
         return is_enough and super()._is_complete(is_late=is_late)
@@ -312,7 +319,7 @@ class RoundLeader(Rounds):
         super()._end_round()
 
     def _serve(self, member: Participant, link: Link) -> None:
-        """Answer one follower, round by round, until it has gone."""
+        """Answer the contributions of one follower until its connection ends."""
         try:
             while True:
                 head, arrays = receive_frame(link)
@@ -331,12 +338,13 @@ class RoundLeader(Rounds):
         samples: float,
         arrays: list[Array],
     ) -> Reply | None:
+        """Return the reply to a follower's message, `None` if it needs none."""
         with self._changed:
-            # It may be through with a meeting that this worker is still in.
+            # The follower may have left a synchronization that worker 0 is still in.
             self._changed.wait_for(lambda: generation <= self._generation)
             if version != _RESTS:
-                return self.bring(member, version, (samples, arrays))
-            # Read late, it is of a meeting that is over.
+                return self.contribute(member, version, (samples, arrays))
+            # A late message of an earlier generation is ignored.
             if generation == self._generation:
                 member.has_begun = False
                 self._may_come.discard(member.index)
@@ -345,7 +353,7 @@ class RoundLeader(Rounds):
 
 
 class RoundFollower:
-    """The end of any other worker.
+    """Follower of rounds between workers, on all workers but worker 0.
 
     Args:
         link: `Link` to worker 0.
@@ -359,7 +367,7 @@ class RoundFollower:
     def exchange(
         self, samples: float, arrays: Sequence[Array], state: Sequence[Array]
     ) -> Reply:
-        """Bring arrays to a round, see `RoundLeader.exchange`."""
+        """Contribute arrays to a round, see `RoundLeader.exchange`."""
         del state
         with self._lock:
             self._send(self._version, samples, arrays)
@@ -368,12 +376,12 @@ class RoundFollower:
             return reply
 
     def rest(self) -> None:
-        """Tell the leader that this worker makes no more rounds until all have met."""
+        """Pause rounds until all workers synchronize, and notify the leader."""
         with self._lock, contextlib.suppress(PeerLost, TransportError):
             self._send(_RESTS, 0.0, [])
 
     def meet(self) -> None:
-        """Begin anew, once all have met and have one state."""
+        """Restart rounds, after all workers have synchronized their state."""
         with self._lock:
             self._generation += 1
             self._version = 0

@@ -1,4 +1,4 @@
-"""The segments of an array, the order in which they travel, and what adds them."""
+"""Segments of an array, the order in which members exchange them, and their sums."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tfdp.communication.transport.arithmetic import sum_into
 from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.flows import Gate, Piece
 
-# A segment that is received, added and sent on stays in the second-level cache. With
-# 64 KB a third more of the processor's time went into Python; from 256 KB to 1 MB there
-# was no difference.
+# A segment of this size stays in the L2 cache while it is received, added and sent.
+# With 64 KB, Python took a third more CPU time; from 256 KB to 1 MB there was no
+# difference.
 SEGMENT_BYTES = 512 << 10
-# Slots between two steps of one segment: enough that it has arrived meanwhile.
+# Number of slots between two steps of a segment, in which it arrives.
 LAG = 2
 
 
 def equal_bounds(length: int, num_parts: int) -> list[int]:
-    """Cut a length into parts that differ by one at the most.
+    """Return the bounds of parts of a length that differ by at most one.
 
     Args:
-        length: Int, elements.
-        num_parts: Int.
+        length: Int, number of elements.
+        num_parts: Int, number of parts.
 
     Returns:
         List of `num_parts + 1` ints.
@@ -41,8 +41,8 @@ def num_segments(bounds: Sequence[int], segment: int) -> int:
     """Return the number of segments of the largest part.
 
     Args:
-        bounds: Sequence of int, of the parts, in bytes.
-        segment: Int, the bytes of a segment.
+        bounds: Sequence of int, the bounds of the parts, in bytes.
+        segment: Int, size of a segment, in bytes.
 
     Example:
     >>> num_segments([0, 300, 1300], segment=400)
@@ -53,13 +53,13 @@ def num_segments(bounds: Sequence[int], segment: int) -> int:
 
 
 def segment_of(bounds: Sequence[int], part: int, number: int, segment: int) -> slice:
-    """Return where a segment of a part is; it is empty beyond the part's end.
+    """Return the slice of a segment of a part, empty beyond the part's end.
 
     Args:
-        bounds: Sequence of int, of the parts, in bytes.
-        part: Int.
-        number: Int, counted from the part's begin.
-        segment: Int, the bytes of a segment.
+        bounds: Sequence of int, the bounds of the parts, in bytes.
+        part: Int, index of the part.
+        number: Int, index of the segment in the part.
+        segment: Int, size of a segment, in bytes.
 
     Example:
     >>> segment_of([0, 300, 1300], part=1, number=2, segment=400)
@@ -70,19 +70,19 @@ def segment_of(bounds: Sequence[int], part: int, number: int, segment: int) -> s
 
 
 class Segments:
-    """An array, cut into a part for each member, and each part into segments.
+    """Array divided into a part for each member, and each part into segments.
 
     Args:
         array: Flat array.
-        total: Flat array of its length, which becomes the sum; it may be `array`.
-        bounds: Sequence of int, where the parts begin and end.
-        steps: Range of int, the steps that each segment makes.
-        num_bytes: Int, bytes of a segment; the last one of a part may have fewer.
+        total: Flat array of the same length for the sum; it may be `array`.
+        bounds: Sequence of int, the bounds of the parts, in elements.
+        steps: Range of int, the steps of each segment.
+        num_bytes: Int, size of a segment; the last one of a part may be smaller.
 
     Attributes:
         size: Int, number of members.
-        order: List of segments and steps, in the order of `pipeline`.
-        sent, summed: `memoryview`s of the bytes of both arrays.
+        order: List of pairs of a segment and a step, in the order of `pipeline`.
+        sent, summed: `memoryview`s of the bytes of `array` and `total`.
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class Segments:
         self.sent, self.summed = bytes_of(array), bytes_of(total)
 
     def where(self, part: int, number: int) -> slice:
-        """Return the bytes of a segment; parts are counted round."""
+        """Return the slice of a segment in bytes; `part` is taken modulo `size`."""
         return segment_of(self._limits, part % self.size, number, self.num_bytes)
 
     def addend(self, where: slice) -> Array:
-        """Return the elements at a slice in bytes of the array."""
+        """Return the elements of the array at a slice in bytes."""
         return _elements(self._array, where)
 
     def target(self, where: slice) -> Array:
-        """Return the elements at a slice in bytes of the sum."""
+        """Return the elements of the sum at a slice in bytes."""
         return _elements(self._total, where)
 
 
@@ -119,23 +119,23 @@ def _elements(array: Array, where: slice) -> Array:
 
 
 def bytes_of(array: Array) -> memoryview:
-    """Return the memory of a flat array, as bytes."""
+    """Return a view of a flat array's memory, as bytes."""
     return array.view(np.uint8).data
 
 
 def pipeline(num_segments: int, steps: range, lag: int = LAG) -> Iterator[tuple]:
-    """Order the steps of all segments so that each follows `lag` slots after the last.
+    """Order the steps of all segments, with `lag` slots between steps of a segment.
 
-    What a member sends in a step it has received in the one before. In this order,
-    which all members keep, it has arrived by then, and is still in the cache.
+    A member sends a segment that it has received in the step before. In this order, the
+    same on all members, the segment has arrived by then, and is still in the cache.
 
     Args:
-        num_segments: Int.
-        steps: Range, which steps each segment makes.
-        lag: Int.
+        num_segments: Int, number of segments.
+        steps: Range, the steps of each segment.
+        lag: Int, number of slots between two steps of a segment. Defaults to `LAG`.
 
     Returns:
-        Iterator of segment and step.
+        Iterator of pairs of a segment and a step.
 
     Example:
     >>> list(pipeline(3, range(2), lag=2))
@@ -150,18 +150,17 @@ def pipeline(num_segments: int, steps: range, lag: int = LAG) -> Iterator[tuple]
 
 
 class Ring:
-    """Steps of a ring: the first `size - 1` add, the others only copy.
+    """Steps of a ring: the first `size - 1` steps add, the others only copy.
 
-    In step `s` member `i` sends its segments of part `i - s - 1`, which it has received
-    in the step before, and receives those of part `i - s - 2`. So the own part is
-    complete after `size - 1` steps. Only step 0 sends what is in the array and not a
-    sum, and each part is added once: so no copy is needed where the sum has an array of
-    its own.
+    In step `s`, member `i` sends its segments of part `i - s - 1`, received in the step
+    before, and receives segments of part `i - s - 2`. So its own part is complete after
+    `size - 1` steps. Only step 0 sends from the array rather than from
+    the sum, and each part is added once, so a separate array for the sum needs no copy.
 
     Args:
         segments: `Segments`.
-        index: Int, the own place among the members.
-        scratch: Array of the bytes of a segment at least, in which they are received.
+        index: Int, index of this member.
+        scratch: Array of at least the bytes of a segment, to receive addends into.
 
     Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
     clusters of workstations".
@@ -174,7 +173,7 @@ class Ring:
         self._arrived = {step: Gate() for _, step in segments.order}
 
     def outgoing(self) -> Iterator[Piece]:
-        """Yield what is sent to the next member, as soon as it has arrived."""
+        """Yield the pieces for the next member, each sent as soon as it has arrived."""
         segments = self._segments
         for number, step in segments.order:
             where = segments.where(self._index - step - 1, number)
@@ -182,7 +181,7 @@ class Ring:
             yield Piece(sent[where], self._arrived.get(step - 1), number + 1)
 
     def incoming(self) -> Iterator[Piece]:
-        """Yield where what the member before sends is received."""
+        """Yield the pieces to receive from the previous member."""
         segments = self._segments
         for number, step in segments.order:
             where = segments.where(self._index - step - 2, number)
@@ -201,15 +200,15 @@ class Ring:
 
 
 class OrderedSums:
-    """Sums of the segments of the own part, added in the order of the members.
+    """Sums of this member's part, added in the order of the members.
 
-    In step 0 each member sends each other its part of the array; in step 1 it sends
-    all the sum of its own part, where they gather the sums. Each peer has two buffers,
-    so that one segment arrives while another waits for those of the other peers.
+    In step 0, each member sends every other member the part that it will sum; in step
+    1, if there is one, it sends the sum of its own part to all. Each peer has two
+    buffers, so that one segment arrives while another waits for those of other peers.
 
     Args:
         segments: `Segments`.
-        index: Int, the own place among the members.
+        index: Int, index of this member.
     """
 
     def __init__(self, segments: Segments, index: int) -> None:
@@ -223,7 +222,7 @@ class OrderedSums:
         ]
 
     def outgoing(self, index: int) -> Iterator[Piece]:
-        """Yield what is sent to a peer."""
+        """Yield the pieces for a peer."""
         segments = self._segments
         for number, step in segments.order:
             if step:
@@ -233,7 +232,7 @@ class OrderedSums:
                 yield Piece(segments.sent[segments.where(index, number)])
 
     def incoming(self, index: int) -> Iterator[Piece]:
-        """Yield where what a peer sends is received."""
+        """Yield the pieces to receive from a peer."""
         segments = self._segments
         for number, step in segments.order:
             if step:
@@ -242,7 +241,7 @@ class OrderedSums:
                 yield self._addend(index, number)
 
     def _addend(self, index: int, number: int) -> Piece:
-        """A segment of the own part, received once its buffer is free."""
+        """Return the piece of an addend, which waits until its buffer is free."""
         where = self._segments.where(self._index, number)
         buffer = self._buffers[index][number % LAG]
         return Piece(
@@ -253,6 +252,7 @@ class OrderedSums:
         )
 
     def _arrived(self, number: int) -> None:
+        """Count an arrived addend of a segment; add all of them after the last."""
         missing = self._missing.pop(number, self._segments.size - 1) - 1
         if missing:
             self._missing[number] = missing

@@ -1,23 +1,23 @@
 """Collectives of the processes of one host through shared memory.
 
-Each member writes into memory of its own, its outbox, which all others have mapped to
-be read. An outbox has no name: its file descriptor is sent over the Unix connections
-to the other members, so that nobody else can open it, and nothing is left of it when
-the processes have ended, however they end. Nor does it need `/dev/shm`. Where a member
-gets no memory for it, all members take their sockets instead.
+Each member writes into its own memory, its outbox, which all others have mapped for
+reading. An outbox has no name and does not use `/dev/shm`: its file descriptor is sent
+to the other members over Unix connections, so that no other process can open it, and
+the kernel frees it when the processes have ended for any reason. If a member cannot
+allocate an outbox, all members use their sockets instead.
 
-Arrays travel in steps, through the two slots of an outbox in turns:
+Arrays are exchanged in steps, through the two slots of an outbox alternately:
 
     step i:  write chunk i into slot i % 2  ->  bell  ->  read chunk i of the others
 
 The bell is a short message to each other member and one from each. A member that has
-all bells of a step knows that all others have read what they were given in the step
-before the last one, so that its slot is free again. The bell wakes whoever sleeps, and
-orders memory on any processor.
+received all bells of a step knows that all others have read its chunk of the step
+before, so the slot of that chunk is free again. The bell wakes sleeping members, and
+orders memory accesses on any processor.
 
-An all-reduce of two members copies half of an array into the outbox, adds the other's
-half to its own, copies that sum into the outbox, and the other's sum out of it: four
-passes over half of the bytes, in chunks that stay in the cache.
+In an all-reduce of two members, each copies half of the array into its outbox, adds the
+other's half to its own, copies that sum into its outbox, and the other's sum out of the
+other outbox: four passes over half of the bytes, in chunks that stay in the cache.
 """
 
 from __future__ import annotations
@@ -47,37 +47,37 @@ from tfdp.communication.transport.socket_communicator import SocketCommunicator
 
 _logger = logging.getLogger("tfdp.transport")
 
-# Bytes of the chunks of all members together: they stay in a core's cache, and are
-# worth the bell. `python -m tools.bench transport` compares 256 kB to 4 MB, see "The
-# transport by itself" in docs/performance.md.
+# Total size of the chunks of all members, which stay in a core's cache and are large
+# compared to the cost of a bell. `python -m tools.bench transport` compares 256 kB to
+# 4 MB, see "The transport by itself" in docs/performance.md.
 CHUNKS_BYTES = 1 << 21
-# Below it the message that rings the bell may as well be the data.
+# Largest array that is sent over the sockets, where it costs hardly more than a bell.
 SMALL_BYTES = 1 << 15
-# Number of the step, after what is called.
+# Number of the step, which follows the header in the message of a bell.
 _STEP = struct.Struct("<Q")
-# The place of sums in an outbox.
+# Index of the sums in an outbox, after the chunks for the members.
 _SUMS = -1
-# Tags of the agreements that all members have made their outboxes, and mapped them.
-_HAVE_MADE, _HAVE_MAPPED = 1, 2
+# Tags of the agreements that all members have created, and mapped, the outboxes.
+_HAVE_CREATED, _HAVE_MAPPED = 1, 2
 
 
 class SharedMemoryCommunicator(SocketCommunicator):
     """Communicator of workers on one host, see `Communicator`.
 
-    What is small, and all-to-all, goes over the sockets; so does everything where a
-    member gets no shared memory, which it logs.
+    Small arrays and all-to-alls use the sockets; so do all arrays if a member cannot
+    allocate shared memory, which it logs.
 
     Args:
         mesh: `Mesh` of this worker.
-        ranks: Sequence of int, the members, this worker among them.
-        lane: String, what the group is for; all its members give the same one.
-        chunks_bytes: Int, bytes that are written for all members in a step. Defaults
-            to `CHUNKS_BYTES`.
+        ranks: Sequence of int, the members, including this worker.
+        lane: String, purpose of the group, the same on all members.
+        chunks_bytes: Int, total bytes for all members in a step. Defaults to
+            `CHUNKS_BYTES`.
         small_bytes: Int, largest array that goes over the sockets. Defaults to
             `SMALL_BYTES`.
 
     Raises:
-        PeerLost: If a member ends meanwhile.
+        PeerLost: If a member ends before the group is connected.
         TransportError: If a member does not connect in time, or is on another host.
     """
 
@@ -91,13 +91,13 @@ class SharedMemoryCommunicator(SocketCommunicator):
         small_bytes: int = SMALL_BYTES,
     ) -> None:
         super().__init__(mesh, ranks, lane)
-        self._smallest = small_bytes
+        self._small_array_bytes = small_bytes
         self._outboxes: list[_Outbox] = []
         # A multiple of the size of every dtype.
         self._chunk_bytes = chunks_bytes // self._size // 64 * 64
         self._step = 0
         with self._collective():
-            self._outboxes = self._shared_outboxes()
+            self._outboxes = self._create_outboxes()
         if self._outboxes:
             self.name = "shared memory"
 
@@ -158,7 +158,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         *,
         shares: bool,
     ) -> None:
-        """Sum the own part of all members, and share the sums."""
+        """Sum this member's part over all members; if `shares`, all-gather the sums."""
         own, target = parts[self.index], targets[self.index]
         with self._collective():
             outboxes = self._outboxes
@@ -177,15 +177,16 @@ class SharedMemoryCommunicator(SocketCommunicator):
                 sum_into(total, addends)
                 if not shares:
                     continue
-                # In a place of its own, since it is read after the next bell.
+                # Sums have an area of their own, since they are read after the next
+                # bell.
                 outboxes[self.index].put(slot, _SUMS, total)
                 for member in self._links if number else ():
-                    # Shared before this bell.
+                    # The sums of the chunk before, written before this bell.
                     chunk = self._chunk(targets[member], number - 1)
                     chunk[:] = outboxes[member].get(before, _SUMS, chunk)
 
     def _copy(self, call: Call, parts: Sequence[Array]) -> None:
-        """Copy the own part to all others, and theirs into their parts."""
+        """All-gather: copy this member's part to all others, and receive theirs."""
         own = parts[self.index]
         with self._collective():
             outboxes = self._outboxes
@@ -206,7 +207,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         return -(-max(part.nbytes for part in parts) // self._chunk_bytes)
 
     def _ring_bell(self, call: Call) -> None:
-        """Wait until all members have written what belongs to this step."""
+        """Wait until all members have written their chunks of this step."""
         message = call.packed() + _STEP.pack(self._step)
         self._step += 1
         for link in self._links.values():
@@ -217,47 +218,53 @@ class SharedMemoryCommunicator(SocketCommunicator):
             self._check(memoryview(answer)[:HEADER_BYTES], call, index)
 
     def _is_for_sockets(self, array: Array) -> bool:
-        return array.nbytes <= self._smallest or self._size == 1 or not self._outboxes
+        return (
+            array.nbytes <= self._small_array_bytes
+            or self._size == 1
+            or not self._outboxes
+        )
 
-    def _shared_outboxes(self) -> list[_Outbox]:
-        """Make the own outbox, and map those of the others.
+    def _create_outboxes(self) -> list[_Outbox]:
+        """Create this member's outbox, and map the outboxes of all members.
 
         Returns:
-            List of all members' outboxes, empty where a member has no memory for them:
-            either all members share memory or none does.
+            List of all members' outboxes, empty on all members if one of them cannot
+            allocate or map memory.
         """
         with contextlib.ExitStack() as stack:
-            own = self._made_outbox(stack)
-            if own is None:
+            descriptor = self._create_outbox(stack)
+            if descriptor is None:
                 return []
             for link in self._links.values():
-                link.send_descriptor(own)
-            descriptors = {self.index: own}
+                link.send_descriptor(descriptor)
+            descriptors = {self.index: descriptor}
             for index, link in self._links.items():
                 descriptors[index] = link.receive_descriptor()
                 stack.callback(os.close, descriptors[index])
-            return self._mapped_outboxes(descriptors)
+            return self._map_outboxes(descriptors)
 
-    def _made_outbox(self, stack: contextlib.ExitStack) -> int | None:
-        """Make the own outbox, or `None` where not all members can."""
+    def _create_outbox(self, stack: contextlib.ExitStack) -> int | None:
+        """Create this member's outbox; return `None` if any member cannot."""
         descriptor = None
         with _logged_lack_of_memory():
-            descriptor = _new_memory(_num_bytes(self._size, self._chunk_bytes))
+            descriptor = _allocate_memory(_num_bytes(self._size, self._chunk_bytes))
             stack.callback(os.close, descriptor)
-        return descriptor if self._all_can(descriptor is not None, _HAVE_MADE) else None
+        return (
+            descriptor if self._agree(descriptor is not None, _HAVE_CREATED) else None
+        )
 
-    def _mapped_outboxes(self, descriptors: dict[int, int]) -> list[_Outbox]:
-        """Map the outboxes of all members; none, if a member cannot."""
+    def _map_outboxes(self, descriptors: dict[int, int]) -> list[_Outbox]:
+        """Map all outboxes; return an empty list if any member cannot map them."""
         outboxes = []
         with _logged_lack_of_memory():
             outboxes = [
                 self._map(descriptors[index], is_own=index == self.index)
                 for index in range(self._size)
             ]
-        return outboxes if self._all_can(bool(outboxes), _HAVE_MAPPED) else []
+        return outboxes if self._agree(bool(outboxes), _HAVE_MAPPED) else []
 
-    def _all_can(self, can: bool, tag: int) -> bool:
-        """Agree with all other members, over the sockets."""
+    def _agree(self, can: bool, tag: int) -> bool:
+        """Whether all members can allocate or map memory, agreed over the sockets."""
         num_members = np.array([can], np.int32)
         super().all_reduce(num_members, tag)
         return bool(num_members[0] == self._size)
@@ -267,15 +274,15 @@ class SharedMemoryCommunicator(SocketCommunicator):
 
 
 def new_communicator(mesh: Mesh, ranks: Sequence[int], lane: str) -> Communicator:
-    """Connect the workers of a group, and log by what.
+    """Create the best communicator of a group, and log its name.
 
     Args:
         mesh: `Mesh` of this worker.
-        ranks: Sequence of int, the members, this worker among them.
-        lane: String, what the group is for; all its members give the same one.
+        ranks: Sequence of int, the members, including this worker.
+        lane: String, purpose of the group, the same on all members.
 
     Returns:
-        `Communicator`.
+        `Communicator`, over shared memory if all members are on one host.
     """
     kind: type[SocketCommunicator] = SocketCommunicator
     if mesh.share_host(ranks):
@@ -291,9 +298,10 @@ def new_communicator(mesh: Mesh, ranks: Sequence[int], lane: str) -> Communicato
 
 
 class _Outbox:
-    """Memory of one member: in each of two slots, a chunk for each other member.
+    """Memory of one member, with a chunk for each other member in each of two slots.
 
-    The place of the member itself holds what is for all, and the last one its sums.
+    The chunk of the member itself is for data to all members, and the last one for its
+    sums.
     """
 
     def __init__(
@@ -312,11 +320,11 @@ class _Outbox:
         self._chunks = memory.reshape(2, num_members + 1, chunk_bytes)
 
     def put(self, slot: int, member: int, values: Array) -> None:
-        """Copy values to where a member finds them."""
+        """Write values into the chunk for a member."""
         self.get(slot, member, values)[:] = values
 
     def get(self, slot: int, member: int, like: Array) -> Array:
-        """Return the first values for a member, as many as another array has."""
+        """Return the values for a member, with the length and dtype of an array."""
         return self._chunks[slot, member, : like.nbytes].view(like.dtype)
 
 
@@ -324,8 +332,8 @@ def _num_bytes(num_members: int, chunk_bytes: int) -> int:
     return 2 * (num_members + 1) * chunk_bytes
 
 
-def _new_memory(num_bytes: int) -> int:
-    """Return the descriptor of memory that is there: no signal kills who writes it."""
+def _allocate_memory(num_bytes: int) -> int:
+    """Allocate a memfd, so that writes cannot raise SIGBUS; return its descriptor."""
     descriptor = os.memfd_create("tfdp", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -337,10 +345,11 @@ def _new_memory(num_bytes: int) -> int:
 
 @contextlib.contextmanager
 def _logged_lack_of_memory() -> Iterator[None]:
-    """Log what the system says where it gives no memory, and continue.
+    """Log an error of memory allocation in the block, and continue.
 
     Raises:
-        TransportError: If it gives no file: connections need files, too.
+        TransportError: If the limit of open files is reached, since connections need
+            files, too.
     """
     try:
         yield
@@ -350,7 +359,7 @@ def _logged_lack_of_memory() -> Iterator[None]:
         _log_lack_of_memory(error.strerror or str(error))
 
 
-@functools.cache  # once: each lane of a group asks
+@functools.cache  # logs each reason once, not for every lane of a group
 def _log_lack_of_memory(reason: str) -> None:
     _logger.warning(
         "This worker gets no shared memory for the other workers of its host (%s): "

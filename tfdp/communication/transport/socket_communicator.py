@@ -30,36 +30,38 @@ from tfdp.communication.transport.schedules import (
     equal_bounds,
 )
 
-# Up to here one exchange of whole arrays is faster than reduce-scatter and all-gather:
-# by a third between two members of one host, by half between three.
+# Largest number of received bytes for which one exchange of whole arrays is faster than
+# reduce-scatter and all-gather: by a third between two members of one host, by half
+# between three.
 SMALL_BYTES = 128 << 10
 
 
 class SocketCommunicator:
     """Collectives of a group of workers over the connections of a mesh.
 
-    An all-reduce is a ring of reduce-scatter and all-gather, in segments: one is added
-    while the next arrives, and sent on as soon as it is added. Of N members each sends
-    and receives 2 (N - 1) / N of the array's bytes. Per byte that is received there is
-    the kernel's one copy, and per byte that is added NumPy's pass from a buffer that
-    stays in the cache; what is sent goes from the array itself. Arrays of up to 128 kB
-    (all that a member receives) are exchanged whole. Half precision is not rounded
-    at each hop of a ring: with more than two members each receives its part of all
-    others, and adds them in float32.
+    An all-reduce is a ring of reduce-scatter and all-gather, in segments: one segment
+    is added while the next one arrives, and is sent as soon as it is added. Each of N
+    members sends and receives 2 (N - 1) / N of the array's bytes. The kernel copies
+    each received byte once, and NumPy adds segments from a buffer that stays in the
+    cache; data is sent from the array itself. If a member receives at most 128 kB, the
+    array is exchanged whole. Half precision is not rounded at each hop of a ring: with
+    more than two members, each receives its part from all others, and adds the parts in
+    float32.
 
-    Two members have one connection. Two and three were no faster: not between two
-    network namespaces, where processors are the limit, and not on a link of 1 Gbit/s,
-    of which one connection takes 0.95.
+    Two members have one connection. Two or three were no faster: between network
+    namespaces the CPU is the limit, and on a link of 1 Gbit/s one connection already
+    transfers 0.95 Gbit/s.
 
     Args:
         mesh: `Mesh` of this worker.
-        ranks: Sequence of int, the members, this worker among them.
-        lane: String, what the group is for; all its members give the same one.
-        segment_bytes: Int, a multiple of 8, in which large arrays travel.
-        small_bytes: Int, up to which what a member receives is exchanged whole.
+        ranks: Sequence of int, the members, including this worker.
+        lane: String, purpose of the group, the same on all members.
+        segment_bytes: Int, size of the segments of large arrays, a multiple of 8.
+        small_bytes: Int, largest number of bytes that a member receives in an exchange
+            of whole arrays.
 
     Raises:
-        PeerLost: If a member ends meanwhile.
+        PeerLost: If a member ends before the group is connected.
         TransportError: If a member does not connect in time.
     """
 
@@ -104,7 +106,7 @@ class SocketCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum over all members the own part, into another array or in place."""
+        """Sum this member's part over all members, into another array or in place."""
         if into is not None:
             array = array.copy()
         call = call_of("reduce-scatter", array, tag, bounds)
@@ -114,7 +116,7 @@ class SocketCommunicator:
             into[:] = array[bounds[self.index] : bounds[self.index + 1]]
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Fill the parts of all other members with theirs."""
+        """Receive the parts of all other members into `array`."""
         call = call_of("all-gather", array, tag, bounds)
         with self._collective():
             steps = range(self._size - 1, 2 * self._size - 2)
@@ -123,7 +125,7 @@ class SocketCommunicator:
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
     ) -> None:
-        """Send `sent[i]` to member `i`, and fill `received[i]` with what it sends."""
+        """Send `sent[i]` to member `i`, and receive from it into `received[i]`."""
         with self._collective():
             received[self.index][:] = sent[self.index]
             flows = []
@@ -136,7 +138,7 @@ class SocketCommunicator:
             self._run(flows)
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of the member with index `source` to all."""
+        """Copy the array of the member with index `source` to all members."""
         call = call_of(f"broadcast {source}", array, tag)
         with self._collective():
             if self._size > 2 and array.nbytes <= self._small_bytes:
@@ -145,19 +147,19 @@ class SocketCommunicator:
                 self._broadcast_chain(call, array, source)
 
     def barrier(self, tag: int) -> None:
-        """Return when all members have called it."""
+        """Wait until all members have called this."""
         with self._collective():
             nothing = np.empty(0, np.uint8)
             self._exchange_whole(Call("barrier", tag), nothing, nothing)
 
     def close(self, reason: str = "") -> None:
-        """Close the connections; members that wait get `PeerLost` with the reason."""
+        """Close the connections; waiting members get `PeerLost` with the reason."""
         for link in self._links.values():
             link.close(reason)
 
     @contextlib.contextmanager
     def _collective(self) -> Iterator[None]:
-        """Keep the connections open; on an error close all, and pass on the reason."""
+        """Keep the connections open in the block; on an error, close all of them."""
         try:
             with contextlib.ExitStack() as stack:
                 for link in self._links.values():
@@ -168,6 +170,7 @@ class SocketCommunicator:
             raise
 
     def _end(self, error: BaseException) -> None:
+        """Close all connections, and pass on the cause of an error to all members."""
         if isinstance(error, TransportClosed):
             ending = Ending(self._rank, error.reason)
         elif isinstance(error, PeerLost):
@@ -179,7 +182,7 @@ class SocketCommunicator:
         for link in self._links.values():
             link.close(ending.cause, ending if ending.cause else None)
 
-    # Whole arrays between all pairs.
+    # Exchange of whole arrays between all pairs of members.
 
     def _exchange_whole(self, call: Call, array: Array, total: Array) -> None:
         """Exchange small arrays, and add them in the order of the members."""
@@ -235,7 +238,7 @@ class SocketCommunicator:
         *,
         gather: bool,
     ) -> None:
-        """Reduce-scatter, and all-gather of the sums, which `total` gets."""
+        """Reduce-scatter into `total`; with `gather`, all-gather the sums."""
         if self._size > 2 and is_half(array.dtype):
             self._reduce_direct(call, array, bounds, total, gather=gather)
         else:
@@ -250,7 +253,7 @@ class SocketCommunicator:
         total: Array,
         steps: range,
     ) -> None:
-        """Run steps of the ring, see `Ring`."""
+        """Run steps of a `Ring`."""
         if self._size == 1:
             return
         segments = Segments(array, total, bounds, steps=steps, num_bytes=self._segment)
@@ -277,7 +280,7 @@ class SocketCommunicator:
             self._flow(before, None, (), call, incoming),
         ]
 
-    # All members with all others.
+    # Transfers between all pairs of members.
 
     def _reduce_direct(
         self,
@@ -288,7 +291,7 @@ class SocketCommunicator:
         *,
         gather: bool,
     ) -> None:
-        """Send each member its part, add the own one in order, and send the sum."""
+        """Reduce by `OrderedSums`: each member receives and adds its part from all."""
         steps = range(2 if gather else 1)
         segments = Segments(array, total, bounds, steps=steps, num_bytes=self._segment)
         sums = OrderedSums(segments, self.index)
@@ -300,6 +303,7 @@ class SocketCommunicator:
         )
 
     def _broadcast_flat(self, call: Call, array: Array, source: int) -> None:
+        """Send the whole array from the source to each other member."""
         data = [Piece(bytes_of(array))]
         if self.index != source:
             self._run([self._flow(self._links[source], None, (), call, data)])
@@ -309,7 +313,7 @@ class SocketCommunicator:
         )
 
     def _broadcast_chain(self, call: Call, array: Array, source: int) -> None:
-        """Pass segments on from member to member; the last one keeps them."""
+        """Forward segments along a chain of members that begins with the source."""
         view = bytes_of(array)
         arrived = Gate()
         segments = [
@@ -331,10 +335,10 @@ class SocketCommunicator:
             flows.append(self._flow(self._links[following], call, outgoing, None, ()))
         self._run(flows)
 
-    # What they share.
+    # Helpers of several collectives.
 
     def _run(self, flows: list[Flow]) -> None:
-        """Run flows, and watch the other members meanwhile."""
+        """Run flows, and watch the connections to the other members meanwhile."""
         used = {flow.descriptor for flow in flows}
         others = [link for link in self._links.values() if link.fileno() not in used]
         run([*flows, *map(Flow, others)])
@@ -347,7 +351,7 @@ class SocketCommunicator:
         expected: Call | None,
         incoming: Iterable[Piece],
     ) -> Flow:
-        """Send the own call ahead of the data, and check the peer's ahead of its."""
+        """Create a flow that sends and checks the headers of calls before the data."""
         index = self.ranks.index(link.peer)
         sent, received = [], []
         if own is not None:
@@ -356,16 +360,19 @@ class SocketCommunicator:
             header = memoryview(bytearray(HEADER_BYTES))
             then = functools.partial(self._check, header, expected, index)
             received.append(Piece(header, then=then))
-        # No peer waits for empty pieces, nor stays until they are due.
+        # Empty pieces are left out, since no peer waits for them, and the flow would
+        # wait for their gates.
         full = (piece for piece in outgoing if piece.view.nbytes)
         return Flow(
             link, itertools.chain(sent, full), itertools.chain(received, incoming)
         )
 
     def _check(self, header: memoryview, expected: Call, index: int) -> None:
+        """Check that a member's header is that of the expected call."""
         check(header, expected, self._rank, self.ranks[index])
 
     def _need_scratch(self, num_bytes: int) -> Array:
+        """Return scratch memory of at least some bytes."""
         if self._scratch.nbytes < num_bytes:
             self._scratch = np.empty(num_bytes, np.uint8)
         return self._scratch

@@ -83,7 +83,7 @@ class Meeting(Rounds):
         with self._changed:
             if self._members.get(member.index) is member:
                 del self._members[member.index]
-            member.brought = None
+            member.contribution = None
             self._changed.notify_all()
 
     def join(
@@ -118,7 +118,7 @@ class Meeting(Rounds):
                 self._state = 0, self._furthest()
             self._first_states.pop(member.index, None)
             member.has_begun = True
-            return self._standing()
+            return self._catch_up_reply()
 
     def keep(self, version: int, state: list[Array]) -> None:
         """Store the state after an exchange, for islands that join later.
@@ -339,9 +339,9 @@ class Hub:
             if head["kind"] == "state":
                 meeting.keep(int(head["version"]), arrays)
                 continue
-            brought = float(head["samples"]), arrays
+            contribution = float(head["samples"]), arrays
             with connection.beating():
-                reply = meeting.bring(member, int(head["version"]), brought)
+                reply = meeting.contribute(member, int(head["version"]), contribution)
             reply.send(connection)
 
     def _meeting(self, number: int) -> Meeting:

@@ -13,8 +13,8 @@ from rich.console import Console
 from tfdp.communication.cluster import (
     Cluster,
     find_cluster,
-    processes_apart,
     topology_of,
+    unconnected_processes,
 )
 from tfdp.communication.cluster.mpi_start import current_job
 from tfdp.communication.cluster.spec import SOURCES
@@ -217,7 +217,7 @@ def _show_cluster(
             "  none: neither TF_CONFIG nor a Slurm step of several tasks is set, so "
             "this is a single machine"
         )
-        if apart := processes_apart():
+        if apart := unconnected_processes():
             console.print(
                 f"  {apart}, which do not know of each other: set TF_CONFIG or, for "
                 "MPI, install mpi4py (pip install tfdp[mpi])"

@@ -64,7 +64,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
     has_workers = is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
     if is_tfdp(strategy):
         _source_names[iterator] = source_name(kwargs.get("x"))
-        progress.reads(_source_names[iterator])
+        progress.set_source(_source_names[iterator])
     if has_workers:
         _seed_py_dataset_order(strategy, kwargs)
         kwargs = _with_local_rows(strategy, kwargs)
@@ -167,7 +167,7 @@ def _agree_on_end(
 def begin_epoch(original: Callable, iterator: Any) -> Any:
     """Record for the watchdog that a loop begins an epoch, and the name of its data."""
     progress.epoch_begins()
-    progress.reads(_source_names.get(iterator, ""))
+    progress.set_source(_source_names.get(iterator, ""))
     return original(iterator)
 
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import Member
 from tfdp.communication.coordination.checks import (
     check_same_variables,
-    created_alone,
+    left_scope_message,
     signature_of,
 )
 from tfdp.communication.coordination.progress import progress
@@ -249,8 +249,8 @@ def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
 
     def check(rank: int) -> None:
         other, own = group.progress_of(rank), created.signatures
-        if own and other is not None and progress.is_left_by(other, line):
-            raise ValueError(created_alone(rank, line, own))
+        if own and other is not None and progress.has_left_scope(other, line):
+            raise ValueError(left_scope_message(rank, line, own))
 
     with tf.init_scope():
         created, earlier = new.take(), CreatedVariables(new.before)

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.cluster import Cluster, find_cluster, processes_apart
+from tfdp.communication.cluster import Cluster, find_cluster, unconnected_processes
 from tfdp.communication.cluster.cpu_kernels import warn_of_slow_kernels
 from tfdp.communication.cluster.devices import (
     default_cpus,
@@ -249,7 +249,7 @@ def _warn_of_slow_kernels(strategy: Any) -> None:
 
 def _warn_of_processes_apart(cluster: Cluster | None) -> None:
     """Warn if a launcher that tfdp does not read has started several processes."""
-    apart = processes_apart() if cluster is None else None
+    apart = unconnected_processes() if cluster is None else None
     if apart:
         user_code.warn(
             f"{apart}, and no TF_CONFIG tells them of each other: each trains a model "

@@ -3,9 +3,9 @@
 Reading order:
     heartbeat: publish this worker's heartbeat, receive those of the others
     failure_detector: decide from heartbeats and probed ports which worker is lost
-    data_watch: name a data source that gives no batch, and end its process
-    watchdog: run all, raise an error that names the lost worker, end the process
-    errors: the error, its message and its exit code
+    data_watch: detect a data source that yields no batch, and end the process
+    watchdog: run all checks, raise an error that names the lost worker, end the process
+    errors: exceptions of a lost worker, message and exit code
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "watch_data",
 ]
 
-# A process is a worker of one cluster only.
+# At most one each, since a process is a worker of only one cluster.
 _watchdogs: list[Watchdog] = []
 _data_watchdogs: list[DataWatchdog] = []
 
@@ -44,13 +44,13 @@ _data_watchdogs: list[DataWatchdog] = []
 def watch(
     worker_group: WorkerGroup, addresses: Sequence[str], limit_seconds: float | None
 ) -> Watchdog:
-    """Start failure detection for the workers of a group, once for a process.
+    """Start failure detection for the workers of a group, once per process.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
         addresses: Sequence of strings, `"host:port"` by rank.
-        limit_seconds: Float or `None`, after which a worker without a heartbeat
-            is lost; of the first call in a process.
+        limit_seconds: Float or `None`, time without a heartbeat after which a worker is
+            lost. Only the first call in a process sets it.
 
     Returns:
         The `Watchdog` of this process.
@@ -68,11 +68,11 @@ def watch(
 
 
 def watch_data(limit_seconds: float) -> None:
-    """Start to watch the data of a process without other workers, once.
+    """Start to watch the data of a process without other workers, once per process.
 
     Args:
-        limit_seconds: Float, how long it may wait for a batch; of the first call in a
-            process.
+        limit_seconds: Float, longest wait for a batch. Only the first call in a process
+            sets it.
     """
     if not _data_watchdogs:
         _data_watchdogs.append(DataWatchdog(limit_seconds))
@@ -87,7 +87,7 @@ def _explain_uncaught(watchdog: Watchdog) -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            # All workers are, and a traceback of each would hide the script's output.
+            # Ctrl-C interrupts all workers, and their tracebacks would hide the output.
             where = _line_of_script(trace)
             print(f"tfdp: interrupted{where}", file=sys.stderr, flush=True)
             return
@@ -101,11 +101,11 @@ def _line_of_script(trace: TracebackType | None) -> str:
     """Describe the last frame of a traceback that is not in a package, or `""`."""
     paths = sysconfig.get_paths()
     packages = [paths[name] for name in ("purelib", "platlib", "stdlib")]
-    own = str(Path(__file__).parents[3])
+    tfdp_folder = str(Path(__file__).parents[3])
     frames = [
         frame
         for frame in traceback.extract_tb(trace)
-        if not frame.filename.startswith((*packages, own, "<frozen "))
+        if not frame.filename.startswith((*packages, tfdp_folder, "<frozen "))
     ]
     if not frames:
         return ""

@@ -1,4 +1,4 @@
-"""Data watch: name a data source that gives no batch, and end its process."""
+"""Data watch: detect a data source that yields no batch, and end the process."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from tfdp.communication.coordination.watch.errors import EXIT_CODE, WorkerFailur
 from tfdp.ground import _compat
 
 _CHECK_SECONDS = 1.0
-# Of a processor: polling takes less, preparing data takes more.
+# Fraction of one CPU core: polling uses less, preparing data uses more.
 _IDLE_FRACTION = 0.2
 
 
 class DataWatch:
-    """How long this process has waited for a batch while nobody prepared it.
+    """Timer of the wait for a batch while no process prepares it.
 
-    A source whose process, or one that it has started, uses a processor is slow and
-    lives; each such second begins the wait anew.
+    CPU use of this process or its descendants means that the source is slow but not
+    hanging, and restarts the timer.
 
     Args:
-        limit_seconds: Float or `None`, after which a wait is a failure. Defaults to
-            `None`, never.
+        limit_seconds: Float or `None`, wait after which the data source has failed.
+            Defaults to `None`, no limit.
     """
 
     def __init__(self, limit_seconds: float | None = None) -> None:
         self._limit_seconds = limit_seconds
         self.seconds = 0.0
-        # Processor time, of the children too, and when it was read; `None` while no
-        # batch is waited for.
+        # CPU time including descendants, and the time of that reading; `None` while
+        # this process waits for no batch.
         self._last: tuple[float, float] | None = None
 
     def update(self) -> float:
-        """Look at the wait of this moment, about every second.
+        """Update the timer; called about every second.
 
         Returns:
-            Float, for how long one batch has been waited for, slow sources included.
+            Float, total time of the present wait for a batch, also of a slow source.
         """
         waited, now = data_wait.seconds, clock.now()
         if not waited:
@@ -55,10 +55,10 @@ class DataWatch:
         return waited
 
     def failure(self, rank: int) -> WorkerFailure | None:
-        """Return the failure of this worker, or `None` while the wait may go on.
+        """Return the failure of this worker, or `None` within the limit.
 
         Args:
-            rank: Int, this worker's.
+            rank: Int, rank of this worker.
         """
         if self._limit_seconds is None or self.seconds <= self._limit_seconds:
             return None
@@ -75,10 +75,10 @@ class DataWatch:
 
 
 class DataWatchdog(threading.Thread):
-    """Thread that ends a process without other workers whose data does not come.
+    """Thread that ends a single-worker process whose data source hangs.
 
     Args:
-        limit_seconds: Float, how long it may wait.
+        limit_seconds: Float, longest wait for a batch.
     """
 
     def __init__(self, limit_seconds: float) -> None:
@@ -86,7 +86,7 @@ class DataWatchdog(threading.Thread):
         self._watch = DataWatch(limit_seconds)
 
     def run(self) -> None:
-        """Check every second."""
+        """Check the data source every second, and end the process if it fails."""
         clock.watch()
         while (failure := self._watch.failure(0)) is None:
             time.sleep(_CHECK_SECONDS)
@@ -95,10 +95,10 @@ class DataWatchdog(threading.Thread):
 
 
 def end_process(text: str) -> None:
-    """End this process, whose main thread does not come out of what it does.
+    """End this process, whose main thread may hang, with an error message.
 
     Args:
-        text: String, why.
+        text: String, the message.
     """
     sys.stdout.flush()
     print(f"tfdp: {text}", file=sys.stderr, flush=True)

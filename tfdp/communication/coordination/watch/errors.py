@@ -1,4 +1,4 @@
-"""Errors of a lost worker: exception, message, exit code."""
+"""Exceptions of a lost worker, their message, and the exit code."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import re
 
 import tensorflow as tf
 
-# The exit code of a worker that had to end itself: EX_UNAVAILABLE of sysexits.h.
+# Exit code of a worker that its watchdog has ended: EX_UNAVAILABLE of sysexits.h.
 EXIT_CODE = 69
-# What TensorFlow's error says where a collective between processes has failed.
+# Text in TensorFlow's error if a collective between processes has failed.
 COLLECTIVE_FAILED = "a collective between workers failed"
-# Why a worker is lost that has met no error.
+# Cause of the loss of a worker that ended without an error.
 SCRIPT_ENDED = "its script has ended"
 
 
 class WorkerLost(RuntimeError):
-    """Another worker has died, hangs or cannot be reached."""
+    """Error: another worker has died, hangs or cannot be reached."""
 
 
 class NotConnected(tf.errors.UnavailableError):
-    """The first collective with another worker found no way to it in time."""
+    """Error: the first collective with a worker could not connect to it in time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,9 @@ class WorkerFailure:
     """A lost worker and the evidence for it.
 
     Args:
-        rank: Int.
-        cause: String, what was observed.
-        own: String, what the worker itself says of it, or `""`. Defaults to `""`.
+        rank: Int, rank of the worker.
+        cause: String, the observed symptom.
+        own: String, the lost worker's own message, or `""`. Defaults to `""`.
     """
 
     rank: int
@@ -46,9 +46,9 @@ def failure_message(
     Args:
         failure: `WorkerFailure`.
         address: String, `"host:port"` of the worker.
-        place: String, where this worker was in its training, or `""`.
-        bucket: String, what was being reduced, or `""`.
-        call: String, the call in which this worker waits for the other, or `""`.
+        place: String, step, epoch and loop of this worker, or `""`.
+        bucket: String, name of the bucket that was being reduced, or `""`.
+        call: String, the call in which this worker waits for the lost one, or `""`.
 
     Example:
 
@@ -64,7 +64,9 @@ def failure_message(
         )
     where = f" at {place}" if place else ""
     what = f", while {bucket} was reduced" if bucket else ""
-    cause = failure.cause.rstrip(".")  # it may end with another worker's sentence
+    cause = failure.cause.rstrip(
+        "."
+    )  # the cause may quote a sentence of another worker
     return (
         f"Worker {failure.rank} ({address}) was lost{where}{what}: {cause}. "
         "The others cannot go on without it: see the end of its output, and start "

@@ -1,4 +1,4 @@
-"""Failure detector: decide from heartbeats and probed ports which worker is lost."""
+"""Failure detector: decide by heartbeats and port probes which worker is lost."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tfdp.communication.coordination.progress import WorkerProgress
 from tfdp.communication.coordination.watch.errors import SCRIPT_ENDED
 from tfdp.ground.base.process_identity import ProcessIdentity
 
-# After so long without a heartbeat a worker's port is probed.
+# Time without a heartbeat after which a worker's port is probed.
 SUSPECT_SECONDS = 2.5
-# So many times in a row the port of a process that has ended refuses.
+# Number of successive refused connections by which a worker's process has ended.
 _REFUSALS = 2
 
 
@@ -23,16 +23,16 @@ class WorkerStatus:
     """Status of one worker.
 
     Args:
-        last_heartbeat: Float, time of the last heartbeat, by the clock of
+        last_heartbeat: Float, time of the last heartbeat, by
             `tfdp.communication.coordination.clock`.
         progress: `WorkerProgress` at that time, or `None`.
         has_left: Bool, whether it has announced the end of its script.
-        last_error: String, the last error that left a loop of Keras there, or `""`.
-        idle_seconds: Float, for how long it has used next to no processor.
-        refusals: Int, how often in a row its port has refused a connection.
+        last_error: String, the last error that a loop of Keras raised there, or `""`.
+        idle_seconds: Float, time for which it has used hardly any CPU.
+        refusals: Int, number of successive connections that its port has refused.
         accepted: Bool, whether its port accepted the last connection.
-        process: `ProcessIdentity`, or `None` before it is known.
-        evidence: String, what the last probe has shown that it failed by.
+        process: `ProcessIdentity`, or `None` if unknown.
+        evidence: String, the last probe's evidence that the process has ended.
     """
 
     last_heartbeat: float
@@ -51,7 +51,7 @@ class FailureDetector:
 
     Args:
         ranks: Sequence of int, the other workers.
-        limit_seconds: Float, after which a worker without a heartbeat is lost.
+        limit_seconds: Float, time without a heartbeat after which a worker is lost.
     """
 
     def __init__(self, ranks: Sequence[int], limit_seconds: float) -> None:
@@ -69,7 +69,7 @@ class FailureDetector:
         """Record a heartbeat.
 
         Args:
-            rank: Int.
+            rank: Int, rank of the worker.
             age_seconds: Float, age of the heartbeat.
             progress: `WorkerProgress` or `None`.
         """
@@ -80,15 +80,15 @@ class FailureDetector:
             status.progress = progress or status.progress
 
     def record_status(self, rank: int, **fields: Any) -> None:
-        """Record some fields of a worker's status, see `WorkerStatus`."""
+        """Replace some fields of a worker's `WorkerStatus`."""
         with self._lock:
             self._status[rank] = dataclasses.replace(self._status[rank], **fields)
 
     def record_probe(self, rank: int, *, refused: bool, accepted: bool) -> None:
         """Record the result of a connection attempt to a worker's port.
 
-        A connection is no sign of life: a process that the worker has forked may hold
-        the port.
+        An accepted connection does not prove that the worker runs: a process that it
+        has forked may hold the port.
         """
         process = self.status(rank).process
         has_ended = not refused and process is not None and process.has_ended()
@@ -120,9 +120,9 @@ class FailureDetector:
         return list(self._status)
 
     def cause(self, rank: int) -> str:
-        """Return the cause for which a worker is lost, or `""` while it is not.
+        """Return the cause of a worker's loss, or `""` if it is not lost.
 
-        A worker that has left in good order is lost only to those that wait for it.
+        A worker that has ended its script normally does not count as lost here.
         """
         status = self.status(rank)
         if status.has_left:
@@ -134,7 +134,7 @@ class FailureDetector:
         return self.cause_of_timeout(rank)
 
     def cause_of_timeout(self, rank: int) -> str:
-        """Describe a worker without a heartbeat for too long."""
+        """Describe a worker that has sent no heartbeat for too long."""
         status = self.status(rank)
         silent = clock.now() - status.last_heartbeat
         place = status.progress.name if status.progress else ""
@@ -162,9 +162,9 @@ class FailureDetector:
         return {rank: its for rank, its in found.items() if its.count < own.count}
 
     def workers_past(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the progress of workers that an error has led past a place, by rank.
+        """Return the progress of workers that an error took out of a step, by rank.
 
-        Without an error, others may be ahead of a step that needs nothing of them.
+        Workers without an error may be ahead in a step without collectives.
         """
         return {
             rank: its
@@ -180,17 +180,17 @@ class FailureDetector:
         return {rank: its.source for rank, its in found.items() if its.source}
 
     def is_deadlocked(self, own: WorkerProgress, idle_seconds: float) -> bool:
-        """Return whether all workers compute a step, and none of them does anything.
+        """Return whether all workers are idle while they compute a step.
 
         Args:
             own: `WorkerProgress` of this worker.
-            idle_seconds: Float, for how long each has to have been idle.
+            idle_seconds: Float, least time for which each must have been idle.
         """
         others = [self.status(rank) for rank in self.ranks()]
         return own.is_computing and all(
             status.progress is not None
             and status.progress.is_computing
-            # A loop of the user's own is outside of what is counted.
+            # Counts are not comparable if a worker is in a custom training loop.
             and (
                 status.progress.count == own.count
                 or not own.name
@@ -207,6 +207,6 @@ class FailureDetector:
         return next(others, None)
 
     def _progress(self) -> dict[int, WorkerProgress]:
-        """Return the progress of the other workers, as far as it is known."""
+        """Return the known progress of the other workers, by rank."""
         found = {rank: self.status(rank).progress for rank in self.ranks()}
         return {rank: its for rank, its in found.items() if its is not None}

@@ -22,22 +22,24 @@ from tfdp.ground import _compat
 from tfdp.ground.base.process_identity import ProcessIdentity
 
 BEAT_SECONDS = 1.0
-# A key is missing for a moment when it is written anew.
+# Longest wait for a key, since a key that is overwritten is missing for a moment.
 _READ_SECONDS = 0.02
-# During so many a SIGTERM may come to light that was sent before the first one.
+# Number of heartbeats within which a SIGTERM sent before joining may surface.
 _BEATS_AFTER_JOINING = 5
-# Well before the watchdog names stragglers, all workers have each other's progress.
+# A wait that is reported to all workers, long before the watchdog warns of stragglers.
 _LONG_WAIT_SECONDS = 5.0
-# Of a processor: heartbeats and TensorFlow's polling take less, computing takes more.
+# Fraction of one CPU core: heartbeats and TensorFlow's polling use less, computing
+# more.
 _IDLE_FRACTION = 0.2
 # Fields of `WorkerStatus` that a worker reports.
 _STATUS = ("has_left", "last_error", "idle_seconds")
 
 
 class IdleMeter:
-    """Time since this process last used the processors for anything worth the name.
+    """Time for which this process has used hardly any CPU.
 
-    And the time that its main thread has spent meanwhile in one call of TensorFlow.
+    It also measures the time that the main thread has meanwhile spent in one call of
+    TensorFlow.
     """
 
     def __init__(self) -> None:
@@ -46,13 +48,13 @@ class IdleMeter:
         self._last = time.process_time(), clock.now()
 
     def update(self) -> None:
-        """Add the time since the last call, or start again from zero."""
+        """Add the time since the last update, or restart from zero if not idle."""
         (cpu, then), self._last = self._last, (time.process_time(), clock.now())
         elapsed = self._last[1] - then
         is_idle = self._last[0] - cpu <= _IDLE_FRACTION * elapsed
         self.seconds = self.seconds + elapsed if is_idle else 0.0
         before = self._call
-        # Of a process that computes no frame is kept, and so no tensor.
+        # The frame is kept only while idle, since it keeps tensors alive.
         self._call = _compat.call_in_progress() if self.seconds else None
         is_same = self._call is not None and self._call is before
         self.call_seconds = self.call_seconds + elapsed if is_same else 0.0
@@ -61,13 +63,13 @@ class IdleMeter:
 class Heartbeat(threading.Thread):
     """Thread that publishes this worker's heartbeat and progress every second.
 
-    All workers report to the first one, which hosts the store; it publishes a summary
-    and names lost workers. A call of the store may never return once the first worker
-    hangs: so nothing else happens in this thread.
+    All workers report to worker 0, which hosts the store, publishes a summary and names
+    lost workers. A call of the store may never return if worker 0 hangs, so this thread
+    does nothing else.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        detector: `FailureDetector`, which records what is received.
+        detector: `FailureDetector`, which records received heartbeats.
     """
 
     def __init__(self, worker_group: WorkerGroup, detector: FailureDetector) -> None:
@@ -86,18 +88,20 @@ class Heartbeat(threading.Thread):
         self._is_notice_repeated = False
         self._counts_seen: dict[int, int] = {}
         self._wake = threading.Event()
-        # Completed beats; `beat_now` waits for one that begins after its call.
+        # Number of completed beats; `beat_now` waits for one that begins after its
+        # call.
         self._num_done = 0
         self._condition = threading.Condition()
 
     def run(self) -> None:
-        """Beat until this worker has announced that it leaves."""
+        """Beat every second until this worker has announced the end of its script."""
         is_last = False
         while not is_last:
             self._wake.wait(BEAT_SECONDS)
             self._wake.clear()
             is_last = self.has_left
-            # The first worker may not answer: the watchdog looks at that.
+            # Worker 0 may not answer, which the watchdog detects by its missing
+            # heartbeat.
             with contextlib.suppress(tf.errors.OpError):
                 self._beat()
             with self._condition:
@@ -105,7 +109,7 @@ class Heartbeat(threading.Thread):
                 self._condition.notify_all()
 
     def beat_now(self, timeout_seconds: float) -> None:
-        """Beat at once and wait for its completion.
+        """Beat at once, and wait until the beat is complete.
 
         Args:
             timeout_seconds: Float, the longest wait.
@@ -117,17 +121,17 @@ class Heartbeat(threading.Thread):
 
     @property
     def idle_seconds(self) -> float:
-        """Float, for how long this process has used next to no processor."""
+        """Float, time for which this process has used hardly any CPU."""
         return self._idle.seconds
 
     @property
     def call_seconds(self) -> float:
-        """Float, for how long the main thread has been in one call of TensorFlow."""
+        """Float, time that the main thread has spent in one call of TensorFlow."""
         return self._idle.call_seconds
 
     @property
     def progress(self) -> WorkerProgress:
-        """`WorkerProgress`; outside of Keras's loops, too, it tells a long wait."""
+        """`WorkerProgress`, including a long wait outside of Keras's loops."""
         own = dataclasses.replace(progress.current, source=self.source)
         waits = not own.name and self.call_seconds > _LONG_WAIT_SECONDS
         return dataclasses.replace(own, is_computing=True) if waits else own
@@ -147,9 +151,9 @@ class Heartbeat(threading.Thread):
         self._publish("summary", {"own": self._report(), "of": self._summary()})
 
     def _repeat_notice(self) -> None:
-        """Send this process the SIGTERM that it got while it joined the cluster.
+        """Send this process the SIGTERM that it received while it joined the cluster.
 
-        TensorFlow's handler was there then, which tells of it here within a second.
+        TensorFlow's handler was installed then, and writes a key within a second.
         """
         with contextlib.suppress(tf.errors.DeadlineExceededError):
             task = _compat.get_key_value(_compat.PREEMPTED_TASK_KEY, _READ_SECONDS)
@@ -170,14 +174,14 @@ class Heartbeat(threading.Thread):
     def _receive(
         self, rank: int, beat: dict[str, Any] | None, age: float = 0.0
     ) -> bool:
-        """Record another worker's report; return whether it is a new one."""
+        """Record another worker's report; return whether it is new."""
         if beat is None or beat["count"] == self._counts_seen.get(rank):
             return False
         self._counts_seen[rank] = beat["count"]
-        # Before anything else: who leaves because of another one is not to blame.
+        # First of all: a worker that ends because of a lost one must not be blamed.
         if beat.get("failure") and self.failure is None:
             self.failure = WorkerFailure(**beat["failure"])
-        if beat.get("process"):  # of its own report, not of the summary
+        if beat.get("process"):  # only in a report of the worker, not in the summary
             process = ProcessIdentity(**beat["process"])
             self._detector.record_status(rank, process=process)
         self._detector.record_heartbeat(rank, age, WorkerProgress(**beat["progress"]))
@@ -185,9 +189,10 @@ class Heartbeat(threading.Thread):
         return True
 
     def _summary(self) -> dict[int, dict[str, Any]]:
-        """Collect the status of workers that wait, failed or left.
+        """Collect the status of workers that wait, failed or ended.
 
-        While all make progress that is none: a thousand workers' summary stays short.
+        Workers that make progress are left out, so that the summary of a thousand
+        workers stays short.
         """
         now = clock.now()
         found = {}
@@ -213,7 +218,7 @@ class Heartbeat(threading.Thread):
                 self._receive(int(text), beat, beat["age"])
 
     def _publish(self, key: str, content: dict[str, Any]) -> None:
-        """Overwrite a key of the store, which has to be deleted first."""
+        """Overwrite a key of the store, by deleting it first."""
         _compat.delete_key_value(f"{self._prefix}/{key}")
         _compat.set_key_value(f"{self._prefix}/{key}", json.dumps(content))
 

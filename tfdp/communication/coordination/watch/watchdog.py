@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-# Not when it is first used: the interpreter may be shutting down then.
+# Imported here, because at its first use the interpreter may be shutting down.
 from concurrent.futures import ThreadPoolExecutor
 
 import tensorflow as tf
@@ -35,21 +35,23 @@ from tfdp.ground.forks import Owner
 
 DEFAULT_LIMIT_SECONDS = 60.0
 _CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.1, 2.0
-# The longest wait for a heartbeat to be out, and for the main thread to be in a loop.
+# Longest wait until a heartbeat is published; pause between checks of the main thread.
 _BEAT_SECONDS = _POLL_SECONDS = 0.2
-# How long an error of TensorFlow waits for the name of the worker that caused it.
+# Longest wait of an error of TensorFlow for the name of the lost worker that caused it.
 _DIAGNOSIS_SECONDS = 8.0
-# The same where workers have tried to connect for so long that one that is dead or
-# stands still is known by now.
+# Longest wait after `NotConnected`: workers have tried to connect for long enough that
+# a dead or hanging worker is already known.
 _SHORT_DIAGNOSIS_SECONDS = 2.0
-# How long the main thread has to come out of what it does.
+# Time for the main thread to raise the error before the process is ended.
 _GRACE_SECONDS = 4.0
-# Detection and shutdown: what is left of a limit when a worker is given up.
+# Part of a limit that is reserved for shutdown after a worker is declared lost.
 _EXIT_SECONDS = _CHECK_SECONDS + _GRACE_SECONDS + 1.0
 _WARN_AFTER_SECONDS = 10.0
 _SAME_CALLS = "every worker has to make the same calls on the same model"
+# Longest wait until the end of this worker's script is published, a little more than
+# one interval of heartbeats.
 _LEAVE_SECONDS = 1.2
-# What TensorFlow raises when another worker is gone.
+# Errors that TensorFlow raises if another worker is lost.
 _ERRORS_OF_OTHERS = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -61,17 +63,16 @@ _ERRORS_OF_OTHERS = (
 
 
 class Watchdog(threading.Thread):
-    """Thread that detects a lost worker and stops this one with its name.
+    """Thread that detects a lost worker, and ends this worker with an error about it.
 
-    The first worker watches all others, and these watch the first one. A collective
-    that waits is aborted with an error; a process that does not return from what it
-    does is ended, with exit code 69.
+    Worker 0 watches all others, and these watch worker 0. Waiting collectives are
+    aborted with an error; a process whose main thread hangs is ended with exit code 69.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
         addresses: Sequence of strings, `"host:port"` by rank.
-        limit_seconds: Float or `None`, after which all have ended if a worker sends
-            no heartbeat. Defaults to `None`, 60 seconds.
+        limit_seconds: Float or `None`, time without a heartbeat of one worker after
+            which all others have ended. Defaults to `None`, 60 seconds.
     """
 
     def __init__(
@@ -98,13 +99,14 @@ class Watchdog(threading.Thread):
         self._may_have_ended = False
         # Set when the main thread has raised the error.
         self._is_raised = threading.Event()
-        # What closes connections beside TensorFlow's, with a reason.
+        # Callables that close connections of tfdp, with a reason.
         self.closers: list[Callable[[str], None]] = []
-        # Why a collective over these has failed, or `""`.
+        # Returns the reason that a collective over these connections has failed, or
+        # `""`.
         self.reason_of_failure: Callable[[], str] = str
 
     def start(self) -> None:
-        """Start this thread and the heartbeat's."""
+        """Start this thread and the heartbeat thread."""
         clock.watch()
         self._heartbeat.start()
         super().start()
@@ -115,7 +117,8 @@ class Watchdog(threading.Thread):
             pause = _URGENT_CHECK_SECONDS if self._may_have_ended else _CHECK_SECONDS
             is_urgent = self._is_urgent.wait(pause)
             if is_urgent or self._may_have_ended:
-                # Who ends its script says so before its port refuses connections.
+                # A worker announces the end of its script before its port refuses
+                # connections, so read its heartbeat first.
                 self._heartbeat.beat_now(_BEAT_SECONDS)
             self._check_data()
             self._check_workers()
@@ -126,7 +129,7 @@ class Watchdog(threading.Thread):
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
-        """Replace an error of TensorFlow inside by one that names the lost worker.
+        """Replace TensorFlow's error in the block by one that names the lost worker.
 
         Raises:
             WorkerLost: If another worker is lost.
@@ -139,7 +142,7 @@ class Watchdog(threading.Thread):
             raise
 
     def _report_error(self, error: BaseException) -> None:
-        """Raise the loss of a worker that led to an error, or tell the others of it."""
+        """Raise `WorkerLost` if a lost worker caused an error; else publish it."""
         if isinstance(error, _ERRORS_OF_OTHERS):
             place = progress.current.name
             has_tried = isinstance(error, NotConnected)
@@ -150,16 +153,17 @@ class Watchdog(threading.Thread):
             return
         is_preempted = isinstance(error, SystemExit) and error.code == PREEMPTED
         if isinstance(error, WorkerLost) or is_preempted:
-            return  # as on all workers
-        # If it ends the script, the others have its text.
+            return  # all workers end in this way, so there is nothing to publish
+        # The others need its text if the error ends the script.
         self._heartbeat.last_error = _describe(error)
         self._heartbeat.beat_now(_BEAT_SECONDS)
 
     def explain_uncaught(self, error: BaseException) -> None:
-        """Print which worker is lost if an uncaught error is due to it.
+        """Print which worker is lost if its loss has caused an uncaught error.
 
         Args:
-            error: What ends the script: in a loop of the user's own, TensorFlow's.
+            error: The exception that ends the script, such as TensorFlow's in a custom
+                training loop.
         """
         if not self.owner.is_current:
             return
@@ -184,12 +188,12 @@ class Watchdog(threading.Thread):
         """Raise if another worker is lost.
 
         Args:
-            rank: Int, the worker that this one waits for.
+            rank: Int, the worker that this worker waits for.
             is_over: Bool, whether the wait has reached its limit.
-            call: String, the call in which it waits.
+            call: String, the call in which this worker waits.
 
         Raises:
-            WorkerLost: Naming it.
+            WorkerLost: If so; the message names the lost worker.
         """
         detector = self._detector
         if self._heartbeat.failure is not None:
@@ -202,10 +206,10 @@ class Watchdog(threading.Thread):
             raise self._error(progress.current.name, call=call)
 
     def progress_of(self, rank: int) -> WorkerProgress | None:
-        """Return the progress of another worker, or `None` before it is known.
+        """Return the progress of another worker, or `None` if unknown.
 
         Args:
-            rank: Int.
+            rank: Int, rank of the worker.
         """
         return self._detector.status(rank).progress
 
@@ -216,11 +220,14 @@ class Watchdog(threading.Thread):
         if self._rank == 0 and (self._heartbeat.last_error or self._failure):
             lost = self._failure.rank if self._failure is not None else None
             if any(rank != lost for rank in self._detector.ranks()):
-                # The store ends with this process: the others read it every second.
+                # The store ends with this process, so leave the others time to read it.
                 time.sleep(_LEAVE_SECONDS)
 
     def _await_failure(self, seconds: float = _DIAGNOSIS_SECONDS) -> bool:
-        """Wait for the failure behind an error, which arrives before it."""
+        """Wait until the loss of a worker is known; return whether one is lost.
+
+        TensorFlow's error about a lost worker may come before its detection.
+        """
         self._is_urgent.set()
         has_failed = self._has_failed.wait(seconds)
         self._is_urgent.clear()
@@ -272,11 +279,11 @@ class Watchdog(threading.Thread):
             self._may_have_ended |= status.refusals > 0 and not status.has_left
 
     def _blame(self, rank: int, cause: str) -> None:
-        """Set the failure of another worker, or that of this one which it follows."""
+        """Set the failure of another worker, or of this one after a long suspension."""
         limit = self._detector.limit_seconds
         pause = clock.pause_within(limit)
         if pause > limit:
-            # The others have given this one up meanwhile, and ended.
+            # The other workers have meanwhile declared this one lost, and ended.
             rank, cause = self._rank, f"it stood still for {pause:.0f} s"
         self._set_failure(WorkerFailure(rank, cause))
 
@@ -293,8 +300,8 @@ class Watchdog(threading.Thread):
         for close in self.closers:
             close(reason)
         _compat.abort_collectives(reason)
-        # A loop of the user's own gets TensorFlow's error in its next collective, and
-        # a script that has none may come to its end.
+        # Outside of Keras's loops, the next collective raises TensorFlow's error, and a
+        # script without another collective may end normally: the process is not ended.
         is_own = failure.rank == self._rank and failure.own
         while not (place := progress.current.name) and not is_own:
             if self._is_raised.wait(_POLL_SECONDS):
@@ -303,7 +310,7 @@ class Watchdog(threading.Thread):
             end_process(self._message(failure, place))
 
     def _check_data(self) -> None:
-        """Warn of data that does not come, or fail after the timeout."""
+        """Report a wait for data, and set the failure after the timeout."""
         waited = self._data.update()
         self._heartbeat.source = progress.source if waited else ""
         failure = self._data.failure(self._rank)
@@ -311,17 +318,18 @@ class Watchdog(threading.Thread):
             self._set_failure(failure)
 
     def _check_stragglers(self) -> None:
-        """Warn of workers that this one waits for, or fail them after the timeout."""
+        """Warn of workers that this one waits for; set a failure after the timeout."""
         own = self._heartbeat.progress
         if own.is_computing and not own.name:
             self._check_deadlock(own)
             return
-        # An all-gather of texts warns by itself.
+        # An all-gather of texts has its own warning.
         if own.seconds < _WARN_AFTER_SECONDS or not own.name or own.is_all_gathering:
             return
         stragglers = self._detector.stragglers(own) or self._past_this_step(own)
         limit = self._timeout_seconds
-        # Who waits for its data names itself, or is waited for while the data is slow.
+        # A straggler that waits for data is not blamed: it sets its own failure if the
+        # source hangs, and the others wait for it if the source is slow.
         late = {rank: its for rank, its in stragglers.items() if not its.source}
         if late and limit is not None and own.seconds > limit:
             rank, other = next(iter(late.items()))
@@ -332,18 +340,18 @@ class Watchdog(threading.Thread):
             self._check_deadlock(own)
 
     def _past_this_step(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the workers that have left the step in which this one waits for them.
+        """Return the workers that have left the step in which this one waits.
 
-        An error that a script catches ends a step on one worker alone.
+        A worker leaves a step alone if its script catches an error of the step.
         """
         is_idle = self._heartbeat.idle_seconds >= _WARN_AFTER_SECONDS
         waits = own.is_computing and not own.source and is_idle
         return self._detector.workers_past(own) if waits else {}
 
     def _check_deadlock(self, own: WorkerProgress) -> None:
-        """Warn if all wait in one step, or fail where they wait for different things.
+        """Warn if all workers wait in one step; fail if their reductions differ.
 
-        Where data does not come, the worker that waits for it fails by itself.
+        A worker whose data source hangs sets its own failure.
         """
         limit = self._timeout_seconds
         waited = own.seconds if own.name else self._heartbeat.call_seconds
@@ -355,7 +363,7 @@ class Watchdog(threading.Thread):
         if rank is not None and limit is not None and idle > limit:
             self._blame(rank, f"its step reduces other tensors; {_SAME_CALLS}")
         elif user_code.is_new("deadlock", self):
-            # Once: on GPUs a long step leaves the processors idle, too.
+            # Only once, since a long step on GPUs leaves the CPUs idle as well.
             sources = self._detector.sources()
             if own.source:
                 sources[self._rank] = own.source
@@ -384,9 +392,10 @@ class Watchdog(threading.Thread):
         self._warn(own, f"waiting at {own.name} for {own.seconds:.0f} s for {names}.")
 
     def _warn(self, own: WorkerProgress, text: str) -> None:
-        """Print a text, once for what this worker is at."""
+        """Print a text, once for each place in this worker's progress."""
         if user_code.is_new(f"place {own.count}", self):
-            # No warning: as an error it would end this thread.
+            # Printed, because a warning that is turned into an error would end this
+            # thread.
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
 
 
@@ -400,6 +409,7 @@ def _probe_ports(addresses: list[str]) -> list[ProbeResult]:
 
 
 def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
+    """Describe a straggler that has exceeded the timeout."""
     where = other.name or NO_CALL
     return (
         f"it has not come in {own.seconds:.0f} s, and is at {where}; a longer "
@@ -408,5 +418,6 @@ def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
 
 
 def _describe(error: BaseException) -> str:
+    """Format an error's type and first line."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
