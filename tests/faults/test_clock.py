@@ -61,7 +61,7 @@ def test_heartbeats_of_tensorflow_outlast_a_clock_that_is_set(monkeypatch):
         "configure_coordination_service",
         lambda **options: found.update(options),
     )
-    join._configure(Cluster(("a:1", "b:1")), timeout_seconds=8.0)
+    join._configure_coordination_service(Cluster(("a:1", "b:1")), timeout_seconds=8.0)
     assert found["heartbeat_timeout_in_ms"] > 2 * AN_HOUR * 1000
     assert found["cluster_register_timeout_in_ms"] == 8000
 

@@ -94,6 +94,7 @@ def explain(others: Sequence[str], limit_seconds: float) -> str:
 
 
 def _accepts_connections(address: str) -> bool:
+    """Whether a worker accepts a TCP connection in time."""
     host, _, port = address.rpartition(":")
     try:
         target = (host.strip("[]"), int(port))

@@ -87,6 +87,7 @@ def limit_of_threads() -> int | None:
 
 
 def _check_threads() -> None:
+    """Check this user's limit of threads against those of a worker."""
     limit, needed = limit_of_threads(), needed_threads()
     if limit is None:
         return
@@ -107,6 +108,7 @@ def _check_threads() -> None:
 
 
 def _check_files(num_workers: int, *, one_host: bool, connects: bool) -> None:
+    """Check the limit of open files against those of a worker."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return

@@ -63,6 +63,7 @@ def start_job(timeout_seconds: float | None = None) -> MpiJob:
 
 
 def _start(timeout_seconds: float | None) -> MpiJob:
+    """Start MPI, check the job, and wait for all of its processes."""
     launched = mpi_rank()
     mpi = import_mpi()
     library = library_of(mpi)
@@ -144,11 +145,13 @@ def _configuration() -> str:
 
 
 def _check_size(launched: LaunchedRank | None, size: int, library: str) -> None:
+    """Check that MPI has as many processes as the launcher has started."""
     if launched is not None and size != launched.size:
         raise ValueError(_another_mpi(launched, library, "another"))
 
 
 def _another_mpi(launched: LaunchedRank, library: str, launcher: str) -> str:
+    """Format the error that mpi4py's MPI is not the one of the launcher."""
     return (
         f"mpi4py has loaded {library}, and the job was started by {launcher} mpiexec: "
         "the processes do not see each other. Start the job with the mpiexec of "
@@ -195,6 +198,7 @@ def _program() -> str:
 
 
 def _check_programs(programs: Sequence[str]) -> None:
+    """Check that all ranks run the same program."""
     if len(set(programs)) > 1:
         first = programs[0]
         rank, other = next((r, p) for r, p in enumerate(programs) if p != first)

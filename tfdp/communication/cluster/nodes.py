@@ -16,6 +16,7 @@ _RESOLVE_SECONDS = 2.0
 
 
 def _addresses_of(host: str) -> list[str]:
+    """Resolve a host name by the system's resolver."""
     return [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
 
 

@@ -82,6 +82,7 @@ def _addresses_of_interfaces() -> list[str]:
 
 
 def _is_usable(text: str) -> bool:
+    """Whether other hosts may reach an IP address."""
     address = ip_address(text)
     return address is not None and not (
         address.is_loopback
@@ -117,6 +118,7 @@ def answer_with_token(bound: socket.socket) -> Iterator[str]:
 
 
 def _answer(listener: socket.socket, token: str, is_over: threading.Event) -> None:
+    """Send the token to each connection until the event is set."""
     listener.settimeout(0.1)
     while not is_over.is_set():
         with contextlib.suppress(OSError):

@@ -126,6 +126,7 @@ def find_processes(sessions: Collection[int], job: str = "") -> list[psutil.Proc
 
 
 def _tf_config_of(process: psutil.Process) -> str:
+    """Return the `TF_CONFIG` of a process, or `""`."""
     try:
         return process.environ().get("TF_CONFIG", "")
     except (psutil.Error, OSError):

@@ -99,6 +99,7 @@ def _base_port(environ: Mapping[str, str], tasks_per_node: int) -> int:
 
 
 def _read_int(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Parse a variable as a number."""
     text = environ.get(name, str(default))
     if not text.isdecimal():
         raise ValueError(
@@ -183,6 +184,7 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def _not_a_list(name: str, text: str) -> str:
+    """Format the error of a variable that is not a list in Slurm's format."""
     return (
         f"{name} is not a list in Slurm's form; start the tasks with srun, or set "
         f"TF_CONFIG instead. Received: {text!r}"

@@ -191,6 +191,7 @@ class Cluster:
 
 
 def _check_addresses(addresses: tuple[str, ...]) -> None:
+    """Check that all addresses are valid and distinct."""
     seen: dict[tuple[str, int], str] = {}
     for address in addresses:
         place = canonical_address(address)

@@ -84,6 +84,7 @@ def check_job_name(name: object) -> None:
 
 
 def _load_object(text: str) -> dict[str, Any]:
+    """Parse a text as a JSON object."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -126,6 +127,7 @@ def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def _read_task(config: dict[str, Any]) -> tuple[str, int]:
+    """Return type and index of this task."""
     task = config.get("task")
     if not isinstance(task, dict) or "type" not in task or "index" not in task:
         raise ValueError(
@@ -142,6 +144,7 @@ def _read_task(config: dict[str, Any]) -> tuple[str, int]:
 
 
 def _read_tfdp_key(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the `tfdp` key of a configuration, empty by default."""
     settings = config.get("tfdp")
     if settings is None:
         settings = {}

@@ -232,6 +232,7 @@ def _send(
 
 
 def _pair_of(groups: _Groups, distance: int) -> Member:
+    """Return the replica as a member of its pair at a distance."""
     return groups.caller.inside(groups.pairs[distance])
 
 

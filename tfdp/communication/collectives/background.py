@@ -132,12 +132,14 @@ class _ReplicaQueues(Queues):
         super().__init__(device, *queues)
 
     def launch(self, tensors: Sequence[tf.Tensor]) -> None:
+        """Enqueue the replica's tensors with the next number, in the graph."""
         with tf.device(self._device):
             number = self._number.assign_add(1, read_value=True)
             number = tf.convert_to_tensor(number)
             self._requests.enqueue([number, *map(tf.identity, tensors)])
 
     def collect(self) -> list[tf.Tensor]:
+        """Dequeue the results of the last launch, in the graph."""
         with tf.device(self._device):
             expected = self._number.read_value()
             answered, *results = self._results.dequeue()
@@ -157,6 +159,7 @@ class _ReplicaQueues(Queues):
         return self._requests.dequeue()
 
     def give(self, number: tf.Tensor, results: Sequence[tf.Tensor]) -> None:
+        """Enqueue the results of a call."""
         self._results.enqueue([number, *results])
 
     def fail(self, failure: Failure) -> None:
@@ -227,6 +230,7 @@ def _serve_call(
 
 
 def _close(replica_queues: Sequence[_ReplicaQueues]) -> None:
+    """Close the queues, which ends the thread."""
     for each in replica_queues:
         each.close()
 

@@ -162,6 +162,7 @@ class Bridge:
         return any(generation < crossing.generation for crossing in self._crossings)
 
     def _serve(self) -> None:
+        """Answer requests until the queues are closed."""
         # These errors mean that the queues are closed, when no step waits any more.
         with contextlib.suppress(tf.errors.CancelledError, tf.errors.OutOfRangeError):
             while not self._is_closed:
@@ -204,6 +205,7 @@ class Bridge:
         return [failure] * len(requests)
 
     def _run_collective(self, requests: list[_Request]) -> list[tf.Tensor]:
+        """Run the collective of the replicas' requests, which must agree."""
         heads = {(request.ticket, request.number) for request in requests}
         if len(heads) > 1:
             raise RuntimeError("replicas of one process are at different collectives")
@@ -265,6 +267,7 @@ class _Crossing(Queues):
         )
 
     def _exchange(self, data: tf.Tensor, ticket: tf.Tensor) -> tf.Tensor:
+        """Enqueue a request and dequeue its answer, in the graph."""
         number = self._number.assign_add(1, read_value=True)
         head = tf.stack([ticket, tf.convert_to_tensor(number)])  # [2], int64
         with tf.control_dependencies([self._requests.enqueue([data, head])]):

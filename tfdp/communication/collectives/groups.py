@@ -326,6 +326,7 @@ class ProcessGroup:
             return self._splits[ordered]
 
     def _create_subgroups(self, parts: Partition) -> tuple[ProcessGroup | None, ...]:
+        """Create the subgroup of each local replica."""
         members = [position for part in parts for position in part]
         if len(set(members)) < len(members) or not set(members) <= set(
             range(self.size)

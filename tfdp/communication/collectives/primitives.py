@@ -216,6 +216,7 @@ def _split_shape(tensor: tf.Tensor, count: int) -> tf.Tensor | list[int]:
 
 
 def _joined_shape(tensor: tf.Tensor, count: int) -> tf.TensorShape:
+    """Return the shape of `count` tensors concatenated along the first axis."""
     rows = tensor.shape[0]
     return tf.TensorShape([None if rows is None else count * rows, *tensor.shape[1:]])
 

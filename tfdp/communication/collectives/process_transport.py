@@ -141,6 +141,7 @@ class ProcessTransport:
             return [lane for lanes in self._lanes.values() for lane in lanes.values()]
 
     def _lane(self, group: ProcessGroup, channel: int) -> _Lane:
+        """Return the lane of a group and channel; create it if missing."""
         with self._lock:
             lanes = self._lanes.setdefault(group, {})
             if channel not in lanes:
@@ -206,6 +207,7 @@ class _Lane:
         return self._bridge.failure.reason if self._bridge.failure else ""
 
     def _run(self, ticket: int, number: int, data: list[np.ndarray]) -> list[tf.Tensor]:
+        """Run a traced operation on the thread; reconnect after failed steps."""
         operation, generation = self._operations[ticket], generation_of(number)
         tag = new_tag(generation, f"{operation.key} {number}")
         arrays = [array.view(operation.dtype) for array in data]
@@ -260,12 +262,14 @@ def _shape_of_result(kind: str, tensor: tf.Tensor, size: int) -> Any:
 
 
 def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
+    """Convert a tensor to uint8 without copying, except for bool."""
     if tensor.dtype == tf.bool:
         return tf.cast(tensor, tf.uint8)
     return tf.bitcast(tensor, tf.uint8)
 
 
 def _from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Convert uint8 back to the elements of a dtype."""
     if dtype == tf.bool:
         return tf.cast(data, tf.bool)
     if dtype.size == 1:

@@ -61,6 +61,7 @@ class TensorFlowTransport:
         return back(_OPERATIONS[kind](input=sent, **options, **arguments))
 
     def _broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
+        """Broadcast from a source, in launch order."""
         # TensorFlow remembers the source of a key, so each source has its own key.
         arguments = self._arguments(f"broadcast from {source}", tensor, call)
         token = arguments.pop("ordering_token")[0]

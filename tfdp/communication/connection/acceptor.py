@@ -146,13 +146,16 @@ class Acceptor:
         self._waker.close()
 
     def _wake(self) -> None:
+        """Wake the thread from its wait for events."""
         with contextlib.suppress(OSError):  # the thread has ended
             self._waker.send(b"\0")
 
     def _register(self, readable: Readable, act: Callable[[], Any]) -> None:
+        """Call a function whenever a descriptor is readable."""
         self._selector.register(readable, selectors.EVENT_READ, act)
 
     def _run(self) -> None:
+        """Handle events until the acceptor is closed."""
         try:
             while not self._is_closed:
                 self._handle_events()
@@ -180,6 +183,7 @@ class Acceptor:
                 self._refuse(peer, "it says nothing")
 
     def _accept(self, listening: socket.socket) -> None:
+        """Accept a connection, and start its handshake."""
         try:
             sock, address = listening.accept()
         except OSError as error:
@@ -206,6 +210,7 @@ class Acceptor:
             self._proceed(peer)
 
     def _proceed(self, peer: _Unauthenticated) -> None:
+        """Continue a handshake; pass on or refuse the connection at its end."""
         try:
             authenticated = peer.proceed()
         except (ConnectionFailed, UnauthenticatedPeer) as error:
@@ -220,6 +225,7 @@ class Acceptor:
             self._accepted(peer.sock, authenticated)
 
     def _refuse(self, peer: _Unauthenticated, reason: str) -> None:
+        """Close an unauthenticated connection, and log the reason."""
         del self._unauthenticated[peer]
         self._selector.unregister(peer)
         peer.close()
@@ -231,6 +237,7 @@ class Acceptor:
             self._log(text, peer.address, count, reason)
 
     def _read(self, readable: Readable, read: Callable[[], bool]) -> None:
+        """Read a watched connection; close it at its end."""
         if not read():
             self._selector.unregister(readable)
             readable.close()
@@ -245,6 +252,7 @@ def _is_own_user(sock: socket.socket) -> bool:
 
 
 def _describe_peer(sock: socket.socket, address: tuple | str | bytes) -> str:
+    """Describe the other end of a connection for the log."""
     if sock.family == socket.AF_UNIX:
         return "a process of this host"
     return f"{address[0]} port {address[1]}"

@@ -311,15 +311,18 @@ def signature_of(variable: Any) -> list:
 
 
 def _describe(variable: Any) -> str:
+    """Describe a variable for error messages."""
     shape, dtype = _type(variable)
     return f"{_name(variable)!r} with shape {tuple(shape)} and dtype {dtype}"
 
 
 def _name(variable: Any) -> str:
+    """Return a variable's path or name, without an output index."""
     return str(getattr(variable, "path", None) or variable.name).split(":")[0]
 
 
 def _type(variable: Any) -> tuple[list, str]:
+    """Return shape and dtype of a variable."""
     dtype = getattr(variable.dtype, "name", variable.dtype)
     return list(variable.shape), str(dtype)
 

@@ -201,6 +201,7 @@ def _deadline(worker: Worker) -> contextlib.AbstractContextManager:
 
 
 def _deadline_message(cluster: Cluster, silent: list[int], limit: float) -> str:
+    """Format the error of a join that has timed out."""
     if silent:
         return (
             f"{describe_workers(cluster, silent)} met the other workers, and did not "
@@ -218,6 +219,7 @@ def _deadline_message(cluster: Cluster, silent: list[int], limit: float) -> str:
 
 
 def _ended_message(cluster: Cluster, ranks: list[int], error: Exception) -> str:
+    """Format the error of workers that have ended during the join."""
     names = describe_workers(cluster, ranks) or "One of the workers"
     reason = str(getattr(error, "message", error)).partition("\n")[0]
     return (
@@ -264,6 +266,7 @@ def resolver_of_environment(cluster: Cluster | None) -> Any:
 
 
 def _resolver(cluster: Cluster) -> Any:
+    """Create the resolver of a cluster."""
     jobs = json.loads(cluster.to_tf_config())["cluster"]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(jobs),
@@ -274,6 +277,7 @@ def _resolver(cluster: Cluster) -> Any:
 
 
 def _cluster_of(resolver: Any) -> Cluster | None:
+    """Return the cluster of a resolver, or `None` if it names none."""
     jobs = resolver.cluster_spec().as_dict()
     if not jobs:
         return None

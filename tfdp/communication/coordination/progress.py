@@ -206,6 +206,7 @@ class ProgressRecorder:
         )
 
     def _name(self) -> str:
+        """Describe topic and loop of the present call for messages."""
         loops, topics = self._loops[-1:], self._topics[-1:]
         where = " ".join(str(loop) for loop in loops)
         if topics:
@@ -213,6 +214,7 @@ class ProgressRecorder:
         return where
 
     def _advance(self) -> None:
+        """Count a change of progress."""
         self._count += 1
         self._since = clock.now()
 

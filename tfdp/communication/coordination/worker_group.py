@@ -259,6 +259,7 @@ class WorkerGroup:
     def _timeout_message(
         self, topic: str, ranks: list[int], limit: float | None
     ) -> str:
+        """Format the error of workers that did not take part in time."""
         names = ", ".join(self._describe(rank) for rank in ranks)
         return (
             f"Waited {limit:.0f} s for {names} at {topic!r}. Start every worker and "

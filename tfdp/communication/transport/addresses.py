@@ -163,6 +163,7 @@ def _preference(address: str) -> tuple[bool, bool]:
 
 
 def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Parse an IP address without its scope."""
     return ipaddress.ip_address(address.partition("%")[0])
 
 
@@ -172,6 +173,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _address_of_interface(interface: str) -> str:
+    """Return the address of an interface, given by name or address."""
     own = own_addresses()
     if interface in own:
         return own[interface][0]
@@ -184,6 +186,7 @@ def _address_of_interface(interface: str) -> str:
 
 
 def _resolve(host: str) -> list[str]:
+    """Resolve a host name to addresses, in order of preference."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -222,6 +225,7 @@ def _format_addresses(addresses: list[str]) -> str:
 
 
 def _format_own_addresses() -> str:
+    """Format this host's addresses with their interfaces."""
     return ", ".join(
         f"{_format_addresses(addresses)} ({name})"
         for name, addresses in own_addresses().items()

@@ -66,6 +66,7 @@ def _sum_into(target: Array, addends: Sequence[Array]) -> None:
 
 
 def _add_to(total: Array, addends: Sequence[Array]) -> Array:
+    """Add arrays to a total in place, and return it."""
     for addend in addends:
         np.add(total, addend, out=total)
     return total

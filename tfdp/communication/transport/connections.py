@@ -250,10 +250,12 @@ class Connection:
 
 
 def _closed_error(ending: Ending) -> TransportClosed:
+    """Return the error of a connection that this worker has closed."""
     return TransportClosed("" if ending.cause == _CLOSED else ending.cause)
 
 
 def _bytes_of(buffer: Buffer) -> memoryview:
+    """Return a flat view of a buffer's bytes."""
     view = memoryview(buffer)
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
@@ -325,6 +327,7 @@ class ControlLine:
 
 
 def _parsed(line: bytes) -> tuple[str, Ending]:
+    """Parse a control message into a lane and an `Ending`."""
     lane, rank, cause, is_error = json.loads(line)
     return str(lane), Ending(int(rank), str(cause), bool(is_error))
 
@@ -345,6 +348,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def _is_within_host(sock: socket.socket) -> bool:
+    """Whether both ends of a TCP connection have the same address."""
     try:
         return bool(sock.getsockname()[0] == sock.getpeername()[0])
     except OSError:  # it has ended already, which its first use will report

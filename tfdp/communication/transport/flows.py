@@ -81,6 +81,7 @@ class _Queue:
         self.next()
 
     def next(self) -> None:
+        """Make the next piece the current one."""
         self.piece = next(self._pieces, None)
         if self.piece is not None:
             self.rest = self.piece.view
@@ -112,6 +113,7 @@ class _Queue:
             self.finish(self.piece)
 
     def finish(self, piece: Piece) -> None:
+        """Call the callback of the current piece, and go to the next one."""
         if piece.then is not None:
             piece.then()
         self.next()

@@ -290,6 +290,7 @@ class Mesh:
         return messages is not None
 
     def _add_line(self, line: ControlLine) -> None:
+        """Store a control line to a peer, and watch it."""
         with self._changed:
             self._lines[line.peer] = line
             self._changed.notify_all()
@@ -305,6 +306,7 @@ class Mesh:
         return self._read_store(key, 0, time.monotonic() + self._timeout_seconds)
 
     def _addresses_of(self, peer: int, deadline: float) -> Addresses:
+        """Return the addresses that a peer has published."""
         if peer == self.rank:
             return self.addresses
         if peer not in self._addresses:
@@ -451,9 +453,11 @@ class Mesh:
         return TransportClosed(self._closed or "")
 
     def _ended(self, peer: int) -> PeerLost:
+        """Return the error of a peer that has ended while connecting."""
         return PeerLost(peer, "it ended while the workers connected")
 
     def _did_not_come(self, peer: int) -> TransportError:
+        """Return the error of a peer that has not connected in time."""
         return TransportError(
             f"Worker {peer} has not connected to worker {self.rank} "
             f"({self.addresses}) within {self._timeout_seconds:g} s. It has ended, "
@@ -463,6 +467,7 @@ class Mesh:
     def _unreachable(
         self, peer: int, addresses: Addresses, error: ConnectionFailed
     ) -> TransportError:
+        """Return the error of a peer that could not be dialled in time."""
         if is_loopback(addresses.ip) and addresses.machine != self.addresses.machine:
             return TransportError(
                 f"Worker {peer} listens at {addresses} only, which no other host "
@@ -487,6 +492,7 @@ def _listen(family: int, address: tuple | str) -> socket.socket:
 
 
 def _service(rank: int) -> str:
+    """Return the service name of a worker in handshakes."""
     return f"worker {rank}"
 
 

@@ -206,6 +206,7 @@ class MpiMessages:
                 self._add(_Pending(request, peer, is_send))
 
     def _add(self, pending: _Pending) -> None:
+        """Add a request to the pending ones."""
         pending.peer.pending += 1
         self._pending.append(pending)
 

@@ -196,9 +196,11 @@ class Rounds:
         return Reply(self._version, means=means, state=state)
 
     def _waiting(self) -> list[Participant]:
+        """Return the participants with a contribution to the present round."""
         return [m for m in self._members.values() if m.contribution is not None]
 
     def _is_complete(self, *, is_late: bool) -> bool:
+        """Whether the round can end."""
         if self._leader is not None and self._leader.contribution is None:
             return False
         missing = [
@@ -211,6 +213,7 @@ class Rounds:
         return is_enough and (is_late or all(m.is_away for m in missing))
 
     def _end_round(self) -> None:
+        """Compute the mean of the round, and answer its participants."""
         waiting = self._waiting()
         in_time = [m.contribution for m in waiting if m.contribution is not None]
         mean = mean_by_samples([*in_time, *self._late])
@@ -224,6 +227,7 @@ class Rounds:
             self._answer(member, Reply(self._version, True, keeps, count, [mean]))
 
     def _answer(self, member: Participant, reply: Reply) -> None:
+        """Set the reply to a waiting participant."""
         if member.contribution is not None:
             member.reply, member.contribution = reply, None
             self._changed.notify_all()

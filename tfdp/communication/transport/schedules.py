@@ -115,6 +115,7 @@ class Segments:
 
 
 def _elements(array: Array, where: slice) -> Array:
+    """Return the elements of an array at a slice in bytes."""
     return array[where.start // array.itemsize : where.stop // array.itemsize]
 
 
@@ -193,6 +194,7 @@ class Ring:
                 yield Piece(segments.summed[where], then=gate.pass_one)
 
     def _add(self, where: slice, gate: Gate) -> None:
+        """Add a received segment to the sum."""
         target = self._segments.target(where)
         received = self._scratch[: target.nbytes].view(target.dtype)
         sum_into(target, (self._segments.addend(where), received))

@@ -218,6 +218,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
             self._check(memoryview(answer)[:HEADER_BYTES], call, index)
 
     def _is_for_sockets(self, array: Array) -> bool:
+        """Whether an array is exchanged over the sockets."""
         return (
             array.nbytes <= self._small_array_bytes
             or self._size == 1
@@ -329,6 +330,7 @@ class _Outbox:
 
 
 def _num_bytes(num_members: int, chunk_bytes: int) -> int:
+    """Return the size of an outbox."""
     return 2 * (num_members + 1) * chunk_bytes
 
 
@@ -370,4 +372,5 @@ def _log_lack_of_memory(reason: str) -> None:
 
 
 def _parts(array: Array, bounds: Sequence[int]) -> list[Array]:
+    """Split an array at bounds."""
     return [array[begin:end] for begin, end in itertools.pairwise(bounds)]

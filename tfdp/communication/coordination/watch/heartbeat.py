@@ -137,6 +137,7 @@ class Heartbeat(threading.Thread):
         return dataclasses.replace(own, is_computing=True) if waits else own
 
     def _beat(self) -> None:
+        """Publish this worker's heartbeat, and receive the others'."""
         with self._condition:
             self._count += 1
         self._idle.update()
@@ -211,6 +212,7 @@ class Heartbeat(threading.Thread):
         return found
 
     def _receive_summary(self, summary: dict[str, Any] | None) -> None:
+        """Record worker 0's report and its summary of the others."""
         if summary is None or not self._receive(0, summary["own"]):
             return
         for text, beat in summary["of"].items():
@@ -223,6 +225,7 @@ class Heartbeat(threading.Thread):
         _compat.set_key_value(f"{self._prefix}/{key}", json.dumps(content))
 
     def _read(self, key: str) -> dict[str, Any] | None:
+        """Read a key of the store, `None` if it is missing."""
         try:
             text = _compat.get_key_value(f"{self._prefix}/{key}", _READ_SECONDS)
         except tf.errors.DeadlineExceededError:

@@ -234,6 +234,7 @@ class Watchdog(threading.Thread):
         return has_failed
 
     def _error(self, place: str, bucket: str = "", call: str = "") -> WorkerLost:
+        """Return the error of the lost worker, to be raised in the main thread."""
         failure = self._failure
         assert failure is not None
         self._is_raised.set()
@@ -242,6 +243,7 @@ class Watchdog(threading.Thread):
     def _message(
         self, failure: WorkerFailure, place: str, bucket: str = "", call: str = ""
     ) -> str:
+        """Format the message of a failure, of another worker or of this one."""
         if failure.rank == self._rank and failure.own:
             return failure.own
         if failure.rank == self._rank:
@@ -265,6 +267,7 @@ class Watchdog(threading.Thread):
                 self._blame(rank, cause)
 
     def _probe(self, ranks: list[int]) -> None:
+        """Probe the ports of workers, and record the results."""
         self._may_have_ended = False
         if not ranks:
             return
@@ -288,6 +291,7 @@ class Watchdog(threading.Thread):
         self._set_failure(WorkerFailure(rank, cause))
 
     def _set_failure(self, failure: WorkerFailure) -> None:
+        """Set the failure once, and publish it with the heartbeat."""
         if self._failure is None:
             self._failure = self._heartbeat.failure = failure
             self._has_failed.set()
@@ -400,6 +404,7 @@ class Watchdog(threading.Thread):
 
 
 def _probe_ports(addresses: list[str]) -> list[ProbeResult]:
+    """Probe the ports of workers concurrently."""
     probe = functools.partial(probe_port, timeout_seconds=_PROBE_SECONDS)
     try:
         with ThreadPoolExecutor(len(addresses)) as pool:
