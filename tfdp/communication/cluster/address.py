@@ -89,7 +89,7 @@ def is_local_name(host: str) -> bool:
 
 
 def ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Parse an IP address, IPv6-mapped IPv4 as IPv4; return `None` for a name."""
+    """Parse an IP address, IPv4-mapped IPv6 as IPv4; return `None` for a name."""
     try:
         found = ipaddress.ip_address(text)
     except ValueError:

@@ -193,7 +193,7 @@ def _probe_other_hosts(
     found = reachable_addresses(
         {r: (p.addresses, p.port, p.token) for r, p in others.items()}
     )
-    return {str(r): addresses for r, addresses in found.items()}  # JSON keys
+    return {str(r): addresses for r, addresses in found.items()}  # keys of JSON
 
 
 def choose_hosts(

@@ -87,7 +87,7 @@ class _Pending:
         done = [request.Test() for request in (*self.sends, *self.receives)]
         return all(
             done
-        )  # tests each one, since MPI frees a request when `Test` succeeds
+        )  # all are tested, since MPI frees a request when `Test` succeeds
 
     def stop_receiving(self) -> None:
         """Cancel the receives without a message; the others complete."""

@@ -243,7 +243,7 @@ class Queues:
 
     def close(self) -> None:
         """Close the queues; operations that wait on them end with an error."""
-        with tf.init_scope():  # also while a step is traced
+        with tf.init_scope():  # runs eagerly even while a step is traced
             for queue in self._requests, self._results:
                 queue.close(cancel_pending_enqueues=True)
 

@@ -113,7 +113,7 @@ class _Queue:
             self.finish(self.piece)
 
     def finish(self, piece: Piece) -> None:
-        """Call the callback of the current piece, and go to the next one."""
+        """Call the callback of the current piece, and advance to the next one."""
         if piece.then is not None:
             piece.then()
         self.next()

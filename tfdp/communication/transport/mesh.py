@@ -53,7 +53,7 @@ _logger = logging.getLogger("tfdp.transport")
 _PREFIX = "transport"
 # Claim of a dialer in a handshake: its rank, and the digest of the lane's name.
 _CLAIM = struct.Struct("!I32s")
-# Time limit of one attempt to dial, after which a busy or silent peer is dialled again.
+# Time limit of one attempt to dial, after which a busy or silent peer is dialed again.
 _ATTEMPT_SECONDS = 10.0
 # Time limit of one read of the store, which bounds the delay of `close`.
 _STORE_SECONDS = 2.0
@@ -135,7 +135,7 @@ class Mesh:
         self._ended_peers: set[int] = set()
         self._endings: dict[tuple[int, str], Ending] = {}
         self._connections: set[Connection] = set()
-        self._dialling: set[socket.socket] = set()
+        self._dialing: set[socket.socket] = set()
         address = listening_address(host, interface)
         self._secret = self._shared_secret()
         tcp = _listen(family_of(address), socket_address(address, 0))
@@ -218,7 +218,7 @@ class Mesh:
                 return
             self._closed = reason
             connections = list(self._connections)
-            for sock in self._dialling:
+            for sock in self._dialing:
                 shut_down(sock)
             self._changed.notify_all()
         for connection in connections:
@@ -268,7 +268,7 @@ class Mesh:
             self._changed.notify_all()
         if (
             previous is not None
-        ):  # the peer has dialled again, so its first attempt is void
+        ):  # the peer has dialed again, so its first attempt is void
             previous.close()
 
     def _set_accept_error(self, sentence: str) -> None:
@@ -442,12 +442,12 @@ class Mesh:
             if self._closed is not None:
                 sock.close()
                 raise self._was_closed()
-            self._dialling.add(sock)
+            self._dialing.add(sock)
         try:
             yield
         finally:
             with self._changed:
-                self._dialling.discard(sock)
+                self._dialing.discard(sock)
 
     def _was_closed(self) -> TransportClosed:
         return TransportClosed(self._closed or "")
@@ -467,7 +467,7 @@ class Mesh:
     def _unreachable(
         self, peer: int, addresses: Addresses, error: ConnectionFailed
     ) -> TransportError:
-        """Return the error of a peer that could not be dialled in time."""
+        """Return the error of a peer that could not be dialed in time."""
         if is_loopback(addresses.ip) and addresses.machine != self.addresses.machine:
             return TransportError(
                 f"Worker {peer} listens at {addresses} only, which no other host "

@@ -289,7 +289,7 @@ class MpiCommunicator:
         self._messages.exchange(dict.fromkeys(children, (array, nothing)), call)
 
     def _others(self) -> list[int]:
-        """Return the indices of the other members, from the next one round."""
+        """Return the indices of the other members, starting after this one."""
         size = len(self.ranks)
         return [(self.index + step) % size for step in range(1, size)]
 

@@ -227,7 +227,7 @@ class SocketCommunicator:
         else:
             link.receive_into(other)
 
-    # Rings.
+    # Reduce-scatter and all-gather in segments.
 
     def _reduce(
         self,

@@ -153,7 +153,7 @@ class Watchdog(threading.Thread):
             return
         is_preempted = isinstance(error, SystemExit) and error.code == PREEMPTED
         if isinstance(error, WorkerLost) or is_preempted:
-            return  # all workers end in this way, so there is nothing to publish
+            return  # all workers end in this way, so nothing is published
         # The others need its text if the error ends the script.
         self._heartbeat.last_error = _describe(error)
         self._heartbeat.beat_now(_BEAT_SECONDS)
