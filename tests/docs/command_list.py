@@ -22,22 +22,22 @@ from tests.harness.commands import ROOT
 _OPENING = """\
 # Commands on these pages
 
-Every command of a block on these pages, in `README.md`, in `CONTRIBUTING.md` and in
-the first lines of the examples is executed in the standard or the full tier of the
-tests, by `tests/docs/test_commands_run.py` or, with the files of its page, by
-`test_stories_run.py`; but for the ones below. Of these, and of commands in the text, the
-options are checked. `python -m tests.docs.command_list` writes this page.
+The tests execute every command of a block on these pages, in `README.md`, in
+`CONTRIBUTING.md` and in the first lines of the examples, except the commands listed below.
+They run in the standard or the full tier, by `tests/docs/test_commands_run.py` or, with the
+files of the page, by `test_stories_run.py`. For the listed commands and for commands in the
+text, the tests check the options. `python -m tests.docs.command_list` writes this page.
 
-A comment in front of a block says what its commands are:
+A comment in front of a block describes its commands:
 
-| comment | what it says |
+| comment | meaning |
 | --- | --- |
 | `<!-- file: train.py -->` | the block is a file that the commands of the page use; a page with files runs from top to bottom in one folder |
-| `<!-- needs: a Slurm cluster -->` | the commands are not executed, but listed here |
-| `<!-- takes: minutes -->` | they run in the full tier only |
-| `<!-- exits: 1 -->` | they end with this code, and not with 0 |
+| `<!-- needs: a Slurm cluster -->` | the commands are listed here and not executed |
+| `<!-- takes: minutes -->` | the commands run in the full tier only |
+| `<!-- exits: 1 -->` | the commands exit with this code instead of 0 |
 
-A script that a page does not give is a small one, which trains for a second.
+For a script that a page does not give, the tests use a small one that trains for a second.
 """
 
 
@@ -52,7 +52,7 @@ def page() -> str:
             "## Commands that need what is not everywhere\n",
             _table("needs", needs),
             "## Commands that other tests and tools execute\n",
-            "The examples run with `--short`, where they have it; `tools/lint` runs "
+            "The examples run with `--short` if they have it; `tools/lint` runs "
             "without `--fix`, and `tools/test` over all rooms.\n",
             _table("executed by", elsewhere),
         ]
