@@ -1,4 +1,4 @@
-"""Check comments and docstrings for phrases that have a plainer word.
+"""Check comments, docstrings and pages for phrases that have a plainer word.
 
     python tools/vocabulary.py [FILE_OR_DIRECTORY ...]
 
@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECKED = ("tfdp",)
+CHECKED = ("tfdp", "docs", "README.md", "CONTRIBUTING.md")
+# Of a page: blocks of code, and what is quoted from the program.
+_QUOTED = re.compile(r"^ *```.*?^ *```|^    .*?$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 # What to write, by a regular expression of the phrase.
 PLAINER = {
     r"\bgo(?:es)? on\b|\bwent on\b|\bgoing on\b": "continue",
@@ -63,14 +65,23 @@ class Finding(NamedTuple):
 
 
 def findings(path: Path) -> Iterator[Finding]:
-    """Yield the phrases of a Python file, in order."""
+    """Yield the phrases of a Python file or of a page, in order."""
     text = path.read_text()
-    for line, prose in sorted({*_comments(path), *_docstrings(text)}):
+    if path.suffix == ".py":
+        parts = sorted({*_comments(path), *_docstrings(text)})
+    else:
+        parts = [(1, _QUOTED.sub(_blank_lines, text))]
+    for line, prose in parts:
         for pattern, plainer in PLAINER.items():
             for found in re.finditer(pattern, prose, re.IGNORECASE):
                 offset = prose[: found.start()].count("\n")
                 phrase = " ".join(found.group().split()).lstrip(".:;, ")
                 yield Finding(path, line + offset, phrase, plainer)
+
+
+def _blank_lines(quoted: re.Match) -> str:
+    """Keep the line numbers of what follows."""
+    return "\n" * quoted.group().count("\n")
 
 
 def _comments(path: Path) -> Iterator[tuple[int, str]]:
@@ -105,7 +116,9 @@ def _docstrings(text: str) -> Iterator[tuple[int, str]]:
 def _files(arguments: list[str]) -> Iterator[Path]:
     for each in arguments or [str(ROOT / name) for name in CHECKED]:
         path = Path(each)
-        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        suffixes = (".py", ".md")
+        inside = (f for f in path.rglob("*") if f.suffix in suffixes)
+        yield from sorted(inside) if path.is_dir() else [path]
 
 
 def main() -> int:
