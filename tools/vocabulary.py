@@ -23,7 +23,7 @@ _QUOTED = re.compile(r"^ *```.*?^ *```|^    .*?$|`[^`\n]+`", re.MULTILINE | re.D
 PLAINER = {
     r"\bgo(?:es)? on\b|\bwent on\b|\bgoing on\b": "continue",
     r"\bfor ever\b": "indefinitely, or without a timeout",
-    r"\bso (?:many|much)\b(?! that)": "the number of, or that many",
+    r"\bso (?:many|much)\b(?! (?:\w+ )?that)": "the number of, or that many",
     r"\bin force\b": "active",
     r"(?<!one )\bin turn\b": "one after another",
     r"\b(?:that|which|what|who) (?:is|are) there\b": "existing, or present",
