@@ -86,7 +86,8 @@ def _blank_lines(quoted: re.Match) -> str:
 
 def _comments(path: Path) -> Iterator[tuple[int, str]]:
     """Yield comments; lines of one that follow each other are one text."""
-    begin, lines = 0, []
+    begin = 0
+    lines: list[str] = []
     with path.open("rb") as file:
         for token in tokenize.tokenize(file.readline):
             if token.type != tokenize.COMMENT:
