@@ -289,8 +289,8 @@ def _has_an_open_quote(text: str) -> bool:
 
 def _inline(page: str, block: _Block) -> Iterator[Command]:
     text = "\n".join(block.lines)
-    if page == "docs/troubleshooting.md":  # the first column quotes messages
-        text = re.sub(r"^\| (`+).+?\1 \|", "|", text, flags=re.M)
+    if page == "docs/troubleshooting.md":  # the first line of an item quotes a message
+        text = re.sub(r"^- (`+).+?\1(?:, a warning)?:$", "-", text, flags=re.M)
     for match in _INLINE.finditer(text):
         code = " ".join(match["text"].split())
         if " " in code and is_of_programs(code):
