@@ -101,5 +101,17 @@ def test_the_workflows_run_what_is_there(name):
         assert (ROOT / program).is_file()
 
 
+@pytest.mark.skipif(not WORKFLOWS.is_dir(), reason="the sdist has no workflows")
+def test_ci_tests_the_oldest_and_the_newest_python_and_at_night_all():
+    text = (ROOT / "setup.cfg").read_text("utf-8")
+    supported = re.findall(r"Python :: (3\.\d+)$", text, re.M)
+    jobs = workflow("ci")["jobs"]
+    quick, nightly = (
+        jobs[name]["strategy"]["matrix"]["python"] for name in ("quick", "versions")
+    )
+    assert quick == [supported[0], supported[-1]]
+    assert nightly == supported
+
+
 def workflow(name: str) -> dict:
     return yaml.safe_load((WORKFLOWS / f"{name}.yml").read_text("utf-8"))
