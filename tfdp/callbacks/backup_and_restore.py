@@ -259,7 +259,15 @@ class BackupAndRestore(StrategyCallback):
     # Resuming from backups.
 
     def _plan_load(self, index: Index) -> LoadPlan:
-        """Plan what to read of a backup, or raise if it is not of this run."""
+        """Plan what to read of a backup.
+
+        Args:
+            index: `Index` of the backup.
+
+        Raises:
+            IncompatibleBackup: If the backup is not of this run.
+            schema.Malformed: If the metadata of the backup is invalid.
+        """
         run = index.run
         if run is None:
             raise IncompatibleBackup("it is a checkpoint, and none of a run")
@@ -330,7 +338,12 @@ class BackupAndRestore(StrategyCallback):
         self._position.exit_stack.callback(_compat.set_initial_epoch, self.model, 0)
 
     def _load(self, index: Index, load_plan: LoadPlan) -> None:
-        """Restore tensors, callbacks, random states and learning rates."""
+        """Restore tensors, callbacks, random states and learning rates.
+
+        Args:
+            index: `Index` of the backup.
+            load_plan: `LoadPlan`, what to read of it.
+        """
         run = index.run
         self._backups.load(index, run["steps"], load_plan)
         set_callback_states(self._others, run["callbacks"], load_plan.arrays)
@@ -345,7 +358,11 @@ class BackupAndRestore(StrategyCallback):
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
 
     def _warn_about_position(self, difficulty: str | None) -> None:
-        """Warn that the position in the data cannot be restored, if it cannot."""
+        """Warn that the position in the data cannot be restored, if it cannot.
+
+        Args:
+            difficulty: String, a clause that says why not, or `None` if it can be.
+        """
         if difficulty is not None:
             user_code.warn(
                 f"The position in the data cannot be restored: {difficulty}. A run "
@@ -363,6 +380,7 @@ class BackupAndRestore(StrategyCallback):
 
 
 def _check_arguments(directory: Any, save_freq: Any, batch: Any) -> None:
+    """Raise if an argument of `BackupAndRestore` is invalid."""
     if not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory):
         raise ValueError(
             "`directory` must be the path of a directory, or a URL. "

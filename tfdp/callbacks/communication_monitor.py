@@ -134,7 +134,11 @@ class CommunicationMonitor(MeasuringCallback):
     # Hooks that Keras and tfdp call.
 
     def find_problem(self, num_steps: int | None) -> str:
-        """Return what is wrong with the settings, or `""`; runs on the first worker."""
+        """Return what is wrong with the settings, or `""`; runs on the first worker.
+
+        Args:
+            num_steps: Int, steps of the training, or `None` if unknown. Not used.
+        """
         del num_steps
         return problem_of_folder(self.log_dir, "log_dir")
 
@@ -227,6 +231,7 @@ class CommunicationMonitor(MeasuringCallback):
         step, epoch = self.step, self._epoch
 
         def compute_window() -> Window:
+            """Summarize the readings; called in the reporting thread."""
             return window_of(
                 [meter.sample(reading) for reading in readings],
                 step=step,

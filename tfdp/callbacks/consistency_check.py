@@ -61,7 +61,7 @@ class ConsistencyCheck(StrategyCallback):
     compute wrongly.
     """
 
-    # Empty, since the check of the weights before the first step compares `every`.
+    # No setting, since the check of weights before the first step compares `every`.
     compared: tuple[str, ...] = ()
 
     def __init__(self, every: int = 100) -> None:
@@ -164,7 +164,11 @@ class ConsistencyCheck(StrategyCallback):
             )
 
     def _check(self, when: str) -> None:
-        """Compare the checksums of the weights of all replicas."""
+        """Compare the checksums of the weights of all replicas.
+
+        Args:
+            when: String for the error, such as `"before the first step"`.
+        """
         # The topic has `every`, so that workers with different settings get an error
         # that names it.
         topic = f"ConsistencyCheck(every={self.every})"

@@ -134,6 +134,7 @@ def measure_fits(probe: InputProbe) -> None:
     """
 
     def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call Keras's `fit` with the probe, without callbacks that write files."""
         stock: Callable = super(keras.Model, model).fit
         bound = inspect.signature(stock).bind(*args, **kwargs)
         probe.pipeline = pipeline_of(bound.arguments.get("x"), strategy_of(model))
@@ -189,6 +190,7 @@ def _obstacle_of_py_dataset(dataset: Any, strategy: Any) -> str:
 
 
 def _has_other_workers(strategy: Any) -> bool:
+    """Return whether a strategy has several workers; `False` for `None`."""
     return strategy is not None and strategy.extended.worker_group.num_workers > 1
 
 

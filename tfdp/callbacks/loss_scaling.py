@@ -46,8 +46,8 @@ class LossScaling(OptimizerCallback):
         super().__init__()
         self.scaling = loss_scale.LossScaling(
             initial_scale=initial_scale,
-            # Checked here, since the optimizer's `LossScaling` takes `None` for a
-            # constant scale.
+            # `None` is an error here, while the optimizer's `LossScaling` takes it for
+            # a constant scale.
             growth_steps=checked_integer("growth_steps", growth_steps, 1),
             min_scale=min_scale,
         )

@@ -82,7 +82,12 @@ class ResumedBatches:
     def resume_position(
         self, run: dict[str, Any], change: BatchChange | None
     ) -> tuple[dict[str, Any], int]:
-        """Return the data position at the start of the epoch, and the batches since."""
+        """Return the data position at the start of the epoch, and the batches since.
+
+        Args:
+            run: Dict, the run's metadata in the backup.
+            change: `BatchChange` since the backup, or `None`.
+        """
         batches = run["batches"]
         if change is None:
             return run["data"], batches
@@ -100,6 +105,10 @@ class ResumedBatches:
 
     def adapt(self, run: dict[str, Any], change: BatchChange | None) -> str | None:
         """Adapt learning rates and accumulated gradients to the batches of this run.
+
+        Args:
+            run: Dict, the run's metadata in the backup.
+            change: `BatchChange` since the backup, or `None`.
 
         Returns:
             String, a message to the user; or `None` if the batch is the same.
@@ -123,7 +132,15 @@ class ResumedBatches:
         )
 
     def _scale_rates(self, change: BatchChange, saved: dict[str, Any] | None) -> str:
-        """Scale the learning rates in proportion to the batch."""
+        """Scale the learning rates in proportion to the batch.
+
+        Args:
+            change: `BatchChange` since the backup.
+            saved: Dict, the result of `rate_factors` in the interrupted run, or `None`.
+
+        Returns:
+            String, a message to the user.
+        """
         is_scaled = scale_rates(self._model, change.ratio, saved)
         done = f"multiplied by {change.ratio:g}" if is_scaled else "the script's own"
         return (
@@ -133,7 +150,14 @@ class ResumedBatches:
         )
 
     def _change(self, run: dict[str, Any]) -> BatchChange | None:
-        """Compare the batches only, without the rest of the run's identity."""
+        """Compare the batches only, without the rest of the run's identity.
+
+        Args:
+            run: Dict, the run's metadata in the backup.
+
+        Returns:
+            `BatchChange`, or `None` if the batch is the same.
+        """
         accumulation = run.get("accumulation", {"steps": 1, "waiting": 0})
         then = Batches(
             run["facts"]["replicas"],
@@ -164,6 +188,7 @@ class ResumedBatches:
         return {"optimizer": names, **self._position.fit_arguments()}
 
     def _accumulation_steps(self, epoch: int) -> int:
+        """Return the number of micro-batches of an update in an epoch."""
         plan = getattr(self._model.optimizer, "accumulation_plan", 1)
         return steps_at_epoch(plan, epoch)
 
@@ -191,6 +216,10 @@ def restore_rate_factors(model: Any, saved: dict[str, Any] | None) -> None:
 
     It is not needed if the rate is a variable: its restored value contains the factor,
     or `LearningRateWarmup` has restored its own state.
+
+    Args:
+        model: Compiled Keras model.
+        saved: Dict, the result of `rate_factors` in the interrupted run, or `None`.
     """
     if saved and saved["warmup"] and not _are_rates_variables(model):
         _set_warmup(model, WarmupOptions(**saved["warmup"]))
@@ -239,6 +268,7 @@ def _inner_optimizers(model: Any) -> list:
 
 
 def _are_rates_variables(model: Any) -> bool:
+    """Return whether all learning rates are variables, and no schedules."""
     return all(
         _compat.has_rate_variable(optimizer) for optimizer in _inner_optimizers(model)
     )

@@ -65,13 +65,18 @@ class Timeline(MeasuringCallback):
 
     @property
     def _named_steps(self) -> str:
+        """String, the selected steps: "step 10", or "steps 10 to 15"."""
         first, last = self.steps
         return f"step {first}" if first == last else f"steps {first} to {last}"
 
     # Hooks that Keras and tfdp call.
 
     def find_problem(self, num_steps: int | None) -> str:
-        """Return what is wrong with the settings, or `""`; runs on the first worker."""
+        """Return what is wrong with the settings, or `""`; runs on the first worker.
+
+        Args:
+            num_steps: Int, steps of the training, or `None` if unknown.
+        """
         if num_steps is not None and num_steps < self.steps[1]:
             return (
                 "`Timeline` is to show steps that training does not reach. "
@@ -152,6 +157,7 @@ class Timeline(MeasuringCallback):
 
 
 def _check_steps(steps: Any) -> tuple[int, int]:
+    """Return the argument `steps` as a pair of ints, or raise if it is invalid."""
     is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2
     if not is_pair or not all(map(is_integer, steps)):
         raise ValueError(

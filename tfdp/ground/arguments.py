@@ -121,6 +121,7 @@ def checked_number(
 
 
 def _is_boolean(value: object) -> bool:
+    """Return whether a value is a bool of Python or of NumPy."""
     # The check of NumPy's bool goes by name, because interpreters of benchmarks import
     # this module without NumPy.
     return isinstance(value, bool) or type(value).__name__ in ("bool_", "bool")

@@ -25,6 +25,8 @@ _Function = TypeVar("_Function", bound=Callable[[], Any])
 
 
 class _Closable(Protocol):
+    """Object with a method `close`, such as a socket."""
+
     def close(self) -> None: ...
 
 
@@ -231,9 +233,8 @@ def _close_servers(ports: set[int]) -> None:
     """
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(
-            OSError
-        ):  # not a socket, or the descriptor of `listdir`
+        # A descriptor that is no socket, and that of `listdir`, raise an error.
+        with contextlib.suppress(OSError):
             descriptor = int(name)
             if _local_port(descriptor) in ports:
                 os.dup2(null, descriptor, inheritable=False)

@@ -87,6 +87,7 @@ class Links:
 
 
 def _not_negative(name: str, value: float) -> float:
+    """Check that an argument is a number of at least 0, and return it."""
     return checked_number(name, value, "a number that is not negative", least=0)
 
 

@@ -191,16 +191,24 @@ class CommunicationOptions:
 
     @property
     def _largest_mb(self) -> float:
+        """Float, largest size of a bucket in megabytes; for `"auto"` the default."""
         size = self.bucket_mb
         return DEFAULT_BUCKET_MB if isinstance(size, str) else size
 
     def _set_positive(self, name: str, what: str) -> None:
+        """Check that a field is a number above zero, and store it as Python's own type.
+
+        Args:
+            name: String, name of the field.
+            what: String, the allowed values in words, for the message.
+        """
         text = f"{what}, greater than zero"
         value = checked_number(name, getattr(self, name), text, above=0)
         object.__setattr__(self, name, value)
 
 
 def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise if the value of an argument is not one of the allowed strings."""
     if value not in allowed:
         listed = ", ".join(f'"{item}"' for item in allowed)
         raise ValueError(
@@ -214,7 +222,14 @@ def _check_levels(
     allowed: tuple[str, ...],
     of_level: Mapping[str, tuple[str, ...]],
 ) -> None:
-    """Check one name for both levels, or a dict from level to name."""
+    """Check one name for both levels, or a dict from level to name.
+
+    Args:
+        name: String, name of the argument.
+        value: Object, value of the argument.
+        allowed: Tuple of strings, allowed names for both levels.
+        of_level: Mapping from `"inner"` and `"outer"` to their allowed names.
+    """
     if not isinstance(value, Mapping):
         _check_one_of(name, value, allowed)
         return
@@ -224,6 +239,7 @@ def _check_levels(
 
 
 def _check_keys(name: str, value: Mapping[str, Any]) -> None:
+    """Raise if a dict by level is empty, or has keys that are no levels."""
     if not value or not set(value) <= set(_LEVELS):
         raise ValueError(
             f'`{name}` as a dict has the keys "inner" and "outer", or one of them. '
@@ -239,6 +255,7 @@ def is_compressor(value: object) -> bool:
 
 
 def _check_compression(value: Any) -> None:
+    """Raise if a value is no compression, and no dict of them by level."""
     if value is None or is_compressor(value):
         return
     if isinstance(value, Mapping):
@@ -257,7 +274,11 @@ def _check_compression(value: Any) -> None:
 
 
 def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
-    """Raise if a compressor that needs whole buckets would get parts of them."""
+    """Raise if a compressor that needs whole buckets would get parts of them.
+
+    Args:
+        levels: Mapping from `"inner"` and `"outer"` to a compression.
+    """
     inner, outer = levels.get("inner"), levels.get("outer")
     is_alone = not _feeds_back(inner)
     if not getattr(inner, "cuts_buckets", True) or (
@@ -289,13 +310,17 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
         )
 
 
-def _feeds_back(given: Any) -> bool:
+def _feeds_back(compression: Any) -> bool:
     """Return whether a compression keeps residuals for the next step."""
-    return given not in (None, *COMMUNICATION_DTYPES)
+    return compression not in (None, *COMMUNICATION_DTYPES)
 
 
 def _check_no_residuals(levels: tuple[Any, Any]) -> None:
-    """Raise if a compressor keeps residuals, which need buckets that do not change."""
+    """Raise if a compressor keeps residuals, which need buckets that do not change.
+
+    Args:
+        levels: Tuple of the compressions inside nodes and across them.
+    """
     if any(map(_feeds_back, levels)):
         raise ValueError(
             "A compressor keeps what it leaves out for each bucket, so that buckets "
@@ -305,6 +330,7 @@ def _check_no_residuals(levels: tuple[Any, Any]) -> None:
 
 
 def _check_nodes(node_size: object, nodes: object) -> None:
+    """Raise if `nodes` is no list of names, or is given with `node_size`."""
     if nodes is not None and (
         isinstance(nodes, str)
         or not isinstance(nodes, Sequence)

@@ -174,6 +174,7 @@ def _watch(module: Any) -> None:
 
     @functools.wraps(original)
     def ensure_initialized(self: Any) -> None:
+        """Record the caller, restore TensorFlow's method, and call it."""
         if not self._initialized:
             _started_at[:] = [f"at {place_of(inspect.currentframe())}"]
             _started_by[:] = [Owner()]
@@ -184,6 +185,7 @@ def _watch(module: Any) -> None:
 
 
 def _is_of_user(frame: types.FrameType) -> bool:
+    """Return whether a frame runs the user's code."""
     return is_of_user(frame.f_code.co_filename)
 
 

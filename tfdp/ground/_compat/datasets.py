@@ -1,4 +1,8 @@
-"""Datasets of tf.data, and distributed datasets and iterators."""
+"""Datasets of tf.data, and distributed datasets and iterators.
+
+A dataset is the last stage of a pipeline, such as a `map` of a `batch` of a source. A
+`part` is any of these stages, which is a dataset itself.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,7 @@ DistributedIteratorInterface = distribute_types.DistributedIteratorInterface
 # `Dataset.from_generator`.
 PYTHON_FUNCTIONS = ("PyFunc", "EagerPyFunc")
 _GENERATOR = "GeneratorDataset"
-# By class of a source of elements: its name, and the attributes with its tensors.
+# The name of a source of elements, and the attributes with its tensors, by class.
 _SOURCES = {
     "TensorDataset": ("from_tensors", ("_tensors",)),
     "TensorSliceDataset": ("from_tensor_slices", ("_tensors",)),
@@ -106,6 +110,7 @@ def captures_dataset(dataset: tf.data.Dataset) -> bool:
 
 
 def _captured_variants(part: tf.data.Dataset) -> list[tf.Tensor]:
+    """Return the variants, such as datasets, that a stage's functions capture."""
     return [
         captured
         for function in part._functions()
@@ -115,6 +120,7 @@ def _captured_variants(part: tf.data.Dataset) -> list[tf.Tensor]:
 
 
 def _names_in_variant(variant: tf.Tensor) -> Iterator[str]:
+    """Yield the user's names of the stages of a captured dataset."""
     # The conversion fails for a variant that is no dataset, and for a dataset that is
     # too large for a graph.
     with contextlib.suppress(tf.errors.OpError):
@@ -123,6 +129,7 @@ def _names_in_variant(variant: tf.Tensor) -> Iterator[str]:
 
 
 def _names_in_graph(graph: Any) -> Iterator[str]:
+    """Yield the user's names of the stages in the `GraphDef` of a dataset."""
     functions = (nested.node_def for nested in graph.library.function)
     for node in itertools.chain(graph.node, *functions):
         if "metadata" in node.attr:
@@ -150,7 +157,13 @@ def operations_of_stage(dataset: tf.data.Dataset) -> Iterator[tuple[str, Any]]:
 
 
 def calls_python(dataset: tf.data.Dataset, *, counts_pure: bool = False) -> bool:
-    """Return whether a dataset calls Python, of pure functions if these count."""
+    """Return whether a dataset calls Python functions.
+
+    Args:
+        dataset: The dataset.
+        counts_pure: Bool, whether functions that are declared stateless count. Defaults
+            to `False`.
+    """
     names = (_GENERATOR, *PYTHON_FUNCTIONS, *(("PyFuncStateless",) * counts_pure))
     return any(name in names for name, _ in operations_in(dataset))
 
@@ -280,6 +293,7 @@ def local_element_spec(dataset: Any) -> Any:
     """
 
     def first(spec: Any) -> Any:
+        """Return the spec on the first local replica, or `None` for no value."""
         if isinstance(spec, values.PerReplicaSpec):
             spec = spec._value_specs[0]
         is_none = isinstance(spec, (tf.OptionalSpec, NoneTensorSpec))
@@ -335,7 +349,7 @@ def optionals_of_replicas(iterator: Any) -> list[list]:
 
 
 def any_has_value(optionals: list[list]) -> tf.Tensor:
-    """Return whether one of the optionals of `optionals_of_replicas` has a value."""
+    """Return a bool tensor, whether any of the optionals has a value."""
     with ops.device("/device:CPU:0"):
         flat = [part.has_value() for parts in optionals for part in parts]
         return tf.reduce_any(tf.stack(flat))

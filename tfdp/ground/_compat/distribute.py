@@ -45,6 +45,9 @@ def variable_classes(mapping: dict) -> Iterator[None]:
     """Have TensorFlow create variables of other classes inside.
 
     The stock creator reads the classes from a constant of its module.
+
+    Args:
+        mapping: Dict that replaces TensorFlow's `VARIABLE_CLASS_MAPPING`.
     """
     stock = distribute_utils.VARIABLE_CLASS_MAPPING
     distribute_utils.VARIABLE_CLASS_MAPPING = mapping
@@ -76,7 +79,15 @@ def set_cluster_resolver(strategy: Any, resolver: Any) -> None:
 def stock_initial_value(
     extended: Any, replica_id: int, device: Any, primary: Any, **kwargs: Any
 ) -> Any:
-    """Return the initial value of a mirrored variable, without a broadcast."""
+    """Return the initial value of a mirrored variable, without a broadcast.
+
+    Args:
+        extended: The `extended` of a strategy.
+        replica_id: Int, index among the local replicas.
+        device: String, device of the replica.
+        primary: Variable of the first local replica, or `None` while it is created.
+        **kwargs: Arguments of the variable.
+    """
     return MirroredExtended._get_variable_creator_initial_value(
         extended, replica_id, device, primary, **kwargs
     )
@@ -97,6 +108,7 @@ def outside_strategies() -> Iterator[None]:
 
 
 def _create_plain_variable(next_creator: Callable, **kwargs: Any) -> Any:
+    """Create a variable without the other creators, which a strategy has added."""
     del next_creator
     accepted = ("initial_value", "trainable", "dtype", "name", "shape", "aggregation")
     return resource_variable_ops.ResourceVariable(
@@ -142,7 +154,7 @@ def local_value(variable: Any, replica: int) -> Any:
 
 
 def elements_of(variable: Any, start: int, stop: int) -> Any:
-    """Return a range of elements of a flattened variable or readable object."""
+    """Return a range of elements of a flattened variable or readable, as an array."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, values.DistributedVariable):
         value = value._primary
@@ -166,7 +178,7 @@ def sum_of_local_parts(variable: Any, num_replicas: int) -> Any:
 
 
 def copy_local_parts(source: Any, target: Any, factor: float) -> None:
-    """Set each replica's part of a variable to a multiple of another variable's."""
+    """Set each replica's part of `target` to `factor` times that of `source`."""
     pairs = [(source.value, target.value)]
     if isinstance(target.value, values.DistributedVariable):
         pairs = list(zip(source.value.values, target.value.values, strict=True))
@@ -180,5 +192,10 @@ def select_replica(replica: int, structure: Any) -> Any:
 
 
 def per_replica(local_values: list, *, always_wrap: bool = False) -> Any:
-    """Wrap one value for each local replica in tf.distribute's own container."""
+    """Wrap one value for each local replica in tf.distribute's own container.
+
+    Args:
+        local_values: List of values, in the order of the local replicas.
+        always_wrap: Bool, whether equal values are wrapped too. Defaults to `False`.
+    """
     return distribute_utils.regroup(tuple(local_values), always_wrap=always_wrap)

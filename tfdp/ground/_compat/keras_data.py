@@ -110,6 +110,7 @@ def adapter_of_py_dataset(watch: Callable, **arguments: Any) -> Any:
     adapter.first_batch = None
 
     def standardize_and_keep(batch: Any) -> Any:
+        """Standardize a batch as Keras does, and keep the first one."""
         batch = standardize(batch)
         if adapter.first_batch is None:
             adapter.first_batch = batch
@@ -127,5 +128,6 @@ class RowsOfPyDatasetAdapter(py_dataset_adapter.PyDatasetAdapter):
     """
 
     def _standardize_batch(self, item: dict[str, Any]) -> dict[str, Any]:
+        """Standardize the `"rows"` of an item, and return it with its `"total"`."""
         rows = super()._standardize_batch(item["rows"])
         return {"rows": rows, "total": item["total"]}

@@ -53,6 +53,7 @@ def _skip_next_reset(metrics: Any) -> None:
     """Skip the next reset of metrics, since one device builds them after it."""
 
     def reset_state() -> None:
+        """Leave the metrics as they are, and restore Keras's method."""
         del metrics.__dict__["reset_state"]
 
     metrics.__dict__["reset_state"] = reset_state
@@ -79,6 +80,7 @@ def build_eagerly(model: Any, data_batch: Any) -> None:
 
 
 def _ones_like(spec: Any) -> tf.Tensor:
+    """Return ones, or empty strings, of the shape of a spec; unknown sizes are 1."""
     shape = [1 if size is None else size for size in spec.shape]
     if spec.dtype == tf.string:
         return tf.fill(shape, "")
@@ -139,9 +141,9 @@ def compile_arguments(model: Any) -> dict[str, Any]:
     return {name: config.get(name) for name in names}
 
 
-def function_arguments(thing: Any) -> dict[str, Any]:
+def function_arguments(loss_or_metric: Any) -> dict[str, Any]:
     """Return the arguments of a loss's or metric's function; some configs lack them."""
-    return getattr(thing, "_fn_kwargs", {})
+    return getattr(loss_or_metric, "_fn_kwargs", {})
 
 
 def is_within_fit(arguments: dict[str, Any]) -> bool:

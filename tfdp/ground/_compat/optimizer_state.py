@@ -118,6 +118,7 @@ def drop_state(optimizer: Any) -> None:
 
 
 def _holds(value: Any, dropped: set[int]) -> bool:
+    """Return whether a list, tuple or dict has an item whose id is in `dropped`."""
     items = value.values() if isinstance(value, dict) else value
     is_container = isinstance(value, (list, tuple, dict))
     return is_container and any(id(item) in dropped for item in items)

@@ -1,4 +1,7 @@
-"""Stand-ins for a Keras optimizer with other state."""
+"""Stand-ins for a Keras optimizer with other state.
+
+A stand-in is a shallow copy of an optimizer, on which one update of Keras runs.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +44,26 @@ def with_counter_read(optimizer: Any) -> Any:
 
 
 def with_slots(optimizer: Any, variable: Any, slots: dict[str, list]) -> Any:
-    """Return a stand-in that is built for one variable, with the given slots."""
+    """Return a stand-in that is built for one variable, with the given slots.
+
+    Args:
+        optimizer: Keras optimizer.
+        variable: Keras variable.
+        slots: Dict from the name of an attribute to a list with the slot.
+    """
     indices = {optimizer._var_key(variable): 0}
     return stand_in(optimizer, _trainable_variables_indices=indices, **slots)
 
 
 def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
-    """Return a stand-in with Keras's gradient accumulation and other variables."""
+    """Return a stand-in with Keras's gradient accumulation and other variables.
+
+    Args:
+        optimizer: Keras optimizer.
+        steps: Int, number of micro-batches of an update.
+        variables: List of all variables of the stand-in, or `None` for those of the
+            optimizer.
+    """
     view = stand_in(optimizer, gradient_accumulation_steps=steps)
     if variables is not None:
         vars(view)["_variables"] = variables
@@ -63,7 +79,13 @@ def with_fixed_scale(optimizer: Any, scale: float) -> Any:
 
 
 def with_state(optimizer: Any, state: list, num_averages: int) -> Any:
-    """Return a stand-in with further state variables, averages first."""
+    """Return a stand-in with further state variables, averages first.
+
+    Args:
+        optimizer: Keras optimizer.
+        state: List of variables: moving averages, then all others.
+        num_averages: Int, number of moving averages.
+    """
     averages = state[:num_averages]
     return stand_in(
         optimizer,
@@ -107,6 +129,13 @@ def loss_scale_optimizer(
     """Return a `LossScaleOptimizer` around an optimizer, with existing counters.
 
     Building it would build the inner optimizer again.
+
+    Args:
+        optimizer: The inner Keras optimizer.
+        initial_scale: Float, the first loss scale.
+        growth_steps: Int, steps with finite gradients until the scale doubles.
+        counters: Pair of the variables of the step counter and of the scale, or `None`
+            to leave it unbuilt.
     """
     with outside_strategies():
         outer = keras.optimizers.LossScaleOptimizer(
@@ -123,7 +152,10 @@ def loss_scale_optimizer(
 def multi_with_parts(optimizer: Any, views: dict[int, Any], counter: Any) -> Any:
     """Return a stand-in for a `MultiOptimizer` with other inner optimizers.
 
-    `counter` replaces its counter, unless it is `None`.
+    Args:
+        optimizer: Keras `MultiOptimizer`.
+        views: Dict from the id of an inner optimizer to its stand-in.
+        counter: Variable or tensor that replaces its counter, or `None` to keep it.
     """
     old = optimizer._optimizer_map
     new = old

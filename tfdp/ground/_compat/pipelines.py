@@ -29,6 +29,7 @@ def function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
     wrapper = dataset._map_func
 
     def call(element: Any) -> Any:
+        """Apply the traced function to an element, a nest of tensors."""
         inputs = structure.to_tensor_list(wrapper._input_structure, element)
         returned = wrapper.function(*inputs)
         return structure.from_compatible_tensor_list(wrapper.output_structure, returned)
@@ -41,6 +42,7 @@ def python_function_of_map(dataset: tf.data.Dataset) -> Callable[[Any], Any]:
     function = dataset._map_func._func
 
     def call(element: Any) -> Any:
+        """Apply the Python function; a tuple is passed as several arguments."""
         return function(*element) if type(element) is tuple else function(element)
 
     return call
@@ -90,5 +92,6 @@ def _value(tensor: Any) -> Any:
 
 
 def _is_stateful(name: str) -> bool:
+    """Return whether an operation of this type name is stateful."""
     definition = op_def_registry.get(name)
     return definition is not None and definition.is_stateful

@@ -1,5 +1,8 @@
 """Trace of a step as the program of one device, and rebuilding of its operations.
 
+A marker is the text of an attribute of an identity operation: the plan of a program
+recognizes tensors by it.
+
 TensorFlow has no public way to copy an operation to another graph, nor to access the
 graphs of branches and loops. Checked on TensorFlow 2.21.0.
 """
@@ -44,6 +47,7 @@ class ProgramGraph(func_graph.FuncGraph):
         self.stacks: dict[tf.Operation, Any] = {}
 
     def _create_op_internal(self, *args: Any, **kwargs: Any) -> tf.Operation:
+        """Create an operation, and keep the Python stack that created it."""
         op = super()._create_op_internal(*args, **kwargs)
         self.stacks[op] = tf_stack.extract_stack(stacklevel=3)
         return op
@@ -59,7 +63,12 @@ def stack_of(op: tf.Operation) -> list[Any]:
 
 
 def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
-    """Return a tensor's identity, marked for the plan of a traced program."""
+    """Return a tensor's identity, marked for the plan of a traced program.
+
+    Args:
+        tensor: Tensor; an eager one is not marked.
+        marker: String, the marker.
+    """
     result = tf.identity(tensor)
     if not tf.is_symbolic_tensor(result):
         return result
@@ -68,7 +77,7 @@ def marked(tensor: tf.Tensor, marker: str) -> tf.Tensor:
 
 
 def marker_of(op: tf.Operation) -> str:
-    """Return the mark of an identity, or `""`."""
+    """Return the marker of an identity operation, or `""` for any other one."""
     try:
         marker = op.get_attr(_MARKER)
     except ValueError:
@@ -212,4 +221,5 @@ def call_inline(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_tensor(value: Any) -> Any:
+    """Return an array as a tensor, and any other value unchanged."""
     return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value

@@ -34,6 +34,9 @@ def num_local_devices(kind: str) -> int:
     """Return the number of logical devices of this process.
 
     In a cluster `tf.config.list_logical_devices` lists the devices of all workers.
+
+    Args:
+        kind: String, the type of device: `"CPU"` or `"GPU"`.
     """
     devices, task = tf.config.list_logical_devices(kind), own_task()
     own = tf.DeviceSpec.from_string(task)

@@ -36,6 +36,7 @@ def record_read(variable: Any, value: tf.Tensor) -> None:
     source = variable.handle
 
     def gradient(upstream: Any) -> list[Any]:
+        """Return the gradient of the handle from that of the value, in its dtype."""
         if isinstance(upstream, tf.IndexedSlices):
             values = tf.cast(upstream.values, source.dtype)
             return [tf.IndexedSlices(values, upstream.indices, upstream.dense_shape)]
@@ -75,6 +76,11 @@ def attached(graph: Any, key: Any, make: Any) -> Any:
 
     A dictionary by graph would keep the graphs alive, as the objects hold tensors of
     them.
+
+    Args:
+        graph: Graph of TensorFlow.
+        key: Hashable object, the key of the object among those of the graph.
+        make: Callable without arguments that creates the object.
     """
     objects = getattr(graph, "_tfdp_attached", None)
     if objects is None:
@@ -119,6 +125,11 @@ def variable_like(variable: tf.Variable, value: Any, device: str) -> tf.Variable
     """Create an unwatched `tf.Variable` on a device, with another's name and identity.
 
     Keras's optimizers find a variable and its weight decay by this identity.
+
+    Args:
+        variable: `tf.Variable` with the name and the identity.
+        value: Initial value.
+        device: String, name of the device.
     """
     name = variable.name.partition(":")[0]
     return component_variable(value, device, name, variable._unique_id)
@@ -127,7 +138,14 @@ def variable_like(variable: tf.Variable, value: Any, device: str) -> tf.Variable
 def component_variable(
     value: Any, device: str, name: str, unique_id: str
 ) -> tf.Variable:
-    """Create a `tf.Variable` on a device that tapes do not watch."""
+    """Create a `tf.Variable` on a device that tapes do not watch.
+
+    Args:
+        value: Initial value.
+        device: String, name of the device.
+        name: String, name of the variable.
+        unique_id: String, identity by which Keras's optimizers find the variable.
+    """
     with tf.init_scope(), outside_strategies(), tf.device(device):
         variable = resource_variable_ops.ResourceVariable(
             value, trainable=False, name=name
@@ -137,5 +155,5 @@ def component_variable(
 
 
 def unique_name(name: str) -> str:
-    """Return a unique identity of a variable, in TensorFlow's form."""
+    """Return a unique identity of a variable, as TensorFlow's own: "kernel_12"."""
     return f"{name}_{ops.uid()}"

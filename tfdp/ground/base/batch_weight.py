@@ -52,6 +52,7 @@ def num_samples() -> tf.Tensor | None:
 
 
 def _active() -> BatchWeight | None:
+    """Return the weight of this thread's replica, or `None` if it has none."""
     return step_context.current().batch_weight
 
 

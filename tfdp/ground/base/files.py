@@ -84,7 +84,14 @@ def _temporary_path_beside(target: str) -> str:
 
 
 def _replace_folder(temporary: str, target: str, replaces_folder: bool) -> None:
-    """Rename a folder; an existing target is removed first, as `rename` requires."""
+    """Rename a folder; an existing target is removed first, as `rename` requires.
+
+    Args:
+        temporary: String, path of the new folder.
+        target: String, path that it gets.
+        replaces_folder: Bool, whether an existing target is removed; otherwise the new
+            folder is.
+    """
     if replaces_folder and os.path.exists(target):
         shutil.rmtree(target, ignore_errors=True)
     try:
@@ -94,6 +101,7 @@ def _replace_folder(temporary: str, target: str, replaces_folder: bool) -> None:
 
 
 def _remove(path: str) -> None:
+    """Remove a file, a link or a folder with its contents; ignore errors."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -169,10 +177,8 @@ def sync_folder(path: str | os.PathLike) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-        ):  # the file system cannot sync folders
+        # Both codes are those of a file system that cannot sync folders.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
         os.close(number)

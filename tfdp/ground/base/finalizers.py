@@ -72,6 +72,7 @@ class FinalizerThread:
         return forks.finalize(owned_by, self._calls.put, (function, args, kwargs))
 
     def _reset(self) -> None:
+        """Begin without a thread and pending calls, as in a forked process."""
         self._lock = threading.Lock()
         # Garbage collection may call `put` during another `put` of the same thread.
         # `SimpleQueue` allows that.
@@ -79,6 +80,7 @@ class FinalizerThread:
         self._thread = None
 
     def _finish(self, thread: threading.Thread) -> None:
+        """Wait for the thread's pending calls, when the process exits."""
         # In a process that was forked after the start, the thread is another one.
         if thread is self._thread:
             self._calls.put(None)
@@ -93,7 +95,7 @@ def _run(calls: queue.SimpleQueue) -> None:
             function(*args, **kwargs)
         except Exception:  # noqa: BLE001 the other finalizers have to run
             sys.excepthook(*sys.exc_info())
-        # Without this, the arguments would stay alive until the next call.
+        # Without the deletion, the arguments would stay alive until the next call.
         del call, function, args, kwargs
 
 

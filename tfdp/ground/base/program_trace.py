@@ -24,7 +24,7 @@ class Effect:
         position: Int, number of operations of the graph before the effect.
         tensors: Sequence of the program's tensors that the effect needs.
         kind: String, the form of the tensors on a replica: `"parts"`, the addends of
-            gradients; `"whole"`; or `"as held"`.
+            gradients; `"whole"`, of the whole batch; or `"as held"`, the replica's own.
         run: Callable that takes the tensors of a replica.
     """
 
@@ -63,7 +63,13 @@ class ProgramTrace:
     def add(
         self, tensors: Sequence[Any], run: Callable[[list], None], kind: str = "whole"
     ) -> None:
-        """Record an effect at this position of the program."""
+        """Record an effect at this position of the program.
+
+        Args:
+            tensors: Sequence of the program's tensors that the effect needs.
+            run: Callable that takes the tensors of a replica.
+            kind: String, as in `Effect`. Defaults to `"whole"`.
+        """
         graph = tf.compat.v1.get_default_graph()
         if graph is not self.graph:
             # TensorFlow drops a branch that returns nothing and has no side effect.
@@ -79,7 +85,13 @@ class ProgramTrace:
     def read(
         self, shape: Any, dtype: tf.DType, read: Callable[[], tf.Tensor]
     ) -> tf.Tensor:
-        """Return a placeholder for a value that each replica reads, equal on all."""
+        """Return a placeholder for a value that each replica reads, equal on all.
+
+        Args:
+            shape: Shape of the value.
+            dtype: Type of the value.
+            read: Callable that returns the value on a replica.
+        """
         with self.graph.as_default():
             tensor = tf.compat.v1.placeholder(dtype, shape)
         self.reads[id(tensor)] = read
@@ -89,13 +101,18 @@ class ProgramTrace:
         """Record that the step has assigned a mirrored variable."""
 
     def template_of(self, op: Any, make: Callable[[Any], Any]) -> Any:
-        """Return the cached template of an operation, created on first use."""
+        """Return the template that `make` creates for an operation, cached."""
         if op not in self._templates:
             self._templates[op] = make(op)
         return self._templates[op]
 
     def source(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return the cached source for a key, created on first use."""
+        """Return the object that `make` creates for a key, cached by identity.
+
+        Args:
+            key: Any object, kept alive by the caller.
+            make: Callable that creates the object, outside of all branches and loops.
+        """
         if id(key) not in self._sources:
             with self.graph.as_default(), tf.control_dependencies(None):
                 self._sources[id(key)] = make()

@@ -41,6 +41,8 @@ class StepContext:
 
 
 class _Thread(threading.local):
+    """Context of the step of each thread, at first an empty one."""
+
     context = StepContext()
 
 

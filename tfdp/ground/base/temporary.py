@@ -95,6 +95,7 @@ def remove_left_over(folder: str | os.PathLike) -> None:
 
 
 def _remove_if_left_over(entry: os.DirEntry) -> None:
+    """Remove a temporary file or folder of this user if its process has ended."""
     status = entry.stat(follow_symlinks=False)
     is_folder = entry.is_dir(follow_symlinks=False)
     # The modification time of a folder does not show changes of files inside it.

@@ -66,6 +66,9 @@ class BucketPlan:
 
     The plan depends on shapes, dtypes and order alone, so every worker computes the
     same one; `check_same_plan` compares them.
+
+    Args:
+        buckets: Tuple of `Bucket`, in launch order.
     """
 
     buckets: tuple[Bucket, ...]

@@ -93,6 +93,7 @@ class StepGathers:
         return tuple(g for g in self.gathers if g.is_large(self.rows))
 
     def __str__(self) -> str:
+        """Return a line for each gather, as `Gather.describe` has it."""
         return "\n".join(f"  {g.describe(self.rows)}" for g in self.gathers)
 
     @property

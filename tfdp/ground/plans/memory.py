@@ -31,6 +31,7 @@ class ReplicaMemory:
     gathered: int = 0
 
     def __add__(self, other: ReplicaMemory) -> ReplicaMemory:
+        """Return the sums of all fields."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
         return ReplicaMemory(*(first + second for first, second in pairs))
 
@@ -60,6 +61,7 @@ class MemoryReport:
     whole: ReplicaMemory
 
     def __str__(self) -> str:
+        """Return the sizes as two lines of text, unsharded ones in parentheses."""
         parameters, gradients, accumulators, slots, gathered = (
             _format_field(field.name, self)
             for field in dataclasses.fields(ReplicaMemory)
@@ -148,7 +150,7 @@ def _accumulated_itemsize(itemsize: int) -> int:
 
 
 def _format_field(name: str, report: MemoryReport) -> str:
-    """Format a field of both memories, once if they are equal."""
+    """Format a field of both memories, such as "slots 400 (unsharded 800)"."""
     sharded, whole = getattr(report.sharded, name), getattr(report.whole, name)
     text = f"{name} {sharded:,}"
     return text if sharded == whole else f"{text} (unsharded {whole:,})"

@@ -229,6 +229,13 @@ def plan_variable_shards(
 def _rows_of_equal_length(
     indices: Sequence[int], entries: Sequence[Entry], num_owners: int
 ) -> list[Row]:
+    """Cut the concatenation of variables into rows of equal length.
+
+    Args:
+        indices: Sequence of ints, positions of the variables in `entries`.
+        entries: Sequence of `Entry`.
+        num_owners: Int, the number of rows.
+    """
     whole = tuple(Segment(i, 0, entries[i].num_elements) for i in indices)
     length = -(-_length(whole) // num_owners)
     return [
@@ -238,7 +245,7 @@ def _rows_of_equal_length(
 
 
 def _columns(row: Sequence[Segment], first: int, last: int) -> Row:
-    """Return the part of a row between two columns."""
+    """Return the elements of a row from column `first` to the one before `last`."""
     segments, begin = [], 0
     for segment in row:
         start = segment.start + max(0, first - begin)

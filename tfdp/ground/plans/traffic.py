@@ -1,4 +1,8 @@
-"""Traffic of all-reduce algorithms: the messages of each transfer on each link."""
+"""Traffic of all-reduce algorithms: the messages of each transfer on each link.
+
+An algorithm is a sequence of transfers between positions, one for each replica. The
+array `node_of` has the node of each position.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +75,7 @@ class Algorithm:
         return ADASUM in (self.name, self.outer)
 
     def __str__(self) -> str:
+        """Return the name, such as "ring" or "hierarchical (ring, tree)"."""
         if not self.has_levels:
             return self.name
         return f"{self.name} ({self.inner}, {self.outer})"
@@ -138,6 +143,7 @@ def _flat(name: str, node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _ring(node_of: np.ndarray) -> tuple[Transfer, ...]:
+    """Return the transfers of a ring; none for a single replica."""
     size = len(node_of)
     if size == 1:
         return ()
@@ -185,7 +191,11 @@ def _combine_by_pairs(node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _distances(power: int) -> list[int]:
-    """Return the distances of partners in recursive halving, the smallest first."""
+    """Return the distances of partners in recursive halving, the smallest first.
+
+    Args:
+        power: Int, the number of positions, a power of two.
+    """
     return [1 << bit for bit in range(power.bit_length() - 1)]
 
 
@@ -230,7 +240,15 @@ def _transfer(
     node_of: np.ndarray,
     repeats: int = 1,
 ) -> Transfer:
-    """Count the messages inside and between nodes of concurrent sends."""
+    """Count the messages inside and between nodes of concurrent sends.
+
+    Args:
+        fraction: Float, the fraction of the tensor in each message.
+        senders: Array of ints, position of the sender of each message.
+        receivers: Array of ints, position of the receiver of each message.
+        node_of: Array of ints, the node of each position.
+        repeats: Int, how often the messages are sent. Defaults to `1`.
+    """
     from_nodes, to_nodes = node_of[senders], node_of[receivers]
     leaves = from_nodes != to_nodes
     leaving, entering = np.bincount(from_nodes[leaves]), np.bincount(to_nodes[leaves])

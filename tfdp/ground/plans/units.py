@@ -1,4 +1,7 @@
-"""Units of sharded parameters, which are gathered together, and owners' ranges."""
+"""Units of sharded parameters, which are gathered together, and owners' ranges.
+
+A unit is a group of parameters that is gathered as one, as in PyTorch's FSDP.
+"""
 
 from __future__ import annotations
 
@@ -277,6 +280,7 @@ def unit_bucket(
 
 
 def _row(indices: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Row:
+    """Return the row of one owner, given its range of each parameter."""
     return tuple(
         Segment(index, start, stop)
         for index, (start, stop) in zip(indices, ranges, strict=True)

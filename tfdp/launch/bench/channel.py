@@ -1,4 +1,7 @@
-"""The worker's end of a benchmark's pipe: orders arrive on stdin as lines of JSON."""
+"""The worker's end of a benchmark's pipe: orders arrive on stdin as lines of JSON.
+
+An order names an arm, and the number of steps to run.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ Value = TypeVar("Value")
 
 
 class Arms(Protocol):
-    """Mapping from names to arms, such as a dict."""
+    """Mapping, such as a dict, from names to arms: the measured variants."""
 
     def __getitem__(self, name: str, /) -> Arm: ...
 
@@ -92,10 +95,11 @@ def timed(
 ) -> Arm:
     """Return an arm that measures the seconds per call of a function.
 
-    The last result is read within the measured time, so that no work is pending. One
-    call before the first is not timed: it waits until all workers have received their
-    orders, and refills caches that other processes have used. Where a call takes too
-    long for that, a barrier only synchronizes the workers.
+    An arm is a callable that runs a number of steps. The last result is read within
+    the measured time, so that no work is pending. One call before the first is not
+    timed: it waits until all workers have received their orders, and refills caches
+    that other processes have used. Where a call takes too long for that, a barrier only
+    synchronizes the workers.
 
     Args:
         function: Callable that returns a tensor.
@@ -108,6 +112,7 @@ def timed(
     """
 
     def run(steps: int) -> float:
+        """Return the mean seconds per call over `steps` calls."""
         finish((barrier or function)())
         begin = time.perf_counter()
         for _ in range(steps):
@@ -122,5 +127,6 @@ def _read_orders(pipe: TextIO, orders: queue.Queue[dict[str, Any]]) -> None:
     """Queue the driver's orders; end the process when the driver closes the pipe."""
     for line in pipe:
         orders.put(json.loads(line))
-    # At once and without cleanup: a collective that waits for a dead peer never ends.
+    # The exit is immediate, without cleanup: a collective that waits for a dead peer
+    # never ends.
     os._exit(0)

@@ -154,7 +154,15 @@ def _row(
     times: list[float],
     wrong: int,
 ) -> Row:
-    """Return the row of a case, which is a collective, an algorithm and a size."""
+    """Return the table's row of a case.
+
+    Args:
+        settings: `Settings` of the run.
+        case: Tuple of the collective, the algorithm and the size in bytes.
+        num_replicas: Int, number of replicas.
+        times: List of floats, seconds per call in each block.
+        wrong: Int, number of wrong elements on all replicas together.
+    """
     collective, algorithm, size = case
     seconds = statistics.median(times)
     bandwidth = algorithm_bandwidth(size, seconds)

@@ -26,7 +26,7 @@ _CHECK = "check "
 
 
 class CollectiveArms:
-    """Arms of all collectives by name, created on first use.
+    """Measured variants, or arms, of all collectives by name, created on first use.
 
     The arm `all_reduce/ring/4096` returns the seconds of one call;
     `check all_reduce/ring/4096` returns the number of wrong elements on the local
@@ -40,7 +40,7 @@ class CollectiveArms:
     def __init__(self, strategy: Any, dtype: str) -> None:
         self.strategy = strategy
         self._group, self._dtype = strategy.extended.group, tf.as_dtype(dtype)
-        # Grouped by collective and size, whose algorithms alternate.
+        # Cases are grouped by collective and size, whose algorithms alternate.
         self._cases = OnDemand(self._make, lambda n: (n.split("/")[0], n.split("/")[2]))
 
     def __getitem__(self, name: str) -> Arm:
@@ -61,7 +61,19 @@ class CollectiveArms:
 
 
 class _Case:
-    """One collective of one size on the local replicas."""
+    """One collective of one size on the local replicas.
+
+    Args:
+        collective: String, name of the collective.
+        call: Callable that runs the collective; takes the tensor of a replica, the
+            group, and the local index of the replica.
+        group: `ProcessGroup` of all replicas.
+        length: Int, number of elements that each replica contributes.
+        dtype: Type of the elements.
+
+    Attributes:
+        seconds: `Arm` that returns the seconds per call.
+    """
 
     def __init__(
         self,
@@ -81,6 +93,7 @@ class _Case:
 
         @tf.function(autograph=False)
         def step() -> tuple[tf.Tensor, list[tf.Tensor]]:
+            """Return one element of each local result, stacked, and the results."""
             results = []
             for replica, device in enumerate(group.devices):
                 with tf.device(device):
@@ -93,7 +106,11 @@ class _Case:
         self.seconds = timed(lambda: step()[0])
 
     def num_wrong(self, steps: int) -> int:
-        """Run the collective once, and count wrong elements on the local replicas."""
+        """Run the collective once, and count wrong elements on the local replicas.
+
+        Args:
+            steps: Int, not used: each arm takes a number of steps.
+        """
         del steps
         group, wrong = self._group, 0
         for replica, result in enumerate(self._step()[1]):
@@ -104,7 +121,7 @@ class _Case:
 
 
 def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
-    """Return the collective as a function of a tensor, the group and a replica."""
+    """Return the collective as a function of a tensor, the group and a local index."""
     if algorithm != NO_ALGORITHM:
         return AlgorithmChoice(Algorithm(algorithm)).all_reduce
     return lambda x, group, replica: getattr(Member(group, replica), collective)(x)
@@ -113,7 +130,7 @@ def _call(collective: str, algorithm: str) -> Callable[..., tf.Tensor]:
 def make_arms(
     setup: dict[str, Any], check: Callable[[Topology], None] = lambda topology: None
 ) -> CollectiveArms:
-    """Create the arms of a worker, after a check of the topology.
+    """Create the measured variants of a worker, after a check of the topology.
 
     Args:
         setup: Dict, the worker's setup from the driver.

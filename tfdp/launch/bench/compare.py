@@ -112,7 +112,16 @@ def run(settings: Settings, files: output.Files) -> None:
 def _measure(
     settings: Settings, group: Sequence[SetUp], on_turn: Callable[[], Any]
 ) -> Times:
-    """Run the processes of a group of set-ups, whose arms alternate."""
+    """Run the processes of a group of set-ups, whose arms alternate.
+
+    Args:
+        settings: `Settings` of the run.
+        group: Sequence of `SetUp`, those whose processes run at the same time.
+        on_turn: Callable, called after each block.
+
+    Returns:
+        Dict from `side/arm` to seconds per step, block by block.
+    """
     sides = {
         set_up: set_up.side(
             settings.models,
@@ -137,6 +146,7 @@ def _measure(
 
 
 def _title(settings: Settings) -> str:
+    """Return the title of the plot: what is measured, with the family of models."""
     return (
         f"Training step of {pluralize(settings.num_workers, 'replica')} on one "
         f"machine, {settings.family}, batch {settings.batch_size} each"
@@ -248,7 +258,13 @@ def rows_of(
 
 
 def _fastest(model: str, set_up: SetUp, times: Times) -> str:
-    """Return the choice of a set-up that is fastest in the blocks for choosing."""
+    """Return the variant of a set-up that is fastest in every other block.
+
+    Args:
+        model: String, name of the model.
+        set_up: `SetUp` whose variants were measured.
+        times: Dict from `side/arm` to seconds per step, block by block.
+    """
     medians = {
         choice: statistics.median(times[set_up.key(model, choice)][::2])
         for choice in set_up.choices
@@ -257,16 +273,32 @@ def _fastest(model: str, set_up: SetUp, times: Times) -> str:
 
 
 def _compared(set_up: SetUp, seconds: list[float]) -> list[float]:
-    """Return the blocks that are compared: those not used for choosing."""
+    """Return the seconds per step of the blocks that did not choose a variant.
+
+    With defaults there is no choice, and all blocks are compared.
+
+    Args:
+        set_up: `SetUp` that was measured.
+        seconds: List of floats, seconds per step of each block.
+    """
     return seconds[1::2] if set_up.tuning == TUNED else seconds
 
 
 def _milliseconds(seconds: float | None) -> str:
+    """Format seconds as milliseconds, such as "1.50"; `None` as "-"."""
     return "-" if seconds is None else f"{1e3 * seconds:.2f}"
 
 
 def _ratio(row: Row, kind: str) -> str:
-    """Format the ratio of a row's time to that of a set-up of tfdp."""
+    """Format the ratio of a row's time to that of a set-up of tfdp, with its interval.
+
+    Args:
+        row: `Row` of the table.
+        kind: String, `DEVICES` or `WORKERS`, the set-up of tfdp.
+
+    Returns:
+        String such as `"1.200 [1.100, 1.300]"`, or `"-"` without a ratio.
+    """
     ratio = row.speed_of_tfdp.get(kind)
     return f"{ratio.median:.3f} {ratio.interval}" if ratio else "-"
 

@@ -74,7 +74,7 @@ class SetUp:
 
     @property
     def arms(self) -> dict[str, dict[str, Any]]:
-        """Dict of the settings of each arm but its model.
+        """Dict of the settings of each arm, or measured variant, but its model.
 
         A key is the part of the arm's name after the model's name.
         """
@@ -91,7 +91,12 @@ class SetUp:
         return arms | alone
 
     def key(self, model: str, choice: str) -> str:
-        """Return the key of an arm's times: `side/arm`."""
+        """Return the key of an arm's times, `side/arm`.
+
+        Args:
+            model: String, name of the model.
+            choice: String, name of the variant.
+        """
         arm = f"{model}, {choice}" if choice else model
         return f"{self.kind}, {self.tuning}/{arm}"
 
@@ -100,6 +105,10 @@ class SetUp:
 
         It is `None` for a set-up that never communicates. Devices of one process
         compute the same as workers, whose times are used for them.
+
+        Args:
+            model: String, name of the model.
+            choice: String, name of the variant.
         """
         if self.kind == PLAIN:
             return None

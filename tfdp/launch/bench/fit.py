@@ -76,21 +76,25 @@ class TokenAndPosition(keras.layers.Layer):
         self.positions = keras.layers.Embedding(CONTEXT, width)
 
     def build(self, input_shape: Any) -> None:
+        """Build both embeddings."""
         self.tokens.build(input_shape)
         self.positions.build((CONTEXT,))
 
     def call(self, ids: Any) -> Any:
+        """Embed token ids of shape `[batch, CONTEXT]`."""
         # [batch, CONTEXT, width] + [CONTEXT, width]
         return self.tokens(ids) + self.positions(keras.ops.arange(CONTEXT))
 
 
 def _mlp(model: Model) -> Any:
+    """Build the MLP: two hidden layers with ReLU, and a linear head."""
     hidden = [keras.layers.Dense(model.width, activation="relu") for _ in range(2)]
     head = keras.layers.Dense(NUM_CLASSES)
     return keras.Sequential([keras.Input((NUM_INPUTS,)), *hidden, head])
 
 
 def _cnn(model: Model) -> Any:
+    """Build the CNN: stages of two convolutions and pooling, and a linear head."""
     layers = keras.layers
     network = keras.Sequential([keras.Input(_INPUTS["cnn"])])
     for channels in model.channels:
@@ -103,6 +107,7 @@ def _cnn(model: Model) -> Any:
 
 
 def _transformer(model: Model) -> Any:
+    """Build the pre-norm transformer, whose outputs are logits of each token."""
     layers, width = keras.layers, model.width
     ids = keras.Input((CONTEXT,), dtype="int32")
     x = TokenAndPosition(width)(ids)
@@ -161,6 +166,7 @@ def timed_fit(
     """
 
     def run(steps: int, *callbacks: Any) -> float:
+        """Run `fit` with callbacks, and return the seconds per step."""
         clock = Clock(skipped)
         x, y = (np.concatenate([part] * (steps + skipped + 1)) for part in batch)
         model.fit(
@@ -184,7 +190,7 @@ def fit_arm(
     jit_compile: bool = False,
     make_optimizer: Callable[[], Any] | None = None,
 ) -> Callable[..., float]:
-    """Build a model, and return the arm that times its `fit`.
+    """Build a model, and return the callable that times its `fit`.
 
     Args:
         strategy: Strategy of the model, or `None`.

@@ -91,6 +91,7 @@ def num_cores() -> int:
 
 
 def _cpu_name() -> str:
+    """Return the model name of the CPU, or its architecture if Linux names none."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text("utf-8").splitlines() if path.is_file() else []
     for line in lines:

@@ -72,6 +72,7 @@ class Model:
         return self.num_blocks * block + ends
 
     def __str__(self) -> str:
+        """Describe the layers and the size: "MLP 784-8-8-10, 0.00644 million ..."."""
         size = f"{self.num_parameters / 1e6:.3g} million parameters"
         if self.family == "mlp":
             layers = (NUM_INPUTS, self.width, self.width, NUM_CLASSES)
@@ -115,8 +116,9 @@ def model_of_size(family: str, millions: float) -> Model:
     unit = 4 if family == "cnn" else 8
     requested = millions * 1e6
 
-    def size(number: int) -> int:
-        return Model(family, unit * number).num_parameters
+    def size(num_units: int) -> int:
+        """Return the number of parameters of a width of `num_units` units."""
+        return Model(family, unit * num_units).num_parameters
 
     above = bisect.bisect(range(_MOST_UNITS), requested, key=size)
     models = [Model(family, unit * n) for n in (max(0, above - 1), above)]

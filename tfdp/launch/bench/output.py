@@ -218,7 +218,7 @@ def new_panels(
     from matplotlib.figure import Figure
 
     width = _WIDTH + (num_panels - 1) * 0.6 * _WIDTH
-    # Not by pyplot, which would change the backend and the style of the caller.
+    # pyplot is not used: it would change the backend and the style of the caller.
     with mpl.rc_context(_LOOK):
         figure = Figure(figsize=(width, _HEIGHT), layout="constrained")
         FigureCanvasAgg(figure)

@@ -85,7 +85,7 @@ class ClusterRunner:
         self._worker_group, self._arms = worker_group, arms
 
     def run(self, arm: str, steps: int) -> list[Any]:
-        """Run a block of steps and return the measurement of each worker."""
+        """Run a block of steps of an arm, and return each worker's measurement."""
         measurement = self._arms[arm](steps)
         return self._worker_group.all_gather(f"time of {arm}", measurement)
 

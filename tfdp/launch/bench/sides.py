@@ -74,7 +74,12 @@ class Side:
     def _start(
         self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]
     ) -> None:
-        """Start the workers, with a pipe and a log for each."""
+        """Start the workers, with a pipe and a log for each.
+
+        Args:
+            commands: Sequence of command lines, one for each worker.
+            environment: Mapping of all environment variables of the workers.
+        """
         self._logs = [tempfile.TemporaryFile("w+") for _ in commands]  # noqa: SIM115
         self._workers: list[subprocess.Popen] = []
         try:
@@ -98,7 +103,7 @@ class Side:
         self._replies()
 
     def run(self, arm: str, steps: int) -> Any:
-        """Run a block of steps and return the measurement of each worker."""
+        """Run a block of steps of an arm, and return each worker's measurement."""
         for worker in self._workers:
             assert worker.stdin is not None
             # A worker that has ended is reported with its log by `_replies`.
@@ -114,7 +119,7 @@ class Side:
             worker.wait()
 
     def _replies(self) -> list[dict]:
-        """Wait for one reply of each worker; raise with its log if one has ended."""
+        """Wait for a reply of each worker; raise with its log if one has ended."""
         deadline = time.monotonic() + self.deadline_seconds
         replies = []
         for rank, worker in enumerate(self._workers):
@@ -189,7 +194,7 @@ class Runner(Protocol):
     name: str
 
     def run(self, arm: str, steps: int) -> Any:
-        """Run a block of steps and return the measurement of each worker."""
+        """Run a block of steps of an arm, and return each worker's measurement."""
 
 
 def alternate(
@@ -201,7 +206,7 @@ def alternate(
     on_turn: Callable[[], Any] = lambda: None,
     slowest: Callable[[Any], Any] = max,
 ) -> dict[str, list[Any]]:
-    """Run all arms block by block, in reverse order every other time.
+    """Run all measured variants block by block, in reverse order every other time.
 
     Args:
         arms: Sequence of tuples of a side and the name of an arm.
@@ -271,7 +276,14 @@ def steps_that_take(
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """The median of paired ratios with its 95 % interval."""
+    """The median of paired ratios with its 95 % interval.
+
+    Args:
+        median: Float, the median.
+        low: Float, lower end of the interval.
+        high: Float, upper end of the interval.
+        num_pairs: Int, number of ratios.
+    """
 
     median: float
     low: float
@@ -289,11 +301,17 @@ class Ratio:
         return f"[{self.low:.3f}, {self.high:.3f}]"
 
     def __str__(self) -> str:
+        """Return a text such as "1.200 [1.100, 1.300], 20 pairs"."""
         return f"{self.median:.3f} {self.interval}, {pluralize(self.num_pairs, 'pair')}"
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Return the ratio of two sides whose blocks alternated."""
+    """Return the ratio of two sides whose blocks alternated.
+
+    Args:
+        numerators: Sequence of floats, a measurement of one side for each block.
+        denominators: Sequence of floats, those of the other side.
+    """
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     low, high = median_interval(ratios)
     return Ratio(statistics.median(ratios), low, high, len(ratios))

@@ -35,6 +35,7 @@ def build(model: Model) -> Any:
 
 
 def _mlp(model: Model) -> Any:
+    """Build the MLP: two hidden layers with ReLU, and a linear head."""
     from torch import nn
 
     width = model.width
@@ -45,6 +46,7 @@ def _mlp(model: Model) -> Any:
 
 
 def _cnn(model: Model) -> Any:
+    """Build the CNN: stages of two convolutions and pooling, and a linear head."""
     from torch import nn
 
     num_inputs, layers = IMAGE_CHANNELS, []
@@ -58,6 +60,7 @@ def _cnn(model: Model) -> Any:
 
 
 def _transformer(model: Model) -> Any:
+    """Build the pre-norm transformer, whose outputs are logits of each token."""
     import torch
     from torch import nn
 
@@ -80,6 +83,7 @@ def _transformer(model: Model) -> Any:
             self.head = nn.Linear(width, VOCABULARY)
 
         def forward(self, ids: Any) -> Any:  # [batch, CONTEXT], int64
+            """Return the logits of token ids."""
             x = self.tokens(ids) + self.positions(torch.arange(CONTEXT))
             mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
             return self.head(self.blocks(x, mask=mask, is_causal=True))
@@ -137,6 +141,7 @@ def step_of(
     loss_function = nn.CrossEntropyLoss()
 
     def step() -> Any:
+        """Take a step and return the loss, a tensor."""
         optimizer.zero_grad()
         loss = loss_function(network(x).flatten(0, -2), y)
         loss.backward()
@@ -147,7 +152,7 @@ def step_of(
 
 
 def _batch(model: Model, size: int) -> tuple[Any, Any]:
-    """Generate a batch of random inputs and labels."""
+    """Generate `size` random inputs and labels, in the shapes of the model."""
     import torch
 
     if model.family != "transformer":
@@ -184,7 +189,7 @@ def make_arms(
     make_step: Callable[..., Callable[[], Any]] = training_step,
     timed: Callable[[Callable[[], Any]], Arm] = _timed,
 ) -> Arms:
-    """Join the process group, and create the arms of this worker.
+    """Join the process group, and create the measured variants of this worker.
 
     Args:
         setup: Dict for `join`, which also has `arms`: the settings of each arm.
@@ -197,6 +202,7 @@ def make_arms(
     arm_settings = setup["arms"]
 
     def make(name: str) -> Arm:
+        """Build the model of the arm of a name in the setup, and return the arm."""
         arm = dict(arm_settings[name])
         model, batch_size = Model(**arm.pop("model")), arm.pop("batch_size")
         return timed(make_step(model, batch_size, **arm))

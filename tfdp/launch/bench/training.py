@@ -97,6 +97,7 @@ def training_step(
     num_replicas = strategy.num_replicas_in_sync if strategy else 1
 
     def replica() -> Any:
+        """Take the step of one replica, and return its loss."""
         loss, gradients = _loss_and_gradients(network, batch, batch_size * num_replicas)
         if pack_bytes:
             apply_in_packs(gradients, network.trainable_variables, pack_bytes)
@@ -106,6 +107,7 @@ def training_step(
 
     @tf.function
     def step() -> Any:
+        """Take the step on all local replicas, and return the loss of the first."""
         if strategy is None:
             return replica()
         return strategy.experimental_local_results(strategy.run(replica))[0]
@@ -116,7 +118,15 @@ def training_step(
 def _loss_and_gradients(
     network: Any, batch: tuple[Any, ...], global_batch_size: int
 ) -> tuple[Any, list[Any]]:
-    """Return the loss of a replica's rows, whose sum over replicas is the mean loss."""
+    """Return the loss of a replica's rows, and its gradients.
+
+    The sum of the loss over replicas is the mean loss of the global batch.
+
+    Args:
+        network: `keras.Model`.
+        batch: Tuple of the inputs and the labels of the replica.
+        global_batch_size: Int, number of samples of all replicas.
+    """
     x, y = batch
     with tf.GradientTape() as tape:
         losses = keras.losses.sparse_categorical_crossentropy(
@@ -161,6 +171,7 @@ def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) 
     """
 
     def subtract(variable: Any, gradient: Any) -> None:
+        """Subtract the learning rate times the gradient from a variable."""
         if isinstance(gradient, tf.IndexedSlices):
             steps = tf.IndexedSlices(_LEARNING_RATE * gradient.values, gradient.indices)
             variable.scatter_sub(steps)
@@ -168,6 +179,7 @@ def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) 
             variable.assign_sub(_LEARNING_RATE * gradient)
 
     def update(strategy: Any, sums: list[Any]) -> None:
+        """Update all variables, given the summed gradients of all replicas."""
         for variable, total in zip(variables, sums, strict=True):
             strategy.extended.update(variable.value, subtract, args=(total,))
 
@@ -176,11 +188,12 @@ def apply_in_packs(gradients: list[Any], variables: list[Any], pack_bytes: int) 
 
 
 def make_arms(setup: dict[str, Any]) -> Arms:
-    """Create the strategy and the arms of this worker from its setup."""
+    """Create the strategy and the measured variants of this worker from its setup."""
     strategy = make_strategy(setup)
     arm_settings = setup["arms"]
 
     def make(name: str) -> Arm:
+        """Build the model of the arm of a name in the setup, and return the arm."""
         arm = dict(arm_settings[name])
         arm_strategy = None if arm.pop("alone", False) else strategy
         model = Model(**arm.pop("model"))

@@ -66,7 +66,16 @@ class Attempts(abc.ABC):
 
     @abc.abstractmethod
     def _after(self, job: Job, code: int, seconds: float) -> int | None:
-        """Handle the end of an attempt; return an exit code if no other follows."""
+        """Handle the end of an attempt.
+
+        Args:
+            job: `Job` that has ended.
+            code: Int, exit code of the attempt.
+            seconds: Float, duration of the attempt.
+
+        Returns:
+            Int, the exit code if no other attempt follows, or else `None`.
+        """
 
     def _announce_restart(self, line: str) -> None:
         """Print a restart, and add it to the history."""
@@ -99,6 +108,7 @@ class LocalAttempts(Attempts):
         self._settings, self._logs, self._restarts = settings, logs, restarts
 
     def _next_job(self) -> Job:
+        """Create a job with the workers that the restart policy has not left out."""
         slots = self._restarts.slots
         return Job(
             self._context,
@@ -109,6 +119,7 @@ class LocalAttempts(Attempts):
         )
 
     def _after(self, job: Job, code: int, seconds: float) -> int | None:
+        """Wait for a restart that the policy decides on, or return an exit code."""
         received = self._context.signals.received
         # A signal determines the exit code also where the job was already ending for
         # another reason.
@@ -184,13 +195,14 @@ class NodeAttempts(Attempts):
         self._others, self._open_logs = others, open_logs
         self._logs: list[LogFile] = []
         self._node_rank = self._first_rank = 0
-        # Number of handled signals; the exit code after this node has left the job, and
-        # the time until which node 0 may answer that.
+        # Number of signals that were handled. After this node has left the job: its
+        # exit code, and the time until which node 0 may answer.
         self._num_handled = 0
         self._exit_code: int | None = None
         self._answer_until = float("inf")
 
     def _next_job(self) -> Job | int:
+        """Handle messages of node 0 until it starts an attempt or ends the job."""
         job_or_code: Job | int | None = None
         while job_or_code is None:
             if (message := self._others.take()) is not None:
@@ -225,7 +237,11 @@ class NodeAttempts(Attempts):
         return None
 
     def _prepare(self, message: dict[str, Any]) -> None:
-        """Take this node's ranks, open the logs, and report free ports to node 0."""
+        """Take this node's ranks, open the logs, and report free ports to node 0.
+
+        Args:
+            message: Dict, message of node 0 of type `"prepare"`.
+        """
         self._node_rank = int(message["node_rank"])
         self._first_rank = int(message["first_rank"])
         if not self._logs:
@@ -254,6 +270,7 @@ class NodeAttempts(Attempts):
         return Job(self._context, clusters, self._logs, others=self._others)
 
     def _after(self, job: Job, code: int, seconds: float) -> None:
+        """Report the end of an attempt to node 0, which decides what follows."""
         code = PREEMPTED if job.is_preempted else code
         self._others.report_end(code, has_saved=job.is_preempted)
         if self._others.has_left:
@@ -261,7 +278,11 @@ class NodeAttempts(Attempts):
             self._exit_code = code
 
     def _stop(self, message: dict[str, Any]) -> None:
-        """Print why all nodes stop, after the workers of this node have ended."""
+        """Print why all nodes stop, after the workers of this node have ended.
+
+        Args:
+            message: Dict, message of node 0 of type `"stop"`.
+        """
         if message.get("by") != self._node_rank and not self._others.has_left:
             rank, text = message.get("rank"), f"tfdp: {message.get('text')}"
             self._context.screen.message(text, "error", rank=rank)
@@ -295,7 +316,13 @@ class NodeAttempts(Attempts):
         return None
 
     def _leave(self, why: str, code: int, signum: int) -> None:
-        """Notify node 0 that this node leaves, and limit the wait for its answer."""
+        """Notify node 0 that this node leaves, and limit the wait for its answer.
+
+        Args:
+            why: String, the reason, such as `"SIGINT received"`.
+            code: Int, exit code of the job.
+            signum: Int, signal that the workers of all nodes receive.
+        """
         self._context.screen.message(f"tfdp: {why}, the job ends")
         self._others.leave(why, code, signum)
         self._num_handled = len(self._context.signals.received)

@@ -78,7 +78,11 @@ files = types.with_options(
 
 
 def blocks(default: int) -> types.Decorator:
-    """Return the option `--blocks`: how often each side has its turn."""
+    """Return the option `--blocks`: how often each side has its turn.
+
+    Args:
+        default: Int, default of the option.
+    """
     return types.option(
         "--blocks B",
         "Turns of each side, at least 2: more make the intervals narrower.",
@@ -117,7 +121,11 @@ def run_benchmark(name: str, benchmark: ModuleType, arguments: dict[str, Any]) -
 
 
 def batch(whose: str) -> types.Decorator:
-    """Return the option `--batch`: the samples of a side in a step."""
+    """Return the option `--batch`: the samples of a side in a step.
+
+    Args:
+        whose: String, what has that many samples, such as `"each replica"`.
+    """
     return types.count_option(
         "--batch B", f"Samples of {whose}.", name="batch_size", default=32
     )

@@ -41,7 +41,12 @@ def convert(directory: str, output: str, force: bool) -> None:
 
 
 def _check_output(output: str, force: bool) -> None:
-    """Raise a usage error if the output file cannot or must not be written."""
+    """Raise a usage error if the output file cannot or must not be written.
+
+    Args:
+        output: String, path of the file.
+        force: Bool, whether an existing file may be replaced.
+    """
     folder = os.path.dirname(output) or "."
     if not output.endswith(".keras"):
         fault = "The name of the file must end in .keras."
@@ -71,7 +76,12 @@ def _read_index(directory: str) -> Index:
 
 
 def _build_model(index: Index, directory: str) -> Any:
-    """Build the saved model, compiled and with its optimizer built."""
+    """Build the saved model, compiled and with its optimizer built.
+
+    Args:
+        index: `Index` of the checkpoint.
+        directory: String, the checkpoint, for an error.
+    """
     import keras
 
     try:
@@ -87,7 +97,12 @@ def _build_model(index: Index, directory: str) -> Any:
 
 
 def _cannot_build(why: str, directory: str) -> click.UsageError:
-    """Return the error of a model that needs its script to be built."""
+    """Return the error of a model that needs its script to be built.
+
+    Args:
+        why: String, a clause with the reason.
+        directory: String, the checkpoint.
+    """
     return click.UsageError(
         f"The model cannot be built without its script ({why}); for one with classes "
         "of its own call `tfdp.checkpoint.restore` and `model.save` there. "

@@ -136,6 +136,7 @@ def _show_set_up() -> None:
 
 
 def _title(console: Console, text: str, style: str = "bold") -> None:
+    """Print the title of a section, after an empty line."""
     console.print(f"\n{text}", style=style)
 
 
@@ -181,6 +182,7 @@ def local_devices(tf: Any, cluster: Cluster | None) -> list[str]:
 
 
 def _show_devices(console: Console, tf: Any) -> None:
+    """Print physical and logical devices, the kernels of CPUs, and NCCL."""
     # Imported late, since it imports TensorFlow.
     from tfdp.communication.cluster import cpu_kernels
 
@@ -199,6 +201,7 @@ def _show_devices(console: Console, tf: Any) -> None:
 
 
 def _describe_nccl(tf: Any, num_gpus: int) -> str:
+    """Return the line about NCCL: whether it is available, and why or why not."""
     why = "is built without CUDA"
     if tf.test.is_built_with_cuda():
         cuda = tf.sysconfig.get_build_info().get("cuda_version", "of unknown version")
@@ -211,6 +214,14 @@ def _describe_nccl(tf: Any, num_gpus: int) -> str:
 def _show_cluster(
     console: Console, cluster: Cluster | None, devices: list[str]
 ) -> None:
+    """Print the cluster and its topology, or that there is none.
+
+    Args:
+        console: The `rich` console.
+        cluster: `Cluster` of this process, or `None`.
+        devices: List of strings, the local devices, such as `"CPU:0"`; empty if
+            TensorFlow cannot be imported.
+    """
     _title(console, "Cluster")
     if cluster is None:
         console.print(
@@ -246,7 +257,7 @@ def _source() -> str:
 
 
 def _states_in_mpi(cluster: Cluster) -> list[str]:
-    """Return port states under MPI, where each strategy finds new free ports."""
+    """Return the state of each worker's port under MPI: strategies find free ports."""
     states = ["a free port"] * cluster.num_workers
     states[cluster.rank] = "this task, a free port"
     return states

@@ -124,7 +124,12 @@ def _fault_of(
 
 
 def _show(results: Sequence[dict[str, Any]], script: str) -> None:
-    """Print a table of all workers and one sentence of advice."""
+    """Print a table of all workers and one sentence of advice.
+
+    Args:
+        results: Sequence of dicts that `InputProbe` has written, one for each worker.
+        script: String, path of the script.
+    """
     waits = {rank: InputWait(**each["wait"]) for rank, each in enumerate(results)}
     # The pipeline is the same on all workers, since they run the same script.
     first = results[0]

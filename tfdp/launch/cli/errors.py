@@ -53,7 +53,7 @@ def import_without_gpus(name: str) -> Any:
         with quiet_stderr():
             import tensorflow as tf
 
-            # A running training may need the GPUs. They cannot be hidden any more once
+            # A running training may need the GPUs, which cannot be hidden any more once
             # TensorFlow has initialized them.
             with contextlib.suppress(RuntimeError):
                 tf.config.set_visible_devices([], "GPU")
@@ -66,7 +66,7 @@ def import_without_gpus(name: str) -> Any:
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error, without a full stop and cut in the middle."""
-    # Without lone surrogates, which cannot be printed.
+    # Lone surrogates cannot be printed, and are escaped.
     text = str(error).encode("utf-8", "backslashreplace").decode()
     lines = text.strip().splitlines() or [type(error).__name__]
     line = lines[0].strip().rstrip(".:")

@@ -124,6 +124,7 @@ def show(forecast: Forecast, *, as_json: bool) -> None:
 
 
 def _headline(forecast: Forecast) -> str:
+    """Return the first line: the model, its gradients and the cluster."""
     topology = forecast.topology
     return (
         f"{forecast.model}: {forecast.num_bytes:,} bytes of gradients in "
@@ -134,6 +135,7 @@ def _headline(forecast: Forecast) -> str:
 
 
 def _table(forecast: Forecast) -> Table:
+    """Return the table of buckets, with predicted milliseconds."""
     table = Table()
     for name in ("bucket", "variables", "MB", "algorithm", "ms", "ring, ms"):
         is_number = name != "algorithm"
@@ -154,6 +156,7 @@ def _table(forecast: Forecast) -> Table:
 
 
 def _memory_table(forecast: Forecast) -> Table:
+    """Return the table of memory in MB, with a row for each kind of sharding."""
     table = Table(title="memory on the replica that holds most, MB")
     table.add_column("sharding")
     for name in _SIZES:
@@ -256,7 +259,7 @@ def _link_assumptions(forecast: Forecast) -> Iterator[str]:
 
 
 def _describe(link: Link) -> str:
-    """Describe the duration of a message on a link."""
+    """Describe a message on a link, such as "50 us and its bytes at 10 GB/s"."""
     microseconds = f"{1e6 * link.alpha_seconds:g} us"
     if not link.seconds_per_byte:
         return f"{microseconds} whatever its size"
@@ -264,6 +267,7 @@ def _describe(link: Link) -> str:
 
 
 def _to_dict(forecast: Forecast) -> dict[str, Any]:
+    """Return a forecast as JSON values: predictions, buckets and assumptions."""
     rows = zip(forecast.buckets, forecast.routes, forecast.ring, strict=True)
     return {
         **_attributes(forecast, "model compression num_bytes communication_seconds"),
@@ -294,7 +298,12 @@ def _to_dict(forecast: Forecast) -> dict[str, Any]:
 
 
 def _attributes(source: object, names: str) -> dict[str, Any]:
-    """Return a dict of named attributes; all are `None` if the source is `None`."""
+    """Return attributes as a dict; all are `None` if the source is `None`.
+
+    Args:
+        source: Any object, or `None`.
+        names: String, names of the attributes, separated by spaces.
+    """
     return {
         name: None if source is None else getattr(source, name)
         for name in names.split()

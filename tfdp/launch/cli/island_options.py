@@ -1,4 +1,8 @@
-"""Options of `tfdp run` for islands, and the check of their combination."""
+"""Options of `tfdp run` for islands, and the check of their combination.
+
+An island is a job of one worker. Islands exchange parameters in the outer steps of
+DiLoCo only, through the hub: a server that does not train itself.
+"""
 
 from __future__ import annotations
 

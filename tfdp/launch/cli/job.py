@@ -109,6 +109,7 @@ class Job:
         self._last_line: dict[int, int] = {}
 
     def __enter__(self) -> Job:
+        """Start the guard, which ends the workers if the launcher is killed."""
         self._selector.register(self._signals, selectors.EVENT_READ)
         if self._others is not None:
             self._selector.register(self._others, selectors.EVENT_READ)
@@ -126,6 +127,7 @@ class Job:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """End all processes of the job, and the guard."""
         self._kill()
         for worker in self._workers:
             worker.close()
@@ -208,6 +210,7 @@ class Job:
     # Methods from here to `_environment` are the ones that `IslandJob` overrides.
 
     def _is_over(self) -> bool:
+        """Return whether all workers have ended."""
         return not self._running()
 
     def _after_failure(self, failed: Worker) -> int | None:
@@ -215,7 +218,11 @@ class Job:
         return self._end_by_failure(failed)
 
     def _environment(self, index: int) -> dict[str, str]:
-        """Return the environment variables of a worker of this machine."""
+        """Return the environment variables of a worker.
+
+        Args:
+            index: Int, index of the worker among those of this machine.
+        """
         return worker_environment(
             self._clusters[index],
             self._slots[index],
@@ -225,7 +232,11 @@ class Job:
         )
 
     def _ask_to_save(self, elapsed: float) -> None:
-        """Ask the workers to save once it is time, and repeat that until they exit."""
+        """Ask the workers to save once it is time, and repeat that until they exit.
+
+        Args:
+            elapsed: Float, seconds since the workers were started.
+        """
         after = self._save_after_seconds
         if after is None or elapsed < after:
             return
@@ -235,6 +246,7 @@ class Job:
                 worker.send(SAVE_SIGNAL)
 
     def _running(self) -> list[Worker]:
+        """Return the workers that have not ended."""
         return [worker for worker in self._workers if worker.is_running]
 
     def _start(self, index: int) -> None:
@@ -261,8 +273,8 @@ class Job:
             self._spared_pids().union(w.pid for w in self._workers)
         )
         ended = [worker for worker in self._workers if worker.poll()]
-        # Failed workers come first: the last lines of the others are likely to be about
-        # them.
+        # Failed workers come first: the last lines of the others are likely to report
+        # these failures.
         for worker in sorted(ended, key=lambda worker: not worker.exit_code):
             self._show(worker, worker.read_rest())
             self._print(worker, self._tracebacks.rest(worker.rank))
@@ -294,6 +306,7 @@ class Job:
             self._screen.progress(worker.rank, worker.unfinished)
 
     def _print(self, worker: Worker, lines: list[str]) -> None:
+        """Print lines of a worker, and record the number of its last line."""
         for line in lines:
             self._screen.line(worker.rank, line)
             self._num_lines += 1
@@ -351,14 +364,25 @@ class Job:
         return shell_code(failed.exit_code)
 
     def _end_by_order(self, code: int, signum: int) -> int:
-        """Stop the workers by order of node 0; if preempted, let them exit first."""
+        """Stop the workers by order of node 0; if preempted, let them exit first.
+
+        Args:
+            code: Int, exit code of the job, which is returned.
+            signum: Int, signal that the workers receive.
+        """
         if code == PREEMPTED:
             self._wait_for_exits()
         self._stop(signum)
         return code
 
     def _end_and_notify(self, why: str, code: int, signum: int) -> int:
-        """Stop the workers, and notify the other nodes if there are any."""
+        """Stop the workers, and notify the other nodes if there are any.
+
+        Args:
+            why: String, the reason for the other nodes, such as `"SIGINT received"`.
+            code: Int, exit code of the job, which is returned.
+            signum: Int, signal that all workers receive.
+        """
         if self._others is not None:
             self._others.leave(why, code, signum)
         self._stop(signum)
@@ -381,6 +405,7 @@ class Job:
         return code
 
     def _end_by_timeout(self) -> int:
+        """Stop the workers after `--timeout`, and return the exit code."""
         ranks = [str(worker.rank) for worker in self._running()]
         who = "workers that still run" if len(ranks) > 1 else "worker that still runs"
         self._screen.message(

@@ -81,6 +81,7 @@ class Entry:
         return entry if entry._has_right_types() else None
 
     def _has_right_types(self) -> bool:
+        """Return whether the fields, which may come from any text, have valid types."""
         return (
             all(type(text) is str for text in (self.message, self.stream, self.time))
             and all(type(n) in (int, type(None)) for n in (self.node, self.rank))
@@ -123,6 +124,7 @@ class JsonScreen(Screen):
         """Repeat nothing: a reader of JSON can select the lines of a rank."""
 
     def _truncation_notice(self, text: str) -> str:
+        """Return the notice about lost lines as a line of JSON."""
         return Entry(text, level="warning", node=self.node).to_line()
 
 

@@ -37,7 +37,23 @@ class AutoCount(int):
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """Values of the options of `tfdp run` for the workers of this machine."""
+    """Values of the options of `tfdp run` for the workers of this machine.
+
+    Args:
+        num_workers: Int, number of workers.
+        devices_per_worker: Int, logical CPU devices of a worker, or `None` if not
+            given.
+        log_dir: String, folder of the logs, or `None` for a new one.
+        timeout: Float, seconds after which the job is stopped, or `None` for never.
+        grace: Float, seconds between asking the workers to stop and killing them.
+        max_restarts: Int, most restarts.
+        rebalance: Bool, whether batch rows are rebalanced by the workers' speed.
+        log_format: String, `"text"` or `"json"`.
+        forks: Bool, whether workers may be forks of a process with TensorFlow.
+        is_module: Bool, whether the script is the name of a module.
+        script: String, path of the script or name of the module.
+        args: Tuple of strings, arguments of the script.
+    """
 
     num_workers: int
     devices_per_worker: int | None
@@ -160,7 +176,13 @@ def worker_environment(
 
 
 def warn_of_surroundings(screen: Screen, num_workers: int, devices: int | None) -> None:
-    """Warn if `TF_CONFIG` is set, or if there are fewer GPUs than workers."""
+    """Warn if `TF_CONFIG` is set, or if there are fewer GPUs than workers.
+
+    Args:
+        screen: `Screen` for the warnings.
+        num_workers: Int, number of workers.
+        devices: Int, logical CPU devices of each worker, or `None`.
+    """
     if os.environ.get("TF_CONFIG"):
         screen.warn(
             "tfdp: warning: TF_CONFIG was set already; the workers get another. Under "

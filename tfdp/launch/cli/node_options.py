@@ -34,6 +34,7 @@ class RendezvousAddress(NamedTuple):
     port: int
 
     def __str__(self) -> str:
+        """Return "host:port", with an IPv6 address in brackets."""
         return join_address(*self)
 
 
@@ -129,7 +130,12 @@ class NodeOptions:
             )
 
     def _refuse(self, sentence: str, *names: str) -> None:
-        """Raise a usage error about the first of the named options that is in use."""
+        """Raise a usage error about the first of the named options that is in use.
+
+        Args:
+            sentence: String, the error with `{}` in place of the option.
+            *names: Strings, names of fields of this class.
+        """
         for name in names:
             if (value := getattr(self, name)) is not None:
                 option = f"--{name.replace('_', '-')}"

@@ -101,14 +101,14 @@ def quiet_stderr() -> Iterator[None]:
     try:
         yield
     finally:
-        # Closes the last writing end of the pipe, so that the child exits.
+        # `dup2` closes the last writing end of the pipe, so that the child exits.
         os.dup2(stderr, 2)
         os.close(stderr)
         os.waitpid(child, 0)
 
 
 def _filter_lines(fd: int) -> None:
-    """Copy lines but noise to stderr until the end of a pipe; then exit the process."""
+    """Copy lines but noise from the pipe `fd` to stderr; exit when it ends."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with open(fd, "rb") as lines:

@@ -173,7 +173,7 @@ def join_nodes(
             is_new, secret = secret is None, secret or new_secret()
             hello = dataclasses.replace(hello, node_rank=0)
             address = own_address(listener)
-            # Without `min_workers`: the number of workers of a node is fixed.
+            # `min_workers` is not set: the number of workers of a node is fixed.
             restarts = functools.partial(Restarts, max_restarts=settings.max_restarts)
             coordinator = Coordinator(hello, where.join_seconds, restarts)
             server = Server(listener, secret, coordinator)
@@ -194,7 +194,14 @@ def join_nodes(
 def _announce_node_0(
     screen: Screen, nodes: int, place: str, secret: str | None
 ) -> None:
-    """Print which nodes node 0 waits for, and how they get a generated secret."""
+    """Print which nodes node 0 waits for, and how they get a generated secret.
+
+    Args:
+        screen: `Screen` for the messages.
+        nodes: Int, number of nodes of the job.
+        place: String, address of the rendezvous.
+        secret: String, the generated secret, or `None` if the user has given one.
+    """
     if secret is not None:
         others = "the other node" if nodes == 2 else "each of the other nodes"
         screen.message(

@@ -97,6 +97,7 @@ class Outlet:
             return self._changed.wait_for(lambda: not self._pending, timeout_seconds)
 
     def _append(self, text: str) -> None:
+        """Queue text; the time of a stall counts from the first pending text."""
         if not self._pending:
             self._taken_at = time.monotonic()
         self._pending += text.encode(self.encoding, errors="replace")

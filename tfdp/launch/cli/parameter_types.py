@@ -51,12 +51,14 @@ class _Bounded(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
+        """Return the number, or raise a usage error that names the requirement."""
         try:
             number = super().convert(value, param, ctx)
         except click.BadParameter:
             number = math.nan
         problem = f"it must be {self.what}"
-        # Finite. `math.isfinite` would raise `OverflowError` for a very long int.
+        # True for a finite number. `math.isfinite` would raise `OverflowError` for a
+        # very long int.
         if number == number and number != math.inf:
             problem = _problem_of(number)
         if problem:
@@ -73,7 +75,7 @@ class Number(_Bounded, click.FloatRange):
 
 
 def _problem_of(number: float) -> str:
-    """Return the error text about a number out of range, or `""`."""
+    """Return the error text about an option's number out of range, or `""`."""
     if number > _MOST:
         return f"it must be at most {_MOST:,}"
     if 0 < number < _LEAST:
@@ -115,6 +117,7 @@ class Checked(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
+        """Return the parsed value, or raise a usage error with the reason."""
         try:
             return self._parse(value)
         except ValueError as error:
@@ -123,6 +126,7 @@ class Checked(click.ParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
+        """Let the shell complete the name of a file; complete nothing else."""
         return [CompletionItem(incomplete, type="file")] if self._is_file else []
 
 
@@ -142,7 +146,15 @@ def _num_bytes(text: str) -> int:
 
 
 def _levels(text: str, *, above_zero: bool) -> tuple[float, float]:
-    """Parse one number, or a pair of them: inside nodes, across nodes."""
+    """Parse one number, or a pair of them: inside nodes, across nodes.
+
+    Args:
+        text: String, the value of the option.
+        above_zero: Bool, whether 0 is an error.
+
+    Returns:
+        Tuple of the two numbers, which are the same if only one was given.
+    """
     least = "above 0" if above_zero else "not negative"
     what = f"it must be one number, or two (inside nodes, across nodes), {least}"
     try:
@@ -177,8 +189,8 @@ def _algorithm(text: str) -> str | dict[str, str]:
 def _output_file(text: str) -> Path:
     """Return the path of a file after a check that it can be written."""
     path = Path(text)
-    # Not methods of `Path`, some of which raise for an invalid name; functions of
-    # `os.path` return false.
+    # For an invalid name, functions of `os.path` return false, while some methods of
+    # `Path` raise.
     if os.path.isdir(path):
         raise ValueError("the file is a folder")
     if not os.path.isdir(path.parent):
@@ -304,6 +316,7 @@ def _repeated(
 
 
 def _is_number(word: str) -> bool:
+    """Return whether a word of the command line is a number."""
     try:
         float(word)
     except ValueError:

@@ -190,7 +190,13 @@ def _links(
     beta: tuple[float, float] | None,
     default: Links,
 ) -> Links:
-    """Return links with the given microseconds and GB/s in place of defaults."""
+    """Return links with the given numbers in place of defaults.
+
+    Args:
+        alpha: Tuple of microseconds inside nodes and across nodes, or `None`.
+        beta: Tuple of GB/s inside nodes and across nodes, or `None`.
+        default: `Links` of the backend.
+    """
     levels = []
     for level, link in enumerate((default.inside, default.across)):
         seconds = link.alpha_seconds if alpha is None else alpha[level] * 1e-6
@@ -213,7 +219,17 @@ def routes_of(
     topology: Topology,
     backend: str,
 ) -> tuple[tuple[AlgorithmChoice, ...], tuple[str, ...]]:
-    """Return the algorithm that training would select for each bucket, and warnings."""
+    """Return the algorithm that training would select for each bucket, and warnings.
+
+    Args:
+        buckets: `BucketPlan` of the model.
+        options: `CommunicationOptions`.
+        topology: `Topology` of the cluster.
+        backend: String, the communication backend, such as `"nccl"`.
+
+    Returns:
+        Tuple of a tuple of `AlgorithmChoice`, and a tuple of strings.
+    """
     from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 
     with warnings.catch_warnings(record=True) as caught:
@@ -277,6 +293,13 @@ def _predict_memory(
     accumulates: bool,
 ) -> tuple[tuple[str, ReplicaMemory], ...]:
     """Predict the memory of the largest replica for each kind of sharding.
+
+    Args:
+        model: A `keras.Model`.
+        optimizer_name: String, a name that Keras's `compile` takes.
+        topology: `Topology` of the cluster.
+        options: `CommunicationOptions`, for the size of buckets.
+        accumulates: Bool, whether gradients are accumulated over micro-batches.
 
     Returns:
         Tuple of pairs of a kind of sharding and its `ReplicaMemory`.

@@ -48,8 +48,8 @@ def _fault_of_module(name: str) -> str | None:
 
 def _fault_of_script(script: str) -> str | None:
     """Return why a script cannot be run, or `None`."""
-    # Not methods of `Path`, some of which raise for an invalid name; functions of
-    # `os.path` return false.
+    # For an invalid name, functions of `os.path` return false, while some methods of
+    # `Path` raise.
     main = os.path.join(script, "__main__.py")
     if os.path.isdir(script) and not os.path.isfile(main):
         return (

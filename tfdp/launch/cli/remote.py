@@ -42,13 +42,18 @@ def _lines() -> Iterator[bytes]:
 
 
 def _forward_signals(lines: Iterator[bytes], grace_seconds: float) -> None:
-    """Send received signals to this process, and end it when the connection is lost."""
+    """Send received signals to this process, and end it when the connection is lost.
+
+    Args:
+        lines: Iterator of the lines of stdin.
+        grace_seconds: Float, grace period of the workers.
+    """
     for line in lines:
         word, _, number = line.partition(b" ")
         if word == b"signal" and number.isdigit():
             os.kill(os.getpid(), int(number))
     os.kill(os.getpid(), signal.SIGHUP)
-    # A kill leaves no worker behind: their guard process outlives this one.
+    # A kill leaves no worker behind: the guard of the workers outlives this process.
     time.sleep(grace_seconds + _END_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 

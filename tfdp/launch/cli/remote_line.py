@@ -130,7 +130,7 @@ def make_orders(
 
 
 def _count(host: Host, num_workers: int) -> str:
-    """Return the value of `-n` for a host."""
+    """Return the value of `-n` for a host, by default that of this command line."""
     if host.num_workers is not None:
         return str(host.num_workers)
     return "auto" if isinstance(num_workers, AutoCount) else str(num_workers)

@@ -49,6 +49,7 @@ class _NumWorkers(types.WholeNumber):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
+        """Return the number of workers; `auto` is converted to an `AutoCount`."""
         if value == "auto":
             return AutoCount(len(visible_gpus()) or num_cores())
         return super().convert(value, param, ctx)
@@ -210,7 +211,7 @@ def _restart_policy(
 def _run_here(
     context: JobContext, settings: RunSettings, restarts: Restarts, folder: pathlib.Path
 ) -> int:
-    """Run all workers on this machine."""
+    """Run all workers on this machine, and return the exit code."""
     screen, num_workers = context.screen, settings.num_workers
     screen.node = 0
     has_history = settings.max_restarts > 0
@@ -228,13 +229,25 @@ def _run_as_node(
     secret: str | None,
     folder: pathlib.Path,
 ) -> int:
-    """Run the workers of this node, together with the other nodes."""
+    """Run the workers of this node, together with the other nodes.
+
+    Args:
+        context: `JobContext` of all attempts.
+        settings: `RunSettings` of this node.
+        where: `NodeOptions` of the command line.
+        secret: String, the job's secret, or `None` if ssh has not sent one.
+        folder: Path of the folder of logs.
+
+    Returns:
+        Int, the exit code.
+    """
     count, screen = settings.num_workers, context.screen
     screen.node = where.node_rank
 
     def logs_of_node(
         node_rank: int, first_rank: int, num_workers: int
     ) -> tuple[list[LogFile], list[LogFile]]:
+        """Open the logs of workers and restarts, and print which workers start."""
         ranks = range(first_rank, first_rank + count)
         has_history = settings.max_restarts > 0 and node_rank == 0
         logs = _open_worker_logs(folder, ranks, screen, has_history)
@@ -259,7 +272,7 @@ def _run_as_node(
 def _run_on_hosts(
     hosts: Sequence[Host], where: NodeOptions, settings: RunSettings
 ) -> int:
-    """Run the launchers of all hosts by ssh."""
+    """Run the launchers of all hosts by ssh, and return the exit code."""
     orders = make_orders(hosts, where, settings)
     python = where.remote_python or sys.executable
     with (
@@ -276,7 +289,17 @@ def _run_on_hosts(
 def _open_worker_logs(
     folder: pathlib.Path, ranks: Sequence[int], screen: Screen, has_history: bool
 ) -> tuple[list[LogFile], list[LogFile]]:
-    """Open the logs of workers, and the log of restarts if there may be any."""
+    """Open the logs of workers, and the log of restarts if there may be any.
+
+    Args:
+        folder: Path of the folder of logs.
+        ranks: Sequence of ints, ranks of the workers.
+        screen: `Screen` for warnings.
+        has_history: Bool, whether restarts are recorded.
+
+    Returns:
+        Tuple of the list of the logs of workers, and that of the log of restarts.
+    """
     logs = open_logs(folder, [f"worker-{rank}.log" for rank in ranks], screen)
     return logs, open_logs(folder, ["restarts.log"] * has_history, screen)
 
@@ -284,7 +307,14 @@ def _open_worker_logs(
 def _announce(
     screen: Screen, num_workers: int, devices: int | None, folder: pathlib.Path
 ) -> None:
-    """Print the start of a job on this machine, with warnings."""
+    """Print the start of a job on this machine, with warnings.
+
+    Args:
+        screen: `Screen` for the messages.
+        num_workers: Int, number of workers.
+        devices: Int, logical CPU devices of each worker, or `None`.
+        folder: Path of the folder of logs.
+    """
     threads = max(1, num_cores() // num_workers)
     each = " each" if num_workers > 1 else ""
     screen.message(

@@ -1,4 +1,8 @@
-"""`tfdp run --islands`: the islands of this machine, and their hub."""
+"""`tfdp run --islands`: the islands of this machine, and their hub.
+
+An island is a job of one worker. Islands exchange parameters in the outer steps of
+DiLoCo only, through the hub: a server that does not train itself.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +104,12 @@ def _hub(
 ) -> Iterator[tuple[str, Hub | None, Callable[[int], None]]]:
     """Run the hub if it is on this machine, or else a connection to it.
 
+    Args:
+        options: `IslandOptions` of the command line.
+        secret: String, the secret of all islands.
+        total: Int, number of islands on all machines.
+        indices: Sequence of ints, indices of the islands of this machine.
+
     Yields:
         Tuple of the hub's address, the `Hub` or `None`, and a function that reports the
         end of an island of this machine to the hub.
@@ -195,12 +205,14 @@ class IslandJob(Job):
         self._handled_pids: set[int] = set()
 
     def _environment(self, index: int) -> dict[str, str]:
+        """Return the environment variables of an island, which include its hub."""
         environment = super()._environment(index)
         config = json.loads(environment["TF_CONFIG"])
         self._islands[index].add_to(config)
         return {**environment, "TF_CONFIG": json.dumps(config)}
 
     def _is_over(self) -> bool:
+        """Restart failed islands when it is time; return whether all have ended."""
         self._each_turn()
         now = time.monotonic()
         for index in [i for i, at in self._starts_at.items() if at <= now]:

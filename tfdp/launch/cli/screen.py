@@ -35,6 +35,7 @@ def new_console() -> Console:
 
 
 def _is_same_file(one: TextIO, other: TextIO) -> bool:
+    """Return whether two streams are the same file, terminal or pipe."""
     try:
         return os.path.sameopenfile(one.fileno(), other.fileno())
     except OSError:
@@ -82,7 +83,7 @@ class Screen:
         self._messages = Console(
             file=cast("TextIO", self._message_output), highlight=False, soft_wrap=True
         )
-        # Not `Console.is_terminal`, which is true for a file if FORCE_COLOR is set.
+        # `Console.is_terminal` would be true for a file if FORCE_COLOR is set.
         self._is_terminal = (
             self._output.isatty()
             and not self._console.is_dumb_terminal
@@ -199,6 +200,7 @@ class Screen:
             )
 
     def _erase_bar(self) -> None:
+        """Erase the progress bar if it is drawn."""
         if self._bar is not None:
             self._erase_line()
 
@@ -218,7 +220,7 @@ class Screen:
             return
         self._erase_bar()
         line = self._decorate(*bar)
-        # Truncated, since a wrapped line could not be erased.
+        # The line is truncated, since a wrapped one could not be erased.
         line.truncate(self._console.width - 1, overflow="ellipsis")
         self._console.print(line, end="", no_wrap=True)
         self._bar, self._bar_drawn_at = bar, now

@@ -128,7 +128,13 @@ def describe_failure(
 
 
 def _describe_connection_failure(name: str, text: str, last: str) -> str:
-    """Describe a failed connection by the text of ssh's errors and the last of them."""
+    """Describe a failed connection.
+
+    Args:
+        name: String, destination on the command line of ssh.
+        text: String, ssh's errors.
+        last: String, the last line of these errors.
+    """
     if "Permission denied" in text:
         return (
             f"{name} wants a password, or a key that ssh has not: `ssh-copy-id "

@@ -48,7 +48,7 @@ class SshJob:
 
     Args:
         hosts: Sequence of `Host`; the first one is node 0.
-        orders: Sequence of bytes, the order for the launcher of each host.
+        orders: Sequence of bytes, the line from `make_orders` for each launcher.
         settings: `RunSettings`. With restarts, the launcher of a host whose connection
             was lost is restarted too, and joins the next attempt.
         python: String, path of Python on all hosts.
@@ -213,7 +213,16 @@ class SshJob:
         level: Level = "info",
         rank: int | None = None,
     ) -> None:
-        """Print a message, unless another launcher has just sent the same."""
+        """Print a message, unless another launcher has just sent the same.
+
+        Args:
+            worker: `SshWorker` of the launcher that has sent it, or `None` for this
+                process.
+            text: String, the message.
+            level: Severity of the message. Defaults to `"info"`.
+            rank: Int, rank of the worker that the message is about, or `None`. Defaults
+                to `None`.
+        """
         self._has_reason = self._has_reason or bool(_REASON.search(text))
         node = None if worker is None else worker.node
         now = time.monotonic()
@@ -261,9 +270,13 @@ class SshJob:
         starts_again = self._settings.max_restarts > 0 and self._code is None
         return starts_again and others and lost.node > 0
 
-    def _restart_lost(self, now: float) -> None:
-        """Restart the launchers of lost hosts whose time has come."""
-        for node in [n for n, at in self._restarts_at.items() if now >= at]:
+    def _restart_lost(self, clock_seconds: float) -> None:
+        """Restart the launchers of lost hosts whose time has come.
+
+        Args:
+            clock_seconds: Float, current time by `time.monotonic()`.
+        """
+        for node in [n for n, at in self._restarts_at.items() if clock_seconds >= at]:
             del self._restarts_at[node]
             if self._may_restart(self._workers[node]):
                 self._give_up(self._workers[node])
@@ -278,7 +291,13 @@ class SshJob:
         worker.close()
 
     def _fail(self, code: int, text: str = "") -> None:
-        """Record the first failure, and schedule the end of the other launchers."""
+        """Record the first failure, and schedule the end of the other launchers.
+
+        Args:
+            code: Int, exit code; 2 if a launcher could not be started.
+            text: String, the error, or `""` if a launcher has reported it. Defaults to
+                `""`.
+        """
         if self._code is not None or self._num_signals:
             self._code = self._code or code
             return
@@ -303,12 +322,16 @@ class SshJob:
             worker.is_dismissed = True
             worker.stop(signal.SIGTERM)
 
-    def _forward_signals(self, now: float) -> None:
-        """Forward received signals to all launchers."""
+    def _forward_signals(self, clock_seconds: float) -> None:
+        """Forward received signals to all launchers.
+
+        Args:
+            clock_seconds: Float, current time by `time.monotonic()`.
+        """
         for signum in self._signals.received[self._num_signals :]:
             self._num_signals += 1
             self._code = self._code or 128 + signum
-            self._end_at = now + self._settings.grace + _END_SECONDS
+            self._end_at = clock_seconds + self._settings.grace + _END_SECONDS
             if signum == signal.SIGINT:
                 self._tracebacks.interrupt()
             for worker in self._workers:

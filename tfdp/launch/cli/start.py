@@ -104,7 +104,7 @@ class Starter:
         self, imports: Imports, environment: dict[str, str]
     ) -> Parent | None:
         """Start the process that forks workers; return `None` if that fails."""
-        # The id of the job marks the process as one of its processes.
+        # The id of the job marks the process as one of the processes of the job.
         config = {"TF_CONFIG": json.dumps({"tfdp": {"job": self.job}})}
         environment = {**environment, **imports.variables, **config}
         try:

@@ -31,7 +31,14 @@ _PROCESS_DETAILS = re.compile(r"(?<=0x)[0-9a-f]+|(?<=/task:)\d+")
 
 @dataclasses.dataclass
 class _Block:
-    """Held-back lines of a worker since the first line of a traceback."""
+    """Held-back lines of a worker since the first line of a traceback.
+
+    Args:
+        rank: Int, rank of the worker.
+        began_at: Float, time of the first line.
+        lines: List of strings, the lines. Defaults to none.
+        added_at: Float, time of the last line. Defaults to `0.0`.
+    """
 
     rank: int
     began_at: float
@@ -39,6 +46,7 @@ class _Block:
     added_at: float = 0.0
 
     def add(self, line: str) -> None:
+        """Add a line that is held back."""
         self.lines.append(line)
         self.added_at = time.monotonic()
 
@@ -163,6 +171,10 @@ def _end_of_ctrl_c(lines: Sequence[str], begin: int) -> int:
     """Return the end of a traceback of Ctrl-C in lines, or 0 if it is another error.
 
     An interrupted call in C++ raises another error that names `KeyboardInterrupt`.
+
+    Args:
+        lines: Sequence of strings, the held-back lines.
+        begin: Int, index of the first line of the traceback.
     """
     if "KeyboardInterrupt" in lines[begin:]:
         return lines.index("KeyboardInterrupt", begin) + 1
@@ -193,7 +205,7 @@ def _comparable(line: str) -> str:
 
 
 def _place(lines: Sequence[str]) -> str:
-    """Describe the first frame of a traceback, which is in the script."""
+    """Return the place in the script, such as " at line 3 of train.py", or ""."""
     for line in lines:
         if match := _FRAME.match(without_escapes(line)):
             return f" at line {match[2]} of {match[1]}"

@@ -137,6 +137,7 @@ class Worker:
             self._log_lines(lines)
 
     def _log_lines(self, lines: list[str]) -> None:
+        """Append lines to the log, without escape sequences of a terminal."""
         self._shown_at = time.monotonic()
         self.log.write("".join(f"{without_escapes(line).rstrip()}\n" for line in lines))
 
@@ -165,7 +166,7 @@ class Worker:
                 os.kill(self.pid, signum)
 
     def describe_end(self) -> str:
-        """Describe how the process ended."""
+        """Describe how the process ended, such as "failed with exit code 1"."""
         code = self.exit_code or 0
         if code == PREEMPTED:
             return f"was preempted and has saved its training (exit code {code})"
@@ -254,7 +255,7 @@ class LogFile:
     def write(self, text: str) -> None:
         """Append text to the file."""
         data = text.encode("utf-8", errors="replace")
-        # Not raised, since a full disk must not end the training.
+        # The error is not raised, since a full disk must not end the training.
         try:
             while data:
                 data = data[os.write(self._fd, data) :]

@@ -13,7 +13,7 @@ from tfdp.launch.rendezvous.failure import RendezvousError
 
 # Connections that may wait to be accepted.
 _BACKLOG = 128
-# Both, since a host may have IPv6 only.
+# Both loopback addresses, since a host may have IPv6 only.
 _LOOPBACKS = ("127.0.0.1", "::1")
 
 
@@ -118,7 +118,13 @@ def is_link_local(host: str) -> bool:
 
 
 def _listen_at(host: str, family: int, address: tuple) -> socket.socket:
-    """Listen at a socket address, or everywhere if other machines cannot reach it."""
+    """Listen at a socket address, or everywhere if other machines cannot reach it.
+
+    Args:
+        host: String, the host that the user has named.
+        family: Int, socket family of the address.
+        address: Tuple, the socket address that the host resolves to.
+    """
     listener = socket.create_server(address, family=family, backlog=_BACKLOG)
     # Debian resolves a machine's own host name to 127.0.1.1, which no other machine
     # can reach.

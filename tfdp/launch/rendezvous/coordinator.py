@@ -7,6 +7,8 @@
 All nodes join, report free ports, and start their workers together. The first failure
 of a worker or a node stops the workers of all nodes. Once they have ended, the restart
 policy decides whether all start again. A lost node may come back until then.
+
+A notice is a text for the screens of all nodes. `clock_seconds` is the current time.
 """
 
 from __future__ import annotations
@@ -91,12 +93,13 @@ class Coordinator:
         self._failure: Failure | None = None
         # Exit code of workers that have saved a checkpoint because of a signal.
         self._saved_code: int | None = None
-        self._phase_checks = {
-            Phase.GATHERING: self._check_nodes,
-            Phase.PREPARING: self._check_ports,
-            Phase.RUNNING: self._check_ends,
-            Phase.STOPPING: self._check_stops,
-            Phase.PAUSING: self._check_pause,
+        # What a tick does, by phase.
+        self._phase_steps = {
+            Phase.GATHERING: self._advance_gathering,
+            Phase.PREPARING: self._advance_preparing,
+            Phase.RUNNING: self._advance_running,
+            Phase.STOPPING: self._advance_stopping,
+            Phase.PAUSING: self._advance_pausing,
         }
 
     @property
@@ -172,16 +175,16 @@ class Coordinator:
     def tick(self) -> None:
         """Check the current phase for its end; called several times a second."""
         if not self.is_over:
-            self._phase_checks[self.phase](self._clock())
+            self._phase_steps[self.phase](self._clock())
 
-    def _check_nodes(self, now: float) -> None:
+    def _advance_gathering(self, clock_seconds: float) -> None:
         """Begin an attempt once all nodes have joined; end the job if some do not."""
         if self._roster.is_complete:
             self._prepare()
-        elif now >= self._until:
+        elif clock_seconds >= self._until:
             self._give_up()
-        elif now - self._noticed_at >= _NOTICE_SECONDS:
-            self._noticed_at = now
+        elif clock_seconds - self._noticed_at >= _NOTICE_SECONDS:
+            self._noticed_at = clock_seconds
             here = len(self._roster.nodes)
             self._send_notice(
                 f"waiting for {self._roster.describe_missing()}; {here} of "
@@ -189,7 +192,7 @@ class Coordinator:
                 "here"
             )
 
-    def _check_ports(self, now: float) -> None:
+    def _advance_preparing(self, clock_seconds: float) -> None:
         """Start the workers once all nodes have reported their ports."""
         if all(node.ports is not None for node in self._roster.nodes):
             places = self._places()
@@ -197,28 +200,28 @@ class Coordinator:
             # Two nodes on one machine may report the same free port.
             is_unique = len(set(addresses)) == len(addresses)
             self._start(places) if is_unique else self._prepare()
-        elif now >= self._until:
+        elif clock_seconds >= self._until:
             self._give_up()
 
-    def _check_ends(self, now: float) -> None:
+    def _advance_running(self, clock_seconds: float) -> None:
         """Stop the job if a failure is to be decided on; end it if all are done."""
-        if self._decide_at is not None and now >= self._decide_at:
+        if self._decide_at is not None and clock_seconds >= self._decide_at:
             self._decide()
         elif all(node.is_done for node in self._roster.nodes):
             self._end(0)
 
-    def _check_stops(self, now: float) -> None:
+    def _advance_stopping(self, clock_seconds: float) -> None:
         """Restart or end the job once all nodes have stopped; drop late nodes."""
-        seconds = now - self._stopped_at
+        seconds = clock_seconds - self._stopped_at
         for node in [n for n in self._roster.nodes if not n.has_stopped]:
             if seconds >= 2 * node.hello.grace_seconds + _STOP_SECONDS:
                 self._drop(node, seconds)
         if all(node.has_stopped for node in self._roster.nodes):
-            self._after_stop(now)
+            self._after_stop(clock_seconds)
 
-    def _check_pause(self, now: float) -> None:
+    def _advance_pausing(self, clock_seconds: float) -> None:
         """Wait for nodes again once the pause before a restart is over."""
-        if now >= self._until:
+        if clock_seconds >= self._until:
             self._gather()
 
     def _give_up(self) -> None:
@@ -242,7 +245,7 @@ class Coordinator:
             self.register_disconnect(old.link, "has come back with another connection")
 
     def _drop(self, node: Node, seconds: float) -> None:
-        """Drop a connected node that does not stop its workers in time."""
+        """Drop a connected node that has not stopped its workers within `seconds`."""
         text = f"{node} has not stopped its workers within {seconds:.0f} s"
         node.link.send({"type": "end", "code": self._code, "text": text})
         self.register_disconnect(node.link, "has not stopped")
@@ -254,7 +257,7 @@ class Coordinator:
             self._roster.unsettle()
         self.phase = Phase.GATHERING
         self._until = self._clock() + self._join_seconds
-        # In the past, so that the next tick sends a notice about the missing nodes.
+        # A past time, so that the next tick sends a notice about the missing nodes.
         self._noticed_at = self._clock() - _NOTICE_SECONDS
 
     def _prepare(self) -> None:
@@ -284,7 +287,7 @@ class Coordinator:
         return list(zip(hosts, ports, strict=True))
 
     def _start(self, places: list[tuple[str, list[int]]]) -> None:
-        """Let all nodes start their workers at the given addresses."""
+        """Let all nodes start their workers at the addresses from `_places`."""
         message = {"type": "start", "attempt": self._attempt, "nodes": places}
         self._reports, self._decide_at = Reports(self._roster), None
         self._code, self._failure, self._saved_code = 0, None, None
@@ -314,7 +317,12 @@ class Coordinator:
         self._stop(cause.code, cause, sentence, rank=cause.rank)
 
     def _lose(self, node: Node, how: str) -> None:
-        """Stop the workers of all nodes because a node was lost."""
+        """Stop the workers of all nodes because a node was lost.
+
+        Args:
+            node: The lost `Node`.
+            how: String, such as `"has ended its connection"`.
+        """
         first = self._roster.first_rank(node)
         failure = Failure(first, NODE_LOST, f"was lost with {node}, which {how},")
         self._stop(
@@ -364,21 +372,21 @@ class Coordinator:
         for node in self._roster.nodes:
             node.link.send({**message, **order})
 
-    def _after_stop(self, now: float) -> None:
+    def _after_stop(self, clock_seconds: float) -> None:
         """End the job or announce its restart, after all workers have ended."""
         failure = self._failure
         if failure is None:
             code = self._code
             self._end(code if self._saved_code is None else self._saved_code)
             return
-        seconds = now - self._started_at
+        seconds = clock_seconds - self._started_at
         if self._restarts is None:
             self._restarts = self._make_restarts(self._roster.num_workers)
         decision = self._restarts.after(failure, seconds)
         if decision is None:
             self._end(self._code)
             return
-        self.phase, self._until = Phase.PAUSING, now + decision.pause_seconds
+        self.phase, self._until = Phase.PAUSING, clock_seconds + decision.pause_seconds
         for node in self._roster.nodes:
             node.link.send({"type": "restart", "text": decision.line})
 
@@ -394,10 +402,10 @@ class Coordinator:
             node.link.send({"type": "notice", "text": text})
 
 
-def _ports(message: Mapping[str, Any], count: int) -> list[int]:
+def _ports(message: Mapping[str, Any], num_workers: int) -> list[int]:
     """Return the ports of a message, after checking their number and range."""
     ports = message.get("ports")
-    is_valid = isinstance(ports, list) and len(ports) == count
+    is_valid = isinstance(ports, list) and len(ports) == num_workers
     if not is_valid or not all(each in range(1, 65536) for each in ports or ()):
         raise MalformedMessage
     return list(ports or ())

@@ -102,8 +102,8 @@ class Member:
 
     def close(self) -> None:
         """Close the connection and end the thread."""
-        # Repeated, since `asyncio.wait_for` of Python 3.10 and 3.11 may swallow a
-        # cancellation that coincides with a message.
+        # The cancellation is repeated, since `asyncio.wait_for` of Python 3.10 and 3.11
+        # may swallow one that coincides with a message.
         while self._thread.is_alive():
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._cancel)
@@ -112,10 +112,12 @@ class Member:
         self._waker.close()
 
     def _send(self, message: dict[str, Any]) -> None:
+        """Send a message in the thread of the event loop, if node 0 is connected."""
         if self._channel is not None:
             self._channel.send(message)
 
     def _cancel(self) -> None:
+        """Cancel the task of the connection, in the thread of the event loop."""
         if self._task is not None:
             self._task.cancel()
 
@@ -139,6 +141,7 @@ class Member:
         self._wake()
 
     def _wake(self) -> None:
+        """Make the descriptor of `fileno` readable."""
         with contextlib.suppress(BlockingIOError):
             self._waker.send(b"\0")
 
@@ -203,7 +206,7 @@ class Member:
 
 
 def _describe_mismatch(error: UnauthenticatedPeer, place: str) -> str:
-    """Return the error text for a peer that is not node 0 of this job."""
+    """Return the error text for a peer at `place` that is not node 0 of this job."""
     if isinstance(error, WrongService) and error.version is not None:
         return (
             f"Node 0 at {place} has another version of tfdp; install the same one on "

@@ -124,7 +124,11 @@ class Restarts:
         )
 
     def _grow(self, seconds: float) -> RestartDecision:
-        """Try all slots again; not counted, since no worker has failed."""
+        """Try all slots again; not counted, since no worker has failed.
+
+        Args:
+            seconds: Float, duration of the attempt with fewer workers.
+        """
         fewer = pluralize(len(self.slots), "worker")
         self._bring_back()
         return RestartDecision(
@@ -133,13 +137,17 @@ class Restarts:
             f"{self._who_starts()} again",
         )
 
-    def _end_trial(self, cause: str, failed: int) -> RestartDecision:
+    def _end_trial(self, cause: str, slot: int) -> RestartDecision:
         """Leave out a slot again that failed soon after it was brought back.
 
         The next trial comes after twice the time. Trials are not counted: a device that
         stays broken would use up all restarts.
+
+        Args:
+            cause: String, such as `"worker 2 was killed after 5 s"`.
+            slot: Int, the slot that failed.
         """
-        self._leave_out(failed)
+        self._leave_out(slot)
         self._wait *= 2
         return RestartDecision(
             _FIRST_PAUSE_SECONDS,
@@ -159,14 +167,14 @@ class Restarts:
         self._on_trial = frozenset(self._all) - frozenset(self.slots)
         self.slots = self._all
 
-    def _blame(self, failed: int) -> None:
+    def _blame(self, slot: int) -> None:
         """Count a failure of a slot, and leave the slot out if it fails repeatedly."""
         self._consecutive_failures = (
-            self._consecutive_failures + 1 if failed == self._failed_slot else 1
+            self._consecutive_failures + 1 if slot == self._failed_slot else 1
         )
-        self._failed_slot = failed
+        self._failed_slot = slot
         if self._consecutive_failures >= _TOLERATED and len(self.slots) > self._least:
-            self._leave_out(failed)
+            self._leave_out(slot)
             self._failed_slot, self._consecutive_failures = None, 0
 
     def _leave_out(self, slot: int) -> None:

@@ -169,6 +169,7 @@ class Node:
     has_stopped: bool = True
 
     def __str__(self) -> str:
+        """Return the name for messages, such as "node 1 (host, 10.0.0.2)"."""
         name = "a node" if self.rank is None else f"node {self.rank}"
         return f"{name} ({shorten(self.hello.host)}, {self.link.peer})"
 
@@ -291,7 +292,14 @@ class Roster:
         return first <= worker < first + node.hello.num_workers
 
     def node_name(self, worker: int) -> str:
-        """Return the name of a worker's node, whether or not it is connected."""
+        """Return the name of a worker's node, whether or not it is connected.
+
+        Args:
+            worker: Int, rank of the worker in the whole job.
+
+        Returns:
+            String such as `"node 1 (host, 10.0.0.2)"`, or `"no node"`.
+        """
         for node_rank, name in enumerate(self._names):
             first = sum(self._sizes[:node_rank])
             if first <= worker < first + self._sizes[node_rank]:
@@ -299,7 +307,14 @@ class Roster:
         return "no node"
 
     def silent_seconds(self, worker: int) -> float | None:
-        """Return the silence of a worker's node, or `None` below `DOUBTFUL_SECONDS`."""
+        """Return how long a worker's node has been silent.
+
+        Args:
+            worker: Int, rank of the worker in the whole job.
+
+        Returns:
+            Float, seconds, or `None` below `DOUBTFUL_SECONDS`.
+        """
         for node in self.nodes:
             silent = node.link.silent_seconds
             if self.has_worker(node, worker) and silent > DOUBTFUL_SECONDS:
@@ -399,7 +414,10 @@ class Reports:
         )
 
     def _because(self, cause: Failure) -> str:
-        """Return the clause about the worker that was lost, or `""`."""
+        """Return the clause about the worker that was lost, or `""`.
+
+        An example is " since worker 3 on node 1 (host, 10.0.0.2) was lost".
+        """
         lost = cause.lost_rank
         if lost is None or lost == cause.rank:
             return ""

@@ -53,7 +53,7 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str | None:
         return None
     path = os.path.expanduser(name)
     try:
-        # Non-blocking, since opening a FIFO without a writer would block.
+        # `O_NONBLOCK`, since opening a FIFO without a writer would block.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(fd, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -61,6 +61,7 @@ class Server:
         loop = asyncio.get_running_loop()
 
         def accepted(sock: socket.socket, peer: Authenticated) -> None:
+            """Serve an authenticated connection in the thread of the event loop."""
             loop.call_soon_threadsafe(self._begin, sock, peer)
 
         acceptor = Acceptor(
@@ -68,7 +69,7 @@ class Server:
             SERVICE,
             [self._listener],
             accepted,
-            # Cached, so that the same warning is logged once.
+            # The cache makes the same warning be logged once.
             lacks_files=functools.cache(_logger.warning),
         )
         try:
@@ -83,8 +84,8 @@ class Server:
         seconds = _GOODBYE_SECONDS if self._coordinator.is_over else 0.0
         while self._handlers:
             _, late = await asyncio.wait(self._handlers, timeout=seconds)
-            # Repeated, since `asyncio.wait_for` of Python 3.10 and 3.11 may swallow a
-            # cancellation that coincides with a message.
+            # The cancellation is repeated, since `asyncio.wait_for` of Python 3.10 and
+            # 3.11 may swallow one that coincides with a message.
             for task in late:
                 task.cancel()
             seconds = _CANCEL_SECONDS

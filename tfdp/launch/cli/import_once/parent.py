@@ -50,7 +50,7 @@ class Parent:
         self._connection, child_end = socket.socketpair()
         try:
             with child_end, tempfile.TemporaryFile() as output:
-                # In a session of its own, so that Ctrl-C reaches only the launcher.
+                # A session of its own, so that Ctrl-C reaches only the launcher.
                 self._process = subprocess.Popen(
                     list(command),
                     env={**environment, "PYTHONPATH": python_path},

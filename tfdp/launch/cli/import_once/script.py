@@ -162,6 +162,7 @@ def _changes_environment(node: ast.AST) -> bool:
 
 
 def _package(name: str) -> str:
+    """Return the top-level package of the name of a module."""
     return name.partition(".")[0]
 
 

@@ -95,6 +95,11 @@ def _fork(connection: socket.socket, environment: bytes, output: int) -> bool:
 
     The worker is a fork of a fork that has exited: the kernel then makes it a child of
     the launcher, which reaps it like any process that it has started.
+
+    Args:
+        connection: Socket to the launcher.
+        environment: Bytes, JSON of the worker's environment variables.
+        output: Int, descriptor for the worker's stdout and stderr.
     """
     if child := _quiet_fork():
         _, status = os.waitpid(child, 0)
@@ -118,7 +123,7 @@ def _fork(connection: socket.socket, environment: bytes, output: int) -> bool:
 
 
 def _quiet_fork() -> int:
-    """Fork without the warning about threads."""
+    """Fork without the warning about threads, and return as `os.fork` does."""
     with warnings.catch_warnings():
         # Python 3.12 warns of threads. NumPy's BLAS has some, but recreates them in a
         # fork.
@@ -127,7 +132,12 @@ def _quiet_fork() -> int:
 
 
 def _become_worker(environment: dict[str, str], output: int) -> None:
-    """Set up the worker's streams, environment and random state."""
+    """Set up the worker's streams, environment and random state.
+
+    Args:
+        environment: Dict of all environment variables of the worker.
+        output: Int, descriptor for the worker's stdout and stderr.
+    """
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -173,6 +183,7 @@ class _Preloaded:
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return a spec of a preloaded package, or `None` for any other module."""
         del path, target
         if name not in self._modules:
             return None
@@ -182,14 +193,16 @@ class _Preloaded:
         return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
     def create_module(self, spec: Any) -> Any:
+        """Return the preloaded package instead of a new module."""
         return self._modules[spec.name][spec.name]
 
     def exec_module(self, module: Any) -> None:
+        """Restore the package and its modules in `sys.modules`."""
         name = module.__spec__.name
         module.__spec__ = self._specs[name]
         sys.modules.update(self._modules.pop(name))
         if name == "tfdp":
-            # Depends on the rank, which only a worker has.
+            # Trackers depend on the rank, which only a worker has.
             importlib.import_module("tfdp.features.tracking.watch").watch_trackers()
         if not self._modules:
             sys.meta_path.remove(self)
@@ -217,6 +230,7 @@ class _Preloaded:
 
 
 def _send(connection: socket.socket, number: int) -> None:
+    """Send a number as 8 bytes: a process id, 0 for "ready", or a negative `errno`."""
     connection.sendall(number.to_bytes(8, "little", signed=True))
 
 
