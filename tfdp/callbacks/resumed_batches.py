@@ -181,7 +181,7 @@ class ResumedBatches:
             raise IncompatibleBackup(str(error)) from error
 
     def _identity(self) -> dict[str, Any]:
-        """Return the properties of the run that the resumed run must share."""
+        """Return what a resumed run must share: optimizers, and arguments of `fit`."""
         optimizer: Any = self._model.optimizer
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         names = [] if inner is None else [type(p).__name__ for p in innermost(inner)]

@@ -163,7 +163,11 @@ def check_process_of_tensorflow(call: str) -> None:
 
 
 def _watch(module: Any) -> None:
-    """Replace `ensure_initialized` until its first call, to record its caller."""
+    """Replace `ensure_initialized` until its first call, to record its caller.
+
+    Args:
+        module: The module `tensorflow.python.eager.context`.
+    """
     context = module.Context
     original = context.ensure_initialized
     if module._context is not None and module._context._initialized:

@@ -61,6 +61,11 @@ def set_epoch_progress(
 
     Keras creates an iterator for each epoch, unless `steps_per_epoch` is set: then the
     next epoch continues with the current iterator.
+
+    Args:
+        epoch_iterator: Epoch iterator of Keras.
+        progress: Dict, the result of `epoch_progress`.
+        current: Iterator of the next epoch, or `None` if Keras creates it.
     """
     epoch_iterator._steps_seen = progress["steps_seen"]
     if epoch_iterator._num_batches is None:

@@ -13,7 +13,7 @@ from tfdp.ground._compat.keras_optimizer import set_trained
 
 
 def own_variables(optimizer: Any) -> list:
-    """Return an optimizer's variables without inner optimizers', in file order."""
+    """Return an optimizer's variables as in files, without inner optimizers'."""
     return list(optimizer._variables)
 
 

@@ -71,7 +71,7 @@ def as_accumulating(optimizer: Any, steps: int, variables: list | None) -> Any:
 
 
 def with_fixed_scale(optimizer: Any, scale: float) -> Any:
-    """Return a stand-in with a `loss_scale_factor`."""
+    """Return a stand-in whose `loss_scale_factor` is `scale`."""
     view = stand_in(optimizer)
     name = "_loss_scale_factor" if "_inner_optimizers" in vars(view) else None
     vars(view)[name or "loss_scale_factor"] = scale

@@ -126,7 +126,7 @@ def while_loop_counter() -> tf.Tensor:
 
 
 def is_call(op: tf.Operation) -> bool:
-    """Return whether an operation is a call, of an attribute or of its own type.
+    """Return whether an operation calls a function, named by an attribute or its type.
 
     Functions of TensorFlow 1, as in CTC losses, are called by an operation's type.
     """

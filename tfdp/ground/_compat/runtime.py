@@ -69,7 +69,11 @@ def configure_coordination_service(**config: Any) -> None:
 
 
 def coordinated_jobs(num_tasks: dict[str, int]) -> list:
-    """Return the jobs whose tasks the coordination service expects."""
+    """Return the jobs whose tasks the coordination service expects.
+
+    Args:
+        num_tasks: Dict from the name of a job, such as `"worker"`, to its tasks.
+    """
     return [
         collective_all_reduce_strategy.coordination_config_pb2.CoordinatedJob(
             name=name, num_tasks=count

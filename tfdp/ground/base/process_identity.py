@@ -57,7 +57,15 @@ def machine() -> str:
 
 
 def state_and_start(pid: int) -> tuple[str, str]:
-    """Read a process's state and start; `"X"` and `""` if it does not exist."""
+    """Read a process's state and the time of its start.
+
+    Args:
+        pid: Int, the process id.
+
+    Returns:
+        Tuple of the state in Linux's letter, and the ticks from the boot to the start,
+        a string; `"X"` and `""` if the process does not exist.
+    """
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text("utf-8", "replace")
     except (FileNotFoundError, ProcessLookupError):

@@ -176,6 +176,12 @@ def _seconds(
 
     Messages across nodes are concurrent. Messages inside a node are serial if they
     share its cores.
+
+    Args:
+        transfer: `Transfer`.
+        inner_bytes: Float, size of the tensor in the dtype that travels inside nodes.
+        outer_bytes: Float, size of the tensor in the dtype that travels across nodes.
+        links: `Links`.
     """
     inside = across = 0.0
     if transfer.num_inside:

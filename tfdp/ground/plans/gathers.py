@@ -45,13 +45,24 @@ class Gather:
     is_exact: bool
 
     def num_bytes(self, rows: int | None) -> int | None:
-        """Return the bytes of the whole tensor, or `None` if the rows are unknown."""
+        """Return the bytes of the whole tensor.
+
+        Args:
+            rows: Int, rows of the global batch, or `None` if unknown.
+
+        Returns:
+            Int, or `None` if the bytes depend on unknown rows.
+        """
         if self.power and rows is None:
             return None
         return self.bytes_each * (rows or 1) ** self.power
 
     def is_large(self, rows: int | None) -> bool:
-        """Return whether the gather is large enough to report, by its bytes per row."""
+        """Return whether the gather is large enough to report, by its bytes per row.
+
+        Args:
+            rows: Int, rows of the global batch, or `None` if unknown.
+        """
         if not self.power:
             return self.bytes_each >= _LEAST_SUM_BYTES
         if rows is None:
@@ -59,7 +70,14 @@ class Gather:
         return self.bytes_each * rows ** (self.power - 1) >= _LEAST_ROW_BYTES
 
     def describe(self, rows: int | None) -> str:
-        """Describe the bytes of the gather, its operation and its place."""
+        """Describe the bytes of the gather, its operation and its place.
+
+        Args:
+            rows: Int, rows of the global batch, or `None` if unknown.
+
+        Returns:
+            String such as ``"1.0 MB for `Svd` (train.py:8)"``.
+        """
         num_bytes = self.num_bytes(rows)
         if num_bytes is None:
             square = " and row" if self.power > 1 else ""

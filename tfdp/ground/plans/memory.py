@@ -132,7 +132,14 @@ def replica_memory(
 def _owned_slot_bytes(
     entries: Sequence[Entry], slot_bytes: Sequence[int], plan: ShardPlan, owner: int
 ) -> int:
-    """Return the bytes of the slots of an owner's elements."""
+    """Return the bytes of the slots of an owner's elements.
+
+    Args:
+        entries: Sequence of `Entry`, the trained variables.
+        slot_bytes: Sequence of ints, bytes of each variable's slots.
+        plan: `ShardPlan` of the variables.
+        owner: Int, the replica that owns the elements.
+    """
     elements = [0] * len(entries)
     for bucket in plan.buckets:
         for segment in bucket.rows[owner]:

@@ -119,7 +119,7 @@ class Side:
             worker.wait()
 
     def _replies(self) -> list[dict]:
-        """Wait for a reply of each worker; raise with its log if one has ended."""
+        """Return a reply of each worker; raise with the log of one that has ended."""
         deadline = time.monotonic() + self.deadline_seconds
         replies = []
         for rank, worker in enumerate(self._workers):

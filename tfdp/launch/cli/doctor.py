@@ -249,7 +249,7 @@ def _show_cluster(
 
 
 def _source() -> str:
-    """Return the name of the source that defines the cluster."""
+    """Return what defines the cluster: "TF_CONFIG", "Slurm", a cloud, or MPI."""
     if job := current_job():
         return job.library
     sources = (name for name, read in SOURCES.items() if read(os.environ))
@@ -264,7 +264,7 @@ def _states_in_mpi(cluster: Cluster) -> list[str]:
 
 
 def _describe_task(cluster: Cluster) -> str:
-    """Describe the place of this process in the cluster."""
+    """Describe this process, such as "worker 0 of 2, the chief"."""
     if cluster.is_evaluator:
         return "the evaluator, which takes no part in training"
     chief = ", the chief" if cluster.is_chief else ""

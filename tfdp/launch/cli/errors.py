@@ -65,7 +65,10 @@ def import_without_gpus(name: str) -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error, without a full stop and cut in the middle."""
+    """Return the first line of an error, without a full stop.
+
+    A line of more than 805 characters is cut in the middle.
+    """
     # Lone surrogates cannot be printed, and are escaped.
     text = str(error).encode("utf-8", "backslashreplace").decode()
     lines = text.strip().splitlines() or [type(error).__name__]

@@ -318,7 +318,7 @@ class Job:
             self._selector.unregister(worker.output)
 
     def _recall(self, failed: Worker) -> None:
-        """Repeat the last lines of a failed worker, if many others came after them."""
+        """Repeat the last lines of a failed worker, if many others came after these."""
         since = self._num_lines - self._last_line.get(failed.rank, self._num_lines)
         is_seen = since <= TAIL_LINES and self._screen.is_one
         if failed.tail and not is_seen:
@@ -415,7 +415,11 @@ class Job:
         return self._end_and_notify("--timeout is over", TIMED_OUT, signal.SIGTERM)
 
     def _stop(self, signum: int) -> None:
-        """Ask the workers to exit, and kill the remaining ones after the grace."""
+        """Ask the workers to exit, and kill those that outlast the grace period.
+
+        Args:
+            signum: Int, the signal that asks them.
+        """
         self._is_stopping = True
         if signum == signal.SIGINT:
             self._is_interrupted = True
@@ -428,7 +432,10 @@ class Job:
         self._poll()
 
     def _wait_for_exits(self) -> None:
-        """Wait for the exits of all workers, for the grace or until a second signal."""
+        """Wait until all workers have exited.
+
+        The wait ends after the grace period, or at a second signal.
+        """
         end = time.monotonic() + self._context.grace_seconds
         while self._running() and time.monotonic() < end:
             if len(self._signals.received) > 1:

@@ -66,7 +66,11 @@ class Outlet:
         return self._fd is not None and os.isatty(self._fd)
 
     def write(self, text: str) -> int:
-        """Queue text, which the thread writes after `flush` or with later text."""
+        """Queue text, which the thread writes after `flush` or with later text.
+
+        Returns:
+            Int, the length of the text, as `TextIO.write` does.
+        """
         with self._changed:
             if self._fd is None or self.error is not None:
                 pass  # dropped: the output is closed or has failed

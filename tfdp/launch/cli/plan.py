@@ -343,7 +343,7 @@ def _predict_memory(
 
 
 def _frozen_and_gathered(model: Any, options: CommunicationOptions) -> tuple[int, int]:
-    """Return bytes of frozen parameters, and bytes that stage 3 gathers at a time."""
+    """Return bytes of frozen parameters, and bytes that ZeRO-3 gathers at a time."""
     from tfdp.ground.base.param_groups import entry_of
     from tfdp.training.parameters.conversion import parameters_in_order
     from tfdp.training.reduction.fusion import bucket_bytes_of

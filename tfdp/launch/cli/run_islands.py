@@ -140,7 +140,7 @@ def _hub(
 
 
 def _drop_lost(hub: Hub | None, screen: Screen) -> None:
-    """Make the hub drop lost islands, and print which they are."""
+    """Make the hub, if it is on this machine, drop lost islands, and print which."""
     for index in hub.forget_lost() if hub is not None else []:
         screen.message(
             f"tfdp: island {index} is lost: neither it nor its launcher has given a "

@@ -142,7 +142,11 @@ class Tracebacks:
         return [line]
 
     def _fold(self, block: _Block) -> list[str]:
-        """Return the lines of a traceback that another worker has not just shown."""
+        """Return the lines to show for a traceback.
+
+        If another worker has just shown the same one, a single line names that worker.
+        If only the message differs, the frames are left out.
+        """
         now = time.monotonic()
         self._shown = [b for b in self._shown if now - b.added_at < _RECENT_SECONDS]
         for other in self._shown:

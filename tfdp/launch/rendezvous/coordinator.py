@@ -204,7 +204,11 @@ class Coordinator:
             self._give_up()
 
     def _advance_running(self, clock_seconds: float) -> None:
-        """Stop the job if a failure is to be decided on; end it if all are done."""
+        """Stop the workers because of reported failures, or end a job that is done.
+
+        Some failures are decided on only after a delay, in which their cause may still
+        be reported.
+        """
         if self._decide_at is not None and clock_seconds >= self._decide_at:
             self._decide()
         elif all(node.is_done for node in self._roster.nodes):

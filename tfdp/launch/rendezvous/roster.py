@@ -322,7 +322,7 @@ class Roster:
         return None
 
     def describe_missing(self) -> str:
-        """Describe the missing nodes, for messages to the user."""
+        """Describe the missing nodes for a message, such as "2 more nodes"."""
         if self.is_settled:
             names = [self._names[rank] for rank in self.free_ranks()]
             return f"{_join_names(names)} to come back"
@@ -362,7 +362,7 @@ class Roster:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Join the first 8 names and the number of the rest: all nodes receive them."""
+    """Join the first 8 names and the number of the rest, such as "a, b, 3 more"."""
     more = len(names) - _MOST_NAMES
     rest = [f"{more:,} more"] if more > 0 else []
     return ", ".join([*names[:_MOST_NAMES], *rest])
