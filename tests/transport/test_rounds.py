@@ -142,20 +142,20 @@ def test_a_round_of_as_many_as_it_takes_waits_for_them(job):
 
 def test_workers_at_a_meeting_neither_wait_nor_are_waited_for(job):
     pair = job(1, 2, _SECONDS)
-    pair.ends[1].rest()
+    pair.ends[1].pause()
     assert pair.come(0, 1.0)().is_made
-    pair.ends[0].rest()
-    pair.ends[0].meet()
-    pair.ends[1].meet()
+    pair.ends[0].pause()
+    pair.ends[0].resume()
+    pair.ends[1].resume()
     # The leader is at the next meeting, and the follower still on its way.
-    pair.ends[0].rest()
+    pair.ends[0].pause()
     reply = pair.come(1, 1.0)()
     assert not reply.is_made
     # After the meeting both make rounds again, whoever is the first to leave it.
-    pair.ends[1].rest()
-    pair.ends[1].meet()
+    pair.ends[1].pause()
+    pair.ends[1].resume()
     follower = pair.come(1, 3.0)
-    pair.ends[0].meet()
+    pair.ends[0].resume()
     leader = pair.come(0, 1.0)
     np.testing.assert_array_equal(follower().mean[0], [2.0] * 3)
     assert leader().version == 1
@@ -163,10 +163,10 @@ def test_workers_at_a_meeting_neither_wait_nor_are_waited_for(job):
 
 def test_what_is_read_of_a_meeting_that_is_over_counts_no_more(job):
     pair = job(1, 2, _SECONDS)
-    pair.ends[0].rest()
-    pair.ends[0].meet()
-    pair.ends[1].rest()
-    pair.ends[1].meet()
+    pair.ends[0].pause()
+    pair.ends[0].resume()
+    pair.ends[1].pause()
+    pair.ends[1].resume()
     follower, leader = pair.come(1, 3.0), pair.come(0, 1.0)
     for reply in follower(), leader():
         np.testing.assert_array_equal(reply.mean[0], [2.0] * 3)

@@ -34,6 +34,7 @@ __all__ = ["restore", "save"]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
+        """Import `save` and `restore` at their first use."""
         # `api` imports TensorFlow, and the command line reads indexes without it.
         if name in __all__:
             return getattr(importlib.import_module("tfdp.checkpoint.api"), name)

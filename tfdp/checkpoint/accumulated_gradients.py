@@ -149,6 +149,7 @@ def accumulation_counter(model: keras.Model) -> Any:
     steps = groups[0].gradient_accumulation_steps
 
     def write(value: Any) -> None:
+        """Set the number of accumulated micro-batches in all counters of Keras."""
         for counter in counters:
             updates = int(counter.numpy()) // steps
             counter.assign(updates * steps + int(np.asarray(value)))
@@ -187,16 +188,24 @@ def _accumulating_groups(optimizer: Any) -> list[Any]:
 
 
 def _current_loss_scale(model: keras.Model) -> float:
-    """Return the loss scale of accumulated gradients; it is restored before them."""
+    """Return the loss scale by which accumulated gradients are multiplied, or 1.0."""
     optimizer: Any = model.optimizer
     return (hasattr(optimizer, "as_keras") and optimizer.loss_scale) or 1.0
 
 
 def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
-    """Return a state tensor whose values are saved multiplied by a factor."""
+    """Return a state tensor whose values are saved multiplied by a factor.
+
+    Args:
+        tensor: `StateTensor`.
+        factor: Callable that returns the factor when values are read or written.
+    """
 
     def scale(shard: LocalShard) -> LocalShard:
+        """Return a shard whose values are saved multiplied by the factor."""
+
         def read() -> np.ndarray:
+            """Return the values multiplied by the factor; overflows become zero."""
             values = shard.read()
             # A product in place would change the accumulator, which `read` may share.
             values = values * np.asarray(factor(), values.dtype)
@@ -205,9 +214,9 @@ def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
             return values
 
         def write(values: Any) -> None:
-            values /= np.asarray(
-                factor(), values.dtype
-            )  # divided in place to save memory
+            """Divide saved values by the factor, and write them into the shard."""
+            # The values are divided in place to save memory.
+            values /= np.asarray(factor(), values.dtype)
             shard.write(values)
 
         return LocalShard(shard.start, shard.stop, read, write)

@@ -107,8 +107,8 @@ def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     >>> bool((model.get_weights()[0] == before[0]).all())
     True
     """
-    # This builds the optimizer, which synchronizes the workers, so it runs before a
-    # worker can fail to read its files.
+    # `model_state` builds the optimizer, which synchronizes the workers, so it runs
+    # before a worker can fail to read its files.
     model_state(model)
     plan = functools.partial(plan_checkpoint, model)
     restore_state(plan, directory, worker_group_of(model))

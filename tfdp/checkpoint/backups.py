@@ -30,7 +30,8 @@ from tfdp.training.sharding.state_tensors import StateTensor
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
 _NOTHING_LOADED = "Nothing was loaded."
-# Verdicts on a backup, which workers exchange.
+# Verdicts on a backup, which workers exchange: it is whole; a file is missing or was
+# altered; this run cannot resume from it; the store does not answer.
 _INTACT, _DAMAGED, _INCOMPATIBLE, _UNREADABLE = "intact", "damaged", "wrong", "unread"
 
 
@@ -54,6 +55,7 @@ class Backups:
 
     @functools.cached_property
     def _storage(self) -> Storage:
+        """`Storage`, the directory of the backups."""
         return open_storage(self.directory)
 
     def prepare(self) -> None:
@@ -216,6 +218,10 @@ class Backups:
     ) -> tuple[tuple[Index, LoadPlan] | None, str]:
         """Return the index and load plan of a backup, or `None` and its fault.
 
+        Args:
+            name: String, name of the backup, such as `"step-12"`.
+            make_plan: Callable, see `find_newest`.
+
         Raises:
             ValueError: On every worker, if the backup is incompatible with the run.
             OSError: On every worker, if one of them cannot read it.
@@ -255,7 +261,12 @@ class Backups:
         return (None, faults[0]) if faults else (found, "")
 
     def _raise_if_unusable(self, path: str, verdicts: list) -> None:
-        """Raise for an incompatible or unreadable backup: older ones would not help."""
+        """Raise for an incompatible or unreadable backup: older ones would not help.
+
+        Args:
+            path: String, path or URL of the backup.
+            verdicts: List of pairs by worker: the verdict, and a text on its reason.
+        """
         for rank, (kind, text) in enumerate(verdicts):
             text = text.rstrip(".")
             if kind == _INCOMPATIBLE:
@@ -273,7 +284,12 @@ class Backups:
                 )
 
     def _rename_damaged(self, damaged: list[tuple[str, str]], used: str) -> None:
-        """Rename damaged backups, so that later ones can take their names."""
+        """Rename damaged backups, so that later ones can take their names.
+
+        Args:
+            damaged: List of pairs of a backup's name and what is wrong with it.
+            used: String, name of the backup that is restored instead.
+        """
         if not damaged:
             return
         if self._worker_group.is_chief:
@@ -290,7 +306,7 @@ class Backups:
         )
 
     def _prune(self, newest: str) -> None:
-        """Remove old backups, and files that interrupted saves have left."""
+        """Remove all backups but the latest `keep` ones and `newest`, by its name."""
         with contextlib.suppress(OSError):  # the next save tries again
             names = self._storage.names()
             kept = [f"step-{step}" for step in _steps_of(self._storage)[: self._keep]]
@@ -319,5 +335,12 @@ def _steps_of(storage: Storage) -> list[int]:
 
 
 def _describe(damaged: list[tuple[str, str]]) -> str:
-    """Format the names and faults of damaged backups as one line."""
+    """Format the names and faults of damaged backups as one line.
+
+    Args:
+        damaged: List of pairs of a backup's name and what is wrong with it.
+
+    Returns:
+        String such as `"step-8: it was altered; step-6: it is truncated"`.
+    """
     return "; ".join(f"{name}: {fault}" for name, fault in damaged)

@@ -94,12 +94,22 @@ def check_value(value: Any, where: str) -> Any:
 
 
 def check_callback_states(states: Any, where: str) -> None:
-    """Raise `Malformed` unless states have the form of `callback_states`."""
+    """Raise `Malformed` unless states have the form of `callback_states`.
+
+    Args:
+        states: Value from a file, as JSON has it.
+        where: String, the place of the value in the file.
+    """
     mapping(_check_state)(states, where)
 
 
 def _check_state(state: Any, where: str) -> None:
-    """Raise `Malformed` unless a value is the saved state of one callback."""
+    """Raise `Malformed` unless a value is the saved state of one callback.
+
+    Args:
+        state: Value from a file, as JSON has it.
+        where: String, the place of the value in the file.
+    """
     if isinstance(state, dict) and "own" in state:
         check(state, {"own": check_value}, where)
         return
@@ -112,7 +122,7 @@ def _check_state(state: Any, where: str) -> None:
 
 
 def _is_allowed_value(name: str, value: Any) -> bool:
-    """Return whether a Keras callback may have this value as that attribute."""
+    """Return whether a Keras callback may have a value as the attribute `name`."""
     if value is None:
         return name in _MAY_BE_NONE
     if name == "history":
@@ -123,6 +133,7 @@ def _is_allowed_value(name: str, value: Any) -> bool:
     return name in _VALUE_NAMES and isinstance(value, kinds)
 
 
+# Schema of the shapes and dtypes of an attribute that is a list of arrays.
 _SPECS = optional([(list_of(COUNT, most=64), set(DTYPES))])
 
 
@@ -195,7 +206,13 @@ def set_callback_states(
 
 
 def _call_set_state(callback: Any, key: str, state: Any) -> None:
-    """Call the `set_state` of a callback, and name the callback in its error."""
+    """Call the `set_state` of a callback, and name the callback in its error.
+
+    Args:
+        callback: Keras callback.
+        key: String, the key of the callback in the backup.
+        state: Encoded state, the result of `to_json`.
+    """
     try:
         callback.set_state(from_json(state))
     except Exception as error:
@@ -260,7 +277,7 @@ def _encode_array(value: Any) -> dict[str, list]:
 
 
 def _array_specs(arrays: Iterable[Any]) -> list:
-    """Return shape and dtype name of each array."""
+    """Return a list of the shape and the name of the dtype for each array."""
     return [[list(a.shape), np.dtype(a.dtype).name] for a in map(np.asarray, arrays)]
 
 
@@ -278,6 +295,7 @@ def _with_keys(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _has_state_methods(callback: Any) -> bool:
+    """Return whether a callback has `get_state` and `set_state`."""
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 

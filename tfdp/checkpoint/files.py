@@ -39,7 +39,15 @@ def metadata_of(state: Sequence[StateTensor]) -> tuple[TensorMetadata, ...]:
 
 
 def tensor_key(name: str, extent: Extent) -> str:
-    """Return the key of a chunk of elements in a shard."""
+    """Return the key of a chunk of elements in a shard.
+
+    Args:
+        name: String, name of the tensor.
+        extent: `Extent`, the elements of the chunk.
+
+    Returns:
+        String such as `"model/dense/kernel:0"`, with the first element.
+    """
     return f"{name}:{extent.start}"
 
 
@@ -85,7 +93,15 @@ def verify_files(
 
 
 def _fault_of_contents(file: File, fetch: Fetch) -> str | None:
-    """Return what is wrong with a file of the right size, or `None`."""
+    """Return what is wrong with a file of the right size, or `None`.
+
+    Args:
+        file: `File`, as it was written.
+        fetch: Callable, see `Fetch`.
+
+    Returns:
+        String, a verb phrase such as `"is missing"`.
+    """
     try:
         path = os.path.join(fetch([file.name]), file.name)
         with open_regular(path) as opened:

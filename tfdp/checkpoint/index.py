@@ -233,6 +233,10 @@ def _check_shard(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
     """Raise if a shard has file names of another form, or data of another size.
 
     File names are checked since they are opened as paths.
+
+    Args:
+        shard: `Shard`.
+        tensors: Sequence of `TensorMetadata`, the tensors of the index.
     """
     writer, _, number = shard.prefix.rpartition("-")
     names = tuple(file.name for file in shard.files)

@@ -57,6 +57,7 @@ def _check_shape(value: Any, where: str) -> None:
         schema.refuse(value, where, "a shape")
 
 
+# Schemas of the content of an index file, see `tfdp.checkpoint.schema`.
 _SIZES = schema.list_of(schema.COUNT, most=_RANK)
 _FILE = (schema.name, schema.COUNT, schema.COUNT)
 _EXTENT = (schema.COUNT, schema.COUNT, schema.COUNT)
@@ -71,7 +72,11 @@ _CONTENT = {
 
 
 def shards_from_json(rows: list) -> tuple[Shard, ...]:
-    """Convert a sequence of `Shard` that was parsed from JSON back to `Shard`s."""
+    """Convert parsed JSON back to the sequence of `Shard` that was written.
+
+    Args:
+        rows: List of lists: prefix, worker, files and extents of a shard.
+    """
     return tuple(
         Shard(
             prefix,
@@ -190,4 +195,5 @@ def versions() -> dict[str, str]:
 
 
 def _checksum(content: Any) -> int:
+    """Return the CRC-32 of the content as JSON with sorted keys."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())

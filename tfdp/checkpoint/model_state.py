@@ -110,6 +110,7 @@ def replicated(
     read = functools.partial(_compat.elements_of, variable)
 
     def write(values: Any) -> None:
+        """Assign all elements of the tensor, flat, to the variable."""
         variable.assign(np.asarray(values).reshape(shape))
 
     everything = LocalShard(0, size, lambda: read(0, size), write, read)
@@ -186,7 +187,12 @@ def _outer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _check_no_accumulation(name: str, optimizer: Any) -> None:
-    """Raise if an optimizer other than `model.optimizer` accumulates gradients."""
+    """Raise if an optimizer other than `model.optimizer` accumulates gradients.
+
+    Args:
+        name: String, the model's attribute that is the optimizer.
+        optimizer: tfdp's or Keras's optimizer.
+    """
     steps = getattr(optimizer, "accumulation_steps", None)
     parts = innermost(getattr(optimizer, "inner_optimizer", optimizer))
     steps = max([steps or 1, *(p.gradient_accumulation_steps or 1 for p in parts)])
@@ -199,13 +205,20 @@ def _check_no_accumulation(name: str, optimizer: Any) -> None:
 
 
 def _update_counter(group: Any) -> Any:
-    """Return a counter of updates; Keras counts micro-batches where it accumulates."""
+    """Return the counter of a Keras optimizer's updates, a variable or variable-like.
+
+    Keras itself counts micro-batches if it accumulates gradients.
+
+    Args:
+        group: Keras optimizer.
+    """
     counter = _compat.own_variables(group)[0]
     steps = group.gradient_accumulation_steps
     if not steps:
         return counter
 
     def write(value: Any) -> None:
+        """Set the number of updates; keep the micro-batches since the last one."""
         rest = int(counter.numpy()) % steps
         counter.assign(int(np.asarray(value)) * steps + rest)
 

@@ -161,6 +161,7 @@ class ObjectStore(Storage):
         with TemporaryFolder("store") as folder:
 
             def publish(names: Sequence[str]) -> None:
+                """Upload files of the folder by name, and remove them from it."""
                 for name in names:
                     self._upload(os.path.join(folder, name), name)
                     os.unlink(os.path.join(folder, name))
@@ -177,6 +178,7 @@ class ObjectStore(Storage):
             kept: dict[str, int] = {}  # size by name, least recently used first
 
             def fetch(names: Sequence[str]) -> str:
+                """Download objects by name, unless they are kept; return the folder."""
                 for name in names:
                     file = os.path.join(folder, name)
                     if name not in kept:
@@ -250,11 +252,13 @@ class ObjectStore(Storage):
         return None
 
     def _upload(self, file: str, name: str) -> None:
+        """Put a local file, given by its path, as the object with this name."""
         self._request(
             "written", lambda s, path: s.put_file(file, f"{path}/{name}"), name
         )
 
     def _download(self, name: str, file: str) -> None:
+        """Get the object with this name into a local file, given by its path."""
         self._request("read", lambda s, path: s.get_file(f"{path}/{name}", file), name)
 
     def _move(self, path: str, name: str, new_name: str) -> None:
@@ -267,6 +271,12 @@ class ObjectStore(Storage):
         """
 
         def move(store: Any, root: str) -> None:
+            """Copy the object to its new name, and remove the old one.
+
+            Args:
+                store: The file system of fsspec.
+                root: String, path of this folder in it.
+            """
             store.cp_file(path, f"{root}/{new_name}" + path[len(f"{root}/{name}") :])
             store.rm_file(path)
 
@@ -307,7 +317,7 @@ class ObjectStore(Storage):
 
 
 def _with_timeout(request: Callable[[], Any]) -> Any:
-    """Call a request in a thread, which is abandoned after a timeout.
+    """Return the result of a request in a thread, which is abandoned after a timeout.
 
     Whatever its timeouts are, s3fs waits indefinitely for a server that receives the
     beginning of a PUT and then hangs.
@@ -315,6 +325,7 @@ def _with_timeout(request: Callable[[], Any]) -> Any:
     answer: concurrent.futures.Future = concurrent.futures.Future()
 
     def run() -> None:
+        """Call the request, and set its result or its error as the answer."""
         try:
             answer.set_result(request())
         except BaseException as error:  # noqa: BLE001 raised by `answer.result()`

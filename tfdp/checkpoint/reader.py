@@ -16,7 +16,7 @@ from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 
 def _nothing() -> None:
-    pass
+    """Do nothing."""
 
 
 @dataclasses.dataclass
@@ -58,7 +58,12 @@ def check_model(index: Index, load_plan: LoadPlan) -> None:
 
 
 def needed_shards(state: Sequence[StateTensor], index: Index) -> list[Shard]:
-    """Return the shards of a checkpoint that this process has to read."""
+    """Return the shards of a checkpoint that this process has to read.
+
+    Args:
+        state: Sequence of `StateTensor` to read into.
+        index: `Index` of the checkpoint.
+    """
     positions = _positions(index)
     found = {}
     for tensor in state:
@@ -88,7 +93,13 @@ def read_shards(load_plan: LoadPlan, index: Index, folder: Storage) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _ReadItem:
-    """Local shard to restore, with a buffer for the elements that are read for it."""
+    """Local shard to restore.
+
+    Args:
+        local: `LocalShard`.
+        extent: `Extent` of its elements in the checkpoint.
+        values: Flat array, a buffer for the elements that are read for it.
+    """
 
     local: LocalShard
     extent: Extent
@@ -98,7 +109,12 @@ class _ReadItem:
 def _read_batches(
     state: Sequence[StateTensor], positions: dict[str, int]
 ) -> Iterator[list[_ReadItem]]:
-    """Yield read items in batches, whose buffers fit into the size of a shard."""
+    """Yield read items in batches, whose buffers fit into the size of a shard.
+
+    Args:
+        state: Sequence of `StateTensor`.
+        positions: Dict from a tensor's name to its position in the index.
+    """
     batch: list[_ReadItem] = []
     room = files.SHARD_BYTES
     for tensor in state:
@@ -118,7 +134,16 @@ def _read_batches(
 def _items_by_shard(
     items: list[_ReadItem], index: Index
 ) -> Iterable[tuple[Shard, dict[Extent, list[_ReadItem]]]]:
-    """Group read items by the shards and extents that hold their elements."""
+    """Group read items by the shards and extents that hold their elements.
+
+    Args:
+        items: List of `_ReadItem`.
+        index: `Index` of the checkpoint.
+
+    Returns:
+        Iterable of pairs of a `Shard`, and a dict from an `Extent` of it to the items
+        that need elements of the extent.
+    """
     by_shard: dict[str, tuple[Shard, dict[Extent, list[_ReadItem]]]] = {}
     for item in items:
         for shard, extent in index.find(item.extent):
@@ -130,7 +155,14 @@ def _items_by_shard(
 def _read_shard(
     shard: Shard, extents: dict[Extent, list[_ReadItem]], index: Index, folder: str
 ) -> None:
-    """Read extents of a shard into the buffers of the read items that need them."""
+    """Read extents of a shard into the buffers of the read items that need them.
+
+    Args:
+        shard: `Shard`.
+        extents: Dict from an `Extent` of the shard to the items that need it.
+        index: `Index` of the checkpoint.
+        folder: String, path of the local folder with the files of the shard.
+    """
     entries = [index.tensors[extent.tensor] for extent in extents]
     prefix = os.path.join(folder, shard.prefix)
     keys = [files.tensor_key(e.name, x) for e, x in zip(entries, extents, strict=True)]

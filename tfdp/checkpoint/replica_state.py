@@ -142,9 +142,11 @@ def _shard_of(item: PerReplicaVariable, local: int, *, merges: bool) -> LocalSha
     component = _compat.local_value(item.variable, local)
 
     def read() -> np.ndarray:
+        """Return the value of the replica, flat."""
         return component.numpy().reshape(-1)
 
     def write(values: Any) -> None:
+        """Set the value of the replica, or merge a value into it."""
         values = np.reshape(values, component.shape)
         if merges:
             values = _MERGES[item.merge](component.numpy(), values)

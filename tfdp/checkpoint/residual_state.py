@@ -118,7 +118,14 @@ def _positions(model: Any) -> dict[int, int]:
 
 
 def _identity(name: tuple) -> str:
-    """Hash what `ResidualState.portable_name` returns, for the names of tensors."""
+    """Return a digest of a state's portable name, for the names of its tensors.
+
+    Args:
+        name: Tuple, the result of `ResidualState.portable_name`.
+
+    Returns:
+        String of 16 hexadecimal digits.
+    """
     return hashlib.sha256(repr(name).encode()).hexdigest()[:16]
 
 
@@ -138,10 +145,19 @@ def _compresses(model: Any) -> bool:
 def _tensor_to_write(
     state: ResidualState, identity: str, name: str, rank: int, replicas: LocalReplicas
 ) -> StateTensor:
-    """Return the state tensor to write for one replica and one array of a state."""
+    """Return the state tensor to write for one replica and one array of a state.
+
+    Args:
+        state: `ResidualState`.
+        identity: String, the result of `_identity`.
+        name: String, name of the array.
+        rank: Int, rank of the replica.
+        replicas: `LocalReplicas`.
+    """
     array = state.initial[name]
 
     def shard(local: int) -> LocalShard:
+        """Return the shard of a local replica, which can only be read."""
         read = functools.partial(_compat.elements_of, state.replicas[local][name])
         everything = functools.partial(read, 0, array.size)
         return LocalShard(0, array.size, everything, _raise_unsupported, read)
@@ -161,10 +177,21 @@ def _tensor_to_read(
     """Return the state tensor to read for one replica and one array of a state.
 
     The values that are read wait in `restored` until a step is traced.
+
+    Args:
+        entry: `TensorMetadata` of the tensor in the checkpoint.
+        identity: String, the result of `_identity`.
+        name: String, name of the array.
+        rank: Int, rank of the replica.
+        replicas: `LocalReplicas`.
+        restored: `RestoredResiduals`.
     """
 
     def shard(local: int) -> LocalShard:
+        """Return the shard of a local replica, which can only be written."""
+
         def write(values: Any) -> None:
+            """Store the values in `restored`, by identity, name and local replica."""
             by_name = restored.values.setdefault(identity, {})
             by_name.setdefault(name, {})[local] = np.array(values)
 

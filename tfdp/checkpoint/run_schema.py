@@ -14,7 +14,12 @@ _SEED = range(-(2**63), 2**64 + 1)
 
 
 def _check_words_and_position(value: Any, where: str) -> None:
-    """Raise `Malformed` unless a value has the words and position of a twister."""
+    """Raise `Malformed` unless a value has the words and position of a twister.
+
+    Args:
+        value: Value, as JSON has it.
+        where: String, place of the value in the file.
+    """
     schema.list_of(_WORD, least=625, most=625)(value, where)
     schema.check(value[-1], range(625), f"{where}[624]")
 
@@ -52,7 +57,13 @@ _WARMUP = {
 
 
 def _check_description(value: Any, where: str) -> None:
-    """Check the description of the data: one for all workers, or a list of them."""
+    """Raise `Malformed` unless a value describes the data.
+
+    Args:
+        value: Value, as JSON has it: one description for all workers, or a list of
+            those of each.
+        where: String, place of the value in the file.
+    """
     workers = schema.list_of(_DESCRIPTION, least=1)
     schema.check(value, workers if type(value) is list else _DESCRIPTION, where)
 

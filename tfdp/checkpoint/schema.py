@@ -7,8 +7,10 @@ A schema has the form of the values that it describes:
     tuple      list of the same length, with a schema for each value
     set        one of these strings
     range      integer in this range, not a bool
-    callable   function of a parsed JSON value and of its place in the file, a string;
-               raises `Malformed` if the value is wrong
+    callable   function of a parsed JSON value and of its place in the file, a string
+               such as "run.epoch"; raises `Malformed` if the value is wrong
+
+Below, `value` is always a parsed JSON value, and `where` its place in the file.
 """
 
 from __future__ import annotations
@@ -80,6 +82,7 @@ def check(value: Any, schema: Any, where: str) -> None:
 
 
 def _check_fields(value: Any, schema: dict[str, Any], where: str) -> None:
+    """Raise `Malformed` unless an object has the fields of a schema; see `check`."""
     if type(value) is not dict:
         refuse(value, where, "an object")
     fields = {key.removesuffix("?"): each for key, each in schema.items()}
@@ -93,6 +96,12 @@ def _check_fields(value: Any, schema: dict[str, Any], where: str) -> None:
 
 
 def _check_items(pairs: Iterable[tuple[Any, Any]], where: str) -> None:
+    """Raise `Malformed` unless the items of a list match their schemas.
+
+    Args:
+        pairs: Iterable of pairs of an item and its schema.
+        where: String, place of the list in the file.
+    """
     for place, (item, schema) in enumerate(pairs):
         check(item, schema, f"{where}[{place}]")
 
@@ -127,6 +136,7 @@ def optional(schema: Any) -> Callable:
     """Return a schema for `None` or a value of the given schema."""
 
     def check_optional(value: Any, where: str) -> None:
+        """Raise `Malformed` unless a value is `None` or matches the schema."""
         if value is not None:
             check(value, schema, where)
 
@@ -137,6 +147,7 @@ def list_of(schema: Any, least: int = 0, most: float = math.inf) -> Callable:
     """Return a schema for lists of `least` to `most` values of one schema."""
 
     def check_list(value: Any, where: str) -> None:
+        """Raise `Malformed` unless a value is a list of the right length and items."""
         check(value, [schema], where)
         if not least <= len(value) <= most:
             refuse(value, where, "a list of the right length")
@@ -148,6 +159,7 @@ def mapping(schema: Any) -> Callable:
     """Return a schema for objects with any names and values of one schema."""
 
     def check_mapping(value: Any, where: str) -> None:
+        """Raise `Malformed` unless a value is an object with matching values."""
         if type(value) is not dict:
             refuse(value, where, "an object")
         for key, item in value.items():
@@ -173,7 +185,7 @@ def check_depth(value: Any, where: str, depth: int = _DEPTH) -> None:
 
 
 def _shown(value: Any) -> str:
-    """Format a value for an error message, abbreviated to one short line."""
+    """Format a value for an error message in one short line, such as "a list of 3"."""
     if isinstance(value, (list, dict)):
         kind = "a list" if isinstance(value, list) else "an object"
         return f"{kind} of {len(value)}"

@@ -162,4 +162,5 @@ class Storage:
         os.rmdir(self.path)
 
     def _path(self, name: str) -> str:
+        """Return the path of a file or subfolder by its name."""
         return os.path.join(self.path, name)

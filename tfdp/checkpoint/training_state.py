@@ -185,7 +185,15 @@ def _load_plan(
     left_out: list[str],
     **more: Any,
 ) -> LoadPlan:
-    """Create a load plan of these tensors and of the state of compressors."""
+    """Create a load plan of these tensors and of the state of compressors.
+
+    Args:
+        model: Built Keras model.
+        index: `Index` of the file.
+        tensors: List of `StateTensor` to read into.
+        left_out: List of strings, names of saved tensors that are not read.
+        **more: Further fields of `LoadPlan`.
+    """
     residuals = plan_residuals(model, index)
     return LoadPlan(
         tensors + residuals.tensors,
@@ -197,7 +205,12 @@ def _load_plan(
 
 
 def _check_other_optimizers_built(model: keras.Model, saved: Sequence[str]) -> None:
-    """Raise if a file has the state of another optimizer that is not built yet."""
+    """Raise if a file has the state of another optimizer that is not built yet.
+
+    Args:
+        model: Built Keras model.
+        saved: Sequence of strings, names of the saved tensors.
+    """
     names = {_other_optimizer(name) for name in saved}
     for name, optimizer in other_optimizers(model).items():
         if name in names and not optimizer.built:
@@ -212,6 +225,10 @@ def _match_other_optimizers(
     tensors: Sequence[StateTensor], saved: Sequence[str]
 ) -> tuple[list[StateTensor], list[str]]:
     """Skip optimizers beside `model.optimizer` that only the model or the file has.
+
+    Args:
+        tensors: Sequence of `StateTensor` of the model.
+        saved: Sequence of strings, names of the saved tensors.
 
     Returns:
         Tuple of the tensors to read, and the names of saved tensors to skip.
@@ -238,7 +255,12 @@ def _other_optimizer(name: str) -> str | None:
 
 
 def _common_tensors(model: Any, arrays: dict[str, np.ndarray]) -> list[StateTensor]:
-    """Return the tensors that every backup has."""
+    """Return the tensors that every backup has.
+
+    Args:
+        model: Built Keras model.
+        arrays: Dict from names to the arrays of callbacks.
+    """
     tensors = model_state(model)
     for name, variable in _counters(model).items():
         tensors.append(replicated(model, f"{RUN_PREFIX}/counters/{name}", variable))
@@ -310,6 +332,7 @@ def _array_view(array: np.ndarray) -> VariableView:
     """Return a variable-like view of a callback's array."""
 
     def write(value: Any) -> None:
+        """Copy values into the array."""
         array[...] = np.asarray(value).reshape(array.shape)
 
     return VariableView("", array.shape, lambda: array, write)

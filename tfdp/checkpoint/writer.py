@@ -91,6 +91,9 @@ def remove_checkpoint(storage: Storage) -> None:
     """Remove the files of all saves, and the directory if it is empty then.
 
     A directory without files of saves does not change.
+
+    Args:
+        storage: `Storage` of the checkpoint.
     """
     with contextlib.suppress(OSError):
         if storage.is_link:
@@ -143,7 +146,15 @@ def write_local_shards(
 
 
 def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
-    """Read the lists of shards of all workers, and check the sizes of the files."""
+    """Read the lists of shards of all workers, and check the sizes of the files.
+
+    Args:
+        folder: `Storage`, the data folder.
+        num_workers: Int, number of workers that have written lists.
+
+    Returns:
+        Tuple of `Shard`, those of all workers.
+    """
     shards: list[Shard] = []
     for worker in range(num_workers):
         name = _list_name(worker)
@@ -155,7 +166,7 @@ def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
                 "that all workers share"
             ) from error
         shards.extend(shards_from_json(json.loads(text)))
-        # Otherwise a later save removes the list with its folder.
+        # If the store fails, a later save removes the list with its folder.
         with contextlib.suppress(StoreError):
             folder.remove_file(name)
     files.verify_files(shards, folder, contents=False)
@@ -215,7 +226,11 @@ def replace_index(storage: Storage, token: str, text: str) -> None:
 
 
 class _ShardReader:
-    """Reads local shards for writing: each shard once, with one in memory at a time."""
+    """Reads local shards for writing: each shard once, with one in memory at a time.
+
+    Args:
+        state: Sequence of `StateTensor`.
+    """
 
     def __init__(self, state: Sequence[StateTensor]) -> None:
         self._state = state
@@ -247,7 +262,7 @@ class _ShardReader:
 
 
 def _sync(folder: str, name: str) -> File:
-    """Sync a file to the disk, and return its name, size and checksum."""
+    """Sync a file of a folder to the disk; return its name, size and checksum."""
     with open(os.path.join(folder, name), "rb") as file:
         os.fsync(file.fileno())
         return File(name, os.fstat(file.fileno()).st_size, files.checksum(file))

@@ -113,7 +113,13 @@ def _with_job_names(spec: Any) -> Any:
 
 
 def _parse(text: str, name: str, cloud: str) -> Any:
-    """Parse JSON; an error names the variable or file and the cloud."""
+    """Parse JSON; an error names the variable or file and the cloud.
+
+    Args:
+        text: String, JSON.
+        name: String, name of the variable or file.
+        cloud: String, name of the cloud that has set it.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

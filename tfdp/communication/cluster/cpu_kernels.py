@@ -119,7 +119,7 @@ def gradient_factor() -> float:
 
 
 def _seconds(compute: Callable[[], Any]) -> float:
-    """Return the shortest of several run times, after one run to warm up."""
+    """Return the shortest run time of `compute`, in seconds, after a run to warm up."""
     compute()
     times = []
     for _ in range(_REPEATS):

@@ -52,7 +52,13 @@ def start_deadline(sentence: str, limit_seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _guard(limit_seconds: float, *arguments: str) -> Iterator[None]:
-    """Run the guard process, `main`, during the block."""
+    """Run the guard process, `main`, during the block.
+
+    Args:
+        limit_seconds: Float, time until this process is killed.
+        *arguments: Strings, further arguments of the guard: `"--others"` and addresses,
+            or `"--say"` and a sentence.
+    """
     # Without site packages and user settings the interpreter starts fast.
     script = [sys.executable, "-I", "-S", __file__]
     limits = [str(os.getpid()), str(limit_seconds)]

@@ -93,7 +93,13 @@ def has_mpi4py() -> bool:
 def _find(
     launchers: Mapping[str, tuple[str, ...]], environ: Mapping[str, str]
 ) -> LaunchedRank | None:
-    """Return the rank by the first launcher that has started several processes."""
+    """Return the rank by the first launcher that has started several processes.
+
+    Args:
+        launchers: Mapping from a launcher to names of variables: that of the rank, then
+            those that may hold the number of processes.
+        environ: Mapping of environment variables.
+    """
     for launcher, (rank_name, *size_names) in launchers.items():
         rank = environ.get(rank_name, "")
         for name in size_names:

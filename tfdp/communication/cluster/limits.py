@@ -13,7 +13,8 @@ from tfdp.ground.text import pluralize
 _SERVER_FILES = 8
 # A mesh's listening sockets, and the socket pair that wakes its thread.
 _MESH_FILES = 4
-# Channels for collectives of replicas, and one for small values of the workers.
+# Lanes of a worker, each with a connection to every other worker: four channels for
+# collectives of replicas, and one for small values of the workers.
 _NUM_LANES = 5
 # Estimate of the threads of a worker; /proc/self/status shows 138 on two cores.
 _THREADS, _THREADS_PER_CORE = 120, 8
@@ -87,7 +88,7 @@ def limit_of_threads() -> int | None:
 
 
 def _check_threads() -> None:
-    """Check this user's limit of threads against those of a worker."""
+    """Raise if this user's limit of threads is too low for one more worker."""
     limit, needed = limit_of_threads(), needed_threads()
     if limit is None:
         return
@@ -108,7 +109,7 @@ def _check_threads() -> None:
 
 
 def _check_files(num_workers: int, *, one_host: bool, connects: bool) -> None:
-    """Check the limit of open files against those of a worker."""
+    """Raise if the limit of open files is too low, see `needed_files`."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
@@ -142,6 +143,10 @@ def lack_of_files(error: OSError) -> str | None:
 
 
 def _remedy(needed: int) -> str:
-    """Return advice to raise the limit of open files to a sufficient power of two."""
+    """Return a sentence that advises to raise the limit of open files.
+
+    Args:
+        needed: Int, number of files; the limit in the advice is a larger power of two.
+    """
     enough = 1 << max(10, needed.bit_length())
     return f"Raise the limit where the workers are started, by `ulimit -n {enough}`."

@@ -114,7 +114,11 @@ def _rank_and_num_workers() -> tuple[int, int]:
 
 
 def _uses_other_source(launched: LaunchedRank) -> bool:
-    """Whether `TF_CONFIG` or a Slurm step, rather than MPI, defines the cluster."""
+    """Whether `TF_CONFIG` or a Slurm step, rather than MPI, defines the cluster.
+
+    Args:
+        launched: `LaunchedRank` of this process.
+    """
     is_set = Cluster.from_tf_config(os.environ.get("TF_CONFIG", "")) is not None
     return is_set or is_of_slurm(launched)
 
@@ -156,40 +160,49 @@ def agree_on_cluster(job: MpiJob, timeout_seconds: float | None = None) -> Clust
         placement = ProcessPlacement(
             host_key(), own_addresses(), ports[0], token, visible_gpus()
         )
-        places = [
-            ProcessPlacement(**facts)
-            for facts in job.exchange(dataclasses.asdict(placement), timeout_seconds)
+        placements = [
+            ProcessPlacement(**fields)
+            for fields in job.exchange(dataclasses.asdict(placement), timeout_seconds)
         ]
-        reachable = _probe_other_hosts(job.rank, places)
+        reachable = _probe_other_hosts(job.rank, placements)
         views = job.exchange({"reached": reachable}, timeout_seconds)
-        hosts = choose_hosts(places, [view["reached"] for view in views])
+        hosts = choose_hosts(placements, [view["reached"] for view in views])
         # Ports stay reserved until all processes have chosen, because another process's
         # probe needs an answer on them.
         job.exchange({}, timeout_seconds)
-    _divide_gpus(job.rank, places)
+    _divide_gpus(job.rank, placements)
     workers = tuple(
         join_address(host, place.port)
-        for host, place in zip(hosts, places, strict=True)
+        for host, place in zip(hosts, placements, strict=True)
     )
     return Cluster(workers, task_index=job.rank)
 
 
-def _first_ranks(places: Sequence[ProcessPlacement]) -> dict[str, int]:
-    """Return the lowest rank of each host."""
+def _first_ranks(placements: Sequence[ProcessPlacement]) -> dict[str, int]:
+    """Return the lowest rank of each host, by the host's key."""
     firsts: dict[str, int] = {}
-    for rank, place in enumerate(places):
+    for rank, place in enumerate(placements):
         firsts.setdefault(place.host, rank)
     return firsts
 
 
 def _probe_other_hosts(
-    rank: int, places: Sequence[ProcessPlacement]
+    rank: int, placements: Sequence[ProcessPlacement]
 ) -> dict[str, list[str]]:
-    """Return the addresses of other hosts that are reachable from here, by rank."""
-    firsts = _first_ranks(places)
-    if firsts[places[rank].host] != rank:
+    """Return the addresses of other hosts that are reachable from here.
+
+    Args:
+        rank: Int, rank of this process.
+        placements: Sequence of `ProcessPlacement`, in the order of ranks.
+
+    Returns:
+        Dict from the first rank of a host, as text, to its addresses; empty if this
+        process is not the first of its host.
+    """
+    firsts = _first_ranks(placements)
+    if firsts[placements[rank].host] != rank:
         return {}  # the first process of this host probes for all of them
-    others = {r: places[r] for r in firsts.values() if r != rank}
+    others = {r: placements[r] for r in firsts.values() if r != rank}
     found = reachable_addresses(
         {r: (p.addresses, p.port, p.token) for r, p in others.items()}
     )
@@ -236,7 +249,14 @@ def _unreachable(
     others: Sequence[int],
     views: Sequence[dict[str, list[str]]],
 ) -> str:
-    """Format the error of a host that the other hosts do not reach at one address."""
+    """Format the error of a host that the other hosts do not reach at one address.
+
+    Args:
+        rank: Int, the first rank of the host.
+        place: `ProcessPlacement` of that rank.
+        others: Sequence of ints, the first ranks of the other hosts.
+        views: Sequence of dicts, see `choose_hosts`.
+    """
     sizes = [(len(views[r].get(str(rank), ())), r) for r in others]
     at = min(sizes)[1]
     tried = ", ".join(place.addresses) or "none"
@@ -248,9 +268,16 @@ def _unreachable(
     )
 
 
-def _divide_gpus(rank: int, places: Sequence[ProcessPlacement]) -> None:
-    """Give each process of a host its part of the GPUs, if all see the same ones."""
-    peers = [r for r, place in enumerate(places) if place.host == places[rank].host]
-    gpus: Any = places[rank].gpus
-    if all(places[r].gpus == gpus for r in peers):
+def _divide_gpus(rank: int, placements: Sequence[ProcessPlacement]) -> None:
+    """Give this process its part of the host's GPUs, if all processes see the same.
+
+    Args:
+        rank: Int, rank of this process.
+        placements: Sequence of `ProcessPlacement`, in the order of ranks.
+    """
+    peers = [
+        r for r, place in enumerate(placements) if place.host == placements[rank].host
+    ]
+    gpus: Any = placements[rank].gpus
+    if all(placements[r].gpus == gpus for r in peers):
         os.environ.update(own_gpus(peers.index(rank), len(peers), gpus))

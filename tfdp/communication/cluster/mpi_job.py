@@ -84,10 +84,9 @@ class _Pending:
 
     def is_over(self) -> bool:
         """Test whether all requests have completed or been cancelled."""
+        # Every request is tested, since MPI frees a request when `Test` succeeds.
         done = [request.Test() for request in (*self.sends, *self.receives)]
-        return all(
-            done
-        )  # all are tested, since MPI frees a request when `Test` succeeds
+        return all(done)
 
     def stop_receiving(self) -> None:
         """Cancel the receives without a message; the others complete."""
@@ -258,7 +257,15 @@ class _Inbox:
     def wait(
         self, ranks: Sequence[int], timeout_seconds: float | None
     ) -> dict[int, bytes]:
-        """Wait for a message of each rank, with a warning that names the late ranks."""
+        """Wait for a message of each rank, with a warning that names the late ranks.
+
+        Args:
+            ranks: Sequence of ints, MPI ranks of the senders.
+            timeout_seconds: Float or `None`, no limit.
+
+        Returns:
+            Dict from rank to message.
+        """
         backoff = Backoff(LONGEST_PAUSE_SECONDS)
         begin = time.monotonic()
         while missing := [rank for rank in ranks if not self._has_received(rank)]:
@@ -299,14 +306,19 @@ class _Inbox:
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks for a message, at most eight of them."""
+    """Format ranks for a message, at most eight of them: `"ranks 1, 2 and 5 more"`."""
     few = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {few}{more}"
 
 
 def _drain(mpi: Any, comm: Any) -> None:
-    """Receive and drop the messages that have arrived on a communicator."""
+    """Receive and drop the messages that have arrived on a communicator.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        comm: MPI communicator.
+    """
     status = mpi.Status()
     while comm.Iprobe(status=status):
         dropped = bytearray(status.Get_count(mpi.BYTE))

@@ -127,7 +127,15 @@ def library_of(mpi: Any) -> str:
 
 
 def _check_library(launched: LaunchedRank | None, vendor: str, library: str) -> None:
-    """Reject a library that the launcher cannot start: it aborts, or runs alone."""
+    """Raise for an MPI library whose processes the launcher does not connect.
+
+    Such processes abort, or each runs alone.
+
+    Args:
+        launched: `LaunchedRank` of this process, or `None`.
+        vendor: String, name of the library, such as `"Open MPI"`.
+        library: String, name and version of the library.
+    """
     if launched is None:
         return
     is_open = vendor == "Open MPI"
@@ -145,13 +153,25 @@ def _configuration() -> str:
 
 
 def _check_size(launched: LaunchedRank | None, size: int, library: str) -> None:
-    """Check that MPI has as many processes as the launcher has started."""
+    """Raise unless MPI has as many processes as the launcher has started.
+
+    Args:
+        launched: `LaunchedRank` of this process, or `None`.
+        size: Int, number of MPI's processes.
+        library: String, name and version of the MPI library.
+    """
     if launched is not None and size != launched.size:
         raise ValueError(_another_mpi(launched, library, "another"))
 
 
 def _another_mpi(launched: LaunchedRank, library: str, launcher: str) -> str:
-    """Format the error that mpi4py's MPI is not the one of the launcher."""
+    """Format the error that mpi4py's MPI is not the one of the launcher.
+
+    Args:
+        launched: `LaunchedRank` of this process.
+        library: String, name and version of mpi4py's MPI library.
+        launcher: String, the possessive of the launcher's MPI, such as `"Open MPI's"`.
+    """
     return (
         f"mpi4py has loaded {library}, and the job was started by {launcher} mpiexec: "
         "the processes do not see each other. Start the job with the mpiexec of "
@@ -163,7 +183,13 @@ def _another_mpi(launched: LaunchedRank, library: str, launcher: str) -> str:
 def _initialize(
     mpi: Any, launched: LaunchedRank | None, timeout_seconds: float | None
 ) -> None:
-    """Run MPI_Init with a guard process, since it may block without a timeout."""
+    """Run MPI_Init with a guard process, since it may block without a timeout.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        launched: `LaunchedRank` of this process, or `None`.
+        timeout_seconds: Float or `None`, five minutes.
+    """
     limit = timeout_seconds or _DEFAULT_START_SECONDS
     place = f"rank {launched.rank} of {launched.size}" if launched else "this process"
     sentence = (
@@ -176,7 +202,12 @@ def _initialize(
 
 
 def _lock_of(mpi: Any, library: str) -> contextlib.AbstractContextManager:
-    """Return the lock around calls of MPI that its level of thread support needs."""
+    """Return the lock around calls of MPI that its level of thread support needs.
+
+    Args:
+        mpi: The module `mpi4py.MPI`.
+        library: String, name and version of the MPI library.
+    """
     level = mpi.Query_thread()
     if level == mpi.THREAD_MULTIPLE:
         return contextlib.nullcontext()
@@ -198,7 +229,7 @@ def _program() -> str:
 
 
 def _check_programs(programs: Sequence[str]) -> None:
-    """Check that all ranks run the same program."""
+    """Raise unless all ranks run the same program; `programs` are names by rank."""
     if len(set(programs)) > 1:
         first = programs[0]
         rank, other = next((r, p) for r, p in enumerate(programs) if p != first)

@@ -16,7 +16,7 @@ _RESOLVE_SECONDS = 2.0
 
 
 def _addresses_of(host: str) -> list[str]:
-    """Resolve a host name by the system's resolver."""
+    """Return the IP addresses of a host name, by the system's resolver."""
     return [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
 
 
@@ -86,6 +86,7 @@ def _group(labels: Sequence[Hashable]) -> Topology:
 
 
 def _check_node_size(node_size: int, num_replicas: int) -> None:
+    """Raise unless `node_size` is positive and divides the number of replicas."""
     checked_integer("node_size", node_size, 1)
     if num_replicas % node_size:
         raise ValueError(
@@ -96,6 +97,7 @@ def _check_node_size(node_size: int, num_replicas: int) -> None:
 
 
 def _check_nodes(nodes: Sequence[str], num_workers: int) -> None:
+    """Raise unless `nodes` is a list of names, one for each worker."""
     if isinstance(nodes, str) or not isinstance(nodes, Sequence):
         raise ValueError(
             "`nodes` must be a list with the name of each worker's node. "
@@ -118,7 +120,12 @@ def _check_nodes(nodes: Sequence[str], num_workers: int) -> None:
 def _machine_numbers(
     hosts: Sequence[str], resolve: Callable[[str], Iterable[str]]
 ) -> list[int]:
-    """Return a machine number for each host; hosts that share an address share it."""
+    """Return a number for each host, the same for hosts that share an address.
+
+    Args:
+        hosts: Sequence of strings, names or addresses.
+        resolve: Callable, see `topology_of`.
+    """
     names = [host.lower() for host in hosts]
     machines: list[set[str]] = []
     for name, addresses in _resolve_all(dict.fromkeys(names), resolve).items():
@@ -133,12 +140,21 @@ def _machine_numbers(
 def _resolve_all(
     names: Iterable[str], resolve: Callable[[str], Iterable[str]]
 ) -> dict[str, list[str]]:
-    """Resolve each name once, concurrently; a failure gives an empty list."""
+    """Resolve each name once, concurrently; a failure gives an empty list.
+
+    Args:
+        names: Iterable of strings, names or addresses of hosts.
+        resolve: Callable, see `topology_of`.
+
+    Returns:
+        Dict from a name to its addresses.
+    """
     found = {name: [] if (at := _address(name)) is None else [at] for name in names}
     # A single host needs no look-up: all of its workers are on one node.
     unknown = [name for name, at in found.items() if not at and len(found) > 1]
 
     def look_up(name: str) -> list[str]:
+        """Return the addresses of a host name, normalized; none if it has none."""
         try:
             return [_address(text) or text for text in resolve(name)]
         except (OSError, UnicodeError):  # UnicodeError: not a valid host name

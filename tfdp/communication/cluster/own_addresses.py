@@ -59,6 +59,7 @@ def own_addresses() -> list[str]:
 
 
 def _addresses_of_name() -> list[str]:
+    """Return the IP addresses to which this host's name resolves."""
     with contextlib.suppress(OSError):
         infos = socket.getaddrinfo(socket.gethostname(), None)
         return [str(info[4][0]) for info in infos]
@@ -66,6 +67,7 @@ def _addresses_of_name() -> list[str]:
 
 
 def _addresses_of_interfaces() -> list[str]:
+    """Return the IP addresses of all network interfaces, IPv4 first."""
     # Interfaces that are down are included: a link reports late that it is up, and a
     # probe shows which addresses work.
     # Benchmarks import this module in environments without psutil.
@@ -118,7 +120,13 @@ def answer_with_token(bound: socket.socket) -> Iterator[str]:
 
 
 def _answer(listener: socket.socket, token: str, is_over: threading.Event) -> None:
-    """Send the token to each connection until the event is set."""
+    """Send the token to each connection until the event is set.
+
+    Args:
+        listener: Listening socket.
+        token: String.
+        is_over: `threading.Event` that ends the thread.
+    """
     listener.settimeout(0.1)
     while not is_over.is_set():
         with contextlib.suppress(OSError):
@@ -126,9 +134,8 @@ def _answer(listener: socket.socket, token: str, is_over: threading.Event) -> No
             with connection:
                 connection.settimeout(1.0)
                 connection.sendall(token.encode())
-                connection.recv(
-                    1
-                )  # the client closes first, so no TIME_WAIT holds the port
+                # The client closes first, so that no TIME_WAIT holds the port.
+                connection.recv(1)
 
 
 def reachable_addresses(
@@ -189,6 +196,7 @@ def call_at_once(
     results: dict[_Item, _Result] = {}
 
     def call(item: _Item) -> None:
+        """Store the result of one call."""
         results[item] = function(item)
 
     # The threads are daemons, because a look-up of a host name cannot be interrupted

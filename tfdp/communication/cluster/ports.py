@@ -19,7 +19,7 @@ from tfdp.ground import user_code
 from tfdp.ground.forks import close_in_forks
 
 _WARN_AFTER_SECONDS = 10.0
-# All workers must accept connections within this time of each other.
+# Time limit of one round of probes, in which the ports of all workers must answer.
 _TOGETHER_SECONDS = 1.0
 _LOWEST_PORT = 10000
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
@@ -77,13 +77,19 @@ def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
 
 
 def _probe_workers(cluster: Cluster, timeout_seconds: float) -> dict[int, ProbeResult]:
-    """Return the last `ProbeResult` of each worker that accepts no connection."""
+    """Return the last `ProbeResult` of each worker that accepts no connection, by rank.
+
+    Args:
+        cluster: `Cluster` whose other workers are probed.
+        timeout_seconds: Float, seconds to keep trying.
+    """
     deadline = time.monotonic() + timeout_seconds
     own_rank = None if cluster.is_evaluator else cluster.rank
     ranks = [rank for rank in range(cluster.num_workers) if rank != own_rank]
     found = dict.fromkeys(ranks, ProbeResult.NONE)
 
     def try_until(rank: int) -> None:
+        """Probe a worker until its port accepts, or the deadline has passed."""
         while found[rank] is not ProbeResult.ACCEPTED:
             left = deadline - time.monotonic()
             found[rank] = probe_port(cluster.workers[rank], max(left, 0.05))
@@ -92,7 +98,8 @@ def _probe_workers(cluster: Cluster, timeout_seconds: float) -> dict[int, ProbeR
             time.sleep(0.1)
 
     call_at_once(try_until, ranks, timeout_seconds)
-    # A copy, because threads that have not returned in time may still write to it.
+    # The dict is copied, because threads that have not returned in time may still write
+    # to it.
     return {r: at for r, at in found.copy().items() if at is not ProbeResult.ACCEPTED}
 
 
@@ -123,8 +130,8 @@ def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[i
     limit = float("inf") if timeout_seconds is None else timeout_seconds
     with _listening(cluster.workers[cluster.rank], cluster.num_workers):
         while True:
-            # All must answer in one short round: a worker that answered an earlier
-            # round may have given up since.
+            # All workers must answer in one short round of probes: a worker that has
+            # answered an earlier round may have given up since.
             found = _probe_workers(cluster, _TOGETHER_SECONDS)
             missing = sorted(found)
             waited = time.monotonic() - begin
@@ -167,7 +174,12 @@ def describe_workers(cluster: Cluster, ranks: list[int]) -> str:
 
 @contextlib.contextmanager
 def _listening(address: str, num_workers: int) -> Iterator[None]:
-    """Listen on a port; the kernel completes connections without an `accept`."""
+    """Listen on this task's port; the kernel completes connections without `accept`.
+
+    Args:
+        address: String, this task's `"host:port"`.
+        num_workers: Int, number of workers that may connect.
+    """
     check_port_free(address)
     _, port = split_address(address)
     server = _bind(port, reuses=True)

@@ -87,7 +87,7 @@ def kill_children(
 
 
 def _has_ended(pid: int, options: int = 0) -> bool:
-    """Return whether a child has ended; reap it unless `os.WNOWAIT` is given."""
+    """Return whether a child has ended; reap it unless `options` is `os.WNOWAIT`."""
     try:
         return bool(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | options))
     except ChildProcessError:

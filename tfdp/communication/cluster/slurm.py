@@ -51,7 +51,12 @@ def read(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _rank(environ: Mapping[str, str], counts: list[int]) -> int:
-    """Return this task's rank, counted node by node."""
+    """Return this task's rank, counted node by node.
+
+    Args:
+        environ: Mapping of environment variables.
+        counts: List of ints, the number of tasks on each node.
+    """
     if "SLURM_NODEID" not in environ or "SLURM_LOCALID" not in environ:
         return _read_int(environ, "SLURM_PROCID", default=0)
     node = _read_int(environ, "SLURM_NODEID", default=0)
@@ -68,7 +73,13 @@ def _rank(environ: Mapping[str, str], counts: list[int]) -> int:
 def _tasks_per_node(
     environ: Mapping[str, str], num_nodes: int, num_tasks: int
 ) -> list[int]:
-    """Return the number of tasks on each node of the step."""
+    """Return the number of tasks on each node of the step.
+
+    Args:
+        environ: Mapping of environment variables.
+        num_nodes: Int, number of nodes of the step.
+        num_tasks: Int, number of tasks of the step.
+    """
     name = "SLURM_STEP_TASKS_PER_NODE"
     if name not in environ and num_nodes == 1:
         return [num_tasks]
@@ -84,7 +95,12 @@ def _tasks_per_node(
 
 
 def _base_port(environ: Mapping[str, str], tasks_per_node: int) -> int:
-    """Return the first port of the step's block, chosen by the ids of job and step."""
+    """Return the first port of the step's block, chosen by the ids of job and step.
+
+    Args:
+        environ: Mapping of environment variables.
+        tasks_per_node: Int, number of ports of a block.
+    """
     job = environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID") or "0"
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or "0"
     if not (job.isdecimal() and step.isdecimal()):
@@ -99,7 +115,7 @@ def _base_port(environ: Mapping[str, str], tasks_per_node: int) -> int:
 
 
 def _read_int(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Parse a variable as a number."""
+    """Parse an environment variable as an int, `default` if it is not set."""
     text = environ.get(name, str(default))
     if not text.isdecimal():
         raise ValueError(
@@ -143,7 +159,12 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _expand_range(ranges: str, text: str) -> list[str]:
-    """Expand `"01-03,7"` into `["01", "02", "03", "7"]`."""
+    """Expand `"01-03,7"` into `["01", "02", "03", "7"]`.
+
+    Args:
+        ranges: String, numbers and ranges with commas between them.
+        text: String, the whole list of hosts, for the error message.
+    """
     numbers: list[str] = []
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
@@ -184,7 +205,12 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def _not_a_list(name: str, text: str) -> str:
-    """Format the error of a variable that is not a list in Slurm's format."""
+    """Format the error of a variable that is not a list in Slurm's format.
+
+    Args:
+        name: String, name of the variable.
+        text: String, its value.
+    """
     return (
         f"{name} is not a list in Slurm's form; start the tasks with srun, or set "
         f"TF_CONFIG instead. Received: {text!r}"

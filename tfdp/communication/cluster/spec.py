@@ -191,7 +191,7 @@ class Cluster:
 
 
 def _check_addresses(addresses: tuple[str, ...]) -> None:
-    """Check that all addresses are valid and distinct."""
+    """Raise unless all addresses are valid and distinct."""
     seen: dict[tuple[str, int], str] = {}
     for address in addresses:
         place = canonical_address(address)
@@ -205,7 +205,7 @@ def _check_addresses(addresses: tuple[str, ...]) -> None:
 
 
 def _check_index(cluster: Cluster) -> None:
-    """Check that the cluster has this task."""
+    """Raise unless the cluster has this task, by the index in its job."""
     index, job = cluster.task_index, cluster.task_type
     if isinstance(index, bool) or not isinstance(index, int):
         raise ValueError(
@@ -235,6 +235,7 @@ def _check_index(cluster: Cluster) -> None:
 
 
 def _check_devices_per_worker(devices: object) -> None:
+    """Raise unless the number of devices is `None` or an int from 1 to 1024."""
     if devices is None:
         return
     is_int = isinstance(devices, int) and not isinstance(devices, bool)
@@ -247,6 +248,7 @@ def _check_devices_per_worker(devices: object) -> None:
 
 
 def _check_rebalance(rebalance: object) -> None:
+    """Raise unless `rebalance` is a bool."""
     if not isinstance(rebalance, bool):
         raise ValueError(
             "rebalance (in the 'tfdp' key of TF_CONFIG) must be true or false. "

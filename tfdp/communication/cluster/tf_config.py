@@ -101,7 +101,7 @@ def _load_object(text: str) -> dict[str, Any]:
 
 
 def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return the addresses of each of the three jobs."""
+    """Return the addresses of each job: chief, worker and evaluator."""
     cluster = config.get("cluster")
     if cluster is None:
         cluster = {}
@@ -127,7 +127,7 @@ def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 def _read_task(config: dict[str, Any]) -> tuple[str, int]:
-    """Return type and index of this task."""
+    """Return type and index of this task, such as `("worker", 1)`."""
     task = config.get("task")
     if not isinstance(task, dict) or "type" not in task or "index" not in task:
         raise ValueError(

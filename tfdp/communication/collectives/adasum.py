@@ -103,6 +103,7 @@ def adasum_across_nodes(
     scatter, gather = PHASES["ring"]
 
     def scatter_and_combine(flat: tf.Tensor, member: Member) -> tf.Tensor:
+        """Reduce-scatter in the node; combine the slice with those of other nodes."""
         piece = scatter(flat, member)
         assert piece is not None
         size = piece.shape[0]
@@ -140,7 +141,12 @@ class _Groups:
 
 
 def _create_groups(caller: Member, members: Partition) -> _Groups:
-    """Create all groups by distance, in the same order on every replica."""
+    """Create all groups by distance, in the same order on every replica.
+
+    Args:
+        caller: `Member` of the group of all replicas.
+        members: `Partition`, the positions of the replicas of each member.
+    """
     group, position = caller.group, caller.position
     core = power_of_two_in(len(members))
     pairs, is_swapped, blocks = {}, {}, {}
@@ -164,7 +170,13 @@ def _create_groups(caller: Member, members: Partition) -> _Groups:
 def _position_pairs(
     members: Partition, lower: Sequence[int], distance: int
 ) -> list[tuple[int, int]]:
-    """Pair the positions with the same slice in two members, the lower one first."""
+    """Pair the positions with the same slice in two members, the lower one first.
+
+    Args:
+        members: `Partition`, the positions of the replicas of each member.
+        lower: Sequence of ints, the lower member of each pair of members.
+        distance: Int, from the lower member to the other one.
+    """
     return [
         pair
         for index in lower
@@ -173,17 +185,24 @@ def _position_pairs(
 
 
 def _combine(flat: tf.Tensor, sizes: Sequence[int], groups: _Groups) -> tf.Tensor:
-    """Combine a slice of the members' tensors; all members get the whole slice."""
+    """Combine a slice of the members' tensors; all members get the whole slice.
+
+    Args:
+        flat: Flat tensor, the caller's slice.
+        sizes: Sequence of ints, elements of each gradient in the slice.
+        groups: `_Groups` of the caller.
+
+    Returns:
+        Flat tensor, the combined slice.
+    """
     length, core = flat.shape[0], power_of_two_in(groups.num_members)
     if groups.num_members == 1 or length == 0:
         return tf.identity(flat)
     missing = -length % core
     if missing:
         flat = tf.pad(flat, [[0, missing]])
-    sizes = [
-        *sizes,
-        flat.shape[0] - sum(sizes),
-    ]  # the padding counts as one more gradient
+    # The padding counts as one more gradient.
+    sizes = [*sizes, flat.shape[0] - sum(sizes)]
     if groups.member >= core:
         _send(flat, groups, core, from_lower=False)
         return _send(flat, groups, core, from_lower=True)[:length]
@@ -208,8 +227,16 @@ def _exchange_halves(
 ) -> tuple[tf.Tensor, tf.Tensor, int]:
     """Exchange halves in a pair; return both members' data of this replica's half.
 
-    The half that is kept is rounded like the half that is sent. The third result is the
-    index of the half.
+    The half that is kept is rounded like the half that is sent.
+
+    Args:
+        flat: Flat tensor of even length, the caller's data.
+        groups: `_Groups` of the caller.
+        distance: Int, distance between the members of the pair.
+
+    Returns:
+        Tuple of the half of the lower member, that of the upper member, and the index
+        of the half.
     """
     pair = _pair_of(groups, distance)
     halves = tf.reshape(flat, [2, flat.shape[0] // 2])
@@ -226,13 +253,20 @@ def _exchange_halves(
 def _send(
     flat: tf.Tensor, groups: _Groups, distance: int, *, from_lower: bool
 ) -> tf.Tensor:
-    """Broadcast from one member of a pair to the other."""
+    """Broadcast in the caller's pair at a distance, from the lower or upper member.
+
+    Args:
+        flat: Flat tensor; only that of the sending member is used.
+        groups: `_Groups` of the caller.
+        distance: Int, distance between the members of the pair.
+        from_lower: Bool, whether the lower member sends.
+    """
     source = int(from_lower == groups.is_swapped[distance])
     return _pair_of(groups, distance).broadcast(flat, source)
 
 
 def _pair_of(groups: _Groups, distance: int) -> Member:
-    """Return the replica as a member of its pair at a distance."""
+    """Return the caller as a `Member` of its pair at a distance."""
     return groups.caller.inside(groups.pairs[distance])
 
 
@@ -243,7 +277,18 @@ def _combine_pair(
     groups: _Groups,
     distance: int,
 ) -> tf.Tensor:
-    """Combine parts of two tensors, with dot products summed over the block."""
+    """Combine parts of two tensors, with dot products summed over the block.
+
+    Args:
+        lower: Flat tensor of the lower member of the pair.
+        upper: Flat tensor of the upper member.
+        sizes: Sequence of ints, elements of each gradient in these tensors.
+        groups: `_Groups` of the caller.
+        distance: Int, distance between the members of the pair.
+
+    Returns:
+        Flat tensor, the combined part.
+    """
     block = groups.caller.inside(groups.blocks[distance])
     dtype = lower.dtype
     wide = tf.float32 if dtype.size < tf.float32.size else dtype
@@ -269,7 +314,11 @@ def _dot_products(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
 
 
 def _coefficients(products: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return both coefficients, `[num_gradients]`, 1 if a gradient is zero."""
+    """Return the factors of both gradients, `[num_gradients]`, 1 for a zero gradient.
+
+    Args:
+        products: Tensor of shape `[num_gradients, 3]`, see `_dot_products`.
+    """
     aa, ab, bb = tf.unstack(products, axis=1)
     half = ab / 2.0
     return (
@@ -279,11 +328,16 @@ def _coefficients(products: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _sizes_in_range(sizes: Sequence[int], begin: int, length: int) -> list[int]:
-    """Return how many elements of each concatenated tensor lie in a range.
+    """Return the number of elements of each concatenated tensor in a range.
+
+    Args:
+        sizes: Sequence of ints, elements of each tensor.
+        begin: Int, first element of the range.
+        length: Int, number of elements of the range.
 
     Example:
 
-    >>> _part([4, 2, 6], 5, 3)
+    >>> _sizes_in_range([4, 2, 6], 5, 3)
     [0, 1, 2]
     """
     found, start = [], 0

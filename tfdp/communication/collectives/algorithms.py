@@ -1,5 +1,8 @@
 """All-reduce algorithms: one function each, from a tensor and a group to the sum.
 
+In the functions of their phases, `flat` is the calling replica's flat, padded tensor,
+`member` the replica in its group, and `shard` its part of the sum.
+
 Each composes primitives over groups and subgroups in two phases, a reduce-scatter and
 an all-gather. The algorithms differ in the pairs that communicate, the number of steps
 and the bytes. Every replica calls the same one at the same point. The pairs that
@@ -31,7 +34,17 @@ Pairs = tuple[ProcessGroup | None, ...]
 def in_two_phases(
     tensor: tf.Tensor, member: Member, scatter: Scatter, gather: Gather
 ) -> tf.Tensor:
-    """All-reduce a tensor of any shape by two phases over its flat, padded form."""
+    """All-reduce a tensor of any shape by two phases over its flat, padded form.
+
+    Args:
+        tensor: Tensor of known shape.
+        member: `Member`, the calling replica in its group.
+        scatter: Callable, the first phase, see `Scatter`.
+        gather: Callable, the second phase, see `Gather`.
+
+    Returns:
+        A tensor like `tensor`, the sum over the group.
+    """
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
     with tf.device(member.group.devices[member.replica]):
@@ -72,18 +85,33 @@ def _tree_broadcast(
 
 
 def _has_partner(member: Member, distance: int) -> bool:
-    """Whether a position has a child at a distance in the binomial tree."""
+    """Whether the replica has a child in the binomial tree, `distance` above it."""
     is_first = member.position % (2 * distance) == 0
     return is_first and member.position + distance < member.group.size
 
 
 def _send(flat: tf.Tensor, member: Member, pairs: Pairs, *, upwards: bool) -> tf.Tensor:
-    """Broadcast within each pair, `upwards` from the lower to the higher position."""
+    """Broadcast within each pair, `upwards` from the lower to the higher position.
+
+    Args:
+        flat: Flat tensor; only that of the sending replica is used.
+        member: `Member`, the calling replica.
+        pairs: `Pairs`, for each local replica its group of two.
+        upwards: Bool, whether the replica with the lower position sends.
+
+    Returns:
+        The tensor of the sending replica, on both.
+    """
     return member.inside(pairs).broadcast(flat, 0 if upwards else 1)
 
 
 def _halve(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
-    """Reduce-scatter by recursive halving, over the largest power of two."""
+    """Reduce-scatter by recursive halving, over the largest power of two.
+
+    Returns:
+        Flat tensor, the replica's shard of the sum; or `None` for a replica beyond the
+        power of two, which has sent its tensor to a partner.
+    """
     core = power_of_two_in(member.group.size)
     pairs = pairs_of("halving_doubling", member.group)
     if member.position >= core:
@@ -110,7 +138,15 @@ def _double(shard: tf.Tensor | None, flat: tf.Tensor, member: Member) -> tf.Tens
 
 
 def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
-    """Create all pairs of an algorithm by distance, in the same order everywhere."""
+    """Create all pairs of an algorithm by distance, in the same order everywhere.
+
+    Args:
+        algorithm: String, `"tree"` or `"halving_doubling"`; others have no pairs.
+        group: `ProcessGroup`.
+
+    Returns:
+        Dict from a distance between positions to the `Pairs` at it.
+    """
     size, core = group.size, power_of_two_in(group.size)
     distances: dict[int, list[tuple[int, int]]] = {}
     if algorithm == "tree":
@@ -127,12 +163,12 @@ def pairs_of(algorithm: str, group: ProcessGroup) -> dict[int, Pairs]:
 
 
 def powers_below(size: int) -> list[int]:
-    """Return 1, 2, 4, ... below a number."""
+    """Return the powers of two below `size`: 1, 2, 4 and so on."""
     return [1 << exponent for exponent in range((size - 1).bit_length())]
 
 
 def power_of_two_in(size: int) -> int:
-    """Return the largest power of two that is not above a number."""
+    """Return the largest power of two that is at most `size`."""
     return 1 << (size.bit_length() - 1)
 
 
@@ -196,7 +232,12 @@ def ring(
 
 
 def _in_phases(algorithm: str, docstring: str) -> Callable[..., tf.Tensor]:
-    """Create the all-reduce function of an algorithm in two phases."""
+    """Create the all-reduce function of an algorithm in two phases.
+
+    Args:
+        algorithm: String, a key of `PHASES`, the name of the function.
+        docstring: String, the docstring of the function.
+    """
 
     def all_reduce_in_phases(
         tensor: tf.Tensor,
@@ -207,6 +248,7 @@ def _in_phases(algorithm: str, docstring: str) -> Callable[..., tf.Tensor]:
         is_alone: bool = True,
         reduce_dtype: tf.DType | None = None,
     ) -> tf.Tensor:
+        """All-reduce in the two phases of `algorithm`; has the arguments of `ring`."""
         del is_alone
         member = Member(group, replica, channel, reduce_dtype)
         return in_two_phases(tensor, member, *PHASES[algorithm])
@@ -276,13 +318,20 @@ def hierarchical(
     node, other_nodes = node_levels(group, replica)
     inside = Member(node, replica, channel, inner.reduce_dtype)
     across = Member(other_nodes, replica, channel, outer.reduce_dtype)
-    # Replicas without a shard call these, too: all must create groups in one order.
+    # Groups are created here, since replicas without a shard do not reach the
+    # all-reduce across nodes, and all replicas must create groups in one order.
     pairs_of(inner.algorithm, node)
     pairs_of(outer.algorithm, other_nodes)
     scatter, gather = PHASES[inner.algorithm]
     reduce = FLAT[outer.algorithm]
 
     def scatter_and_reduce(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
+        """Reduce-scatter in the node, then all-reduce the shard across nodes.
+
+        Returns:
+            Flat tensor, the replica's shard of the sum of all nodes; or `None` if the
+            replica has no shard.
+        """
         shard = scatter(flat, member)
         if shard is None:
             return None

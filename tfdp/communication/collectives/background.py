@@ -108,17 +108,25 @@ class _CallCount:
         self._changed = threading.Condition()
 
     def set(self, number: int) -> None:
+        """Set the number of calls with results, and wake waiting threads."""
         with self._changed:
             self._number = number
             self._changed.notify_all()
 
     def wait_for(self, number: int) -> None:
+        """Wait until at least this number of calls have results."""
         with self._changed:
             self._changed.wait_for(lambda: self._number >= number)
 
 
 class _ReplicaQueues(Queues):
-    """Queues of one replica, with the dtypes and shapes of its tensors."""
+    """Queues of one replica, with the dtypes and shapes of its tensors.
+
+    Args:
+        device: String, the CPU that holds the queues.
+        specs: Sequence of `tf.TensorSpec`, the tensors that the replica launches.
+        result_specs: Sequence of `tf.TensorSpec`, the results that it collects.
+    """
 
     def __init__(
         self,
@@ -152,6 +160,7 @@ class _ReplicaQueues(Queues):
 
     @property
     def num_launched(self) -> int:
+        """Int, number of calls that the replica has launched."""
         return int(self._number.numpy())
 
     def take(self) -> list[tf.Tensor]:
@@ -159,7 +168,7 @@ class _ReplicaQueues(Queues):
         return self._requests.dequeue()
 
     def give(self, number: tf.Tensor, results: Sequence[tf.Tensor]) -> None:
-        """Enqueue the results of a call."""
+        """Enqueue the results of the call with a number."""
         self._results.enqueue([number, *results])
 
     def fail(self, failure: Failure) -> None:
@@ -192,8 +201,15 @@ def new_queue(device: str, specs: Sequence[tf.TensorSpec]) -> tf.queue.FIFOQueue
 def _serve(
     replica_queues: Sequence[_ReplicaQueues], function: Function, num_served: _CallCount
 ) -> None:
-    """Run the function for each call until the queues are closed."""
-    # These errors mean that the queues are closed, when no step waits any more.
+    """Run the function for each call until the queues are closed.
+
+    Args:
+        replica_queues: Sequence of `_ReplicaQueues`, of the local replicas.
+        function: Callable, see `Function`.
+        num_served: `_CallCount`, updated after each call.
+    """
+    # `CancelledError` and `OutOfRangeError` mean that the queues are closed, and no
+    # step waits any more.
     with contextlib.suppress(tf.errors.CancelledError, tf.errors.OutOfRangeError):
         failure: Failure | None = None
         while True:
@@ -209,6 +225,12 @@ def _serve_call(
     """Wait for a call and answer it; return the failure of all later calls, if any.
 
     Tensors are local here, so that none is kept while the thread waits for a call.
+
+    Args:
+        replica_queues: Sequence of `_ReplicaQueues`, of the local replicas.
+        function: Callable, see `Function`.
+        num_served: `_CallCount`, updated after the call.
+        failure: `Failure` of an earlier call, or `None`.
     """
     requests = [each.take() for each in replica_queues]
     number = int(requests[0][0])

@@ -33,7 +33,8 @@ from tfdp.ground import _compat
 _CLOSE_SECONDS = 2.0
 # A replica has one collective pending at a time; a cancelled step leaves another.
 _CAPACITY = 4
-# An element of a queue: bytes, and a head of ticket and number.
+# An element of a queue: bytes, and a head: the ticket, which is the number of the
+# traced collective, and the number of the request.
 _COMPONENTS = [tf.uint8, tf.int64]
 # The lower bits of a number count requests, the bits above them are its generation.
 _COUNT_BITS = 32
@@ -43,10 +44,12 @@ _OUTDATED_REQUEST = (
 _log = logging.getLogger("tfdp.transport")
 # Queues by the id of their counter's handle, which is an input of every function that
 # uses the queues.
-_crossings: weakref.WeakValueDictionary[int, Queues] = weakref.WeakValueDictionary()
+_queues_by_handle: weakref.WeakValueDictionary[int, Queues] = (
+    weakref.WeakValueDictionary()
+)
 
-# Runs one collective: from its ticket, its number and the local replicas' data to a
-# result for each replica.
+# Runs one collective: from its ticket, which is the number of the traced collective,
+# the number of the request and the local replicas' data to a result for each replica.
 Run = Callable[[int, int, list[np.ndarray]], list[tf.Tensor]]
 
 
@@ -58,6 +61,10 @@ class Failure(NamedTuple):
     """Reason that a collective has no result.
 
     It does not keep the frames of a traceback alive, as the error would.
+
+    Args:
+        reason: String, the message of the error.
+        has_connected: Bool, whether all workers could be reached. Defaults to `True`.
     """
 
     reason: str
@@ -71,20 +78,31 @@ class Failure(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """Data and head that a replica sends to the thread."""
+    """Data and head that a replica sends to the thread.
 
-    data: tf.Tensor  # [num_bytes], uint8
-    head: tf.Tensor  # [2], int64
+    Args:
+        data: Tensor of shape `[num_bytes]`, uint8.
+        head: Tensor of shape `[2]`, int64: ticket and number.
+        ticket: Int, number of the traced collective.
+        number: Int, number of the request, whose upper bits are its generation.
+    """
+
+    data: tf.Tensor
+    head: tf.Tensor
     ticket: int
     number: int
 
     @property
     def generation(self) -> int:
+        """Int, the generation of the request's number."""
         return generation_of(self.number)
 
 
 def generation_of(number: int) -> int:
-    """Return the number of calls that had ended with an error before a request."""
+    """Return the generation of a request's number.
+
+    It is the number of graph calls that had ended with an error before the request.
+    """
     return number >> _COUNT_BITS
 
 
@@ -97,8 +115,8 @@ def end_call(inputs: Sequence[Any]) -> Failure | None:
     Returns:
         `Failure` of a collective in the call, or `None` if none has failed.
     """
-    found = [_crossings.get(id(tensor)) for tensor in inputs]
-    failures = [crossing.end_call() for crossing in found if crossing is not None]
+    found = [_queues_by_handle.get(id(tensor)) for tensor in inputs]
+    failures = [queues.end_call() for queues in found if queues is not None]
     return next(filter(None, failures), None)
 
 
@@ -125,7 +143,7 @@ class Bridge:
     ) -> None:
         self._run = run
         self._close = close
-        self._crossings = [_Crossing(device) for device in devices]
+        self._replica_queues = [_CollectiveQueues(device) for device in devices]
         self._is_closed = False
         self.failure: Failure | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -142,7 +160,7 @@ class Bridge:
         Returns:
             Tensor of shape `[num_result_bytes]`, uint8.
         """
-        return self._crossings[index].exchange(data, tf.constant(ticket, tf.int64))
+        return self._replica_queues[index].exchange(data, tf.constant(ticket, tf.int64))
 
     def close(self, *, waits: bool = True) -> None:
         """End the thread; waiting steps end with an error.
@@ -151,19 +169,24 @@ class Bridge:
             waits: Bool, whether to wait until the thread has ended. Defaults to `True`.
         """
         self._is_closed = True
-        for crossing in self._crossings:
-            crossing.close()
+        for queues in self._replica_queues:
+            queues.close()
         if waits and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
 
     def is_over(self, number: int) -> bool:
-        """Whether the step that waited for the result of a number has ended."""
+        """Whether the step that waits for a request's result has ended.
+
+        Args:
+            number: Int, number of the request.
+        """
         generation = generation_of(number)
-        return any(generation < crossing.generation for crossing in self._crossings)
+        return any(generation < each.generation for each in self._replica_queues)
 
     def _serve(self) -> None:
         """Answer requests until the queues are closed."""
-        # These errors mean that the queues are closed, when no step waits any more.
+        # `CancelledError` and `OutOfRangeError` mean that the queues are closed, and no
+        # step waits any more.
         with contextlib.suppress(tf.errors.CancelledError, tf.errors.OutOfRangeError):
             while not self._is_closed:
                 self._serve_requests()
@@ -175,24 +198,28 @@ class Bridge:
         """
         requests = self._take()
         results = self._results(requests)
-        for crossing, request, result in zip(
-            self._crossings, requests, results, strict=True
+        for queues, request, result in zip(
+            self._replica_queues, requests, results, strict=True
         ):
-            crossing.give(result, request)
+            queues.give(result, request)
 
     def _take(self) -> list[_Request]:
         """Wait for a request of each replica; all are of one generation."""
-        requests = [crossing.take() for crossing in self._crossings]
+        requests = [queues.take() for queues in self._replica_queues]
         while len({request.generation for request in requests}) > 1:
             newest = max(request.generation for request in requests)
-            for index, crossing in enumerate(self._crossings):
+            for index, queues in enumerate(self._replica_queues):
                 if requests[index].generation < newest:
-                    crossing.give(Failure(_OUTDATED_REQUEST), requests[index])
-                    requests[index] = crossing.take()
+                    queues.give(Failure(_OUTDATED_REQUEST), requests[index])
+                    requests[index] = queues.take()
         return requests
 
     def _results(self, requests: list[_Request]) -> Sequence[tf.Tensor | Failure]:
-        """Run a collective, or return why there are no results."""
+        """Run a collective; return a result, or the failure, for each replica.
+
+        Args:
+            requests: List of `_Request`, one of each local replica.
+        """
         failure = self.failure
         if failure is None:
             try:
@@ -232,7 +259,7 @@ class Queues:
         self._failure: Failure | None = None
         # `end_call` finds the queues of a failed graph call by this handle, since every
         # function that uses the queues has the counter as an input.
-        _crossings[id(self._number.handle)] = self
+        _queues_by_handle[id(self._number.handle)] = self
 
     def end_call(self) -> Failure | None:
         """Return the failure that may have ended a graph call with these queues.
@@ -248,7 +275,7 @@ class Queues:
                 queue.close(cancel_pending_enqueues=True)
 
 
-class _Crossing(Queues):
+class _CollectiveQueues(Queues):
     """Queues of one replica for collectives, whose numbers restart per generation."""
 
     def __init__(self, device: str) -> None:
@@ -267,7 +294,12 @@ class _Crossing(Queues):
         )
 
     def _exchange(self, data: tf.Tensor, ticket: tf.Tensor) -> tf.Tensor:
-        """Enqueue a request and dequeue its answer, in the graph."""
+        """Enqueue a request and dequeue its answer, in the graph.
+
+        Args:
+            data: Tensor of shape `[num_bytes]`, uint8.
+            ticket: Scalar int64 tensor, number of the traced collective.
+        """
         number = self._number.assign_add(1, read_value=True)
         head = tf.stack([ticket, tf.convert_to_tensor(number)])  # [2], int64
         with tf.control_dependencies([self._requests.enqueue([data, head])]):
@@ -333,6 +365,6 @@ def new_tensor(num_bytes: int) -> tuple[tf.Tensor, np.ndarray]:
 
 @functools.lru_cache(maxsize=1024)
 def _shape_of(num_bytes: int) -> tf.Tensor:
-    """Return a cached shape tensor, since creating it dominates `new_tensor`'s time."""
+    """Return `[num_bytes]` as a tensor, cached: to create it takes the most time."""
     with tf.device("CPU:0"):
         return tf.constant([num_bytes], tf.int32)

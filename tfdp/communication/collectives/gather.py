@@ -75,7 +75,7 @@ def gather_first_axis(
         by_rank = tf.argsort(table[:, 0])
         valid = tf.sequence_mask(tf.gather(counts, by_rank), length)
         joined = tf.boolean_mask(tf.gather(padded, by_rank), valid)
-        # The number of rows follows from that of elements: empty rows are lost.
+        # Rows are counted by their elements, so that rows without elements are lost.
         joined = tf.reshape(joined, tf.concat([[-1], row_shape], axis=0))
         joined = tf.cast(joined, rows.dtype)
         if rows.shape.rank is not None:
@@ -84,7 +84,12 @@ def gather_first_axis(
 
 
 def _axis_first(tensor: tf.Tensor, axis: Any) -> tuple:
-    """Move `axis` to the front; return the result and the inverse function."""
+    """Move `axis` to the front; return the result and the inverse function.
+
+    Returns:
+        Tuple of the transposed tensor, and a function from a gathered tensor to the
+        same tensor with its first axis moved back to `axis`.
+    """
     if isinstance(axis, int) and axis == 0:
         return tensor, lambda joined: joined
     rank = tf.rank(tensor)

@@ -27,6 +27,7 @@ _FIRST_GROUP_KEY = 1 << 24
 _KEYS_PER_STRATEGY = 1 << 18
 _strategy_counter = itertools.count()
 
+# Partition of a group into subgroups: the positions of the members of each.
 Partition = tuple[tuple[int, ...], ...]
 
 # Name scope prefix of the function call that is one collective of `ProcessTransport`.
@@ -69,7 +70,15 @@ class Call:
     is_alone: bool = True
 
     def key(self, kind: str, tensor: tf.Tensor) -> int | tf.Tensor:
-        """Return the instance key of this call, see `InstanceKeys`."""
+        """Return the instance key of this call, see `InstanceKeys`.
+
+        Args:
+            kind: String, the kind of the collective, see `Transport.run`.
+            tensor: Tensor that is sent.
+
+        Returns:
+            Int, or a scalar int32 tensor if the call has a `size`.
+        """
         keys = self.group.instance_keys
         return keys.next_key(kind, tensor, self.replica, self.size)
 
@@ -121,7 +130,12 @@ class SplitId:
     count: int
 
     def of_subgroup(self, parts: Partition, index: int) -> SplitId:
-        """Return the identity of a subgroup, if all groups of this path split alike."""
+        """Return the identity of a subgroup, if all groups of this path split alike.
+
+        Args:
+            parts: `Partition` of the group into its subgroups.
+            index: Int, index of the subgroup in `parts`.
+        """
         return SplitId(
             (*self.path, parts),
             self.index * len(parts) + index,
@@ -326,7 +340,15 @@ class ProcessGroup:
             return self._splits[ordered]
 
     def _create_subgroups(self, parts: Partition) -> tuple[ProcessGroup | None, ...]:
-        """Create the subgroup of each local replica."""
+        """Create the subgroup of each local replica.
+
+        Args:
+            parts: `Partition` of the group, see `split`.
+
+        Returns:
+            Tuple with the subgroup of each local replica, `None` for one that is in no
+            part.
+        """
         members = [position for part in parts for position in part]
         if len(set(members)) < len(members) or not set(members) <= set(
             range(self.size)

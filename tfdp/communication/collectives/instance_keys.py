@@ -91,7 +91,12 @@ class InstanceKeys:
         return (number << _SIZE_BITS) + size
 
     def _number_of(self, signature: tuple, bits: int) -> int:
-        """Return a number for a signature by its hash, distinct from all others."""
+        """Return a number for a signature by its hash, distinct from all others.
+
+        Args:
+            signature: Tuple of kind, dtype, shape and ordinal of a collective.
+            bits: Int, the number is less than `2**bits`.
+        """
         digest = hashlib.sha256(repr(signature).encode()).digest()
         number = int.from_bytes(digest[:4], "big") % (1 << bits)
         taken = self._signatures.setdefault(bits, {})

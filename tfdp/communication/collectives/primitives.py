@@ -159,7 +159,18 @@ class Member:
         is_alone: bool = True,
         source: int = 0,
     ) -> tf.Tensor:
-        """Run a collective on the replica's device, with timestamps if recorded."""
+        """Run a collective on the replica's device, with timestamps if recorded.
+
+        Args:
+            kind: String, the kind of the collective, see `Transport.run`.
+            tensor: Tensor that is sent.
+            size: Scalar int32 tensor from `padded_length`, or `None`.
+            is_alone: Bool, whether hardly any other collective runs at the same time.
+            source: Int, the position of a broadcast's source.
+
+        Returns:
+            Tensor, the result of the transport.
+        """
         group, replica, channel = self.group, self.replica, self.channel
         call = Call(group, replica, channel, size, is_alone)
         chain = hash((id(group.launch_order), replica, channel))
@@ -208,7 +219,15 @@ def _to_sent_dtype(
 
 
 def _split_shape(tensor: tf.Tensor, count: int) -> tf.Tensor | list[int]:
-    """Return the shape of slices, static if possible since instance keys need it."""
+    """Return the shape of slices, static if possible since instance keys need it.
+
+    Args:
+        tensor: Tensor, whose first axis is split.
+        count: Int, number of slices.
+
+    Returns:
+        List of ints `[count, rows // count, ...]`, or a tensor if the shape is dynamic.
+    """
     if tensor.shape.is_fully_defined():
         return [count, tensor.shape[0] // count, *tensor.shape[1:]]
     shape = tf.shape(tensor)
@@ -222,7 +241,7 @@ def _joined_shape(tensor: tf.Tensor, count: int) -> tf.TensorShape:
 
 
 def _sum_of_rows(rows: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Sum over the first axis; half precision is summed in float32, rounded once."""
+    """Sum over the first axis, into `dtype`; half precision is summed in float32."""
     wide = tf.float32 if dtype.is_floating and dtype.size < 4 else dtype
     return tf.cast(tf.reduce_sum(tf.cast(rows, wide), axis=0), dtype)
 

@@ -61,7 +61,14 @@ class ProcessCollectives:
         return range(self.starts[self.own], self.starts[self.own + 1])
 
     def _bounds(self, length: int) -> list[int]:
-        """Return the bounds of the workers' parts of an array, equal per replica."""
+        """Return the bounds of the workers' parts of an array, equal per replica.
+
+        Args:
+            length: Int, number of elements of the array.
+
+        Returns:
+            List of ints: part `i` is `array[bounds[i]:bounds[i + 1]]`.
+        """
         return [start * (length // self.size) for start in self.starts]
 
     def all_reduce(self, arrays: Arrays, source: int, tag: int) -> Tensors:
@@ -137,6 +144,6 @@ class ProcessCollectives:
 
 
 def _new_array(length: int, dtype: np.dtype) -> tuple[tf.Tensor, np.ndarray]:
-    """Create a tensor of bytes, and a view of it with a dtype."""
+    """Create a tensor of bytes, and a view of it as `length` elements of a dtype."""
     tensor, data = new_tensor(length * dtype.itemsize)
     return tensor, data.view(dtype)

@@ -4,6 +4,9 @@
 
 The replicas of one process are combined in its memory, so that the communicator has
 one member for each process.
+
+A *lane* runs the collectives of one process group on one channel, the chain in which
+they are launched one after another. It has a thread and a communicator.
 """
 
 from __future__ import annotations
@@ -62,13 +65,20 @@ def end_failed_call(inputs: Sequence[Any], error: tf.errors.OpError) -> Exceptio
 
 @dataclasses.dataclass(frozen=True)
 class _Operation:
-    """A traced collective."""
+    """A traced collective of a lane.
+
+    Args:
+        kind: String, the name of a method of `ProcessCollectives`.
+        dtype: `np.dtype` of the elements.
+        key: Int, the instance key, the same on all workers.
+        source: Int, the position of the source of a broadcast.
+        scope: String, the name scope in the graph, which differs between replicas.
+    """
 
     kind: str
     dtype: np.dtype
-    key: int  # the same on all workers
-    source: int  # position of the source of a broadcast
-    # Name scope in the graph, which differs between replicas.
+    key: int
+    source: int
     scope: str = dataclasses.field(compare=False)
 
 
@@ -137,6 +147,7 @@ class ProcessTransport:
         return next((lane.failure for lane in self._all_lanes() if lane.failure), "")
 
     def _all_lanes(self) -> list[_Lane]:
+        """Return the lanes of all groups and channels."""
         with self._lock:
             return [lane for lanes in self._lanes.values() for lane in lanes.values()]
 
@@ -154,7 +165,14 @@ class ProcessTransport:
 
 
 class _Lane:
-    """Collectives of one group on one channel, in launch order, over a communicator."""
+    """Collectives of one group on one channel, in launch order, over a communicator.
+
+    Args:
+        name: String, the same on all workers and unique for the group and the channel.
+        group: `ProcessGroup`.
+        rank: Int, rank of this worker.
+        new_communicator: Callable, see `ProcessTransport`.
+    """
 
     def __init__(
         self,
@@ -183,7 +201,16 @@ class _Lane:
     def exchange(
         self, data: tf.Tensor, replica: int, operation: _Operation
     ) -> tf.Tensor:
-        """Run an operation on the data of a local replica, in the graph."""
+        """Run an operation on the data of a local replica, in the graph.
+
+        Args:
+            data: Tensor of shape `[num_bytes]`, uint8.
+            replica: Int, index among the local replicas.
+            operation: `_Operation`, equal on all local replicas.
+
+        Returns:
+            Tensor of shape `[num_result_bytes]`, uint8.
+        """
         with self._lock:
             ticket = self._tickets.setdefault(operation, len(self._operations))
             if ticket == len(self._operations):
@@ -207,7 +234,16 @@ class _Lane:
         return self._bridge.failure.reason if self._bridge.failure else ""
 
     def _run(self, ticket: int, number: int, data: list[np.ndarray]) -> list[tf.Tensor]:
-        """Run a traced operation on the thread; reconnect after failed steps."""
+        """Run a traced operation on the thread; reconnect after failed steps.
+
+        Args:
+            ticket: Int, index of the traced operation in `_operations`.
+            number: Int, the request's number, which includes its generation.
+            data: List of the uint8 arrays of the local replicas.
+
+        Returns:
+            List of tensors, the result of each local replica.
+        """
         operation, generation = self._operations[ticket], generation_of(number)
         tag = new_tag(generation, f"{operation.key} {number}")
         arrays = [array.view(operation.dtype) for array in data]
@@ -246,12 +282,19 @@ class _Lane:
                 raise
             raise NotConnected(None, None, str(error)) from error
         collectives.communicator = communicator
-        if self._end_reason is not None:  # `abort` was called meanwhile
+        # `abort` may have been called while the communicator was created.
+        if self._end_reason is not None:
             communicator.close(self._end_reason)
 
 
 def _shape_of_result(kind: str, tensor: tf.Tensor, size: int) -> Any:
-    """Return the result's shape, as a list of ints or, if dynamic, as a tensor."""
+    """Return the result's shape, as a list of ints or, if dynamic, as a tensor.
+
+    Args:
+        kind: String, the kind of the collective, see `Transport.run`.
+        tensor: Tensor that a replica sends.
+        size: Int, number of replicas in the group.
+    """
     is_known = tensor.shape.is_fully_defined()
     if kind not in ("all_gather", "reduce_scatter"):
         return tensor.shape.as_list() if is_known else tf.shape(tensor)

@@ -63,6 +63,7 @@ def record_batch(samples: tf.Tensor | None) -> None:
     values = timing.mark_variable(BATCH, 0)
 
     def assign() -> Any:
+        """Assign the samples, as float64, and the number of steps so far plus one."""
         samples = tf.cast(count, tf.float64)
         return values.assign(tf.stack([samples, values[1] + 1.0, 0.0]))
 
@@ -92,6 +93,7 @@ def record_squared_norm(
     values = timing.mark_variable(NORM, replica)
 
     def record() -> tf.Tensor:
+        """Add this part of the squared norm to that of the step; return a constant."""
         squares = tf.cast(compute(), tf.float64)
         # Another optimizer may have recorded its part of the same step.
         before = tf.where(tf.equal(values[1], step), values[0], 0.0)

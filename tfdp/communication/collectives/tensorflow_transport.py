@@ -61,7 +61,13 @@ class TensorFlowTransport:
         return back(_OPERATIONS[kind](input=sent, **options, **arguments))
 
     def _broadcast(self, tensor: tf.Tensor, call: Call, source: int) -> tf.Tensor:
-        """Broadcast from a source, in launch order."""
+        """Broadcast from a source, in launch order.
+
+        Args:
+            tensor: Tensor; only that of the source is used.
+            call: `Call`.
+            source: Int, the position of the source.
+        """
         # TensorFlow remembers the source of a key, so each source has its own key.
         arguments = self._arguments(f"broadcast from {source}", tensor, call)
         token = arguments.pop("ordering_token")[0]
@@ -81,7 +87,13 @@ class TensorFlowTransport:
         return result
 
     def _arguments(self, kind: str, tensor: tf.Tensor, call: Call) -> dict:
-        """Return the arguments that all collective operations share."""
+        """Return the arguments that all collective operations share, by name.
+
+        Args:
+            kind: String, which distinguishes the keys of different collectives.
+            tensor: Tensor that is sent.
+            call: `Call`.
+        """
         group = call.group
         _check_loop(len(group.devices))
         # `timeout_seconds` is not set: TensorFlow may crash after such a timeout (seen
@@ -109,7 +121,7 @@ def _as_real(
 
 
 def _check_loop(num_local: int) -> None:
-    """Raise an error for a collective that would deadlock in a loop.
+    """Raise for a collective in a loop, which would deadlock with several replicas.
 
     TensorFlow matches collectives also by the name of their loop, and each replica of a
     process has a different one.

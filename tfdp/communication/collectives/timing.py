@@ -23,7 +23,8 @@ from tfdp.ground.base.step_context import ActiveHooks
 # Prefixes of labels of collectives: of a gradient bucket, of parameters, and of sparse
 # gradients.
 GRADIENTS, PARAMETERS, ROWS = "bucket", "parameters", "rows"
-# Prefixes of labels of sharded units, gathered in the forward and in the backward pass.
+# Prefixes of labels of units, the sharded parameters that are gathered together: in
+# the forward and in the backward pass.
 UNIT, UNIT_AGAIN = "unit", "unit_again"
 
 
@@ -31,19 +32,28 @@ UNIT, UNIT_AGAIN = "unit", "unit_again"
 class Collective:
     """A traced collective and the variable that holds its times.
 
-    `num_bytes` is -1 if the length of the tensor is known only at run time.
+    Args:
+        kind: String, such as `"all_reduce"`.
+        num_bytes: Int, size of the tensor, or -1 if its length is known only at run
+            time.
+        replica: Int, index of the calling replica among the local ones.
+        values: Variable of shape `[3]`, float64: begin and end in seconds; then the
+            bytes, or the time of the first use of the result.
+        label: String, what is communicated, such as `"bucket 0"`.
+        group_size: Int, number of replicas in the group.
+        chain: Int, collectives of one chain run one after another. Defaults to `0`.
+        is_awaited: Bool, whether the step records when the result was first needed.
+            Defaults to `False`.
+        needed_at: Float, that time in seconds, or `None`. Defaults to `None`.
     """
 
     kind: str
     num_bytes: int
     replica: int
-    # [3], float64: begin and end in seconds; then bytes, or the time of its first use
     values: tf.Variable
     label: str
     group_size: int
-    # Collectives of one chain run one after another.
     chain: int = 0
-    # Whether the step records when the result was first needed, and that time.
     is_awaited: bool = False
     needed_at: float | None = None
 
@@ -67,13 +77,21 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """Two numbers that a traced step records, such as the time at which it began."""
+    """Two numbers that a traced step records, such as the time at which it began.
+
+    Args:
+        name: String, such as `"times"`, see
+            `tfdp.communication.collectives.step_events`.
+        replica: Int, index of the replica among the local ones.
+        values: Variable of shape `[3]`, float64; the third number is not used.
+    """
 
     name: str
     replica: int
-    values: tf.Variable  # [3], float64; the third is not used
+    values: tf.Variable
 
 
+# Row of the table that `Recorder.gather` collects: what is recorded, and where.
 Row = Collective | Mark
 
 
@@ -191,7 +209,18 @@ def needed_after(
 def measured(
     kind: str, tensor: tf.Tensor, replica: int, group_size: int, chain: int = 0
 ) -> Iterator[Callable[[tf.Tensor], tf.Tensor]]:
-    """Record the times of a collective; the block calls the yielded `done(result)`."""
+    """Record the times of a collective; the block calls the yielded `done(result)`.
+
+    Args:
+        kind: String, such as `"all_reduce"`.
+        tensor: Tensor that is sent.
+        replica: Int, index of the calling replica among the local ones.
+        group_size: Int, number of replicas in the group.
+        chain: Int, collectives of one chain run one after another. Defaults to `0`.
+
+    Yields:
+        Callable that takes the result, records the end, and returns the result.
+    """
     if not is_timing():
         yield lambda result: result
         return
@@ -219,6 +248,7 @@ def measured(
             write(times, lambda: times[2].assign(tf.cast(size, tf.float64)))
 
     def done(result: tf.Tensor) -> tf.Tensor:
+        """Record the end of the collective, and return its result."""
         with tf.control_dependencies([result]):
             stamp(times, 1)
         return result
@@ -228,7 +258,7 @@ def measured(
 
 
 def mark_variable(name: str, replica: int) -> tf.Variable:
-    """Return the variable of a `Mark`; create it if missing."""
+    """Return the variable of a replica's `Mark` of a name; create it if missing."""
     for recorder in recorders.active():
         for row in recorder.rows:
             if isinstance(row, Mark) and (row.name, row.replica) == (name, replica):
@@ -240,7 +270,15 @@ def mark_variable(name: str, replica: int) -> tf.Variable:
 
 
 def stamp(values: tf.Variable, index: int) -> tf.Tensor:
-    """Write the current time into an element of a variable."""
+    """Write the current time into an element of a variable.
+
+    Args:
+        values: Variable of shape `[3]`, float64.
+        index: Int, index of the element.
+
+    Returns:
+        Tensor, the value of the variable after the assignment.
+    """
     return write(values, lambda: values[index].assign(tf.timestamp()))
 
 
@@ -251,9 +289,17 @@ def write(values: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
     different replicas: the second replica's first stamp would wait for the first
     replica's second stamp, a deadlock. A function with a resource as its input is
     ordered only by that resource.
+
+    Args:
+        values: Variable that the assignment changes.
+        assign: Callable that assigns to `values`.
+
+    Returns:
+        Tensor, the value after the assignment.
     """
 
     def assign_and_read() -> tf.Tensor:
+        """Run the assignment, and return the new value of the variable."""
         assign()
         return values.read_value()
 
@@ -261,4 +307,11 @@ def write(values: tf.Variable, assign: Callable[[], Any]) -> tf.Tensor:
 
 
 def _new_variable(value: Any, shape: list | None = None) -> tf.Variable:
+    """Create a float64 variable in host memory.
+
+    Args:
+        value: Initial value.
+        shape: List of ints or `None` for unknown sizes; or `None` for that of the
+            value. Defaults to `None`.
+    """
     return _compat.plain_variable(value, tf.float64, "CPU:0", shape)

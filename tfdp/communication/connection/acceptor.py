@@ -151,7 +151,7 @@ class Acceptor:
             self._waker.send(b"\0")
 
     def _register(self, readable: Readable, act: Callable[[], Any]) -> None:
-        """Call a function whenever a descriptor is readable."""
+        """Call `act` on the thread whenever a descriptor is readable."""
         self._selector.register(readable, selectors.EVENT_READ, act)
 
     def _run(self) -> None:
@@ -189,9 +189,8 @@ class Acceptor:
         except OSError as error:
             if (lack := lack_of_files(error)) is not None:
                 self._lacks_files(lack)
-            time.sleep(
-                _RETRY_SECONDS
-            )  # the peer has left, or no descriptor is free yet
+            # The peer has left, or no descriptor is free yet.
+            time.sleep(_RETRY_SECONDS)
             return
         sock = close_in_forks(sock)
         sock.setblocking(False)
@@ -202,8 +201,9 @@ class Acceptor:
             self._refuse(peer, "it belongs to another user")
             return
         if len(self._unauthenticated) > _MOST_UNAUTHENTICATED:
-            # A random one: if the oldest were closed, many workers that dial at once
-            # would displace each other; if the newest, silent peers would keep all out.
+            # A random connection is closed: if it were the oldest, many workers that
+            # dial at once would displace each other; if the newest, silent peers would
+            # keep all out.
             victim = random.choice(tuple(self._unauthenticated))
             self._refuse(victim, "it says nothing, and too many others do")
         if peer in self._unauthenticated:
@@ -237,7 +237,12 @@ class Acceptor:
             self._log(text, peer.address, count, reason)
 
     def _read(self, readable: Readable, read: Callable[[], bool]) -> None:
-        """Read a watched connection; close it at its end."""
+        """Read a watched connection; close it at its end.
+
+        Args:
+            readable: `Readable`, the connection.
+            read: Callable that reads, and returns false at the end of the connection.
+        """
         if not read():
             self._selector.unregister(readable)
             readable.close()

@@ -82,6 +82,7 @@ class Authenticated:
     incoming: bytes = dataclasses.field(repr=False)
 
 
+# Steps of one end of a handshake, see the docstring of this module.
 Steps: TypeAlias = Generator[bytes | int, bytes | None, Authenticated]
 
 
@@ -128,9 +129,8 @@ def accept_steps(secret: str, service: str, claim_bytes: int = 0) -> Steps:
     if not hmac.compare_digest(
         proof, _proof(secret, b"dials", greeting, nonce_and_claim)
     ):
-        yield bytes(
-            _PROOF_BYTES
-        )  # zeros are no proof: they tell the dialer not to try again
+        # Zeros, which are no proof, show the dialer that it must not try again.
+        yield bytes(_PROOF_BYTES)
         raise UnauthenticatedPeer
     yield _proof(secret, b"listens", greeting, nonce_and_claim)
     dials, listens = _keys(secret, greeting, nonce_and_claim)
@@ -186,7 +186,13 @@ def authenticate(
 async def authenticate_stream(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Steps
 ) -> Authenticated:
-    """Run a handshake over asyncio streams, like `authenticate` over a socket."""
+    """Run a handshake over asyncio streams, like `authenticate` over a socket.
+
+    Args:
+        reader: `asyncio.StreamReader`.
+        writer: `asyncio.StreamWriter`.
+        steps: Generator, from `dial_steps` or `accept_steps`.
+    """
     received = None
     try:
         while True:
@@ -204,9 +210,8 @@ async def authenticate_stream(
 
 def reason_of(error: OSError) -> str:
     """Return the reason of a connection's failure, as text."""
-    if (
-        isinstance(error, TimeoutError) and not error.errno
-    ):  # from a timeout of the socket
+    # A timeout of the socket has no error number.
+    if isinstance(error, TimeoutError) and not error.errno:
         return "no answer"
     return error.strerror or str(error)
 
@@ -217,7 +222,7 @@ def _head(service: str) -> bytes:
 
 
 def _receive(num_bytes: int, begin: bytes = b"") -> Generator[int, bytes | None, bytes]:
-    """Receive a number of bytes, which must begin with the given ones."""
+    """Receive `num_bytes`, which must start with the bytes `begin`."""
     received = b""
     while len(received) < num_bytes:
         part = yield num_bytes - len(received)
@@ -230,11 +235,21 @@ def _receive(num_bytes: int, begin: bytes = b"") -> Generator[int, bytes | None,
 
 
 def _proof(secret: str, role: bytes, greeting: bytes, nonce_and_claim: bytes) -> bytes:
-    """Return the HMAC by which one end proves in its role that it has the secret."""
+    """Return the HMAC by which one end proves that it has the secret, 32 bytes.
+
+    Args:
+        secret: String, the secret of the job.
+        role: Bytes that differ between the two ends.
+        greeting: Bytes, the listener's first message.
+        nonce_and_claim: Bytes, from the dialer.
+    """
     return hmac.digest(secret.encode(), role + greeting + nonce_and_claim, "sha256")
 
 
 def _keys(secret: str, greeting: bytes, nonce_and_claim: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of the dialer's and of the listener's messages."""
+    """Return the keys of the dialer's and of the listener's messages.
+
+    The arguments are those of `_proof`.
+    """
     dials = _proof(secret, b"dial sends ", greeting, nonce_and_claim)
     return dials, _proof(secret, b"listen sends ", greeting, nonce_and_claim)

@@ -64,7 +64,8 @@ def check_same_setup(
     kinds = sorted({_compat.device_type(device) for device in devices})
     facts = {
         "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
-        # Only packages that define a step; the version of Python does not change it.
+        # Only packages that define a step are compared; the version of Python does not
+        # change a step.
         "TensorFlow version": tf.__version__,
         "Keras version": keras.__version__,
         "tfdp version": _own_version(),
@@ -115,6 +116,7 @@ def agreed_topology(
 
 
 def _own_version() -> str:
+    """Return the installed version of tfdp, or `"not installed"`."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("tfdp")
     return "not installed"
@@ -243,7 +245,7 @@ def check_same_program(
             f" {_LET_NOTHING_CHOOSE} First operation that differs: {first} on worker "
             f"0, {other} on worker {rank}."
         )
-    # All conversions are equal, so the operations of some worker differ.
+    # The conversions are equal on all workers, so the operations of some worker differ.
     rank = next(r for r, others in enumerate(all_counts) if others != all_counts[0])
     compared = all_counts[0 if worker_group.rank else rank]
     differing = next(
@@ -311,7 +313,7 @@ def signature_of(variable: Any) -> list:
 
 
 def _describe(variable: Any) -> str:
-    """Describe a variable for error messages."""
+    """Describe a variable: `"'dense/kernel' with shape (2, 3) and dtype float32"`."""
     shape, dtype = _type(variable)
     return f"{_name(variable)!r} with shape {tuple(shape)} and dtype {dtype}"
 
@@ -322,7 +324,7 @@ def _name(variable: Any) -> str:
 
 
 def _type(variable: Any) -> tuple[list, str]:
-    """Return shape and dtype of a variable."""
+    """Return a variable's shape, as a list of ints, and the name of its dtype."""
     dtype = getattr(variable.dtype, "name", variable.dtype)
     return list(variable.shape), str(dtype)
 
@@ -384,7 +386,11 @@ def describe_difference(values: Mapping[int, Any]) -> str:
 
 
 def _first_differing_path(first: Any, other: Any) -> tuple | None:
-    """Return the path of the first difference between two nests, or `None`."""
+    """Return the path of the first difference between two nests, or `None`.
+
+    Returns:
+        Tuple of keys of dicts and indices of lists, the outermost first.
+    """
     keys: list[Any]
     if isinstance(first, dict) and isinstance(other, dict):
         keys = [*first, *(key for key in other if key not in first)]

@@ -32,7 +32,8 @@ from tfdp.ground.options import CommunicationOptions
 # the system time would make all workers look dead. A day disables it in effect:
 # `tfdp.communication.coordination.watch` detects lost workers instead.
 _HEARTBEAT_SECONDS = 24 * 3600
-# All workers were up in the rendezvous, but initializing many GPUs takes time.
+# Longest wait for the other workers to join, by default. All have started before, but
+# initializing many GPUs takes time.
 _DEFAULT_JOIN_SECONDS = 300.0
 # Added to the guard's deadline, so that an error of TensorFlow comes before it.
 _JOIN_SLACK_SECONDS = 5.0
@@ -123,9 +124,8 @@ def start_worker(
     )
     missing = rendezvous(cluster, options.timeout_seconds)
     if missing:
-        assert (
-            options.timeout_seconds is not None
-        )  # without a timeout, `rendezvous` returns no missing worker
+        # Without a timeout, `rendezvous` waits until no worker is missing.
+        assert options.timeout_seconds is not None
         raise TimeoutError(
             f"Waited {options.timeout_seconds:.0f} s for "
             f"{describe_workers(cluster, missing)}, which did not start. Start every "
@@ -176,7 +176,7 @@ def joining(worker: Worker) -> Iterator[None]:
 
 
 def _silent_workers(cluster: Cluster, seconds: float) -> list[int]:
-    """Find workers that do not answer now, or stop answering within some seconds."""
+    """Return the ranks that do not answer now, or stop answering within `seconds`."""
     end = time.monotonic() + seconds
     while True:
         silent = unreachable_workers(cluster, timeout_seconds=1.0)
@@ -186,7 +186,7 @@ def _silent_workers(cluster: Cluster, seconds: float) -> list[int]:
 
 
 def _deadline(worker: Worker) -> contextlib.AbstractContextManager:
-    """Return the deadline within which this process joins its cluster."""
+    """Return a context manager that ends this process if its join takes too long."""
     cluster = worker.cluster
     if cluster is None or has_joined(worker):
         return contextlib.nullcontext()
@@ -201,7 +201,13 @@ def _deadline(worker: Worker) -> contextlib.AbstractContextManager:
 
 
 def _deadline_message(cluster: Cluster, silent: list[int], limit: float) -> str:
-    """Format the error of a join that has timed out."""
+    """Format the error of a join that has timed out.
+
+    Args:
+        cluster: `Cluster`.
+        silent: List of ints, workers that do not answer; empty if all do.
+        limit: Float, the time limit.
+    """
     if silent:
         return (
             f"{describe_workers(cluster, silent)} met the other workers, and did not "
@@ -219,7 +225,13 @@ def _deadline_message(cluster: Cluster, silent: list[int], limit: float) -> str:
 
 
 def _ended_message(cluster: Cluster, ranks: list[int], error: Exception) -> str:
-    """Format the error of workers that have ended during the join."""
+    """Format the error of workers that have ended during the join.
+
+    Args:
+        cluster: `Cluster`.
+        ranks: List of ints, the workers; empty if they are unknown.
+        error: The exception that TensorFlow has raised.
+    """
     names = describe_workers(cluster, ranks) or "One of the workers"
     reason = str(getattr(error, "message", error)).partition("\n")[0]
     return (
@@ -231,7 +243,12 @@ def _ended_message(cluster: Cluster, ranks: list[int], error: Exception) -> str:
 def _configure_coordination_service(
     cluster: Cluster, timeout_seconds: float | None
 ) -> None:
-    """Configure TensorFlow's coordination service, which worker 0 hosts."""
+    """Configure TensorFlow's coordination service, which worker 0 hosts.
+
+    Args:
+        cluster: `Cluster`.
+        timeout_seconds: Float or `None`, longest wait for all workers to join.
+    """
     join_seconds = timeout_seconds or _DEFAULT_JOIN_SECONDS
     jobs = json.loads(cluster.to_tf_config())["cluster"]
     jobs.pop("evaluator", None)
@@ -252,7 +269,11 @@ def _configure_coordination_service(
 
 
 def resolver_of_environment(cluster: Cluster | None) -> Any:
-    """Return the resolver that stock TensorFlow would use for a single process."""
+    """Return the resolver that stock TensorFlow would use for a single process.
+
+    Args:
+        cluster: `Cluster` of this process, or `None`.
+    """
     text = os.environ.get("TF_CONFIG", "").strip()
     config = json.loads(text) if text else {}
     # TensorFlow's resolver would raise for a cluster or task of `null`, which some

@@ -18,7 +18,7 @@ PREEMPTED = 75
 SAVE_SIGNAL = getattr(signal, "SIGURG", signal.SIGTERM)
 _SIGNALS = tuple({signal.SIGTERM, SAVE_SIGNAL})
 _listening: weakref.WeakSet[PreemptionNotice] = weakref.WeakSet()
-# Seconds of training between two all-gathers of the workers' notices.
+# Seconds of training between two all-gathers of the workers' preemption notices.
 _ASK_SECONDS = 1.0
 
 
@@ -64,9 +64,8 @@ class PreemptionNotice:
             return
         self.restore()
         if signal.SIGTERM in self._received and not self.is_answered:
-            signal.raise_signal(
-                signal.SIGTERM
-            )  # the signal came too late to be answered
+            # The signal came too late for a step to answer it.
+            signal.raise_signal(signal.SIGTERM)
 
     def restore(self) -> None:
         """Restore the previous signal handlers, without raising a recorded signal."""
@@ -77,6 +76,7 @@ class PreemptionNotice:
         self._previous_handlers = {}
 
     def _record(self, number: int, frame: Any) -> None:
+        """Record a signal by its number; the handler of both signals."""
         del frame
         self._received.add(number)
 

@@ -44,7 +44,15 @@ class WorkerProgress:
 
 @dataclasses.dataclass
 class _Loop:
-    """Loop of Keras; `epoch` and `step` count from 0, and are -1 before the first."""
+    """Loop of Keras.
+
+    Args:
+        name: String, such as `"fit"`.
+        epoch: Int, from 0, or -1 before the first one. Defaults to -1.
+        step: Int, from 0 in the epoch, or -1 before the first one. Defaults to -1.
+        computes: Bool, whether TensorFlow runs a step. Defaults to `False`.
+        source: String, description of the data source, or `""`. Defaults to `""`.
+    """
 
     name: str
     epoch: int = -1

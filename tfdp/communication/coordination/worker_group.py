@@ -61,7 +61,8 @@ class WorkerGroup:
         self.rank = rank
         self.num_workers = num_workers
         self.timeout_seconds = timeout_seconds
-        # The same on all workers: groups of a single worker do not count.
+        # Groups of a single worker are not numbered, so that the numbers of the others
+        # are the same on all workers.
         self._prefix = f"tfdp/{next(_instances)}" if num_workers > 1 else "tfdp"
         # Number of all-gathers that this worker has begun.
         self.num_calls = 0
@@ -140,12 +141,22 @@ class WorkerGroup:
             return self._values(topic, json.loads(answer))
 
     def all_equal(self, topic: str, value: Any) -> bool:
-        """Return whether the values of all workers are equal."""
+        """Return whether the values of all workers are equal.
+
+        Args:
+            topic: String, subject of the values, for error messages.
+            value: Value of this worker, which JSON must support.
+        """
         first, *others = self.all_gather(topic, value)
         return all(other == first for other in others)
 
     def any(self, topic: str, value: bool) -> bool:
-        """Return whether the value is true on any worker."""
+        """Return whether the value is true on any worker.
+
+        Args:
+            topic: String, subject of the values, for error messages.
+            value: Bool of this worker.
+        """
         return any(self.all_gather(topic, bool(value)))
 
     def leave(self) -> None:
@@ -169,7 +180,17 @@ class WorkerGroup:
     def _exchange_with_chief(
         self, call: str, message: str, limit: float | None, wait: _Wait
     ) -> str:
-        """Send this worker's message to worker 0, and wait for its answer."""
+        """Send this worker's message to worker 0, and wait for its answer.
+
+        Args:
+            call: String, key prefix of this all-gather.
+            message: String, JSON of this worker's topic and value.
+            limit: Float or `None`, longest wait in seconds.
+            wait: Callable, see `_Wait`.
+
+        Returns:
+            String, JSON of a list of all messages, `None` for a missing one.
+        """
         _compat.set_key_value(f"{call}/{self.rank}", message)
         answer = wait(f"{call}/all", 0, limit and limit + _ANSWER_SECONDS)
         # Worker 0 may end, and the store with it, before it confirms this write.
@@ -180,7 +201,10 @@ class WorkerGroup:
     def _collect_and_publish(
         self, call: str, message: str, limit: float | None, wait: _Wait
     ) -> str:
-        """Collect and publish all messages on worker 0: 2 N messages, not N * N."""
+        """Collect and publish all messages on worker 0: 2 N messages, not N * N.
+
+        Arguments and result are those of `_exchange_with_chief`.
+        """
         messages: list[str | None] = [message]
         for rank in range(1, self.num_workers):
             try:
@@ -189,7 +213,8 @@ class WorkerGroup:
                 messages.append(None)
                 limit = 0.001  # only to find which others are missing
         if self._last_call is not None:
-            # All workers have read the previous answer, since all are at this call.
+            # Every worker has sent its message of this call, and so has read the answer
+            # of the call before.
             _compat.delete_key_value(self._last_call)
         answer = json.dumps(messages)
         _compat.set_key_value(f"{call}/all", answer)
@@ -215,7 +240,21 @@ class WorkerGroup:
         topic: str,
         check: Callable[[int], None] = lambda rank: None,
     ) -> str:
-        """Wait for a key's value, with a warning and checks of its worker."""
+        """Wait for a key's value, with a warning and checks of its worker.
+
+        Args:
+            key: String, key of the store.
+            rank: Int, the worker that sets the key.
+            limit: Float or `None`, longest wait in seconds.
+            topic: String, subject of the values, for messages.
+            check: Callable, as for `all_gather`.
+
+        Returns:
+            String, the value.
+
+        Raises:
+            TimeoutError: If the key is not set in time.
+        """
         begin = clock.now()
         while True:
             waited = clock.now() - begin
@@ -240,7 +279,13 @@ class WorkerGroup:
                 check(rank)
 
     def _values(self, topic: str, messages: list[str | None]) -> list[Any]:
-        """Return the values of an answer, after checking that all topics are equal."""
+        """Return the values of an answer, after checking that all topics are equal.
+
+        Args:
+            topic: String, subject of the values, for messages.
+            messages: List of strings, JSON of a topic and a value, by rank; `None` for
+                a missing one.
+        """
         missing = [rank for rank, text in enumerate(messages) if text is None]
         if missing:
             raise TimeoutError(
@@ -259,7 +304,13 @@ class WorkerGroup:
     def _timeout_message(
         self, topic: str, ranks: list[int], limit: float | None
     ) -> str:
-        """Format the error of workers that did not take part in time."""
+        """Format the error of workers that did not take part in time.
+
+        Args:
+            topic: String, subject of the values.
+            ranks: List of ints, the missing workers.
+            limit: Float, the time limit in seconds.
+        """
         names = ", ".join(self._describe(rank) for rank in ranks)
         return (
             f"Waited {limit:.0f} s for {names} at {topic!r}. Start every worker and "
@@ -267,7 +318,7 @@ class WorkerGroup:
         )
 
     def _describe(self, rank: int) -> str:
-        """Format a worker's rank, and its present call if known."""
+        """Format a worker, and its present call if known: `"worker 1 (at 'fit')"`."""
         known = self.progress_of(rank)
         if known is None:
             return f"worker {rank}"

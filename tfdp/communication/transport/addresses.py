@@ -221,11 +221,12 @@ def _external_address(host: str, loopback: str) -> str:
 
 
 def _format_addresses(addresses: list[str]) -> str:
+    """Join addresses with commas."""
     return ", ".join(addresses)
 
 
 def _format_own_addresses() -> str:
-    """Format this host's addresses with their interfaces."""
+    """Format this host's addresses with their interfaces: `"10.0.0.2 (eth0)"`."""
     return ", ".join(
         f"{_format_addresses(addresses)} ({name})"
         for name, addresses in own_addresses().items()

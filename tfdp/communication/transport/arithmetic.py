@@ -53,6 +53,7 @@ def sum_into(target: Array, addends: Sequence[Array]) -> None:
 
 
 def _sum_into(target: Array, addends: Sequence[Array]) -> None:
+    """Set `target`, which may share memory with an addend, to the sum of `addends`."""
     if is_half(target.dtype):
         # NumPy's sum of two halves has the same values, but converts element by
         # element, which takes two to three times as long for bfloat16.

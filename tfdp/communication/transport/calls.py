@@ -155,9 +155,16 @@ def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> 
     )
 
 
-def _check_steps(received: int, expected: int, own: int, peer: int) -> None:
-    """Check that two tags have the same generation."""
-    theirs, ours = received >> _REST_BITS, (expected & _MASK) >> _REST_BITS
+def _check_steps(received_tag: int, expected_tag: int, own: int, peer: int) -> None:
+    """Raise if two tags have different generations, numbers of failed steps.
+
+    Args:
+        received_tag: Int, tag of the peer's call.
+        expected_tag: Int, tag of this worker's call.
+        own: Int, the rank of this worker.
+        peer: Int, the rank of the peer.
+    """
+    theirs, ours = received_tag >> _REST_BITS, (expected_tag & _MASK) >> _REST_BITS
     if theirs != ours:
         raise TransportError(
             f"{_STEPS_DIFFER}: {ours} of worker {own}'s steps so far, {theirs} of "

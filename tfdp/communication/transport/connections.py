@@ -56,7 +56,13 @@ class Registry(Protocol):
     rank: int
 
     def tell(self, peer: int, lane: str, ending: Ending) -> None:
-        """Send a peer the reason that this worker closes the connection of a lane."""
+        """Send a peer the reason that this worker closes the connection of a lane.
+
+        Args:
+            peer: Int, rank of the other worker.
+            lane: String, name of the connection.
+            ending: `Ending`, the reason.
+        """
 
     def ending_of(self, peer: int, lane: str) -> Ending | None:
         """Return the reason from the peer, or `None` if it has sent none."""

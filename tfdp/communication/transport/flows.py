@@ -69,7 +69,13 @@ class Piece:
 
 
 class _Queue:
-    """Pieces of one direction; `rest` are the remaining bytes of the current one."""
+    """Pieces of one direction.
+
+    Attributes:
+        piece: `Piece` that moves at present, or `None` at the end.
+        rest: `memoryview` of the bytes of that piece that have not moved yet.
+        is_blocked: Bool, whether the socket has taken or given fewer bytes than asked.
+    """
 
     __slots__ = ("_pieces", "is_blocked", "piece", "rest")
 
@@ -228,7 +234,8 @@ class Flow:
         if events & select.POLLOUT:
             self._out.is_blocked = False
         if self._in.is_blocked:
-            # Also at the connection's end, since data before it may still be unread.
+            # Reading continues at the connection's end, too, since data that arrived
+            # before it may be unread.
             self._in.is_blocked = not events & (select.POLLIN | _ENDED)
         elif events & _ENDED:
             raise self._link.lost(None)

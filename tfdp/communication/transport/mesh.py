@@ -1,4 +1,9 @@
-"""Connections of this worker to the other workers of its job."""
+"""Connections of this worker to the other workers of its job.
+
+A *lane* is the name of one connection between two workers, the same at both ends. The
+first connection of two workers is their control line: it carries the reasons for which
+the connections of the lanes are closed.
+"""
 
 from __future__ import annotations
 
@@ -242,6 +247,7 @@ class Mesh:
         """Return the reason that the peer closed a connection, `None` if unknown."""
 
         def is_known() -> bool:
+            """Return whether the reason has arrived, or the peer has ended."""
             return (peer, lane) in self._endings or peer not in self._lines
 
         with self._changed:
@@ -256,7 +262,13 @@ class Mesh:
     # Callbacks on the acceptor's thread.
 
     def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
-        """Store an accepted connection until `connect` takes it."""
+        """Store an accepted connection until `connect` takes it.
+
+        Args:
+            sock: `socket.socket`, after the handshake.
+            authenticated: `Authenticated`, whose claim has the peer's rank and its
+                lane.
+        """
         rank, lane = _CLAIM.unpack(authenticated.claim)
         if lane == _digest(CONTROL):
             self._add_line(ControlLine(sock, rank))
@@ -266,19 +278,26 @@ class Mesh:
             previous = self._accepted.pop((rank, lane), None)
             self._accepted[rank, lane] = sock
             self._changed.notify_all()
-        if (
-            previous is not None
-        ):  # the peer has dialed again, so its first attempt is void
+        # The peer has dialed again, so its first attempt is void.
+        if previous is not None:
             previous.close()
 
     def _set_accept_error(self, sentence: str) -> None:
-        """End calls of `connect` whose connection cannot be accepted."""
+        """End calls of `connect` whose connection cannot be accepted.
+
+        Args:
+            sentence: String, the reason.
+        """
         with self._changed:
             self._accept_error = sentence
             self._changed.notify_all()
 
     def _read(self, line: ControlLine) -> bool:
-        """Record a peer's reasons for closing connections, and the end of the peer."""
+        """Record a peer's reasons for closing connections, and the end of the peer.
+
+        Returns:
+            Bool, false if the peer has ended.
+        """
         messages = line.receive()
         with self._changed:
             for lane, ending in messages or ():
@@ -306,7 +325,12 @@ class Mesh:
         return self._read_store(key, 0, time.monotonic() + self._timeout_seconds)
 
     def _addresses_of(self, peer: int, deadline: float) -> Addresses:
-        """Return the addresses that a peer has published."""
+        """Return the addresses that a peer has published, or wait for them.
+
+        Args:
+            peer: Int, rank of the worker.
+            deadline: Float, time by `time.monotonic`.
+        """
         if peer == self.rank:
             return self.addresses
         if peer not in self._addresses:
@@ -315,7 +339,13 @@ class Mesh:
         return self._addresses[peer]
 
     def _read_store(self, key: str, peer: int, deadline: float) -> str:
-        """Read a peer's text from the store, until the deadline or `close`."""
+        """Read a peer's text from the store, until the deadline or `close`.
+
+        Args:
+            key: String, the key.
+            peer: Int, rank of the worker that sets the key.
+            deadline: Float, time by `time.monotonic`.
+        """
         while True:
             if self._closed is not None:
                 raise self._was_closed()
@@ -335,6 +365,14 @@ class Mesh:
         """Dial a peer, and wait until it calls `connect`.
 
         The first call for a peer also dials a control line.
+
+        Args:
+            peer: Int, rank of the worker.
+            lane: String, name of the connection.
+            deadline: Float, time by `time.monotonic`.
+
+        Returns:
+            `socket.socket`, connected and authenticated.
         """
         with self._line_locks.setdefault(peer, threading.Lock()):
             if peer not in self._lines:
@@ -358,7 +396,16 @@ class Mesh:
         return sock
 
     def _dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
-        """Dial repeatedly until the other worker answers."""
+        """Dial repeatedly until the other worker answers.
+
+        Args:
+            peer: Int, rank of the worker.
+            lane: String, name of the connection.
+            deadline: Float, time by `time.monotonic`.
+
+        Returns:
+            `socket.socket`, connected and authenticated.
+        """
         addresses = self._addresses_of(peer, deadline)
         claim = _CLAIM.pack(self.rank, _digest(lane))
         while True:
@@ -406,7 +453,16 @@ class Mesh:
         return sock, socket_address(peer_addresses.ip, peer_addresses.port)
 
     def _wait_for_dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
-        """Wait for the connection that a peer of higher rank dials."""
+        """Wait for the connection that a peer of higher rank dials.
+
+        Args:
+            peer: Int, rank of the worker.
+            lane: String, name of the connection.
+            deadline: Float, time by `time.monotonic`.
+
+        Returns:
+            `socket.socket`, connected and authenticated.
+        """
         key = peer, _digest(lane)
         with self._changed:
             self._changed.wait_for(
@@ -429,9 +485,8 @@ class Mesh:
             raise self._did_not_come(peer)
         tune(sock)
         sock.settimeout(None)
-        with contextlib.suppress(
-            OSError
-        ):  # the first use of the socket will report the error
+        # The first use of the socket will report an error.
+        with contextlib.suppress(OSError):
             sock.send(b"\1", socket.MSG_NOSIGNAL)
         return sock
 
@@ -450,6 +505,7 @@ class Mesh:
                 self._dialing.discard(sock)
 
     def _was_closed(self) -> TransportClosed:
+        """Return the error that this worker has closed the mesh itself."""
         return TransportClosed(self._closed or "")
 
     def _ended(self, peer: int) -> PeerLost:
@@ -467,7 +523,13 @@ class Mesh:
     def _unreachable(
         self, peer: int, addresses: Addresses, error: ConnectionFailed
     ) -> TransportError:
-        """Return the error of a peer that could not be dialed in time."""
+        """Return the error of a peer that could not be dialed in time.
+
+        Args:
+            peer: Int, rank of the peer.
+            addresses: `Addresses` that it has published.
+            error: `ConnectionFailed` of the last attempt.
+        """
         if is_loopback(addresses.ip) and addresses.machine != self.addresses.machine:
             return TransportError(
                 f"Worker {peer} listens at {addresses} only, which no other host "
@@ -485,6 +547,12 @@ class Mesh:
 
 
 def _listen(family: int, address: tuple | str) -> socket.socket:
+    """Create a listening socket.
+
+    Args:
+        family: Int, such as `socket.AF_INET`.
+        address: Tuple or string, the argument of `socket.bind`.
+    """
     sock = close_in_forks(socket.socket(family, socket.SOCK_STREAM))
     sock.bind(address)
     sock.listen(_BACKLOG)
@@ -497,10 +565,12 @@ def _service(rank: int) -> str:
 
 
 def _digest(lane: str) -> bytes:
+    """Return the SHA-256 digest of a lane's name, 32 bytes."""
     return hashlib.sha256(lane.encode()).digest()
 
 
 @atexit.register
 def _close_all() -> None:
+    """Close all meshes at the end of the script."""
     for mesh in list(_meshes):
         mesh.close()

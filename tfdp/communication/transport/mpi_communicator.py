@@ -219,7 +219,13 @@ class MpiCommunicator:
     # Phases of the collectives.
 
     def _exchange_and_add(self, array: Array, target: Array, call: Call) -> None:
-        """All-reduce a small array by exchanging it whole between all pairs."""
+        """All-reduce a small array by exchanging it whole between all pairs.
+
+        Args:
+            array: Flat array to sum.
+            target: Flat array for the sum; it may be `array`.
+            call: `Call`, the same on all members.
+        """
         parts = self._scratch_parts(array, len(array))
         parts[self.index] = array.copy() if array is target else array
         pairs = {peer: (array, parts[peer]) for peer in self._others()}
@@ -229,7 +235,14 @@ class MpiCommunicator:
     def _reduce_scatter(
         self, array: Array, bounds: Sequence[int], target: Array, call: Call
     ) -> None:
-        """Sum this member's part into `target`, which may be that part itself."""
+        """Sum this member's part into `target`, which may be that part itself.
+
+        Args:
+            array: Flat array to sum.
+            bounds: Sequence of ints, the bounds of the members' parts.
+            target: Flat array for the sum of this member's part.
+            call: `Call`, the same on all members.
+        """
         own = array[bounds[self.index] : bounds[self.index + 1]]
         parts = self._scratch_parts(array, len(own))
         is_in_place = np.may_share_memory(own, target)
@@ -242,6 +255,13 @@ class MpiCommunicator:
         sum_into(target, parts)
 
     def _all_gather(self, array: Array, bounds: Sequence[int], call: Call) -> None:
+        """Receive the parts of the other members into `array`; send them this one's.
+
+        Args:
+            array: Flat array.
+            bounds: Sequence of ints, the bounds of the members' parts.
+            call: `Call`, the same on all members.
+        """
         own = array[bounds[self.index] : bounds[self.index + 1]]
         pairs = {
             peer: (own, array[bounds[peer] : bounds[peer + 1]])
@@ -252,7 +272,14 @@ class MpiCommunicator:
     def _scatter(
         self, array: Array, bounds: Sequence[int], source: int, call: Call
     ) -> None:
-        """Send each member its part of the source's array."""
+        """Send each member its part of the source's array.
+
+        Args:
+            array: Flat array.
+            bounds: Sequence of ints, the bounds of the members' parts.
+            source: Int, index of the member that sends.
+            call: `Call`, the same on all members.
+        """
         nothing = array[:0]
         if self.index == source:
             pairs = {
@@ -269,6 +296,11 @@ class MpiCommunicator:
 
         With members counted from the source, the parent of member r is r without its
         lowest bit.
+
+        Args:
+            array: Flat array, sent or received.
+            source: Int, index of the member that sends.
+            call: `Call`, the same on all members.
 
         Source: Rajeev Thakur, Rolf Rabenseifner and William Gropp, "Optimization of
         Collective Communication Operations in MPICH", 2005.
@@ -294,7 +326,17 @@ class MpiCommunicator:
         return [(self.index + step) % size for step in range(1, size)]
 
     def _scratch_parts(self, like: Array, length: int) -> list[Array]:
-        """Return reused memory for all members' parts, since new pages cost time."""
+        """Return reused memory for the parts of the other members.
+
+        New memory would cost time, since the kernel clears its pages.
+
+        Args:
+            like: Array with the dtype of the parts.
+            length: Int, number of elements of each part.
+
+        Returns:
+            List of arrays by member; that of this member is empty.
+        """
         each, size = length * like.itemsize, len(self.ranks)
         if self._scratch.nbytes < each * (size - 1):
             self._scratch = np.empty(each * (size - 1), np.uint8)
@@ -308,7 +350,14 @@ class MpiCommunicator:
 def _create_comm(
     job: MpiJob, ranks: tuple[int, ...], lane: str, timeout_seconds: float | None
 ) -> Any:
-    """Create the MPI communicator of a group, after all members have joined."""
+    """Create the MPI communicator of a group, after all members have joined.
+
+    Args:
+        job: `MpiJob`.
+        ranks: Tuple of ints, the member workers.
+        lane: String, name of the communicator in its group.
+        timeout_seconds: Float or `None`, the longest wait for the other members.
+    """
     if len(ranks) == 1:
         return job.mpi.COMM_SELF
     members = [job.world_ranks[rank] for rank in ranks]
@@ -323,6 +372,6 @@ def _create_comm(
             "The workers make different communicators at the same time. Received: "
             f"{text!r} and {others[0]!r}"
         )
-    # All members have joined, so this collective call does not wait.
+    # All members have joined, so that `Create_group`, a collective, does not wait.
     with job.lock:
         return job.comm.Create_group(job.comm.Get_group().Incl(members), tag)

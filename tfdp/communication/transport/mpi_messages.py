@@ -1,4 +1,8 @@
-"""Messages between the members of an MPI communicator, which can be cancelled."""
+"""Messages between the members of an MPI communicator, which can be cancelled.
+
+A *lane* is the channel of a group on which its collectives run one after another; it
+has an MPI communicator of its own. A member that leaves sends the others a goodbye.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +68,15 @@ class _Peer:
 
 @dataclasses.dataclass
 class _Pending:
-    """Pending MPI request, and a callback that takes its status on completion."""
+    """Pending MPI request.
+
+    Args:
+        request: MPI request.
+        peer: `_Peer`, the state of the exchange that the request belongs to.
+        is_send: Bool, whether it sends, rather than receives.
+        then: Callable that takes the status of the completed request, or `None`.
+            Defaults to `None`.
+    """
 
     request: Any
     peer: _Peer
@@ -161,8 +173,14 @@ class MpiMessages:
 
     # Steps of an exchange.
 
-    def _begin(self, place: int, peer: _Peer, call: Call) -> None:
-        """Start the requests of headers with a member; data follows its header."""
+    def _begin(self, member: int, peer: _Peer, call: Call) -> None:
+        """Start the requests of headers with a member; data follows its header.
+
+        Args:
+            member: Int, index of the member.
+            peer: `_Peer`, the state of the exchange with it.
+            call: `Call`, the same on all members.
+        """
         own = expected = call
         if call.kind == ALL_TO_ALL:
             own = dataclasses.replace(call, num_bytes=len(peer.sent))
@@ -171,38 +189,50 @@ class MpiMessages:
         is_small = len(peer.sent) <= SMALL_BYTES
 
         def take_header(status: Any) -> None:
+            """Check the received header; receive and send the data that follows it.
+
+            Args:
+                status: MPI status of the received message.
+            """
             length = status.Get_count(self._job.mpi.BYTE)
             received = bytes(peer.inbox[: min(length, HEADER_BYTES)])
-            ranks = self._ranks[self._index], self._ranks[place]
+            ranks = self._ranks[self._index], self._ranks[member]
             calls.check(received, expected, *ranks)
             size = len(peer.received)
             if size <= SMALL_BYTES:
                 begin = HEADER_BYTES
                 peer.received[:] = memoryview(peer.inbox)[begin : begin + size]
             else:
-                self._start_data(place, peer, peer.received, is_send=False)
+                self._start_data(member, peer, peer.received, is_send=False)
             # Large data is sent only after the peer's header, since a send of data that
             # the peer never receives cannot be cancelled.
             if not is_small:
-                self._start_data(place, peer, peer.sent, is_send=True)
+                self._start_data(member, peer, peer.sent, is_send=True)
 
         with self._job.lock:
-            request = self._comm.Irecv(peer.inbox, source=place, tag=_HEADER)
+            request = self._comm.Irecv(peer.inbox, source=member, tag=_HEADER)
             self._add(_Pending(request, peer, False, take_header))
             message = header + bytes(peer.sent) if is_small else header
-            request = self._comm.Isend(message, dest=place, tag=_HEADER)
+            request = self._comm.Isend(message, dest=member, tag=_HEADER)
             self._add(_Pending(request, peer, True))
 
     def _start_data(
-        self, place: int, peer: _Peer, data: memoryview, *, is_send: bool
+        self, member: int, peer: _Peer, data: memoryview, *, is_send: bool
     ) -> None:
-        """Start the requests of data with a member, in pieces."""
+        """Start the requests of data with a member, in pieces.
+
+        Args:
+            member: Int, index of the member.
+            peer: `_Peer`, the state of the exchange with it.
+            data: `memoryview`, to send or to receive into.
+            is_send: Bool, whether the data is sent.
+        """
         peer.is_moving = True
         start = self._comm.Isend if is_send else self._comm.Irecv
         for begin in range(0, len(data), _MOST_BYTES):
             piece = data[begin : begin + _MOST_BYTES]
             with self._job.lock:
-                request = start([piece, self._job.mpi.BYTE], place, _DATA)
+                request = start([piece, self._job.mpi.BYTE], member, _DATA)
                 self._add(_Pending(request, peer, is_send))
 
     def _add(self, pending: _Pending) -> None:
@@ -211,7 +241,11 @@ class MpiMessages:
         self._pending.append(pending)
 
     def _wait(self, peers: Mapping[int, _Peer]) -> None:
-        """Wait until all requests are complete, or a member is lost."""
+        """Wait until all requests are complete, or a member is lost.
+
+        Args:
+            peers: Mapping from a member's index to the state of the exchange with it.
+        """
         waiting = Backoff(_LONGEST_WAIT_SECONDS)
         moving = Backoff(_LONGEST_MOVE_SECONDS)
         backoff = waiting
@@ -255,7 +289,11 @@ class MpiMessages:
     # Closing.
 
     def _lost(self, peers: Mapping[int, _Peer]) -> int | None:
-        """Return a member that has left with pending requests, or `None`."""
+        """Return the index of a member that left with pending requests, or `None`.
+
+        Args:
+            peers: Mapping from a member's index to the state of the exchange with it.
+        """
         for place in [p for p in self._goodbyes if p not in self._leave_reasons]:
             request, text = self._goodbyes[place]
             with self._job.lock:
@@ -267,7 +305,7 @@ class MpiMessages:
         return next(waiting, None)
 
     def _set_reason(self, reason: str) -> bool:
-        """Set the reason of the end once; return whether this call has set it."""
+        """Set the reason of the end, unless it is set; return whether this call did."""
         with self._closing:
             is_first = self._reason is None
             if is_first:
@@ -275,7 +313,11 @@ class MpiMessages:
             return is_first
 
     def _fail(self, reason: str) -> None:
-        """Pass pending requests to the job, which keeps their memory, and close."""
+        """Pass pending requests to the job, which keeps their memory, and close.
+
+        Args:
+            reason: String, sent to the other members.
+        """
         pending, self._pending = self._pending, []
         if pending:
             sends = [each.request for each in pending if each.is_send]
@@ -307,4 +349,5 @@ class MpiMessages:
 
 
 def _bytes_of(array: Array) -> memoryview:
+    """Return a view of a flat array's memory, as bytes."""
     return memoryview(array.view(np.uint8).data if array.size else bytearray())

@@ -27,7 +27,7 @@ from tfdp.communication.transport.frames import Link, receive_frame, send_frame
 from tfdp.ground.text import pluralize
 
 # Version that a follower sends to pause its rounds until all workers synchronize.
-_RESTS = -1
+_PAUSE_VERSION = -1
 # Contribution of a participant: its number of samples, which is its weight, and arrays.
 Contribution = tuple[float, Sequence[Array]]
 
@@ -74,7 +74,12 @@ class Reply:
 
     @classmethod
     def from_frame(cls, head: dict[str, Any], arrays: list[Array]) -> Reply:
-        """Create a reply from the frame that `send` has sent."""
+        """Create a reply from the frame that `send` has sent.
+
+        Args:
+            head: Dict, the head of the frame.
+            arrays: List of arrays, those of the frame.
+        """
         num_means, num_state = head.pop("num_means"), head.pop("num_state")
         size = (len(arrays) - num_state) // max(1, num_means)
         begins = [num_state + size * number for number in range(num_means)]
@@ -131,6 +136,7 @@ class Rounds:
         self._version = 0
         self._state: tuple[int, list[Array]] | None = None
         self._means: list[tuple[int, list[Array]]] = []
+        # Contributions to the round before, which count in the present one.
         self._late: list[Contribution] = []
         self._is_open = True
         self._deadline = 0.0
@@ -184,7 +190,7 @@ class Rounds:
             return member.reply
 
     def _check(self, member: Participant) -> None:
-        """Raise an error if a participant's round cannot end."""
+        """Raise `EOFError` if a waiting participant was removed."""
         if self._members.get(member.index) is not member:
             raise EOFError
 
@@ -200,7 +206,11 @@ class Rounds:
         return [m for m in self._members.values() if m.contribution is not None]
 
     def _is_complete(self, *, is_late: bool) -> bool:
-        """Whether the round can end."""
+        """Whether the round can end.
+
+        Args:
+            is_late: Bool, whether the time for further contributions is over.
+        """
         if self._leader is not None and self._leader.contribution is None:
             return False
         missing = [
@@ -227,7 +237,7 @@ class Rounds:
             self._answer(member, Reply(self._version, True, keeps, count, [mean]))
 
     def _answer(self, member: Participant, reply: Reply) -> None:
-        """Set the reply to a waiting participant."""
+        """Set the reply of a participant, if it waits for one."""
         if member.contribution is not None:
             member.reply, member.contribution = reply, None
             self._changed.notify_all()
@@ -284,14 +294,14 @@ class RoundLeader(Rounds):
             self._own_state = [np.array(array) for array in state]
             return self.contribute(self._own, self._version, (samples, arrays))
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Pause rounds until all workers synchronize; the others get empty replies."""
         with self._lock, self._changed:
             self._is_open = False
             for member in self._waiting():
                 self._answer(member, Reply(self._version, is_made=False))
 
-    def meet(self) -> None:
+    def resume(self) -> None:
         """Restart rounds, after all workers have synchronized their state."""
         with self._changed:
             self._generation += 1
@@ -304,6 +314,7 @@ class RoundLeader(Rounds):
             self._changed.notify_all()
 
     def _is_complete(self, *, is_late: bool) -> bool:
+        """Whether the round can end; never with fewer workers than it needs."""
         # With too few workers, no follower's thread ends the round, and the leader's
         # thread raises an error.
         assert self._least is not None
@@ -311,6 +322,7 @@ class RoundLeader(Rounds):
         return is_enough and super()._is_complete(is_late=is_late)
 
     def _check(self, member: Participant) -> None:
+        """Raise `TransportError` in the leader if too few workers are left."""
         assert self._least is not None
         if member is self._own and len(self._members) < self._least:
             reasons = "; ".join(self._reasons)
@@ -319,11 +331,17 @@ class RoundLeader(Rounds):
             )
 
     def _end_round(self) -> None:
+        """Record the leader's state before the round, and end the round."""
         self._state, self._means = (self._version, self._own_state), []
         super()._end_round()
 
     def _serve(self, member: Participant, link: Link) -> None:
-        """Answer the contributions of one follower until its connection ends."""
+        """Answer the contributions of one follower until its connection ends.
+
+        Args:
+            member: `Participant`, the follower.
+            link: `Link` to it.
+        """
         try:
             while True:
                 head, arrays = receive_frame(link)
@@ -342,11 +360,20 @@ class RoundLeader(Rounds):
         samples: float,
         arrays: list[Array],
     ) -> Reply | None:
-        """Return the reply to a follower's message, `None` if it needs none."""
+        """Return the reply to a follower's message, `None` if it needs none.
+
+        Args:
+            member: `Participant`, the follower.
+            generation: Int, number of synchronizations of all workers so far.
+            version: Int, number of rounds that the follower has made since the last
+                one, or `_PAUSE_VERSION` if it pauses.
+            samples: Float, number of samples, the weight of the follower.
+            arrays: List of arrays to average.
+        """
         with self._changed:
             # The follower may have left a synchronization that worker 0 is still in.
             self._changed.wait_for(lambda: generation <= self._generation)
-            if version != _RESTS:
+            if version != _PAUSE_VERSION:
                 return self.contribute(member, version, (samples, arrays))
             # A late message of an earlier generation is ignored.
             if generation == self._generation:
@@ -379,18 +406,25 @@ class RoundFollower:
             self._version = reply.version
             return reply
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """Pause rounds until all workers synchronize, and notify the leader."""
         with self._lock, contextlib.suppress(PeerLost, TransportError):
-            self._send(_RESTS, 0.0, [])
+            self._send(_PAUSE_VERSION, 0.0, [])
 
-    def meet(self) -> None:
+    def resume(self) -> None:
         """Restart rounds, after all workers have synchronized their state."""
         with self._lock:
             self._generation += 1
             self._version = 0
 
     def _send(self, version: int, samples: float, arrays: Sequence[Array]) -> None:
+        """Send a message to the leader, see `RoundLeader._reply_to`.
+
+        Args:
+            version: Int, number of rounds so far, or `_PAUSE_VERSION`.
+            samples: Float, number of samples, the weight of this worker.
+            arrays: Sequence of arrays to average.
+        """
         head = {
             "generation": self._generation,
             "version": version,

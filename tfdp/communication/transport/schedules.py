@@ -102,20 +102,25 @@ class Segments:
         self.sent, self.summed = bytes_of(array), bytes_of(total)
 
     def where(self, part: int, number: int) -> slice:
-        """Return the slice of a segment in bytes; `part` is taken modulo `size`."""
+        """Return the slice of a segment, in bytes.
+
+        Args:
+            part: Int, index of the part, taken modulo `size`.
+            number: Int, index of the segment in the part.
+        """
         return segment_of(self._limits, part % self.size, number, self.num_bytes)
 
     def addend(self, where: slice) -> Array:
-        """Return the elements of the array at a slice in bytes."""
+        """Return the elements of the array at `where`, a slice in bytes."""
         return _elements(self._array, where)
 
     def target(self, where: slice) -> Array:
-        """Return the elements of the sum at a slice in bytes."""
+        """Return the elements of the sum at `where`, a slice in bytes."""
         return _elements(self._total, where)
 
 
 def _elements(array: Array, where: slice) -> Array:
-    """Return the elements of an array at a slice in bytes."""
+    """Return the elements of an array at `where`, a slice in bytes."""
     return array[where.start // array.itemsize : where.stop // array.itemsize]
 
 
@@ -194,7 +199,12 @@ class Ring:
                 yield Piece(segments.summed[where], then=gate.pass_one)
 
     def _add(self, where: slice, gate: Gate) -> None:
-        """Add a received segment to the sum."""
+        """Add a received segment to the sum, and count it.
+
+        Args:
+            where: Slice of the segment in bytes.
+            gate: `Gate` of the step, which counts segments.
+        """
         target = self._segments.target(where)
         received = self._scratch[: target.nbytes].view(target.dtype)
         sum_into(target, (self._segments.addend(where), received))
@@ -224,7 +234,7 @@ class OrderedSums:
         ]
 
     def outgoing(self, index: int) -> Iterator[Piece]:
-        """Yield the pieces for a peer."""
+        """Yield the pieces to send to the member with an index."""
         segments = self._segments
         for number, step in segments.order:
             if step:
@@ -234,7 +244,7 @@ class OrderedSums:
                 yield Piece(segments.sent[segments.where(index, number)])
 
     def incoming(self, index: int) -> Iterator[Piece]:
-        """Yield the pieces to receive from a peer."""
+        """Yield the pieces to receive from the member with an index."""
         segments = self._segments
         for number, step in segments.order:
             if step:
@@ -243,7 +253,12 @@ class OrderedSums:
                 yield self._addend(index, number)
 
     def _addend(self, index: int, number: int) -> Piece:
-        """Return the piece of an addend, which waits until its buffer is free."""
+        """Return the piece of an addend, which waits until its buffer is free.
+
+        Args:
+            index: Int, index of the member that sends it.
+            number: Int, index of the segment in this member's part.
+        """
         where = self._segments.where(self._index, number)
         buffer = self._buffers[index][number % LAG]
         return Piece(
@@ -254,7 +269,7 @@ class OrderedSums:
         )
 
     def _arrived(self, number: int) -> None:
-        """Count an arrived addend of a segment; add all of them after the last."""
+        """Count an addend of a segment, by its index; add all when the last arrives."""
         missing = self._missing.pop(number, self._segments.size - 1) - 1
         if missing:
             self._missing[number] = missing

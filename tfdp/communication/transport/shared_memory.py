@@ -158,7 +158,14 @@ class SharedMemoryCommunicator(SocketCommunicator):
         *,
         shares: bool,
     ) -> None:
-        """Sum this member's part over all members; if `shares`, all-gather the sums."""
+        """Sum this member's part over all members; if `shares`, all-gather the sums.
+
+        Args:
+            call: `Call`, the same on all members.
+            parts: Sequence of arrays, the part of each member, to sum.
+            targets: Sequence of arrays for the sums of these parts.
+            shares: Bool, whether each member receives the sums of all parts.
+        """
         own, target = parts[self.index], targets[self.index]
         with self._collective():
             outboxes = self._outboxes
@@ -186,7 +193,12 @@ class SharedMemoryCommunicator(SocketCommunicator):
                     chunk[:] = outboxes[member].get(before, _SUMS, chunk)
 
     def _copy(self, call: Call, parts: Sequence[Array]) -> None:
-        """All-gather: copy this member's part to all others, and receive theirs."""
+        """All-gather: copy this member's part to all others, and receive theirs.
+
+        Args:
+            call: `Call`, the same on all members.
+            parts: Sequence of arrays, the part of each member.
+        """
         own = parts[self.index]
         with self._collective():
             outboxes = self._outboxes
@@ -199,15 +211,20 @@ class SharedMemoryCommunicator(SocketCommunicator):
                     chunk[:] = outboxes[member].get(slot, member, chunk)
 
     def _chunk(self, part: Array, number: int) -> Array:
-        """Return a chunk of a part, empty beyond its end."""
+        """Return the chunk with an index in a part, empty beyond the part's end."""
         length = self._chunk_bytes // part.itemsize
         return part[number * length : (number + 1) * length]
 
     def _num_chunks(self, parts: Sequence[Array]) -> int:
+        """Return the number of chunks, and so of steps, that the largest part needs."""
         return -(-max(part.nbytes for part in parts) // self._chunk_bytes)
 
     def _ring_bell(self, call: Call) -> None:
-        """Wait until all members have written their chunks of this step."""
+        """Wait until all members have written their chunks of this step.
+
+        Args:
+            call: `Call`, which must be the same on all members.
+        """
         message = call.packed() + _STEP.pack(self._step)
         self._step += 1
         for link in self._links.values():
@@ -245,7 +262,14 @@ class SharedMemoryCommunicator(SocketCommunicator):
             return self._map_outboxes(descriptors)
 
     def _create_outbox(self, stack: contextlib.ExitStack) -> int | None:
-        """Create this member's outbox; return `None` if any member cannot."""
+        """Create this member's outbox, and return its file descriptor.
+
+        Args:
+            stack: `contextlib.ExitStack` that closes the descriptor.
+
+        Returns:
+            Int, or `None` if any member cannot create its outbox.
+        """
         descriptor = None
         with _logged_lack_of_memory():
             descriptor = _allocate_memory(_num_bytes(self._size, self._chunk_bytes))
@@ -255,7 +279,11 @@ class SharedMemoryCommunicator(SocketCommunicator):
         )
 
     def _map_outboxes(self, descriptors: dict[int, int]) -> list[_Outbox]:
-        """Map all outboxes; return an empty list if any member cannot map them."""
+        """Map all outboxes; return an empty list if any member cannot map them.
+
+        Args:
+            descriptors: Dict from a member's index to the descriptor of its outbox.
+        """
         outboxes = []
         with _logged_lack_of_memory():
             outboxes = [
@@ -264,13 +292,19 @@ class SharedMemoryCommunicator(SocketCommunicator):
             ]
         return outboxes if self._agree(bool(outboxes), _HAVE_MAPPED) else []
 
-    def _agree(self, can: bool, tag: int) -> bool:
-        """Whether all members can allocate or map memory, agreed over the sockets."""
-        num_members = np.array([can], np.int32)
+    def _agree(self, can_own: bool, tag: int) -> bool:
+        """Whether all members can allocate or map memory, agreed over the sockets.
+
+        Args:
+            can_own: Bool, whether this member can.
+            tag: Int, tag of the agreement.
+        """
+        num_members = np.array([can_own], np.int32)
         super().all_reduce(num_members, tag)
         return bool(num_members[0] == self._size)
 
     def _map(self, descriptor: int, *, is_own: bool) -> _Outbox:
+        """Map the outbox of a file descriptor; only this member's own is writable."""
         return _Outbox(descriptor, self._size, self._chunk_bytes, is_own=is_own)
 
 
@@ -303,6 +337,12 @@ class _Outbox:
 
     The chunk of the member itself is for data to all members, and the last one for its
     sums.
+
+    Args:
+        descriptor: Int, file descriptor of the memory.
+        num_members: Int, number of members.
+        chunk_bytes: Int, size of a chunk.
+        is_own: Bool, whether it is the outbox of this member, which writes to it.
     """
 
     def __init__(
@@ -321,16 +361,22 @@ class _Outbox:
         self._chunks = memory.reshape(2, num_members + 1, chunk_bytes)
 
     def put(self, slot: int, member: int, values: Array) -> None:
-        """Write values into the chunk for a member."""
+        """Write values into the chunk for a member, or for the sums with `_SUMS`."""
         self.get(slot, member, values)[:] = values
 
     def get(self, slot: int, member: int, like: Array) -> Array:
-        """Return the values for a member, with the length and dtype of an array."""
+        """Return the values for a member, with the length and dtype of `like`.
+
+        Args:
+            slot: Int, 0 or 1, the slot of the step.
+            member: Int, index of the member, or `_SUMS`.
+            like: Array.
+        """
         return self._chunks[slot, member, : like.nbytes].view(like.dtype)
 
 
 def _num_bytes(num_members: int, chunk_bytes: int) -> int:
-    """Return the size of an outbox."""
+    """Return the size of an outbox in bytes."""
     return 2 * (num_members + 1) * chunk_bytes
 
 
@@ -363,6 +409,7 @@ def _logged_lack_of_memory() -> Iterator[None]:
 
 @functools.cache  # logs each reason once, not for every lane of a group
 def _log_lack_of_memory(reason: str) -> None:
+    """Log once for each reason that sockets replace shared memory."""
     _logger.warning(
         "This worker gets no shared memory for the other workers of its host (%s): "
         "they exchange their data over sockets instead, which takes more of the "
@@ -372,5 +419,5 @@ def _log_lack_of_memory(reason: str) -> None:
 
 
 def _parts(array: Array, bounds: Sequence[int]) -> list[Array]:
-    """Split an array at bounds."""
+    """Split an array into its parts, between two neighboring bounds each."""
     return [array[begin:end] for begin, end in itertools.pairwise(bounds)]

@@ -185,7 +185,13 @@ class SocketCommunicator:
     # Exchange of whole arrays between all pairs of members.
 
     def _exchange_whole(self, call: Call, array: Array, total: Array) -> None:
-        """Exchange small arrays, and add them in the order of the members."""
+        """Exchange small arrays, and add them in the order of the members.
+
+        Args:
+            call: `Call`, the same on all members.
+            array: Flat array to sum.
+            total: Flat array for the sum; it may be `array`.
+        """
         num_bytes = HEADER_BYTES + array.nbytes
         self._need_scratch(num_bytes * self._size)
         places = [
@@ -214,7 +220,12 @@ class SocketCommunicator:
             sum_into(total, addends)
 
     def _swap(self, own: memoryview, other: memoryview) -> None:
-        """Exchange small messages of one length with the only peer."""
+        """Exchange small messages of one length with the only peer.
+
+        Args:
+            own: `memoryview` of the message to send.
+            other: `memoryview` to receive into.
+        """
         link = self._links[1 - self.index]
         try:
             sent = link.sock.send(own, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
@@ -238,7 +249,15 @@ class SocketCommunicator:
         *,
         gather: bool,
     ) -> None:
-        """Reduce-scatter into `total`; with `gather`, all-gather the sums."""
+        """Reduce-scatter into `total`; with `gather`, all-gather the sums.
+
+        Args:
+            call: `Call`, the same on all members.
+            array: Flat array to sum.
+            bounds: Sequence of ints, the bounds of the members' parts.
+            total: Flat array for the sum; it may be `array`.
+            gather: Bool, whether each member receives the sums of all parts.
+        """
         if self._size > 2 and is_half(array.dtype):
             self._reduce_direct(call, array, bounds, total, gather=gather)
         else:
@@ -253,7 +272,15 @@ class SocketCommunicator:
         total: Array,
         steps: range,
     ) -> None:
-        """Run steps of a `Ring`."""
+        """Run steps of a `Ring`.
+
+        Args:
+            call: `Call`, the same on all members.
+            array: Flat array to sum.
+            bounds: Sequence of ints, the bounds of the members' parts.
+            total: Flat array for the sum; it may be `array`.
+            steps: Range, the steps to run.
+        """
         if self._size == 1:
             return
         segments = Segments(array, total, bounds, steps=steps, num_bytes=self._segment)
@@ -271,7 +298,15 @@ class SocketCommunicator:
         following: int,
         outgoing: Iterable[Piece],
     ) -> list[Flow]:
-        """Receive from one member and send to another, which may be the same."""
+        """Receive from one member and send to another, which may be the same.
+
+        Args:
+            call: `Call`, the same on all members.
+            preceding: Int, index of the member to receive from.
+            incoming: Iterable of `Piece`s to receive.
+            following: Int, index of the member to send to.
+            outgoing: Iterable of `Piece`s to send.
+        """
         before, after = self._links[preceding], self._links[following]
         if before is after:
             return [self._flow(before, call, outgoing, call, incoming)]
@@ -291,7 +326,10 @@ class SocketCommunicator:
         *,
         gather: bool,
     ) -> None:
-        """Reduce by `OrderedSums`: each member receives and adds its part from all."""
+        """Reduce by `OrderedSums`: each member receives and adds its part from all.
+
+        The arguments are those of `_reduce`.
+        """
         steps = range(2 if gather else 1)
         segments = Segments(array, total, bounds, steps=steps, num_bytes=self._segment)
         sums = OrderedSums(segments, self.index)
@@ -303,7 +341,13 @@ class SocketCommunicator:
         )
 
     def _broadcast_flat(self, call: Call, array: Array, source: int) -> None:
-        """Send the whole array from the source to each other member."""
+        """Send the whole array from the source to each other member.
+
+        Args:
+            call: `Call`, the same on all members.
+            array: Flat array, sent or received.
+            source: Int, index of the member that sends.
+        """
         data = [Piece(bytes_of(array))]
         if self.index != source:
             self._run([self._flow(self._links[source], None, (), call, data)])
@@ -313,7 +357,13 @@ class SocketCommunicator:
         )
 
     def _broadcast_chain(self, call: Call, array: Array, source: int) -> None:
-        """Forward segments along a chain of members that begins with the source."""
+        """Forward segments along a chain of members that begins with the source.
+
+        Args:
+            call: `Call`, the same on all members.
+            array: Flat array, sent or received.
+            source: Int, index of the member that sends.
+        """
         view = bytes_of(array)
         arrived = Gate()
         segments = [
@@ -351,7 +401,15 @@ class SocketCommunicator:
         expected: Call | None,
         incoming: Iterable[Piece],
     ) -> Flow:
-        """Create a flow that sends and checks the headers of calls before the data."""
+        """Create a flow that sends and checks the headers of calls before the data.
+
+        Args:
+            link: `Connection` to a member.
+            own: `Call` of this member, or `None` if it sends nothing.
+            outgoing: Iterable of `Piece`s to send.
+            expected: `Call` that the member should send, or `None` if it sends nothing.
+            incoming: Iterable of `Piece`s to receive.
+        """
         index = self.ranks.index(link.peer)
         sent, received = [], []
         if own is not None:
@@ -368,11 +426,11 @@ class SocketCommunicator:
         )
 
     def _check(self, header: memoryview, expected: Call, index: int) -> None:
-        """Check that a member's header is that of the expected call."""
+        """Raise unless the header from a member, by its index, is the expected call."""
         check(header, expected, self._rank, self.ranks[index])
 
     def _need_scratch(self, num_bytes: int) -> Array:
-        """Return scratch memory of at least some bytes."""
+        """Return scratch memory of at least `num_bytes`, allocated if necessary."""
         if self._scratch.nbytes < num_bytes:
             self._scratch = np.empty(num_bytes, np.uint8)
         return self._scratch

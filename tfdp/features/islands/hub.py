@@ -1,5 +1,8 @@
 """The hub: the server that islands connect to, with one meeting for each `fit`.
 
+Islands are workers that train as separate jobs. A meeting is the series of exchanges of
+one call of `fit`, in which all islands average their weights.
+
 The hub does not train. An island that is behind receives the state that another island
 has stored on the hub, see `tfdp.communication.transport.rounds`.
 """
@@ -133,7 +136,10 @@ class Meeting(Rounds):
                 self._means = [pair for pair in self._means if pair[0] > version]
 
     def _furthest(self) -> list[Array]:
-        """Return the state with the most updates; of equals, the first island's."""
+        """Return the state of the waiting island with the most updates.
+
+        If several have as many, it is that of the first of them by index.
+        """
         states = self._first_states
         return states[max(states, key=lambda index: (states[index][0], -index))][1]
 
@@ -149,7 +155,15 @@ class Meeting(Rounds):
 
 
 def _difference(settings: dict[str, Any], others: dict[str, Any]) -> str:
-    """Describe the first setting in which an island differs from the others."""
+    """Describe the first setting in which an island differs from the others.
+
+    Args:
+        settings: Dict, the settings of the island.
+        others: Dict, the settings of the islands that joined before.
+
+    Returns:
+        String such as `"sync_every is 20 here, and 10 on others"`.
+    """
     for name, value in others.items():
         if settings.get(name) != value:
             here, there = json.dumps(settings.get(name)), json.dumps(value)
@@ -308,7 +322,12 @@ class Hub:
                     self._meetings.pop(number, None)
 
     def _register_alive(self, connection: HubConnection, indices: set[int]) -> None:
-        """Record the islands that are alive as long as a connection is."""
+        """Record the islands that count as alive while a connection is open.
+
+        Args:
+            connection: `HubConnection` of an island or of a launcher.
+            indices: Set of ints, indices of these islands.
+        """
         with self._lock:
             before = self._connections[connection] - indices
             self._last_contact.update(dict.fromkeys(before, time.monotonic()))
@@ -317,7 +336,12 @@ class Hub:
             self._expected |= indices  # also an island that was marked as lost
 
     def _serve_launcher(self, connection: HubConnection, head: dict[str, Any]) -> None:
-        """Process the reports of another machine's launcher until it disconnects."""
+        """Process the reports of another machine's launcher until it disconnects.
+
+        Args:
+            connection: `HubConnection` of the launcher.
+            head: Dict, the first report: indices of `"running"` and `"ended"` islands.
+        """
         reported: set[int] = set()
         while True:
             for index in set(head["ended"]) - reported:
@@ -330,7 +354,13 @@ class Hub:
     def _serve_member(
         self, connection: HubConnection, meeting: Meeting, member: Participant
     ) -> None:
-        """Serve the exchanges of an island until it leaves or disconnects."""
+        """Serve the exchanges of an island until it leaves or disconnects.
+
+        Args:
+            connection: `HubConnection` of the island.
+            meeting: `Meeting` of its `fit`.
+            member: `Participant`, the island in the meeting.
+        """
         while True:
             head, arrays = connection.receive()
             if head["kind"] == "bye":
@@ -345,7 +375,7 @@ class Hub:
             reply.send(connection)
 
     def _meeting(self, number: int) -> Meeting:
-        """Return the meeting of a `fit`, created at its first island."""
+        """Return the meeting of the `fit` with a number; create it if missing."""
         with self._lock:
             if number not in self._meetings:
                 expected = set(self._expected)
@@ -354,5 +384,5 @@ class Hub:
 
 
 def _warn_about_file_limit(lack: str) -> None:
-    """Print that the hub has no file descriptors left to accept connections."""
+    """Print that the hub has no file descriptors left; `lack` is the reason."""
     print(f"tfdp: no island can connect: {lack}", file=sys.stderr, flush=True)

@@ -92,6 +92,7 @@ class HubConnection:
         is_over = threading.Event()
 
         def beat() -> None:
+            """Send heartbeats until the block ends, or the other end is lost."""
             with contextlib.suppress(*GONE):  # the next message raises the error
                 while not is_over.wait(BEAT_SECONDS):
                     self.send_beat()

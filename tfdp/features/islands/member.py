@@ -1,4 +1,8 @@
-"""Clients of the hub: of an island, and of the launcher of another machine."""
+"""Clients of the hub: of an island, and of the launcher of another machine.
+
+An island is a worker, or several, that trains as a separate job; the hub is the server
+through which the islands average their weights.
+"""
 
 from __future__ import annotations
 
@@ -118,6 +122,10 @@ class Member:
     def keep(self, version: int, state: Sequence[Array]) -> None:
         """Store the state after an exchange on the hub, for islands that join later.
 
+        Args:
+            version: Int, the number of the exchange.
+            state: Sequence of arrays, the outer state after it.
+
         Raises:
             HubGone: If the connection is lost.
         """
@@ -137,12 +145,18 @@ class Member:
         self._connection.close()
 
     def _ask(self, head: dict[str, Any], arrays: Sequence[Array]) -> Reply:
-        """Send a message, and wait for the hub's reply."""
+        """Send a message, and wait for the hub's reply.
+
+        Args:
+            head: Dict, JSON-serializable, with the key `"kind"`.
+            arrays: Sequence of arrays.
+        """
         with self._exclusive_connection():
             send_frame(self._connection, head, arrays)
             return Reply.from_frame(*self._connection.receive())
 
     def _send(self, head: dict[str, Any], arrays: Sequence[Array] = ()) -> None:
+        """Send a message without a reply, see `send_frame` for the arguments."""
         with self._exclusive_connection():
             send_frame(self._connection, head, arrays)
 

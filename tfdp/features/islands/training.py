@@ -1,4 +1,8 @@
-"""Exchanges of an island while it trains, and the outer state common to all islands."""
+"""Exchanges of an island while it trains, and the outer state common to all islands.
+
+An island is a worker, or several, that trains as a separate job. By outer steps, see
+`tfdp.features.local_steps`, it averages its weights with the other islands.
+"""
 
 from __future__ import annotations
 
@@ -234,6 +238,7 @@ class IslandTraining:
         updates = int(self._model.optimizer.iterations.numpy())
 
         def connect() -> None:
+            """Create the outer state, and connect; runs on a thread."""
             template = self._outer_options.optimizer
             self._state = OuterState(template, weights, statistics)
             self._connect(updates)
@@ -244,7 +249,11 @@ class IslandTraining:
         self._assign(self._common, self._state.statistics)
 
     def _connect(self, updates: int) -> None:
-        """Connect to the hub, and adopt the common state; runs on a thread."""
+        """Connect to the hub, and adopt the common state; runs on a thread.
+
+        Args:
+            updates: Int, updates that this island has made before.
+        """
         assert self._state is not None
         settings = {
             **self._settings,
@@ -320,7 +329,13 @@ class IslandTraining:
         )
 
     def _run_exchange(self, samples: float, arrays: list[Array], updates: int) -> bool:
-        """Exchange, on a thread, and return whether this island was behind."""
+        """Exchange, on a thread, and return whether this island was behind.
+
+        Args:
+            samples: Float, updates since the last exchange, the weight of this island.
+            arrays: List of arrays, pseudo-gradients followed by statistics.
+            updates: Int, updates that this island has made in all.
+        """
         member, state = self._member, self._state
         assert member is not None
         assert state is not None
@@ -375,6 +390,7 @@ class IslandTraining:
         return [_wide(variable) for variable in self._model.trainable_variables]
 
     def _statistics(self) -> list[Array]:
+        """Return the averaged statistics of the model, in float32 or wider."""
         return [_wide(variable) for variable in self._statistic_variables()]
 
     def _statistic_variables(self) -> list[Any]:
@@ -393,10 +409,11 @@ class IslandTraining:
 
 
 def _run_on_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Run a function on a new daemon thread."""
+    """Run a function on a new daemon thread; return the `Future` of its result."""
     future: Future[Any] = Future()
 
     def run() -> None:
+        """Call the function, and set its result or its error in the future."""
         try:
             future.set_result(function())
         except BaseException as error:  # noqa: BLE001  `Future.result` raises it

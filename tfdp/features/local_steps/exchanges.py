@@ -108,7 +108,11 @@ class Exchanges:
             )
 
     def pseudo_gradients(self, number: int) -> list[tf.Tensor]:
-        """Return this replica's pseudo-gradients of a fragment."""
+        """Return this replica's pseudo-gradients of a fragment.
+
+        Args:
+            number: Int, index of the fragment.
+        """
         return self._outer.pseudo_gradients(
             self._fragments[number], self._variables_of(number)
         )
@@ -157,7 +161,11 @@ class Exchanges:
         launched.scatter_nd_update([[number]], [tf.cast(updates, launched.dtype)])
 
     def is_in_flight(self, number: int) -> tf.Tensor:
-        """Return a scalar bool tensor: a fragment was sent, and not finished yet."""
+        """Return a scalar bool tensor: a fragment was sent, and not finished yet.
+
+        Args:
+            number: Int, index of the fragment.
+        """
         return _compat.local_part(self._launched)[number] > 0
 
     def finish(
@@ -188,12 +196,14 @@ class Exchanges:
             result = self.rounds.collect(_local_replica())
 
             def step() -> tf.Tensor:
+                """Make the outer step from the means of a round; return true."""
                 self._assign_state(result.state)
                 kept = tf.where(result.is_behind, 0.0, mixing)
                 self._step(number, self._scaled(result.gradients, late), update, kept)
                 return tf.constant(True)
 
             def skip() -> tf.Tensor:
+                """Give the samples of a round that was not made back to the caller."""
                 give_back(result.samples)
                 return tf.constant(False)
 
@@ -215,7 +225,12 @@ class Exchanges:
     def _sums_of_sent(
         self, number: int, reducer: GradientReducer
     ) -> Sequence[tf.Tensor]:
-        """Return the sums of a fragment's pseudo-gradients over all replicas."""
+        """Return the means over all replicas of a fragment's gradients in flight.
+
+        Args:
+            number: Int, index of the fragment.
+            reducer: `GradientReducer` of all replicas.
+        """
         sent = self._in_flight_of(number)
         if isinstance(sent, Background):
             return sent.collect(_local_replica())
@@ -229,12 +244,17 @@ class Exchanges:
         )
 
     def _scaled(
-        self, sums: Sequence[tf.Tensor], late: tf.Tensor
+        self, sums: Sequence[tf.Tensor], late_updates: tf.Tensor
     ) -> Sequence[tf.Tensor]:
-        """Return the sums, scaled down by their staleness if the options say so."""
+        """Return the sums, scaled down by their staleness if the options say so.
+
+        Args:
+            sums: Sequence of tensors, mean pseudo-gradients.
+            late_updates: Scalar tensor, inner updates since they were sent.
+        """
         if not self._outer_options.scales_by_staleness:
             return sums
-        factor = self._sync_every / tf.cast(self._sync_every + late, tf.float64)
+        factor = self._sync_every / tf.cast(self._sync_every + late_updates, tf.float64)
         return [total * tf.cast(factor, total.dtype) for total in sums]
 
     def _assign_state(self, state: Sequence[tf.Tensor]) -> None:
@@ -256,12 +276,15 @@ class Exchanges:
 
     @property
     def _compresses(self) -> bool:
+        """Bool, whether pseudo-gradients are compressed."""
         return self._outer_options.compression is not None
 
     def _variables_of(self, number: int) -> list:
+        """Return the trained variables of the fragment with an index."""
         return [self._trained[position] for position in self._fragments[number]]
 
     def _specs_of(self, number: int) -> list[tf.TensorSpec]:
+        """Return the `tf.TensorSpec` of each pseudo-gradient of a fragment."""
         positions = self._fragments[number]
         return in_flight.specs_of([self._outer.anchors[p] for p in positions])
 
@@ -272,7 +295,14 @@ class Exchanges:
         update: Update,
         mixing: float | tf.Tensor = 0.0,
     ) -> None:
-        """Make an outer step, and keep the fraction `mixing` of the local weights."""
+        """Make an outer step, and keep the fraction `mixing` of the local weights.
+
+        Args:
+            number: Int, index of the fragment.
+            sums: Sequence of tensors, mean pseudo-gradients.
+            update: Callable that runs an optimizer, see `OuterStep.update`.
+            mixing: Float or scalar tensor from 0 to 1. Defaults to `0.0`.
+        """
         common = self._outer.update(self._fragments[number], sums, update)
         for variable, value in zip(self._variables_of(number), common, strict=True):
             part, mixed = _compat.local_part(variable), value
@@ -294,7 +324,7 @@ class Exchanges:
         return ReplicaReducer(self._reducer, context)
 
     def _in_flight_of(self, number: int) -> Background | Deferred:
-        """Return what holds a fragment in flight, created at first use."""
+        """Return the queue or thread of a fragment in flight, created at first use."""
         if number not in self._in_flight:
             strategy = tf.distribute.get_strategy()
             self._in_flight[number] = Deferred(strategy, self._specs_of(number))

@@ -52,7 +52,12 @@ class Deferred:
             self._queues = [new_queue(d, [_SAMPLES, *specs]) for d in self._devices]
 
     def launch(self, replica: int, tensors: Sequence[tf.Tensor]) -> None:
-        """Store the samples and the pseudo-gradients of a local replica."""
+        """Store the samples and the pseudo-gradients of a local replica.
+
+        Args:
+            replica: Int, index of the replica among the local ones.
+            tensors: Sequence of tensors, the samples followed by the pseudo-gradients.
+        """
         with tf.device(self._devices[replica]):
             self._queues[replica].enqueue(
                 [tf.constant(0, tf.int64), *map(tf.identity, tensors)]
@@ -137,7 +142,18 @@ def _exchange(
     compresses: bool,
     parts: list[list[tf.Tensor]],
 ) -> list[list[tf.Tensor]]:
-    """Sum samples and pseudo-gradients over all replicas; traced for the thread."""
+    """Average pseudo-gradients over all replicas, weighted by samples.
+
+    Args:
+        reducer: `Reducer` from `background_reducer`.
+        variables: Sequence of the trained Keras variables.
+        compresses: Bool, whether the reducer may round pseudo-gradients.
+        parts: List of lists of tensors, for each local replica its samples followed by
+            its pseudo-gradients.
+
+    Returns:
+        List of lists of tensors, the means for each local replica.
+    """
     sums = []
     for replica, (samples, *gradients) in enumerate(parts):
         of_replica: GradientReducer = ReplicaReducer(reducer, None, replica)
@@ -202,7 +218,14 @@ class RoundExchange:
         gradients: Sequence[tf.Tensor],
         state: Sequence[tf.Tensor],
     ) -> None:
-        """Send pseudo-gradients of a local replica, in the graph of a step."""
+        """Send pseudo-gradients of a local replica, in the graph of a step.
+
+        Args:
+            replica: Int, index of the replica among the local ones.
+            samples: Scalar float32 tensor, the weight of the replica.
+            gradients: Sequence of tensors, its pseudo-gradients.
+            state: Sequence of tensors, the outer state.
+        """
         self._background.launch(replica, [samples, *gradients, *state])
 
     def collect(self, replica: int) -> RoundResult:
@@ -214,17 +237,23 @@ class RoundExchange:
     def pause(self) -> None:
         """Make no more rounds until all workers have synchronized."""
         self._background.wait()
-        self._endpoint.rest()
+        self._endpoint.pause()
 
     def resume(self) -> None:
         """Make rounds again after all workers have synchronized."""
-        self._endpoint.meet()
+        self._endpoint.resume()
 
 
 def _round_endpoint(
     strategy: Any, least: int, patience_seconds: float
 ) -> RoundLeader | RoundFollower:
-    """Connect this worker for rounds: the first one leads, the others follow."""
+    """Connect this worker for rounds: the first one leads, the others follow.
+
+    Args:
+        strategy: A tfdp strategy.
+        least: Int, the number of workers that a round needs.
+        patience_seconds: Float, how long a round waits for more workers.
+    """
     extended = strategy.extended
     transport, worker_group = extended.group.transport, extended.worker_group
     connect = getattr(transport, "connect", None)
@@ -249,16 +278,22 @@ def _round_endpoint(
 
 
 def _round_function(
-    end: RoundLeader | RoundFollower, num_gradients: int
+    endpoint: RoundLeader | RoundFollower, num_gradients: int
 ) -> Callable[[list[list[tf.Tensor]]], list[list[tf.Tensor]]]:
-    """Return the thread's function: one round for the tensors of the local replicas."""
+    """Return the thread's function: one round for the tensors of the local replicas.
+
+    Args:
+        endpoint: `RoundLeader` or `RoundFollower` of this worker.
+        num_gradients: Int, number of pseudo-gradients, which precede the outer state.
+    """
 
     def run(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        """Make a round; return flags, samples, means and state by local replica."""
         samples = [float(part[0].numpy()) for part in parts]
         columns = [[t.numpy() for t in part[1 : 1 + num_gradients]] for part in parts]
         gradients = mean_by_samples(list(zip(samples, columns, strict=True)))
         state = parts[0][1 + num_gradients :]
-        reply = end.exchange(sum(samples), gradients, [t.numpy() for t in state])
+        reply = endpoint.exchange(sum(samples), gradients, [t.numpy() for t in state])
         mean = reply.mean if reply.is_made else gradients
         with tf.device("CPU:0"):
             flags = tf.constant([reply.is_made, reply.is_behind], tf.int32)

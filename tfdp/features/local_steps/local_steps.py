@@ -144,7 +144,13 @@ class LocalSteps(StepFeature):
             self.outer.begin(self._trained)
 
     def end(self, step: Step, is_due: Any, is_kept: Any) -> None:
-        """Count a micro-batch, and exchange when that is due."""
+        """Count a micro-batch, and exchange when that is due.
+
+        Args:
+            step: `Step` that has made the update.
+            is_due: Scalar bool tensor, or bool, see `count`.
+            is_kept: Scalar bool tensor, or bool, see `count`.
+        """
         self.count(is_due, is_kept)
         optimizer, reducer = step.optimizer, step.reducer
         self.exchange_if_due(optimizer, reducer, decay_and_update, is_due)
@@ -232,7 +238,14 @@ class LocalSteps(StepFeature):
     def _exchange(
         self, number: int, optimizer: Any, reducer: GradientReducer, update: Update
     ) -> None:
-        """Exchange a fragment, unless no replica has samples since the last time."""
+        """Exchange a fragment, unless no replica has samples since the last time.
+
+        Args:
+            number: Int, index of the fragment.
+            optimizer: Keras optimizer, no wrapper.
+            reducer: `GradientReducer` of all replicas.
+            update: Callable that runs an optimizer, see `OuterStep.update`.
+        """
         samples = _compat.local_part(self.samples)
         local_samples = tf.cast(samples[number], tf.float64)
         (total,) = reducer.sum([local_samples])
@@ -245,6 +258,7 @@ class LocalSteps(StepFeature):
             exchanges.broadcast_state(reducer)
 
         def exchange() -> None:
+            """Exchange the fragment, and restart the count of its samples."""
             share = local_samples / total
             if exchanges is not None:
                 gradients = (
@@ -261,7 +275,12 @@ class LocalSteps(StepFeature):
         _cond(total > 0, exchange)
 
     def _launch(self, number: int, updates: tf.Tensor) -> None:
-        """Start the delayed exchange of a fragment."""
+        """Start the delayed exchange of a fragment.
+
+        Args:
+            number: Int, index of the fragment.
+            updates: Scalar tensor, local updates so far.
+        """
         assert self.exchanges is not None
         samples = _compat.local_part(self.samples)
         self.exchanges.launch(number, samples[number], updates)
@@ -275,11 +294,24 @@ class LocalSteps(StepFeature):
         reducer: GradientReducer,
         update: Update,
     ) -> None:
-        """Finish the delayed exchange of a fragment, if one is in flight and due."""
+        """Finish the delayed exchange of a fragment, if one is in flight and due.
+
+        Args:
+            number: Int, index of the fragment.
+            is_over: Scalar bool tensor, or bool, whether the result is due.
+            updates: Scalar tensor, local updates so far.
+            reducer: `GradientReducer` of all replicas.
+            update: Callable that runs an optimizer, see `OuterStep.update`.
+        """
         exchanges = self.exchanges
         assert exchanges is not None
 
         def give_back(sent: tf.Tensor) -> None:
+            """Add samples of an exchange that was not made to those of the next one.
+
+            Args:
+                sent: Scalar tensor, the samples.
+            """
             samples = _compat.local_part(self.samples)
             samples.scatter_nd_add([[number]], [sent])  # for the next exchange
 
@@ -290,7 +322,13 @@ class LocalSteps(StepFeature):
 
 
 def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> list:
-    """Return means over all replicas, weighted by `share`, that of this replica."""
+    """Return the means of variables over all replicas.
+
+    Args:
+        variables: Sequence of Keras variables.
+        reducer: `GradientReducer` of all replicas.
+        share: Float or scalar tensor, weight of this replica; the weights add up to 1.
+    """
     parts = [_compat.local_part(variable) for variable in variables]
     values = [tf.cast(part.read_value(), wide_dtype(part.dtype)) for part in parts]
     return reducer.sum(
@@ -338,6 +376,7 @@ def _cond(predicate: tf.Tensor, action: Callable[[], None]) -> None:
     """Run an action in the graph if a predicate holds."""
 
     def run() -> tf.Tensor:
+        """Run the action, and return true, since `tf.cond` needs a result."""
         action()
         return tf.constant(True)
 
@@ -378,6 +417,7 @@ class LocalStepsFeature(Feature):
 
         @functools.wraps(step)
         def paced(iterator: Any) -> Any:
+            """Make or skip the step, by the pace of this worker."""
             local = model.optimizer.features.local_steps if steps_alone(model) else None
             if local is None or local.pace is None:
                 return step(iterator)

@@ -81,12 +81,24 @@ class OuterOptions:
             self._check_rounds()
 
     def _set_integer(self, name: str, what: str, least: int = 1) -> None:
-        """Check an integer field, and store it as an int."""
+        """Check an integer field, and store it as an int.
+
+        Args:
+            name: String, name of the field.
+            what: String, what it counts, for the error message.
+            least: Int, the smallest valid value. Defaults to 1.
+        """
         value = checked_integer(name, getattr(self, name), least, what)
         object.__setattr__(self, name, value)
 
     def _set_number(self, name: str, what: str, most: float | None = None) -> None:
-        """Check a numeric field, and store it as a float."""
+        """Check a numeric field, and store it as a float.
+
+        Args:
+            name: String, name of the field.
+            what: String, what it must be, for the error message.
+            most: Float, the largest valid value, or `None`. Defaults to `None`.
+        """
         value = checked_number(name, getattr(self, name), what, least=0, most=most)
         object.__setattr__(self, name, value)
 
@@ -110,6 +122,7 @@ class OuterOptions:
             )
 
     def _check_compression(self) -> None:
+        """Raise unless `compression` is valid, and the same for all levels."""
         if isinstance(self.compression, Mapping):
             raise ValueError(
                 "`compression` of `DiLoCo` is that between nodes: one string or "

@@ -1,4 +1,8 @@
-"""The outer step: an update of the common weights by the mean pseudo-gradients."""
+"""The outer step: an update of the common weights by the mean pseudo-gradients.
+
+A pseudo-gradient is the difference of the common weights and those of a replica after
+its inner steps. The common, outer weights are stored in variables, the anchors.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +80,14 @@ class OuterStep:
         """Copy the weights into the anchors, in the first step and after `end`.
 
         An anchor is kept if it equals the weight after rounding to the weight's dtype.
+
+        Args:
+            variables: Sequence of Keras variables, the trained weights.
         """
         begun = _compat.local_part(self.is_begun)
 
         def copy() -> tf.Tensor:
+            """Copy the weights, and mark them as copied; return true for `tf.cond`."""
             for anchor, variable in zip(self.anchors, variables, strict=True):
                 part = _compat.local_part(anchor)
                 value = _compat.local_part(variable).read_value()

@@ -85,18 +85,24 @@ class Pace:
         return self._logs
 
     def _holds_exchange(self, count: int) -> bool:
-        """Return whether an exchange starts or ends within the next updates."""
+        """Return whether an exchange starts or ends within the next `count` updates."""
         updates = range(self._num_passed + 1, self._num_passed + count + 1)
         return any(
             update % self._every in self._exchange_positions for update in updates
         )
 
     def _is_step_due(self, count: int) -> bool:
-        """Return whether the worker's share requires the next updates to be made."""
+        """Return whether the worker's share requires the next `count` updates."""
         return self._num_made < self.share * (self._num_passed + count)
 
     def _skip(self, model: Any, iterator: Any, count: int) -> None:
-        """Skip batches, but count their updates, for schedules and exchanges."""
+        """Skip batches, but count their updates, for schedules and exchanges.
+
+        Args:
+            model: Keras model in `fit`.
+            iterator: Iterator of batches.
+            count: Int, number of updates to skip, each of one batch.
+        """
         for number in range(count):
             try:
                 next(iterator)

@@ -94,7 +94,7 @@ def advise(
 
 
 def _remedy(exposed: float, seconds: float, facts: Facts) -> str:
-    """Recommend a change against exposed communication.
+    """Recommend a change against exposed communication, as a clause.
 
     Args:
         exposed: Float, exposed communication as a fraction of a step.

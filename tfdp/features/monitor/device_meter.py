@@ -143,7 +143,7 @@ def device_times(events: Sequence[DeviceEvent]) -> DeviceTimes:
 
 
 def _overlap(some: Iterable[Interval], others: list[Interval]) -> float:
-    """Return the seconds covered by both lists of intervals."""
+    """Return the seconds covered by both `some` and `others`, lists of intervals."""
     both = [cut for begin, end in some for cut in clipped(others, begin, end)]
     return seconds_covered(both)
 
@@ -286,7 +286,7 @@ class DeviceMeter(Meter):
 
 
 def _labels(times: DeviceTimes | None) -> list[str]:
-    """Return a label for each collective in the times."""
+    """Return a label for each collective of the profiled step: `"collective 0"`."""
     count = 0 if times is None else len(times.buckets)
     return [f"collective {number}" for number in range(count)]
 

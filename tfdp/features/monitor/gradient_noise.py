@@ -78,7 +78,15 @@ class GradientNoise(StepFeature):
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
     ) -> None:
-        """Compare each replica's gradient with the mean, by summing one scalar more."""
+        """Compare each replica's gradient with the mean, by summing one scalar more.
+
+        Args:
+            step: `Step` of the running replica.
+            totals: `Totals` of the gradients before they are reduced.
+            divisor: Scalar tensor by which the gradients must be divided, such as the
+                loss scale, or `None`.
+            statistics: `GradientStatistics` of the mean gradient.
+        """
         if totals.gradients is None:
             return
         if tf.executing_eagerly() and batch_weight.is_part_of_sum():

@@ -116,7 +116,7 @@ def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
 
 
 def _remedy(pipeline: Pipeline) -> str:
-    """Recommend a change to the pipeline of all workers."""
+    """Recommend a change to the pipeline of all workers, as a clause."""
     if pipeline.obstacle:
         return f"each worker prepares all rows, not only its own: {pipeline.obstacle}"
     if pipeline.kind == GENERATOR:

@@ -10,6 +10,7 @@ import numpy as np
 
 from tfdp.communication.collectives import step_events, timing
 
+# Start and end, in seconds.
 Interval = tuple[float, float]
 # First words of the labels of collectives that overlap with the backward pass: neither
 # the forward nor the backward pass waits for their results.
@@ -61,6 +62,11 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 def clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
     """Cut intervals to their parts between two times.
+
+    Args:
+        intervals: Iterable of pairs of start and end, in seconds.
+        begin: Float, the earlier time.
+        end: Float, the later time.
 
     Example:
 
@@ -178,7 +184,11 @@ class Replica:
         return seconds
 
     def _exposed(self, timed: Timed) -> list[Interval]:
-        """Return the exposed part of a collective: a list of one interval, or none."""
+        """Return the exposed part of a collective: a list of one interval, or none.
+
+        Args:
+            timed: `Timed` collective.
+        """
         collective, begin, end = timed
         since: float | None = begin
         if collective.label.split()[0] in _IN_BACKGROUND:
@@ -218,7 +228,7 @@ def replicas_of(reading: Reading, rows: Sequence[timing.Row]) -> list[Replica]:
 def _collectives_since(
     reading: Reading, rows: Sequence[timing.Row], replica: int, since: float
 ) -> list[Timed]:
-    """Return the collectives of a replica that started at `since` or later.
+    """Return the collectives of a replica whose input was ready at `since` or later.
 
     Rows of collectives that this step did not run hold the times of an earlier step.
     """
@@ -231,7 +241,12 @@ def _collectives_since(
 
 
 def _completed(row: timing.Collective, third: float) -> timing.Collective:
-    """Fill in a collective's recorded third value: its size, or when it was needed."""
+    """Fill in a collective's recorded third value: its size, or when it was needed.
+
+    Args:
+        row: `Collective`, as it was traced.
+        third: Float, bytes or the time in seconds.
+    """
     if row.num_bytes < 0:
         return dataclasses.replace(row, num_bytes=int(third))
     return dataclasses.replace(row, needed_at=third) if row.is_awaited else row
@@ -240,7 +255,13 @@ def _completed(row: timing.Collective, third: float) -> timing.Collective:
 def _marks(
     reading: Reading, rows: Sequence[timing.Row], name: str
 ) -> list[tuple[timing.Mark, np.ndarray]]:
-    """Return the marks of a name with their recorded values."""
+    """Return the marks of a name with their recorded values.
+
+    Args:
+        reading: `Reading` of the step.
+        rows: Sequence of `Row`, descriptions of the reading's values.
+        name: String, name of a `Mark`, such as `step_events.BATCH`.
+    """
     return [
         (row, pair)
         # The values may be fewer: rows may have been traced after the reading.
@@ -306,7 +327,15 @@ def sample_of(reading: Reading, rows: Sequence[timing.Row]) -> Sample:
 
 
 def notes(reading: Reading, rows: Sequence[timing.Row]) -> tuple[float, float]:
-    """Return the samples of the batch, and the worker's part of the squared norm."""
+    """Return the samples of the batch, and the worker's part of the squared norm.
+
+    Args:
+        reading: `Reading` of the step.
+        rows: Sequence of `Row`, descriptions of the reading's values.
+
+    Returns:
+        Tuple of two floats, NaN for a value that was not recorded.
+    """
     samples, step = math.nan, math.nan
     for _, pair in _marks(reading, rows, step_events.BATCH):
         samples, step = float(pair[0]), float(pair[1])
@@ -325,4 +354,5 @@ def _covered(intervals: list[Interval], reading: Reading) -> float:
 
 
 def _mean(values: list[float]) -> float:
+    """Return the mean of at least one value."""
     return sum(values) / len(values)

@@ -223,7 +223,7 @@ class ReportThread(threading.Thread):
             self.error = error
 
     def _send_or_merge(self, windows: list[Window]) -> None:
-        """Send windows to the first worker; on it, merge and report them."""
+        """Send this worker's windows to the first one; on it, merge and report them."""
         if self._report is not None:
             for window in windows:
                 others = self._windows_of_others(window.step)

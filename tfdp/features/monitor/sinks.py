@@ -85,7 +85,7 @@ def column_names(num_workers: int, labels: Sequence[str]) -> list[str]:
 
 
 def _column_of(label: str) -> str:
-    """Return the column of a collective's label."""
+    """Return the column of a collective's label: `"bucket0_seconds"`."""
     return f"{label.replace(' ', '')}_seconds"
 
 
@@ -225,7 +225,12 @@ def has_tensorboard() -> bool:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file atomically; NaN and infinities become `null`."""
+    """Write a JSON file atomically; NaN and infinities become `null`.
+
+    Args:
+        path: `Path` of the file.
+        content: Nest of dicts, lists and plain values.
+    """
     text = json.dumps(_finite(content), indent=1) + "\n"
     with replaced(path) as temporary:
         Path(temporary).write_text(text, "utf-8")
@@ -298,10 +303,16 @@ def summary_table(totals: Totals, hosts: Mapping[int, str], advice: str) -> str:
 
 
 def _ms(seconds: float) -> str:
+    """Format seconds as milliseconds, such as `"12.34 ms"`."""
     return f"{1000 * seconds:.2f} ms"
 
 
 def _percentiles(values: Mapping[str, float]) -> str:
+    """Format the percentiles of step times: `"p50 1.00 ms, p95 2.00 ms, ..."`.
+
+    Args:
+        values: Mapping from column to number, with the columns of percentiles.
+    """
     shown = [
         f"{name} {_ms(values[f'{name}_seconds'])}" for name in ("p50", "p95", "p99")
     ]

@@ -1,4 +1,7 @@
-"""Traces: steps of all workers in the Trace Event Format of Chrome and Perfetto."""
+"""Traces: steps of all workers in the Trace Event Format of Chrome and Perfetto.
+
+A lane is a horizontal line of bars in the viewer.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +189,12 @@ class _Bar:
 
 
 def _rows(worker: WorkerTrace, zero: float) -> Iterator[tuple[str, list[_Bar]]]:
-    """Yield the name and the bars of each row of a worker, without overlaps."""
+    """Yield the name and the bars of each row of a worker, without overlaps.
+
+    Args:
+        worker: `WorkerTrace`.
+        zero: Float, start of the trace in seconds by the worker's clock.
+    """
     for lane, name in sorted(worker.lanes.items()):
         bars = [_bar_of(s, zero) for s in worker.slices if s.lane == lane]
         for row in _without_overlap(bars):
@@ -194,7 +202,7 @@ def _rows(worker: WorkerTrace, zero: float) -> Iterator[tuple[str, list[_Bar]]]:
 
 
 def _bar_of(shown: Slice, zero: float) -> _Bar:
-    """Convert a slice to ticks since the time `zero`."""
+    """Convert a slice to ticks since `zero`, a time in seconds by the same clock."""
     begin, end = (
         round(1e6 * _TICKS_PER_MICROSECOND * (moment - zero))
         for moment in (shown.begin, shown.end)
@@ -222,7 +230,13 @@ def _without_overlap(bars: Sequence[_Bar]) -> list[list[_Bar]]:
 
 
 def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
-    """Return the bars of a replica's phases, which fill the whole step."""
+    """Return the bars of a replica's phases, which fill the whole step.
+
+    Args:
+        lane: Int, number of the lane.
+        reading: `Reading` of the step.
+        replica: `Replica`, its times in the step.
+    """
     begin = min(max(replica.begin, reading.begin), reading.end)
     name = "input" if reading.num_steps == 1 else "earlier steps"
     bars = [Slice(lane, name, reading.begin, begin)]
@@ -243,7 +257,13 @@ def _phases(lane: int, reading: Reading, replica: Replica) -> list[Slice]:
 
 
 def _collectives(lane: int, step: int, replica: Replica) -> Iterator[Slice]:
-    """Yield the bars of a replica's collectives."""
+    """Yield the bars of a replica's collectives.
+
+    Args:
+        lane: Int, number of the lane.
+        step: Int, number of the step.
+        replica: `Replica`, its times in the step.
+    """
     for collective, begin, end in replica.collectives:
         facts = {
             "collective": collective.kind,
@@ -257,7 +277,15 @@ def _collectives(lane: int, step: int, replica: Replica) -> Iterator[Slice]:
 def _record_common_collectives(
     trace: WorkerTrace, number: int, step: int, replica: Replica, num_replicas: int
 ) -> None:
-    """Record the collectives in which all workers take part, to align clocks."""
+    """Record the collectives in which all workers take part, to align clocks.
+
+    Args:
+        trace: `WorkerTrace` in which they are recorded.
+        number: Int, index of the replica on its worker.
+        step: Int, number of the step.
+        replica: `Replica`, its times in the step.
+        num_replicas: Int, number of replicas on all workers.
+    """
     counts: dict[str, int] = {}
     for collective, begin, end in replica.collectives:
         if collective.group_size == num_replicas or collective.label == "logs":
@@ -268,7 +296,7 @@ def _record_common_collectives(
 
 
 def _offset(first: WorkerTrace, other: WorkerTrace) -> float:
-    """Estimate how far another worker's clock is ahead of the first worker's."""
+    """Estimate how far another worker's clock is ahead of the first's, in seconds."""
     if first.rank == other.rank:
         return 0.0
     shared = sorted(first.collectives.keys() & other.collectives.keys())
@@ -279,11 +307,18 @@ def _offset(first: WorkerTrace, other: WorkerTrace) -> float:
 
 
 def _title(worker: WorkerTrace) -> str:
+    """Return the title of a worker in the viewer, such as `"worker 1 (host)"`."""
     return f"worker {worker.rank} ({worker.host})"
 
 
 def _event(pid: int, tid: int, bar: _Bar) -> dict[str, Any]:
-    """Return a complete event ("X") of the Trace Event Format."""
+    """Return a complete event ("X") of the Trace Event Format.
+
+    Args:
+        pid: Int, number of the process, the worker.
+        tid: Int, number of the thread, the row.
+        bar: `_Bar`.
+    """
     return {
         "ph": "X",
         "pid": pid,
@@ -296,5 +331,12 @@ def _event(pid: int, tid: int, bar: _Bar) -> dict[str, Any]:
 
 
 def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any]:
-    """Return a metadata event ("M") of the Trace Event Format."""
+    """Return a metadata event ("M") of the Trace Event Format.
+
+    Args:
+        kind: String, such as `"thread_name"`.
+        pid: Int, number of the process, the worker.
+        tid: Int, number of the thread, the row.
+        **args: Arguments of the event.
+    """
     return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}

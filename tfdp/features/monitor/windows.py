@@ -179,6 +179,10 @@ def merge(windows: dict[int, Window], num_workers: int) -> Row:
 def fraction(communication: float, compute: float) -> float:
     """Return the communication fraction, s = T_comm / (T_comp + T_comm).
 
+    Args:
+        communication: Float, seconds of communication.
+        compute: Float, seconds of computing.
+
     Example:
 
     >>> fraction(1.0, 3.0)
@@ -269,15 +273,24 @@ class Totals:
         ranks = sorted({rank for rank, _ in self._means if rank is not None})
         return {rank: self._means_of(rank) for rank in ranks}
 
-    def _means_of(self, of: int | None) -> dict[str, float]:
-        """Return the means of the worker of a rank, or with `None` of all workers."""
-        return {name: m.value for (rank, name), m in self._means.items() if rank == of}
+    def _means_of(self, wanted_rank: int | None) -> dict[str, float]:
+        """Return the means by column, of one worker, or with `None` of all workers."""
+        return {
+            name: mean.value
+            for (rank, name), mean in self._means.items()
+            if rank == wanted_rank
+        }
 
 
 def _with_derived_columns(
     means: dict[str, float], times: Sequence[float]
 ) -> dict[str, float]:
-    """Add percentiles of step times, and the columns that are computed from means."""
+    """Add percentiles of step times, and the columns that are computed from means.
+
+    Args:
+        means: Dict from a column of `_MEANS` to its mean.
+        times: Sequence of floats, the seconds of each step.
+    """
     busy = means["communication_seconds"]
     percentiles = map(float, np.percentile(times, _PERCENTS))
     return {
@@ -427,7 +440,12 @@ def persistent_straggler(
 
 
 def _straggler_of(windows: Sequence[SlowestWorker], hosts: Sequence[str]) -> Straggler:
-    """Average the windows in which one worker is the slowest into a `Straggler`."""
+    """Average the windows in which one worker is the slowest into a `Straggler`.
+
+    Args:
+        windows: Sequence of `SlowestWorker` of the same rank, at least one.
+        hosts: Sequence of strings, the host of each worker.
+    """
     rank = windows[0].rank
     count = sum(window.num_steps for window in windows)
     seconds = sum(w.seconds * w.num_steps for w in windows) / count
@@ -436,6 +454,11 @@ def _straggler_of(windows: Sequence[SlowestWorker], hosts: Sequence[str]) -> Str
 
 
 def _above_others(seconds: Mapping[int, float], rank: int) -> float:
-    """Return by how much a worker's time exceeds the median of the others."""
+    """Return by how many seconds a worker's time exceeds the median of the others.
+
+    Args:
+        seconds: Mapping from rank to a time.
+        rank: Int, rank of the worker.
+    """
     others = [value for key, value in seconds.items() if key != rank]
     return seconds[rank] - statistics.median(others)

@@ -124,7 +124,12 @@ def _is_first() -> bool:
 def _reported_logs(
     logs: Mapping[str, Any], metrics: Sequence[str] | Mapping[str, str] | None
 ) -> dict[str, float]:
-    """Select the logs to report, as floats by their name in Ray."""
+    """Select the logs to report, as floats by their name in Ray.
+
+    Args:
+        logs: Mapping from the name of a log to its value.
+        metrics: Sequence, mapping or `None`, see `ReportCallback`.
+    """
     if metrics is None:
         names = {name: name for name in logs}
     elif isinstance(metrics, Mapping):

@@ -83,6 +83,7 @@ class _KerasConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
+        """Class, the backend that Ray creates for the workers."""
         return _KerasBackend
 
 
@@ -90,6 +91,7 @@ class _KerasBackend(Backend):
     """Backend that sets `TF_CONFIG` on each worker before the training function."""
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
+        """Set `TF_CONFIG` on all workers, by their addresses and ranks."""
         del backend_config
         addresses = worker_group.execute(_own_address)
         ray.get(
@@ -109,6 +111,10 @@ def _own_address() -> str:
 
 def _set_up(addresses: list[str], rank: int) -> None:
     """Set `TF_CONFIG` of this worker, and have only the first worker log to trackers.
+
+    Args:
+        addresses: List of strings, `"host:port"` of all workers, by rank.
+        rank: Int, rank of this worker.
 
     Raises:
         RuntimeError: If Keras 2 is loaded in this process.

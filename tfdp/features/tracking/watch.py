@@ -145,6 +145,8 @@ def _watch_mlflow(mlflow: ModuleType) -> None:
             wrapt.wrap_function_wrapper(module, name, _keep_uri)
 
 
+# Arguments of the wrappers below, as `wrapt` passes them: the wrapped function, the
+# object that it is bound to, and the positional and keyword arguments of the call.
 def _keep_uri(function: Callable, instance: Any, args: tuple, kwargs: dict) -> Any:
     """Wrap MLflow's setters of a store's address: ignore calls on silent workers."""
     return None if is_silent() else function(*args, **kwargs)
@@ -169,7 +171,13 @@ def _set_experiment(choose: Callable, instance: Any, args: tuple, kwargs: dict) 
 
 
 def _restore(mlflow: ModuleType, uri: str, level: int) -> None:
-    """Restore MLflow's store and the level of its logger."""
+    """Restore MLflow's store and the level of its logger.
+
+    Args:
+        mlflow: The module.
+        uri: String, the address of the store.
+        level: Int, the level of the logger.
+    """
     mlflow.set_tracking_uri(uri)
     logging.getLogger("mlflow").setLevel(level)
 

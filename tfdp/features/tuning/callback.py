@@ -142,7 +142,11 @@ class BucketTuning(keras.callbacks.Callback):
     # Methods that the tuner calls.
 
     def propose(self, step_seconds: float) -> list[Proposal]:
-        """Propose alternatives to the default plan, see `proposals.propose`."""
+        """Propose alternatives to the default plan, see `proposals.propose`.
+
+        Args:
+            step_seconds: Float, measured time of a step with the default plan.
+        """
         reducer = self._extended.reducer
         trained = reducer.plans.plans_of_subsets(self.model.trainable_variables)
         plans = [plan for _, plan, _ in trained if plan.buckets]
@@ -157,7 +161,11 @@ class BucketTuning(keras.callbacks.Callback):
         return propose(default, step_seconds, algorithms, self._routes_of)
 
     def switch(self, proposal: Proposal | None) -> None:
-        """Use a plan from the next step on, which is traced if the plan is new."""
+        """Use a plan from the next step on, which is traced if the plan is new.
+
+        Args:
+            proposal: `Proposal` of the plan, or `None` for the default.
+        """
         if proposal == self._plan:
             return
         model = self.model
@@ -175,7 +183,11 @@ class BucketTuning(keras.callbacks.Callback):
         self._active_function = model.train_function
 
     def agree(self, seconds: list[float]) -> list[float]:
-        """Return for each plan the longest time of all workers."""
+        """Return for each plan the longest time of all workers.
+
+        Args:
+            seconds: List of floats, this worker's time of a step with each plan.
+        """
         worker_group = self._extended.worker_group
         return longest(worker_group.all_gather("times of bucket plans", seconds))
 
@@ -208,25 +220,40 @@ class BucketTuning(keras.callbacks.Callback):
         return plan_key(cluster, model.trainable_variables, settings)
 
     def _apply(self, kept: KeptPlan) -> None:
-        """Apply a plan before the first step; trace the step again if it changes."""
+        """Apply a plan before the first step; trace the step again if it changes.
+
+        Args:
+            kept: `KeptPlan` from the cache, or that of the default.
+        """
         reducer, variables = self._extended.reducer, self.model.trainable_variables
-        before = reducer.options_of(variables)
+        options_before = reducer.options_of(variables)
         self._tune(kept.choice, kept.gain)
-        if reducer.options_of(variables) != before:
+        if reducer.options_of(variables) != options_before:
             self.model.make_train_function(force=True)
 
     def _tune(self, choice: PlanChoice | None, gain: str = "") -> None:
-        """Set the plan of the model's variables in the reducer."""
+        """Set the plan of the model's variables in the reducer.
+
+        Args:
+            choice: `PlanChoice`, or `None` for the default.
+            gain: String, description of the gain over the default. Defaults to `""`.
+        """
         variables = self.model.trainable_variables
         self._extended.reducer.tune(variables, self._options_of(choice), gain)
 
     def _options_of(self, choice: PlanChoice | None) -> CommunicationOptions | None:
+        """Return the strategy's options with a choice, or `None` for the default."""
         return None if choice is None else choice.options(self._extended.options)
 
     def _routes_of(
         self, choice: PlanChoice | None, plan: BucketPlan
     ) -> tuple[AlgorithmChoice, ...]:
-        """Return the algorithm of each bucket of a plan under a choice."""
+        """Return the algorithm of each bucket of a plan under a choice.
+
+        Args:
+            choice: `PlanChoice`, or `None` for the default.
+            plan: `BucketPlan` that follows from the choice.
+        """
         selector = self._extended.algorithm_selector
         options = self._options_of(choice)
         if options is not None:
@@ -234,7 +261,11 @@ class BucketTuning(keras.callbacks.Callback):
         return selector.select_for(plan, may_compress=True)
 
     def _end(self, outcome: TrialResult) -> None:
-        """Apply and store the result of a trial, and print it."""
+        """Apply and store the result of a trial, and print it.
+
+        Args:
+            outcome: `TrialResult`.
+        """
         self._functions.clear()
         kept = KeptPlan(None)
         if outcome.winner is not None:

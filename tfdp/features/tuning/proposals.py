@@ -85,7 +85,7 @@ def propose(
 def _all_proposals(
     default: BucketPlan, algorithms: Sequence[str | None], routes_of: RoutesOf
 ) -> Iterator[Proposal]:
-    """Yield all candidates, with duplicates."""
+    """Yield all candidates, with duplicates; the arguments are those of `propose`."""
     entries = [entry for bucket in default for entry in bucket.entries]
     sizes = [max(default.num_bytes // part, _MIN_BUCKET_BYTES) for part in _PARTS]
     for size in dict.fromkeys(sizes):
@@ -102,7 +102,11 @@ def _all_proposals(
 
 
 def _select_different(ranked: Sequence[Proposal]) -> list[Proposal]:
-    """Select the fastest proposal of each bucket size, and the best remaining one."""
+    """Select the fastest proposal of each bucket size, and the best remaining one.
+
+    Args:
+        ranked: Sequence of `Proposal`, the fastest by prediction first.
+    """
     sizes: set[int] = set()
     chosen: list[Proposal] = []
     for proposal in ranked:
@@ -117,7 +121,16 @@ def _select_different(ranked: Sequence[Proposal]) -> list[Proposal]:
 def _compute_seconds(
     plan: BucketPlan, routes: Sequence[AlgorithmChoice], step_seconds: float
 ) -> float:
-    """Return the compute time at which the model predicts a step time, by bisection."""
+    """Return the compute time at which the model predicts a step time, by bisection.
+
+    Args:
+        plan: `BucketPlan`.
+        routes: Sequence of `AlgorithmChoice`, one for each bucket.
+        step_seconds: Float, the measured time of a step.
+
+    Returns:
+        Float, seconds.
+    """
     low, high = 0.0, step_seconds
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -131,7 +144,13 @@ def _compute_seconds(
 def _predict(
     plan: BucketPlan, routes: Sequence[AlgorithmChoice], compute_seconds: float
 ) -> StepPrediction:
-    """Predict a step of a plan by the cost model."""
+    """Predict a step of a plan by the cost model.
+
+    Args:
+        plan: `BucketPlan`.
+        routes: Sequence of `AlgorithmChoice`, one for each bucket.
+        compute_seconds: Float, time of a step without communication.
+    """
     buckets = [
         BucketPrediction(bucket.num_bytes, route.seconds)
         for bucket, route in zip(plan, routes, strict=True)
@@ -140,7 +159,12 @@ def _predict(
 
 
 def _signature(plan: BucketPlan, routes: Sequence[AlgorithmChoice]) -> tuple:
-    """Return a value that is equal for plans with the same buckets and algorithms."""
+    """Return a value that is equal for plans with the same buckets and algorithms.
+
+    Args:
+        plan: `BucketPlan`.
+        routes: Sequence of `AlgorithmChoice`, one for each bucket.
+    """
     return tuple(
         (tuple(entry.name for entry in bucket.entries), str(route))
         for bucket, route in zip(plan, routes, strict=True)

@@ -18,7 +18,8 @@ from tfdp.features.tuning.proposals import MAX_PROPOSALS, Proposal
 from tfdp.ground.base.intervals import median_interval
 from tfdp.ground.text import pluralize
 
-# Number of the default among the plans of a trial.
+# Number of the default among the plans of a trial; rivals, the other plans, are
+# numbered from 1.
 DEFAULT = 0
 # Rounds before each halving, and of the last comparison. The interval of nine ratios
 # leaves out one on either side, and contains the median with a probability of 96 %.
@@ -156,10 +157,14 @@ class Loop(Protocol):
         """Propose plans, the same on all workers, given the default's step time."""
 
     def switch(self, proposal: Proposal | None) -> None:
-        """Use a plan from the next step on; `None` is the default."""
+        """Use the plan of a proposal from the next step on; `None` is the default."""
 
     def agree(self, seconds: list[float]) -> list[float]:
-        """Return for each plan of a round the longest time of all workers."""
+        """Return for each plan of a round the longest time of all workers.
+
+        Args:
+            seconds: List of floats, this worker's time of a step with each plan.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +257,7 @@ class Tuner:
             self._end()
 
     def _begin_block(self, plan: int) -> None:
-        """Switch to a plan, and start to time a block of it."""
+        """Switch to a plan, by its number in the trial, and start to time a block."""
         self._loop.switch(self._proposal(plan))
         self._block = self._new_block(
             _SKIPPED if plan in self._seen else _SKIPPED_AT_FIRST
@@ -272,12 +277,19 @@ class Tuner:
         return None if plan == DEFAULT else self._proposals[plan - 1]
 
     def _new_block(self, num_skipped: int) -> _Block:
+        """Return an empty block, whose first `num_skipped` updates are not timed."""
         num_updates = _updates_of_block(self._update_steps)
         return _Block(self._update_steps, num_skipped, num_updates)
 
 
 class _Block:
-    """Times of the updates of one block of steps."""
+    """Times of the updates of one block of steps.
+
+    Args:
+        update_steps: Int, see `Tuner`.
+        num_skipped: Int, updates at the start that are not timed.
+        num_updates: Int, timed updates.
+    """
 
     def __init__(self, update_steps: int, num_skipped: int, num_updates: int) -> None:
         self._update_steps = update_steps
@@ -287,7 +299,12 @@ class _Block:
         self._times: list[float] = []
 
     def add(self, seconds: float, num_steps: int) -> bool:
-        """Add the time of an execution, and return whether the block is over."""
+        """Add the time of an execution, and return whether the block is over.
+
+        Args:
+            seconds: Float, time of all steps of the execution.
+            num_steps: Int, steps of the execution.
+        """
         self._steps += num_steps
         self._seconds += seconds
         if self._steps >= self._update_steps:
@@ -335,7 +352,7 @@ def block_steps(update_steps: int) -> int:
 
 
 def _updates_of_block(update_steps: int) -> int:
-    """Return the number of timed updates of a block."""
+    """Return the number of timed updates of a block, see `Tuner` for the argument."""
     return max(-(-BLOCK_STEPS // update_steps), _MIN_UPDATES)
 
 

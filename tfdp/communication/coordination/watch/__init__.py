@@ -86,6 +86,7 @@ def _explain_uncaught(watchdog: Watchdog) -> None:
     def show(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
+        """Show an uncaught exception, and then the lost worker; one line for Ctrl-C."""
         if issubclass(kind, KeyboardInterrupt):
             # Ctrl-C interrupts all workers, and their tracebacks would hide the output.
             where = _line_of_script(trace)
@@ -98,7 +99,11 @@ def _explain_uncaught(watchdog: Watchdog) -> None:
 
 
 def _line_of_script(trace: TracebackType | None) -> str:
-    """Describe the last frame of a traceback that is not in a package, or `""`."""
+    """Describe the last frame of a traceback that is in the user's own code.
+
+    Returns:
+        String, such as `" at line 12 of /home/me/train.py"`, or `""` if there is none.
+    """
     paths = sysconfig.get_paths()
     packages = [paths[name] for name in ("purelib", "platlib", "stdlib")]
     tfdp_folder = str(Path(__file__).parents[3])

@@ -30,7 +30,8 @@ class WorkerFailure:
     Args:
         rank: Int, rank of the worker.
         cause: String, the observed symptom.
-        own: String, the lost worker's own message, or `""`. Defaults to `""`.
+        own: String, the message that a worker prints about a failure of its own, such
+            as a hanging data source, or `""`. Defaults to `""`.
     """
 
     rank: int
@@ -64,9 +65,8 @@ def failure_message(
         )
     where = f" at {place}" if place else ""
     what = f", while {bucket} was reduced" if bucket else ""
-    cause = failure.cause.rstrip(
-        "."
-    )  # the cause may quote a sentence of another worker
+    # The cause may quote a sentence of another worker, which ends with a full stop.
+    cause = failure.cause.rstrip(".")
     return (
         f"Worker {failure.rank} ({address}) was lost{where}{what}: {cause}. "
         "The others cannot go on without it: see the end of its output, and start "

@@ -89,6 +89,11 @@ class FailureDetector:
 
         An accepted connection does not prove that the worker runs: a process that it
         has forked may hold the port.
+
+        Args:
+            rank: Int, rank of the worker.
+            refused: Bool, whether its host has refused the connection.
+            accepted: Bool, whether its port has accepted the connection.
         """
         process = self.status(rank).process
         has_ended = not refused and process is not None and process.has_ended()
@@ -134,7 +139,7 @@ class FailureDetector:
         return self.cause_of_timeout(rank)
 
     def cause_of_timeout(self, rank: int) -> str:
-        """Describe a worker that has sent no heartbeat for too long."""
+        """Describe a worker that has sent no heartbeat for too long, as a clause."""
         status = self.status(rank)
         silent = clock.now() - status.last_heartbeat
         place = status.progress.name if status.progress else ""
@@ -157,7 +162,11 @@ class FailureDetector:
         return f"its process has ended{after} ({status.evidence})"
 
     def stragglers(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the progress of the workers that are behind this one, by rank."""
+        """Return the progress of the workers that are behind this one, by rank.
+
+        Args:
+            own: `WorkerProgress` of this worker.
+        """
         found = self._progress()
         return {rank: its for rank, its in found.items() if its.count < own.count}
 
@@ -165,6 +174,9 @@ class FailureDetector:
         """Return the progress of workers that an error took out of a step, by rank.
 
         Workers without an error may be ahead in a step without collectives.
+
+        Args:
+            own: `WorkerProgress` of this worker.
         """
         return {
             rank: its
@@ -187,10 +199,11 @@ class FailureDetector:
             idle_seconds: Float, least time for which each must have been idle.
         """
         others = [self.status(rank) for rank in self.ranks()]
+        # A worker in a custom training loop has no name in its progress, and its count
+        # is not comparable with those of the others.
         return own.is_computing and all(
             status.progress is not None
             and status.progress.is_computing
-            # Counts are not comparable if a worker is in a custom training loop.
             and (
                 status.progress.count == own.count
                 or not own.name
@@ -201,7 +214,11 @@ class FailureDetector:
         )
 
     def first_with_other_reductions(self, own: WorkerProgress) -> int | None:
-        """Return the first rank that has traced other reductions, or `None`."""
+        """Return the first rank that has traced other reductions, or `None`.
+
+        Args:
+            own: `WorkerProgress` of this worker.
+        """
         found = self._progress()
         others = (r for r, its in found.items() if its.reductions != own.reductions)
         return next(others, None)

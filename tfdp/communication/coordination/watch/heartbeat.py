@@ -152,7 +152,7 @@ class Heartbeat(threading.Thread):
         self._publish("summary", {"own": self._report(), "of": self._summary()})
 
     def _repeat_notice(self) -> None:
-        """Send this process the SIGTERM that it received while it joined the cluster.
+        """Send this process again the SIGTERM that it received while it joined.
 
         TensorFlow's handler was installed then, and writes a key within a second.
         """
@@ -175,11 +175,19 @@ class Heartbeat(threading.Thread):
     def _receive(
         self, rank: int, beat: dict[str, Any] | None, age: float = 0.0
     ) -> bool:
-        """Record another worker's report; return whether it is new."""
+        """Record another worker's report; return whether it is new.
+
+        Args:
+            rank: Int, rank of the worker.
+            beat: Dict, the result of `_report`, an entry of `_summary`, or `None` if
+                none was published.
+            age: Float, age of the report in seconds. Defaults to `0.0`.
+        """
         if beat is None or beat["count"] == self._counts_seen.get(rank):
             return False
         self._counts_seen[rank] = beat["count"]
-        # First of all: a worker that ends because of a lost one must not be blamed.
+        # The failure is read first, since a worker that ends because of a lost one must
+        # not be blamed.
         if beat.get("failure") and self.failure is None:
             self.failure = WorkerFailure(**beat["failure"])
         if beat.get("process"):  # only in a report of the worker, not in the summary
@@ -190,7 +198,7 @@ class Heartbeat(threading.Thread):
         return True
 
     def _summary(self) -> dict[int, dict[str, Any]]:
-        """Collect the status of workers that wait, failed or ended.
+        """Collect the status of workers that wait, failed or ended, by rank.
 
         Workers that make progress are left out, so that the summary of a thousand
         workers stays short.
@@ -220,12 +228,12 @@ class Heartbeat(threading.Thread):
                 self._receive(int(text), beat, beat["age"])
 
     def _publish(self, key: str, content: dict[str, Any]) -> None:
-        """Overwrite a key of the store, by deleting it first."""
+        """Set a key of the store to JSON; delete it first, to overwrite it."""
         _compat.delete_key_value(f"{self._prefix}/{key}")
         _compat.set_key_value(f"{self._prefix}/{key}", json.dumps(content))
 
     def _read(self, key: str) -> dict[str, Any] | None:
-        """Read a key of the store, `None` if it is missing."""
+        """Read the JSON of a key of the store; return `None` if it is missing."""
         try:
             text = _compat.get_key_value(f"{self._prefix}/{key}", _READ_SECONDS)
         except tf.errors.DeadlineExceededError:

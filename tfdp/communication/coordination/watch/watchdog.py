@@ -142,7 +142,7 @@ class Watchdog(threading.Thread):
             raise
 
     def _report_error(self, error: BaseException) -> None:
-        """Raise `WorkerLost` if a lost worker caused an error; else publish it."""
+        """Raise `WorkerLost` if a lost worker caused the error; else publish it."""
         if isinstance(error, _ERRORS_OF_OTHERS):
             place = progress.current.name
             has_tried = isinstance(error, NotConnected)
@@ -227,6 +227,9 @@ class Watchdog(threading.Thread):
         """Wait until the loss of a worker is known; return whether one is lost.
 
         TensorFlow's error about a lost worker may come before its detection.
+
+        Args:
+            seconds: Float, the longest wait.
         """
         self._is_urgent.set()
         has_failed = self._has_failed.wait(seconds)
@@ -234,7 +237,13 @@ class Watchdog(threading.Thread):
         return has_failed
 
     def _error(self, place: str, bucket: str = "", call: str = "") -> WorkerLost:
-        """Return the error of the lost worker, to be raised in the main thread."""
+        """Return the error of the lost worker, to be raised in the main thread.
+
+        Args:
+            place: String, step, epoch and loop of this worker, or `""`.
+            bucket: String, name of the bucket that was being reduced, or `""`.
+            call: String, the call in which this worker waits for the lost one, or `""`.
+        """
         failure = self._failure
         assert failure is not None
         self._is_raised.set()
@@ -243,7 +252,10 @@ class Watchdog(threading.Thread):
     def _message(
         self, failure: WorkerFailure, place: str, bucket: str = "", call: str = ""
     ) -> str:
-        """Format the message of a failure, of another worker or of this one."""
+        """Format the message of a failure, of another worker or of this one.
+
+        The arguments are those of `failure_message`.
+        """
         if failure.rank == self._rank and failure.own:
             return failure.own
         if failure.rank == self._rank:
@@ -282,7 +294,12 @@ class Watchdog(threading.Thread):
             self._may_have_ended |= status.refusals > 0 and not status.has_left
 
     def _blame(self, rank: int, cause: str) -> None:
-        """Set the failure of another worker, or of this one after a long suspension."""
+        """Set the failure of another worker, or of this one after a long suspension.
+
+        Args:
+            rank: Int, rank of the other worker.
+            cause: String, a clause such as `"its process has ended"`.
+        """
         limit = self._detector.limit_seconds
         pause = clock.pause_within(limit)
         if pause > limit:
@@ -344,7 +361,7 @@ class Watchdog(threading.Thread):
             self._check_deadlock(own)
 
     def _past_this_step(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the workers that have left the step in which this one waits.
+        """Return the workers, by rank, that have left the step in which this one waits.
 
         A worker leaves a step alone if its script catches an error of the step.
         """
@@ -353,7 +370,7 @@ class Watchdog(threading.Thread):
         return self._detector.workers_past(own) if waits else {}
 
     def _check_deadlock(self, own: WorkerProgress) -> None:
-        """Warn if all workers wait in one step; fail if their reductions differ.
+        """Warn if all workers wait in one step; set a failure if reductions differ.
 
         A worker whose data source hangs sets its own failure.
         """
@@ -367,7 +384,8 @@ class Watchdog(threading.Thread):
         if rank is not None and limit is not None and idle > limit:
             self._blame(rank, f"its step reduces other tensors; {_SAME_CALLS}")
         elif user_code.is_new("deadlock", self):
-            # Only once, since a long step on GPUs leaves the CPUs idle as well.
+            # The warning is printed once only, since a long step on GPUs leaves the
+            # CPUs idle as well.
             sources = self._detector.sources()
             if own.source:
                 sources[self._rank] = own.source
@@ -388,6 +406,7 @@ class Watchdog(threading.Thread):
     def _warn_of_stragglers(
         self, own: WorkerProgress, stragglers: dict[int, WorkerProgress]
     ) -> None:
+        """Warn of the workers behind this one, given by rank with their progress."""
         names = ", ".join(
             f"worker {rank} ({self._addresses[rank]}), which is at "
             f"{other.name or NO_CALL}"
@@ -396,7 +415,12 @@ class Watchdog(threading.Thread):
         self._warn(own, f"waiting at {own.name} for {own.seconds:.0f} s for {names}.")
 
     def _warn(self, own: WorkerProgress, text: str) -> None:
-        """Print a text, once for each place in this worker's progress."""
+        """Print a text, once for each place in this worker's progress.
+
+        Args:
+            own: `WorkerProgress` of this worker.
+            text: String, a sentence.
+        """
         if user_code.is_new(f"place {own.count}", self):
             # Printed, because a warning that is turned into an error would end this
             # thread.
@@ -404,7 +428,7 @@ class Watchdog(threading.Thread):
 
 
 def _probe_ports(addresses: list[str]) -> list[ProbeResult]:
-    """Probe the ports of workers concurrently."""
+    """Probe ports concurrently, given as `"host:port"`; return the results in order."""
     probe = functools.partial(probe_port, timeout_seconds=_PROBE_SECONDS)
     try:
         with ThreadPoolExecutor(len(addresses)) as pool:
@@ -414,7 +438,12 @@ def _probe_ports(addresses: list[str]) -> list[ProbeResult]:
 
 
 def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
-    """Describe a straggler that has exceeded the timeout."""
+    """Describe a straggler that has exceeded the timeout, as a clause.
+
+    Args:
+        own: `WorkerProgress` of this worker.
+        other: `WorkerProgress` of the straggler.
+    """
     where = other.name or NO_CALL
     return (
         f"it has not come in {own.seconds:.0f} s, and is at {where}; a longer "
@@ -423,6 +452,6 @@ def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """Format an error's type and first line."""
+    """Format an error's type and first line, such as `"ValueError: bad shape"`."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}"
