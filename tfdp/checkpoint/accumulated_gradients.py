@@ -135,7 +135,12 @@ def _shards_gradients(model: keras.Model) -> bool:
 
 
 def accumulation_counter(model: keras.Model) -> Any:
-    """Return the counter of accumulated micro-batches, variable-like, or `None`."""
+    """Return the counter of accumulated micro-batches.
+
+    Returns:
+        Keras variable, or an object that is read and assigned like one; or `None` if
+        the optimizer does not accumulate.
+    """
     optimizer: Any = getattr(model, "optimizer", None)
     if hasattr(optimizer, "as_keras"):
         accumulation = optimizer.features.accumulation

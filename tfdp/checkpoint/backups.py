@@ -194,7 +194,8 @@ class Backups:
         if not self._worker_group.is_chief:
             return
         with contextlib.suppress(OSError):
-            # The oldest first: if this is interrupted, the newest backup stays.
+            # The oldest backup is removed first: if the loop is interrupted, the newest
+            # one stays.
             for step in reversed(_steps_of(self._storage)):
                 remove_checkpoint(self._storage.below(f"step-{step}"))
             for name in self._storage.names():

@@ -282,7 +282,7 @@ def _array_specs(arrays: Iterable[Any]) -> list:
 
 
 def _with_keys(callbacks: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield callbacks with a key of class name and count within the class.
+    """Yield a key and the callback: the class and a number, as `"EarlyStopping-1"`.
 
     Positions in the list would differ between workers: callbacks that write files are
     on some workers only.
@@ -300,7 +300,7 @@ def _has_state_methods(callback: Any) -> bool:
 
 
 def _state_attributes(callback: Any) -> tuple[str, ...]:
-    """Return the names of the state attributes of a Keras callback; others: none."""
+    """Return the names of the state attributes of a Keras callback, or `()`."""
     found = (
         names for kind, names in _KERAS_STATE.items() if isinstance(callback, kind)
     )

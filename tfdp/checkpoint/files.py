@@ -127,7 +127,12 @@ def checksum(file: Any) -> int:
 
 
 def error_text(error: Exception) -> str:
-    """Format an error as one line, without the op names that TensorFlow adds."""
+    """Format an error as one line, without the op names that TensorFlow adds.
+
+    Returns:
+        String: the message of an `OSError` or `ValueError`; else such as
+        `"NotFoundError: no such file"`.
+    """
     if isinstance(error, (OSError, ValueError)):
         return str(error)
     text = error.message if isinstance(error, tf.errors.OpError) else str(error)

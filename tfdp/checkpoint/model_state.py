@@ -33,7 +33,8 @@ from tfdp.training.sharding.state_tensors import (
 # Name prefixes of tensors that only some checkpoints have.
 LOSS_SCALE_PREFIX, ACCUMULATED_PREFIX = "loss_scale", "accumulated"
 OUTER_PREFIX = "outer"
-# Name prefix for optimizers other than `model.optimizer`; their attribute follows it.
+# Name prefix for optimizers other than `model.optimizer`; the model's attribute that is
+# the optimizer follows the prefix.
 OTHERS_PREFIX = "others"
 # Name prefix of tensors that only backups have: the state of a running `fit`.
 RUN_PREFIX = "run"

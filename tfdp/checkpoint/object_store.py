@@ -135,7 +135,7 @@ class ObjectStore(Storage):
         return False
 
     def read_text(self, name: str, most_bytes: int) -> str:
-        """Read an object of limited size."""
+        """Read the object with this name, of limited size in bytes."""
         num_bytes = self._info(name)["size"]
         if num_bytes > most_bytes:
             raise ValueError(f"it has more than {pluralize(most_bytes, 'byte')}")
@@ -145,14 +145,14 @@ class ObjectStore(Storage):
         return content.decode()
 
     def write_text(self, name: str, text: str) -> None:
-        """Put an object."""
+        """Put a text as the object with this name."""
         content = text.encode()
         self._request(
             "written", lambda s, path: s.pipe_file(f"{path}/{name}", content), name
         )
 
     def replace_text(self, name: str, text: str, scratch: str) -> None:
-        """Replace an object by one PUT."""
+        """Replace the object with this name by one PUT; `scratch` is not used."""
         self.write_text(name, text)
 
     @contextlib.contextmanager
@@ -380,6 +380,6 @@ def _check_protocol(protocol: str) -> None:
 
 
 def _in_one_line(error: BaseException) -> str:
-    """Format the class and the message of an error as one line."""
+    """Format an error as one line: `"TimeoutError: no answer in 300 s"`."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

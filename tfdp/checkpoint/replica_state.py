@@ -83,13 +83,13 @@ def per_replica_tensors(
         List of `StateTensor`, equal on every worker except for the local shards.
     """
     count = replicas.count if saved_count is None else saved_count
+    # Values of another number of replicas are merged into the first replica.
     merges = count != replicas.count
     return [
         tensor_of_replica(
             f"{item.name}/replica{rank}",
             tuple(item.variable.shape),
             str(item.variable.dtype),
-            # Values of another number of replicas are merged into the first replica.
             0 if merges else rank,
             replicas,
             functools.partial(_shard_of, item, merges=merges),

@@ -249,7 +249,14 @@ def _match_other_optimizers(
 
 
 def _other_optimizer(name: str) -> str | None:
-    """Return the attribute of the other optimizer that has a tensor, or `None`."""
+    """Return the model's attribute that is the optimizer of a tensor.
+
+    Args:
+        name: String, name of the tensor.
+
+    Returns:
+        String, or `None` if it is a tensor of `model.optimizer` or of no optimizer.
+    """
     first, _, rest = name.partition("/")
     return rest.partition("/")[0] if first == OTHERS_PREFIX else None
 

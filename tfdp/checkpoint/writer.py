@@ -269,5 +269,5 @@ def _sync(folder: str, name: str) -> File:
 
 
 def _list_name(worker: int) -> str:
-    """Return the name of the file that lists a worker's shards."""
+    """Return the name of the file that lists a worker's shards: `"worker-1.json"`."""
     return f"worker-{worker}.json"

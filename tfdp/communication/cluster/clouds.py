@@ -99,7 +99,14 @@ def read_vertex(environ: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _with_job_names(spec: Any) -> Any:
-    """Replace Vertex AI's names of pools by the job names of `TF_CONFIG`."""
+    """Replace Vertex AI's names of pools by the job names of `TF_CONFIG`.
+
+    Args:
+        spec: Parsed JSON, the value of `CLUSTER_SPEC`.
+
+    Returns:
+        Parsed JSON in the format of `TF_CONFIG`; a value that is no dict, as it is.
+    """
     if not isinstance(spec, dict):
         return spec
     cluster, task = spec.get("cluster"), spec.get("task")

@@ -17,7 +17,11 @@ _MAX_DEFAULT_REPLICAS = 8
 
 
 def local_devices() -> list[str]:
-    """Return all logical GPUs of this machine, or else its logical CPU devices."""
+    """Return all logical GPUs of this machine, or else its logical CPU devices.
+
+    Returns:
+        List of strings such as `"GPU:0"`.
+    """
     return _device_names("GPU") or _device_names("CPU")
 
 
@@ -132,7 +136,7 @@ def _device_names(kind: str) -> list[str]:
 
 
 def _short_name(device: str) -> str:
-    """Shorten a device's name to kind and index; return an invalid name unchanged."""
+    """Shorten a device's name to `"GPU:0"`; return an invalid name unchanged."""
     try:
         spec = tf.DeviceSpec.from_string(device)
     except ValueError:

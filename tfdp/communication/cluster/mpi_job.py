@@ -21,7 +21,7 @@ _WARN_AFTER_SECONDS = 10.0
 _EXCHANGE_TAG = 1
 # Longest pause between tests of requests in waits that are not time-critical.
 LONGEST_PAUSE_SECONDS = 0.01
-# A wait begins without pauses for this time, since waking from one takes longer.
+# Time at the start of a wait without pauses, since waking from a pause takes longer.
 _SPIN_SECONDS = 30e-6
 _SHORTEST_SECONDS = 20e-6
 # A pause lasts this fraction (1/8) of the time waited, so that it adds little to it.

@@ -84,7 +84,7 @@ def check_job_name(name: object) -> None:
 
 
 def _load_object(text: str) -> dict[str, Any]:
-    """Parse a text as a JSON object."""
+    """Parse the text of `TF_CONFIG` as a JSON object."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:

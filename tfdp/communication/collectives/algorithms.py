@@ -74,7 +74,13 @@ def _tree_reduce(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
 def _tree_broadcast(
     shard: tf.Tensor | None, flat: tf.Tensor, member: Member
 ) -> tf.Tensor:
-    """Broadcast the sum from the root, position 0."""
+    """Broadcast the sum from the root, position 0.
+
+    Args:
+        shard: Flat tensor, the sum at the root, or `None` elsewhere.
+        flat: Flat tensor like the sum.
+        member: `Member`, the calling replica.
+    """
     total = flat if shard is None else shard
     pairs = pairs_of("tree", member.group)
     for distance in reversed(powers_below(member.group.size)):
@@ -125,7 +131,13 @@ def _halve(flat: tf.Tensor, member: Member) -> tf.Tensor | None:
 
 
 def _double(shard: tf.Tensor | None, flat: tf.Tensor, member: Member) -> tf.Tensor:
-    """All-gather by recursive doubling, the inverse of `_halve`."""
+    """All-gather by recursive doubling, the inverse of `_halve`.
+
+    Args:
+        shard: Flat tensor, the result of `_halve`, or `None`.
+        flat: Flat tensor like the sum.
+        member: `Member`, the calling replica.
+    """
     core = power_of_two_in(member.group.size)
     pairs = pairs_of("halving_doubling", member.group)
     if shard is None:

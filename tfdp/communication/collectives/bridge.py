@@ -276,7 +276,11 @@ class Queues:
 
 
 class _CollectiveQueues(Queues):
-    """Queues of one replica for collectives, whose numbers restart per generation."""
+    """Queues of one replica for collectives, whose numbers restart per generation.
+
+    Args:
+        device: String, the CPU that holds the queues.
+    """
 
     def __init__(self, device: str) -> None:
         with tf.init_scope(), tf.device(device):

@@ -88,14 +88,20 @@ class Transport(Protocol):
 
     Each replica of the group calls a collective on its device, at the same point of its
     program.
+
+    Attributes:
+        name: String, such as `"direct"`.
+        num_channels: Int, number of chains per device; collectives of different chains
+            may overlap.
+        has_reduce_scatter: Bool; if false, an all-to-all and a local sum replace a
+            reduce-scatter, with the same bytes.
+        rounds_sums_once: Bool, whether a sum of float16 or bfloat16 over workers is
+            added in float32, and rounded once.
     """
 
     name: str
-    # Number of chains per device; collectives of different chains may overlap.
     num_channels: int
-    # If false, an all-to-all and a local sum replace it, with the same bytes.
     has_reduce_scatter: bool
-    # Whether a sum of float16 or bfloat16 over workers is added in float32.
     rounds_sums_once: bool
 
     def run(
@@ -189,7 +195,7 @@ class LaunchOrder:
         self.devices = tuple(devices)
         self.num_channels = num_channels
         # Automatic control dependencies order operations with the same resource, here
-        # one small variable per device and channel. Without it, TensorFlow would chain
+        # one small variable per device and channel. Otherwise TensorFlow would chain
         # the collectives of two devices of a process, and the step would deadlock.
         self._tokens = [
             [

@@ -205,7 +205,12 @@ def padded_length(length: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
 def _to_sent_dtype(
     tensor: tf.Tensor, reduce_dtype: tf.DType | None
 ) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    """Cast a tensor to the dtype that is sent; return it and the inverse function."""
+    """Cast a tensor to the dtype that is sent; return it and the inverse function.
+
+    Returns:
+        Tuple of the cast tensor, and a function from a received tensor to the dtype of
+        `tensor`.
+    """
     if reduce_dtype is not None and reduce_dtype != tensor.dtype:
         sent, back = _to_sent_dtype(tf.cast(tensor, reduce_dtype), None)
         return sent, lambda received: tf.cast(back(received), tensor.dtype)

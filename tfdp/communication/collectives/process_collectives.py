@@ -19,9 +19,9 @@ Tensors: TypeAlias = list[tf.Tensor]
 class ProcessCollectives:
     """Collectives of the local replicas of a process, by kind.
 
-    Each method takes the flat arrays of these replicas in the order of positions, the
-    position of the source, which only a broadcast uses, and a tag, the same on all
-    workers. It returns one tensor for each replica.
+    Each method takes `arrays`, the flat arrays of these replicas in the order of
+    positions; `source`, the position of the source, which only a broadcast uses; and
+    `tag`, the same on all workers. It returns one tensor for each replica.
 
     Args:
         workers: Sequence of ints, the rank of the worker of each position. The
@@ -72,7 +72,7 @@ class ProcessCollectives:
         return [start * (length // self.size) for start in self.starts]
 
     def all_reduce(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Sum the arrays; all replicas get the same sum."""
+        """Sum the arrays; all replicas get the same sum. `source` is not used."""
         result, total = _new_array(len(arrays[0]), arrays[0].dtype)
         if self.communicator is None or len(arrays) > 1:
             sum_into(total, arrays)
@@ -84,7 +84,7 @@ class ProcessCollectives:
         return [result] * len(arrays)
 
     def reduce_scatter(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Sum the arrays; each replica gets the slice of its position."""
+        """Sum the arrays; each replica gets its slice. `source` is not used."""
         length, dtype = len(arrays[0]) // self.size, arrays[0].dtype
         outputs = [_new_array(length, dtype) for _ in arrays]
         if self.communicator is not None and len(arrays) == 1:
@@ -102,7 +102,7 @@ class ProcessCollectives:
         return [tensor for tensor, _ in outputs]
 
     def all_gather(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Concatenate the arrays by position."""
+        """Concatenate the arrays by position. `source` is not used."""
         size = self.size
         result, data = _new_array(size * len(arrays[0]), arrays[0].dtype)
         rows = data.reshape(size, -1)
@@ -114,7 +114,7 @@ class ProcessCollectives:
         return [result] * len(arrays)
 
     def all_to_all(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Send slice i of each array to position i."""
+        """Send slice i of each array to position i. `source` is not used."""
         outputs = [_new_array(len(array), array.dtype) for array in arrays]
         sent = [array.reshape(self.size, -1) for array in arrays]
         received = [array.reshape(self.size, -1) for _, array in outputs]
@@ -132,7 +132,7 @@ class ProcessCollectives:
         return [tensor for tensor, _ in outputs]
 
     def broadcast(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Copy the array of the source to all replicas."""
+        """Copy the array of the replica at position `source` to all replicas."""
         result, data = _new_array(len(arrays[0]), arrays[0].dtype)
         if source in self.positions:
             data[:] = arrays[self.positions.index(source)]

@@ -117,7 +117,7 @@ class ProcessTransport:
     def run(
         self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
     ) -> tf.Tensor:
-        """See `Transport`."""
+        """Run a collective in the lane of its group and channel, see `Transport`."""
         lane = self._lane(call.group, call.channel % self.num_channels)
         key_kind = f"{kind} from {source}" if kind == "broadcast" else kind
         key = dataclasses.replace(call, size=None).key(key_kind, tensor)

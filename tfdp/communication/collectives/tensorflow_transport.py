@@ -41,7 +41,7 @@ class TensorFlowTransport:
     def run(
         self, kind: str, tensor: tf.Tensor, call: Call, source: int = 0
     ) -> tf.Tensor:
-        """See `Transport`.
+        """Run a collective by an operation of TensorFlow, see `Transport`.
 
         Source: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
         clusters of workstations", for the ring.
@@ -113,6 +113,10 @@ def _as_real(
     """Convert complex numbers to pairs of real ones; return the inverse function, too.
 
     TensorFlow has no collectives of complex numbers.
+
+    Returns:
+        Tuple of the tensor, real, and a function from a tensor like it to a complex
+        one.
     """
     if not tensor.dtype.is_complex:
         return tensor, lambda received: received

@@ -257,7 +257,12 @@ def _is_own_user(sock: socket.socket) -> bool:
 
 
 def _describe_peer(sock: socket.socket, address: tuple | str | bytes) -> str:
-    """Describe the other end of a connection for the log."""
+    """Describe the other end of a connection for the log: `"10.0.0.2 port 40000"`.
+
+    Args:
+        sock: `socket.socket`, accepted.
+        address: Address from `socket.accept`.
+    """
     if sock.family == socket.AF_UNIX:
         return "a process of this host"
     return f"{address[0]} port {address[1]}"

@@ -209,7 +209,7 @@ async def authenticate_stream(
 
 
 def reason_of(error: OSError) -> str:
-    """Return the reason of a connection's failure, as text."""
+    """Return the reason of a connection's failure: `"Connection refused"`."""
     # A timeout of the socket has no error number.
     if isinstance(error, TimeoutError) and not error.errno:
         return "no answer"

@@ -29,7 +29,8 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.topology import Topology
 
-# Number that Keras appends to a name; within a slot's name, after its variable's name.
+# Number that Keras appends to the name of a variable; in the name of a slot it follows
+# the name of the variable.
 _AUTO_NUMBER = re.compile(r"_\d+(?=[/:_]|$)")
 _LET_NOTHING_CHOOSE = (
     "Let nothing that differs between workers, such as a rank or Python's `random`, "

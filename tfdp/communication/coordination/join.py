@@ -287,7 +287,7 @@ def resolver_of_environment(cluster: Cluster | None) -> Any:
 
 
 def _resolver(cluster: Cluster) -> Any:
-    """Create the resolver of a cluster."""
+    """Create TensorFlow's `SimpleClusterResolver` of a cluster."""
     jobs = json.loads(cluster.to_tf_config())["cluster"]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
         tf.train.ClusterSpec(jobs),

@@ -214,7 +214,7 @@ class ProgressRecorder:
         )
 
     def _name(self) -> str:
-        """Describe topic and loop of the present call for messages."""
+        """Describe the present call: `"step 3 of epoch 1 of fit"`, after its topic."""
         loops, topics = self._loops[-1:], self._topics[-1:]
         where = " ".join(str(loop) for loop in loops)
         if topics:

@@ -193,7 +193,7 @@ class WorkerGroup:
         """
         _compat.set_key_value(f"{call}/{self.rank}", message)
         answer = wait(f"{call}/all", 0, limit and limit + _ANSWER_SECONDS)
-        # Worker 0 may end, and the store with it, before it confirms this write.
+        # Worker 0 may end, and the store with it, before this write is confirmed.
         with contextlib.suppress(tf.errors.OpError):
             _compat.set_key_value(f"{call}/seen/{self.rank}", "")
         return answer

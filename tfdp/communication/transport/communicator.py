@@ -68,7 +68,13 @@ class Communicator(Protocol):
     name: str
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
-        """Sum over all members, into another array or in place."""
+        """Sum over all members, into another array or in place.
+
+        Args:
+            array: Flat array to sum.
+            tag: Int, identity of the collective, the same on all members.
+            into: Flat array for the sum, or `None` for `array`. Defaults to `None`.
+        """
 
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
@@ -76,21 +82,46 @@ class Communicator(Protocol):
         """Sum this member's part over all members, into another array or in place.
 
         In place, the values of the other parts are undefined afterwards.
+
+        Args:
+            array: Flat array to sum.
+            bounds: Sequence of ints, the bounds of the members' parts.
+            tag: Int, identity of the collective, the same on all members.
+            into: Flat array for the sum of the part, or `None` for the part of `array`.
+                Defaults to `None`.
         """
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of all other members into `array`."""
+        """Receive the parts of all other members into `array`.
+
+        Args:
+            array: Flat array, with this member's part.
+            bounds: Sequence of ints, the bounds of the members' parts.
+            tag: Int, identity of the collective, the same on all members.
+        """
 
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
     ) -> None:
-        """Send `sent[i]` to member `i`, and receive from it into `received[i]`."""
+        """Send `sent[i]` to member `i`, and receive from it into `received[i]`.
+
+        Args:
+            sent: Sequence of flat arrays, one for each member.
+            received: Sequence of flat arrays, one for each member.
+            tag: Int, identity of the collective, the same on all members.
+        """
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of the member with index `source` to all members."""
+        """Copy the array of the member with index `source` to all members.
+
+        Args:
+            array: Flat array, sent or received.
+            source: Int, index of the member that sends.
+            tag: Int, identity of the collective, the same on all members.
+        """
 
     def barrier(self, tag: int) -> None:
-        """Wait until all members have called this."""
+        """Wait until all members have called this with the same `tag`, an int."""
 
     def close(self, reason: str = "") -> None:
         """Close the connections; waiting members get `PeerLost` with the reason."""

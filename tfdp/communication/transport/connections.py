@@ -333,7 +333,7 @@ class ControlLine:
 
 
 def _parsed(line: bytes) -> tuple[str, Ending]:
-    """Parse a control message into a lane and an `Ending`."""
+    """Parse a message of `ControlLine.send` into a lane and an `Ending`."""
     lane, rank, cause, is_error = json.loads(line)
     return str(lane), Ending(int(rank), str(cause), bool(is_error))
 

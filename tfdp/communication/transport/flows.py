@@ -71,6 +71,9 @@ class Piece:
 class _Queue:
     """Pieces of one direction.
 
+    Args:
+        pieces: Iterable of `Piece`s, in order.
+
     Attributes:
         piece: `Piece` that moves at present, or `None` at the end.
         rest: `memoryview` of the bytes of that piece that have not moved yet.

@@ -13,7 +13,8 @@ from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.schedules import bytes_of
 
 _LENGTH = struct.Struct("!I")
-# A larger length means that the other end does not send messages of this format.
+# Largest length of a head; with a larger one, the other end does not send messages of
+# this format.
 _MOST_HEAD_BYTES = 1 << 22
 
 

@@ -560,7 +560,7 @@ def _listen(family: int, address: tuple | str) -> socket.socket:
 
 
 def _service(rank: int) -> str:
-    """Return the service name of a worker in handshakes."""
+    """Return the service name of a worker in handshakes, such as `"worker 1"`."""
     return f"worker {rank}"
 
 

@@ -145,7 +145,7 @@ class MpiCommunicator:
         job.add(self)
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
-        """Sum over all members, into another array or in place."""
+        """Sum over all members, see `Communicator`."""
         target = array if into is None else into
         with self._messages.call():
             call = call_of("all-reduce", array, tag)
@@ -160,28 +160,28 @@ class MpiCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum this member's part over all members, into another array or in place."""
+        """Sum this member's part over all members, see `Communicator`."""
         own = array[bounds[self.index] : bounds[self.index + 1]]
         with self._messages.call():
             call = call_of("reduce-scatter", array, tag, bounds)
             self._reduce_scatter(array, bounds, own if into is None else into, call)
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of all other members into `array`."""
+        """Receive the parts of all other members into `array`, see `Communicator`."""
         with self._messages.call():
             self._all_gather(array, bounds, call_of("all-gather", array, tag, bounds))
 
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
     ) -> None:
-        """Send `sent[i]` to member `i`, and receive from it into `received[i]`."""
+        """Exchange arrays between all pairs of members, see `Communicator`."""
         with self._messages.call():
             received[self.index][:] = sent[self.index]
             pairs = {peer: (sent[peer], received[peer]) for peer in self._others()}
             self._messages.exchange(pairs, call_of(ALL_TO_ALL, sent[self.index], tag))
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of the member with index `source` to all members."""
+        """Copy the array of a member to all members, see `Communicator`."""
         size = len(self.ranks)
         with self._messages.call():
             if size == 1:
@@ -197,7 +197,7 @@ class MpiCommunicator:
             self._all_gather(array, bounds, call)
 
     def barrier(self, tag: int) -> None:
-        """Wait until all members have called this."""
+        """Wait until all members have called this, see `Communicator`."""
         size, distance = len(self.ranks), 1
         nothing = np.empty(0, np.uint8)
         with self._messages.call():

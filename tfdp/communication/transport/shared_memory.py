@@ -102,7 +102,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
             self.name = "shared memory"
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
-        """See `Communicator`."""
+        """Sum over all members, see `Communicator`."""
         if self._is_for_sockets(array):
             super().all_reduce(array, tag, into)
             return
@@ -118,7 +118,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         tag: int,
         into: Array | None = None,
     ) -> None:
-        """See `Communicator`."""
+        """Sum this member's part over all members, see `Communicator`."""
         if self._is_for_sockets(array):
             super().reduce_scatter(array, bounds, tag, into)
             return
@@ -130,7 +130,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._sum(call, parts, targets, shares=False)
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """See `Communicator`."""
+        """Receive the parts of all other members, see `Communicator`."""
         if self._is_for_sockets(array):
             super().all_gather(array, bounds, tag)
             return
@@ -138,7 +138,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._copy(call, _parts(array, bounds))
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """See `Communicator`."""
+        """Copy the array of a member to all members, see `Communicator`."""
         if self._is_for_sockets(array):
             super().broadcast(array, source, tag)
             return
@@ -146,7 +146,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self._copy(call_of(f"broadcast {source}", array, tag), parts)
 
     def close(self, reason: str = "") -> None:
-        """See `Communicator`."""
+        """Close the connections, see `Communicator`; the outboxes are dropped."""
         super().close(reason)
         self._outboxes = []  # a collective that still runs has its own references
 
@@ -188,7 +188,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
                 # bell.
                 outboxes[self.index].put(slot, _SUMS, total)
                 for member in self._links if number else ():
-                    # The sums of the chunk before, written before this bell.
+                    # These are the sums of the chunk before, written before this bell.
                     chunk = self._chunk(targets[member], number - 1)
                     chunk[:] = outboxes[member].get(before, _SUMS, chunk)
 

@@ -93,7 +93,7 @@ class SocketCommunicator:
         self.name = "unix sockets" if is_local and self._links else "tcp"
 
     def all_reduce(self, array: Array, tag: int, into: Array | None = None) -> None:
-        """Sum over all members, into another array or in place."""
+        """Sum over all members, see `Communicator`."""
         total = array if into is None else into
         call = call_of("all-reduce", array, tag)
         with self._collective():
@@ -106,7 +106,7 @@ class SocketCommunicator:
     def reduce_scatter(
         self, array: Array, bounds: Sequence[int], tag: int, into: Array | None = None
     ) -> None:
-        """Sum this member's part over all members, into another array or in place."""
+        """Sum this member's part over all members, see `Communicator`."""
         if into is not None:
             array = array.copy()
         call = call_of("reduce-scatter", array, tag, bounds)
@@ -116,7 +116,7 @@ class SocketCommunicator:
             into[:] = array[bounds[self.index] : bounds[self.index + 1]]
 
     def all_gather(self, array: Array, bounds: Sequence[int], tag: int) -> None:
-        """Receive the parts of all other members into `array`."""
+        """Receive the parts of all other members into `array`, see `Communicator`."""
         call = call_of("all-gather", array, tag, bounds)
         with self._collective():
             steps = range(self._size - 1, 2 * self._size - 2)
@@ -125,7 +125,7 @@ class SocketCommunicator:
     def all_to_all(
         self, sent: Sequence[Array], received: Sequence[Array], tag: int
     ) -> None:
-        """Send `sent[i]` to member `i`, and receive from it into `received[i]`."""
+        """Exchange arrays between all pairs of members, see `Communicator`."""
         with self._collective():
             received[self.index][:] = sent[self.index]
             flows = []
@@ -138,7 +138,7 @@ class SocketCommunicator:
             self._run(flows)
 
     def broadcast(self, array: Array, source: int, tag: int) -> None:
-        """Copy the array of the member with index `source` to all members."""
+        """Copy the array of a member to all members, see `Communicator`."""
         call = call_of(f"broadcast {source}", array, tag)
         with self._collective():
             if self._size > 2 and array.nbytes <= self._small_bytes:
@@ -147,7 +147,7 @@ class SocketCommunicator:
                 self._broadcast_chain(call, array, source)
 
     def barrier(self, tag: int) -> None:
-        """Wait until all members have called this."""
+        """Wait until all members have called this, see `Communicator`."""
         with self._collective():
             nothing = np.empty(0, np.uint8)
             self._exchange_whole(Call("barrier", tag), nothing, nothing)

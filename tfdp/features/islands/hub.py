@@ -45,8 +45,8 @@ class Meeting(Rounds):
 
     def __init__(self, expected: set[int], join_seconds: float) -> None:
         super().__init__(sorted(expected))
-        # Islands that have not joined this meeting yet. `_may_come` also has those
-        # that may come back.
+        # Islands that have not joined this meeting yet. `_may_come` also has islands
+        # that have left it and may come back.
         self._expected = set(expected)
         self._begins_by = time.monotonic() + join_seconds
         self._is_closed = False
@@ -211,12 +211,13 @@ class Hub:
         # `time.monotonic()` of the last contact with each island that has since
         # disconnected.
         self._last_contact: dict[int, float] = {}
+        # The cache lets the warning of a lack of files be printed only once.
         self._acceptor = Acceptor(
             secret,
             SERVICE,
             [server],
             self._begin,
-            lacks_files=functools.cache(_warn_about_file_limit),  # warns only once
+            lacks_files=functools.cache(_warn_about_file_limit),
         )
 
     def __enter__(self) -> Hub:

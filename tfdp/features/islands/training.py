@@ -90,7 +90,7 @@ register(Islands())
 
 
 def _order_of_callback(callback: Any) -> int:
-    """Return the sort key that puts the progress check and `DiLoCo` first."""
+    """Return a sort key: 0 for the progress check, 1 for `DiLoCo`, 2 for others."""
     if isinstance(callback, OptimizerProgressCheck):
         return 0
     return 1 if hasattr(callback, "trains_islands") else 2

@@ -168,13 +168,21 @@ def _exchange(
 
 
 class RoundResult(NamedTuple):
-    """Result of a round for a replica, see `tfdp.communication.transport.rounds`."""
+    """Result of a round for a replica, see `tfdp.communication.transport.rounds`.
 
-    is_made: tf.Tensor  # [], bool, whether the round took place
-    is_behind: tf.Tensor  # [], bool, whether this worker has missed rounds
-    samples: tf.Tensor  # [], float32, the samples that this replica sent
-    gradients: list[tf.Tensor]  # means over the participants
-    state: list[tf.Tensor]  # outer state before the round
+    Args:
+        is_made: Scalar bool tensor, whether the round took place.
+        is_behind: Scalar bool tensor, whether this worker has missed rounds.
+        samples: Scalar float32 tensor, the samples that this replica sent.
+        gradients: List of tensors, means over the participants.
+        state: List of tensors, the outer state before the round.
+    """
+
+    is_made: tf.Tensor
+    is_behind: tf.Tensor
+    samples: tf.Tensor
+    gradients: list[tf.Tensor]
+    state: list[tf.Tensor]
 
 
 class RoundExchange:

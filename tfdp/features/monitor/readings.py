@@ -262,16 +262,16 @@ def _marks(
         rows: Sequence of `Row`, descriptions of the reading's values.
         name: String, name of a `Mark`, such as `step_events.BATCH`.
     """
+    # There may be fewer values than rows: a row may have been traced after the reading.
     return [
         (row, pair)
-        # The values may be fewer: rows may have been traced after the reading.
         for row, pair in zip(rows, reading.values, strict=False)
         if isinstance(row, timing.Mark) and row.name == name
     ]
 
 
 def _without_queueing(collectives: list[Timed]) -> list[Timed]:
-    """Start each collective after the end of the one before it in its chain.
+    """Return collectives whose start is after the end of the one before in the chain.
 
     The recorded start is the time at which its input was ready.
     """
@@ -339,10 +339,10 @@ def notes(reading: Reading, rows: Sequence[timing.Row]) -> tuple[float, float]:
     samples, step = math.nan, math.nan
     for _, pair in _marks(reading, rows, step_events.BATCH):
         samples, step = float(pair[0]), float(pair[1])
+    # Norms of earlier executions stay in the values, and are left out.
     squares = [
         float(pair[0])
         for _, pair in _marks(reading, rows, step_events.NORM)
-        # Norms of earlier executions stay in the values, and are left out.
         if pair[1] > step - reading.num_steps
     ]
     return samples, sum(squares) if squares else math.nan

@@ -132,7 +132,7 @@ def scalars_of(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _tag_of(column: str) -> str:
-    """Return the TensorBoard tag of a column."""
+    """Return the TensorBoard tag of a column, such as `"step/seconds"`."""
     if re.match(r"straggler_|worker\d+_", column):
         return f"{_BY_WORKER}/{column}"
     subject = _SUBJECTS.get(column, _BY_COLLECTIVE)

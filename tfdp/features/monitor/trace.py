@@ -181,7 +181,13 @@ def chrome_trace(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Bar:
-    """A slice with start and end in ticks since the start of the trace."""
+    """A slice with its place in the file.
+
+    Args:
+        begin: Int, start in ticks since the start of the trace.
+        end: Int, end in ticks since the start of the trace.
+        slice: `Slice`.
+    """
 
     begin: int
     end: int

@@ -194,7 +194,12 @@ class BucketTuning(keras.callbacks.Callback):
     # Private methods.
 
     def _agree_on_begin(self) -> tuple[KeptPlan | None, int | None]:
-        """Return the first worker's cached plan and number of steps, on all workers."""
+        """Return the first worker's cached plan and number of steps, on all workers.
+
+        Returns:
+            Tuple of a `KeptPlan`, or `None` without a cached one; and an int, or `None`
+            if the number of steps is unknown.
+        """
         worker_group = self._extended.worker_group
         kept = load_plan(self._key) if worker_group.is_chief else None
         values = [kept and kept.to_json(), self._num_steps]

@@ -40,6 +40,10 @@ class IdleMeter:
 
     It also measures the time that the main thread has meanwhile spent in one call of
     TensorFlow.
+
+    Attributes:
+        seconds: Float, time without CPU use until the last `update`.
+        call_seconds: Float, time in one call until the last `update`.
     """
 
     def __init__(self) -> None:
@@ -163,7 +167,7 @@ class Heartbeat(threading.Thread):
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def _report(self) -> dict[str, Any]:
-        """Build this worker's report to the others."""
+        """Build this worker's report to the others, a dict that JSON supports."""
         return {
             "count": self._count,
             "progress": dataclasses.asdict(self.progress),

@@ -9,7 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-# Imported here, because at its first use the interpreter may be shutting down.
+# `ThreadPoolExecutor` is imported here, because the interpreter may be shutting down at
+# its first use.
 from concurrent.futures import ThreadPoolExecutor
 
 import tensorflow as tf
@@ -101,7 +102,7 @@ class Watchdog(threading.Thread):
         self._is_raised = threading.Event()
         # Callables that close connections of tfdp, with a reason.
         self.closers: list[Callable[[str], None]] = []
-        # Returns the reason that a collective over these connections has failed, or
+        # Returns the reason that a collective over tfdp's connections has failed, or
         # `""`.
         self.reason_of_failure: Callable[[], str] = str
 
@@ -154,7 +155,7 @@ class Watchdog(threading.Thread):
         is_preempted = isinstance(error, SystemExit) and error.code == PREEMPTED
         if isinstance(error, WorkerLost) or is_preempted:
             return  # all workers end in this way, so nothing is published
-        # The others need its text if the error ends the script.
+        # The other workers need the text of an error that ends this script.
         self._heartbeat.last_error = _describe(error)
         self._heartbeat.beat_now(_BEAT_SECONDS)
 
@@ -422,8 +423,8 @@ class Watchdog(threading.Thread):
             text: String, a sentence.
         """
         if user_code.is_new(f"place {own.count}", self):
-            # Printed, because a warning that is turned into an error would end this
-            # thread.
+            # The text is printed, because a warning that is turned into an error would
+            # end this thread.
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
 
 
