@@ -227,7 +227,9 @@ def _check_several_workers(
     strategy, replicas = env.strategy, env.num_replicas
     local = strategy.experimental_distribute_dataset(dataset)
     with rebalanced(env):
-        by_weight = local.read(ReadOptions(syncs_end_of_data=False, by_weight=True))
+        by_weight = local.with_read_options(
+            ReadOptions(syncs_end_of_data=False, by_weight=True)
+        )
         for found in (next(iter(by_weight)), _read_in_a_graph(by_weight)):
             _assert_shares(env, found, lambda rank: _share(element, rank, replicas))
     off = strategy.experimental_distribute_dataset(with_policy(dataset, Policy.OFF))

@@ -153,6 +153,7 @@ class BlockQuantized(Compressor):
 
     @property
     def _code(self) -> BlockCode:
+        """`BlockCode` with these settings."""
         return BlockCode(self.bits, self.block)
 
     def _slice_size(self, bucket: GradientBucket) -> int:
@@ -166,6 +167,12 @@ class BlockQuantized(Compressor):
         """Return uniform numbers from 0 to 1 for stochastic rounding, or `None`.
 
         They differ between steps, replicas and the two phases of a reduction.
+
+        Args:
+            state: Dict with the number of steps so far.
+            position: Int, position of the calling replica.
+            phase: Int, 0 for the rounding of gradients, 1 for that of their sums.
+            shape: `tf.TensorShape` of the values to round.
         """
         if not self.stochastic:
             return None

@@ -19,7 +19,9 @@ from tfdp.training.compression.step_residuals import gradient_unit
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """Form in which elements travel on one level: compressed, cast or as they are.
+    """Format of messages on one level: compressed, cast to a dtype, or unchanged.
+
+    The levels of a hierarchical reduction are inside nodes and across nodes.
 
     Args:
         compressor: `Compressor`, or `None`. Defaults to `None`.
@@ -210,7 +212,14 @@ def _divide_by_unit(flat: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor | None]:
 def _in_two_levels(
     flat: tf.Tensor, group: ProcessGroup, route: CompressedRoute, caller: Caller
 ) -> tf.Tensor:
-    """Reduce-scatter in each node, reduce across nodes, and all-gather in each node."""
+    """Reduce-scatter in each node, reduce across nodes, and all-gather in each node.
+
+    Args:
+        flat: Tensor of shape `[bucket_size]`.
+        group: `ProcessGroup` of all replicas.
+        route: `CompressedRoute` with two levels.
+        caller: `Caller`.
+    """
     node, across = node_levels(group, caller.replica)
     size = flat.shape[0]
     padded = tf.pad(flat, [[0, -size % node.size]])
@@ -234,6 +243,13 @@ def _across_nodes(
     """Sum the bucket in each node, and reduce the sum across nodes by the compressor.
 
     All replicas of a node compress the same sum.
+
+    Args:
+        flat: Tensor of shape `[bucket_size]`.
+        group: `ProcessGroup` of all replicas.
+        route: `CompressedRoute` whose outer level has a compressor.
+        entries: Tuple of `Entry`, the gradients in the bucket.
+        caller: `Caller`.
     """
     node, across = node_levels(group, caller.replica)
     inside = caller.member(node, route.inner.dtype)
@@ -247,7 +263,15 @@ def _across_nodes(
 def _reduce_scatter_level(
     wire: Wire, level: str, flat: tf.Tensor, group: ProcessGroup, caller: Caller
 ) -> tf.Tensor:
-    """Reduce-scatter a bucket on one level, compressed or not."""
+    """Reduce-scatter a bucket on one level, compressed or not.
+
+    Args:
+        wire: `Wire` of the level.
+        level: String, `"inner"` or `"outer"`, the level that the state belongs to.
+        flat: Tensor of shape `[bucket_size]`.
+        group: `ProcessGroup` of the replicas on this level.
+        caller: `Caller`.
+    """
     if wire.compressor is None:
         return caller.member(group, wire.dtype).reduce_scatter(flat)
     members = ReplicaGroup(group, caller.replica, caller.channel)
@@ -263,7 +287,16 @@ def _all_reduce_level(
     *,
     is_alone: bool = False,
 ) -> tf.Tensor:
-    """All-reduce a bucket on one level, compressed or not."""
+    """All-reduce a bucket on one level, compressed or not.
+
+    Args:
+        wire: `Wire` of the level.
+        level: String, `"inner"` or `"outer"`, the level that the state belongs to.
+        flat: Tensor of shape `[bucket_size]`.
+        group: `ProcessGroup` of the replicas on this level.
+        caller: `Caller`.
+        is_alone: Bool, as for `collectives.ring`. Defaults to `False`.
+    """
     if wire.compressor is None:
         member = caller.member(group, wire.dtype)
         return ring(flat, is_alone=is_alone, **member.arguments)

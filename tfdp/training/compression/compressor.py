@@ -87,11 +87,12 @@ class Compressor:
     https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
     """
 
-    # Whether a bucket may be cut anywhere: elements are compressed one by one or in
-    # blocks. Then each level of a hierarchical reduction compresses its own slices.
+    # Whether a bucket may be cut anywhere, because elements are compressed one by one
+    # or in blocks. If so, each level of a hierarchical reduction compresses its own
+    # slices.
     cuts_buckets = False
-    # Whether `all_gather` compresses, too. Then a hierarchical reduction compresses on
-    # both levels; otherwise all replicas reduce in one level.
+    # Whether `all_gather` compresses, too. If so, a hierarchical reduction compresses
+    # on both levels; otherwise all replicas reduce in one level.
     compresses_gathers = False
 
     def state(self, bucket: GradientBucket) -> State:

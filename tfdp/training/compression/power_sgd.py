@@ -23,7 +23,14 @@ _SEED = 0
 
 @dataclasses.dataclass(frozen=True)
 class _Matrix:
-    """Range and shape of a matrix in a bucket, and the rank of its factors."""
+    """Range and shape of a matrix in a bucket, and the rank of its factors.
+
+    Args:
+        begin: Int, position of its first element in the bucket.
+        num_rows: Int, number of rows.
+        num_columns: Int, number of columns.
+        rank: Int, number of columns of the factors P and Q.
+    """
 
     begin: int
     num_rows: int
@@ -101,11 +108,11 @@ class PowerSGD(Compressor):
         )
 
         def plain() -> list[tf.Tensor]:
-            """Reduce without compression; the state stays."""
+            """Return the uncompressed sum, and the unchanged residual and factors."""
             return [group.all_reduce(bucket.flat), residual, factors]
 
         def compressed() -> list[tf.Tensor]:
-            """Reduce by the factors, and return the new state."""
+            """Return the sum by the factors, the new residual and new factors."""
             return _reduce(bucket, matrices, residual, factors, group)
 
         if self.start_step:
@@ -130,7 +137,7 @@ class PowerSGD(Compressor):
         return f"PowerSGD of rank {self.rank}"
 
     def _matrices(self, bucket: GradientBucket) -> list[_Matrix]:
-        """Return the matrices of a bucket that are compressed."""
+        """Return a list of the matrices of a bucket that are compressed."""
         return list(self._find_matrices(bucket))
 
     def _find_matrices(self, bucket: GradientBucket) -> Iterator[_Matrix]:
@@ -220,7 +227,11 @@ def _reduce(
 
 
 def _rests(matrices: list[_Matrix], size: int) -> list[tuple[int, int]]:
-    """Return the ranges of a bucket before, between and after its matrices."""
+    """Return the ranges of a bucket before, between and after its matrices.
+
+    Returns:
+        List of pairs of ints: first position, and the one after the last.
+    """
     begins = [0, *(matrix.stop for matrix in matrices)]
     stops = [*(matrix.begin for matrix in matrices), size]
     return list(zip(begins, stops, strict=True))

@@ -41,7 +41,7 @@ class ResidualState:
 
     Args:
         key: `BucketKey`.
-        level: String, level of the reduction.
+        level: String, level of the reduction: `"inner"`, `"outer"` or `"all"`.
         compressor: String, the `repr` of the compressor.
         refs: Tuple of weak references to the variables of the bucket.
         initial: Dict from names to arrays, the initial values.
@@ -62,6 +62,9 @@ class ResidualState:
 
     def portable_name(self, positions: Mapping[int, int]) -> tuple:
         """Return a name of the state that is valid in other processes.
+
+        The name is a tuple of the key's `kind` and `number`, the positions of the
+        variables in the model, the level and the compressor.
 
         Args:
             positions: Dict from the `id` of a variable to its position in the model.
@@ -153,7 +156,7 @@ class ResidualStore:
 
     def state_of(
         self,
-        own: BucketResiduals,
+        residuals: BucketResiduals,
         level: str,
         compressor: Compressor,
         bucket: GradientBucket,
@@ -161,13 +164,13 @@ class ResidualStore:
         """Return the state of a bucket on one level; create it if it does not exist.
 
         Args:
-            own: `BucketResiduals`.
-            level: String, level of the reduction.
+            residuals: `BucketResiduals`, the states of the bucket on a replica.
+            level: String, see `ResidualState`.
             compressor: `Compressor`.
             bucket: `GradientBucket` without `flat`.
         """
         with self._lock:
-            found = self._states.get((own.key, level))
+            found = self._states.get((residuals.key, level))
             text = repr(compressor)
             if found is not None and found.is_alive and found.compressor == text:
                 return found
@@ -177,10 +180,10 @@ class ResidualStore:
                     n: np.asarray(v) for n, v in compressor.state(bucket).items()
                 }
             created = ResidualState(
-                own.key,
+                residuals.key,
                 level,
                 text,
-                tuple(map(weakref.ref, own.variables)),
+                tuple(map(weakref.ref, residuals.variables)),
                 initial,
                 [
                     {
@@ -190,7 +193,7 @@ class ResidualStore:
                     for device in self._devices
                 ],
             )
-            self._states[own.key, level] = created
+            self._states[residuals.key, level] = created
             for restored in reversed(self._restored):
                 if restored.fill(created):
                     break
@@ -258,7 +261,10 @@ class BucketResiduals:
     def variables_of(
         self, level: str, compressor: Compressor, bucket: GradientBucket
     ) -> dict[str, Any]:
-        """Return the variables of a level's state on this replica, by name."""
+        """Return the variables of a level's state on this replica, by name.
+
+        `level` is that of `ResidualState`, `bucket` a `GradientBucket` without `flat`.
+        """
         state = self.store.state_of(self, level, compressor, bucket)
         return state.replicas[self.replica]
 
@@ -294,15 +300,21 @@ def assign(variable: Any, value: np.ndarray) -> None:
 
 
 def _create_variable(array: np.ndarray, device: str) -> Any:
+    """Create a variable on a device, with the values and the dtype of an array."""
     return _compat.plain_variable(array, tf.as_dtype(array.dtype), device)
 
 
-def _fits(found: dict[str, dict[int, np.ndarray]], state: ResidualState) -> bool:
-    """Return whether restored arrays have the names, sizes and dtypes of a state."""
-    return found.keys() == state.initial.keys() and all(
+def _fits(restored: dict[str, dict[int, np.ndarray]], state: ResidualState) -> bool:
+    """Return whether restored arrays have the names, sizes and dtypes of a state.
+
+    Args:
+        restored: Dict from the name of a value to a dict from local replica to array.
+        state: `ResidualState`.
+    """
+    return restored.keys() == state.initial.keys() and all(
         array.size == state.initial[name].size
         and array.dtype == state.initial[name].dtype
-        for name, by_replica in found.items()
+        for name, by_replica in restored.items()
         for array in by_replica.values()
     )
 
@@ -310,7 +322,11 @@ def _fits(found: dict[str, dict[int, np.ndarray]], state: ResidualState) -> bool
 def _check_state(
     compressor: Any, new: Mapping[str, Any], old: Mapping[str, Any]
 ) -> None:
-    """Raise unless a new state has the names, shapes and dtypes of the old one."""
+    """Raise unless a new state has the names, shapes and dtypes of the old one.
+
+    Raises:
+        ValueError: With the class of `compressor`, which returned the new state.
+    """
     what = f"The new state that `{type(compressor).__name__}` returned"
     if new.keys() != old.keys():
         raise ValueError(

@@ -106,7 +106,7 @@ class TopK(Compressor):
         return f"top {100 * self.ratio:g} %"
 
     def _num_sent(self, bucket: GradientBucket) -> int:
-        """Return the number of elements of a bucket that a replica sends."""
+        """Return the number of elements of a bucket that a replica sends in a step."""
         return math.ceil(self.ratio * bucket.size)
 
 
@@ -131,5 +131,5 @@ def _sum_of(
 
 
 def _set_at(tensor: tf.Tensor, places: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
-    """Return a flat tensor with new values at some places."""
+    """Return a flat tensor with new values at the indices in `places`."""
     return tf.tensor_scatter_nd_update(tensor, places[:, tf.newaxis], values)

@@ -164,7 +164,13 @@ def change_for_updates(
 
 
 def _check_epochs(then: Batches, now: Batches, change: BatchChange) -> None:
-    """Raise if `steps_per_epoch` changes the number of samples of an epoch."""
+    """Raise if `steps_per_epoch` changes the number of samples of an epoch.
+
+    Args:
+        then: `Batches` of the run that was interrupted.
+        now: `Batches` of the run that continues it.
+        change: `BatchChange` from one run to the other.
+    """
     if not change.fits(then.steps_per_epoch, now.steps_per_epoch):
         raise ValueError(
             "an epoch has to stay as many samples: `steps_per_epoch` was "

@@ -90,6 +90,16 @@ def describe_sizes(sizes: dict[str, Any]) -> str:
 
 
 def _sizes_of_batch_stage(num_rows: int, size: int) -> dict[str, Any] | None:
+    """Return the sizes of the batches of a `batch` stage, see `sizes_of_batches`.
+
+    Args:
+        num_rows: Int, cardinality of the stage's input; negative if infinite or
+            unknown.
+        size: Int, the batch size.
+
+    Returns:
+        Dict such as `{"size": 8, "last": 5}`, or `None` if `num_rows` is unknown.
+    """
     if num_rows == tf.data.UNKNOWN_CARDINALITY:
         return None
     is_whole = num_rows == tf.data.INFINITE_CARDINALITY or num_rows % size == 0
@@ -97,6 +107,7 @@ def _sizes_of_batch_stage(num_rows: int, size: int) -> dict[str, Any] | None:
 
 
 def _length(dataset: tf.data.Dataset) -> int:
+    """Return the cardinality of a dataset, negative if it is infinite or unknown."""
     return int(dataset.cardinality().numpy())
 
 

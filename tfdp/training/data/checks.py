@@ -112,10 +112,15 @@ def named_arrays(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _describe_array(array: Any) -> dict[str, Any]:
+    """Return rows, shape and dtype of an array, as `describe_arrays` returns them.
+
+    The shape has `None` for the number of rows. The dtype of a table is a list with
+    that of each column.
+    """
     shape = tf.TensorShape(array.shape)
     dtype = getattr(array, "dtype", None)
     name: Any = str(getattr(dtype, "name", dtype))
-    if dtype is None:  # a table has a dtype for each column
+    if dtype is None:  # a table, such as a `DataFrame`
         name = [str(column) for column in getattr(array, "dtypes", [])]
     if not shape.rank:
         return {"shape": [], "dtype": name}
@@ -178,7 +183,11 @@ def translate_errors() -> Iterator[None]:
 
 
 def _original_message(text: str) -> str | None:
-    """Return the sentence that tfdp wrote into an error of TensorFlow, or `None`."""
+    """Return the sentence that tfdp wrote into an error of TensorFlow, or `None`.
+
+    Returns:
+        String, such as "`num_rows` of MyData must return ...".
+    """
     if found := _IN_PYTHON.search(text):
         return found.group()
     if found := _IN_GRAPH.search(text):
@@ -205,7 +214,10 @@ def _checked_batches(batches: types.GeneratorType) -> Generator[Any, None, None]
 
 
 def _structure_of(batch: Any) -> str:
-    """Describe the structure of a batch, the same for dicts of any order."""
+    """Describe the structure of a batch, the same for dicts of any order.
+
+    The description is text such as `(array, {'a': array})`.
+    """
     if batch is None:
         return "None"
     if isinstance(batch, dict):
@@ -231,6 +243,12 @@ def _check_features(model: Any, x: Any, y: Any) -> None:
 
 
 def _no_features_error(name: str, data: Any) -> ValueError:
+    """Return the error that data without any array causes.
+
+    Args:
+        name: String, argument or part that the data was passed as, for the message.
+        data: The data.
+    """
     return ValueError(
         "The data holds no features: `x` must be an array, a dataset, or a structure "
         f"with at least one array. Received: {name}={data!r}"
@@ -238,12 +256,17 @@ def _no_features_error(name: str, data: Any) -> ValueError:
 
 
 def _is_empty(data: Any) -> bool:
+    """Return whether a nest has no leaf but `None`."""
     return all(leaf is None for leaf in keras.tree.flatten(data))
 
 
-def _check_sample_arrays(given: dict[str, Any]) -> None:
-    """Raise if arrays are scalars or differ in length; ignore data of other kinds."""
-    arrays = named_arrays(given) or {}
+def _check_sample_arrays(data_by_name: dict[str, Any]) -> None:
+    """Raise if arrays are scalars or differ in length; ignore data of other kinds.
+
+    Args:
+        data_by_name: Dict of nests of arrays by the name of the argument.
+    """
+    arrays = named_arrays(data_by_name) or {}
     for where, leaf in arrays.items():
         if not has_rows(leaf):
             raise ValueError(
@@ -253,13 +276,18 @@ def _check_sample_arrays(given: dict[str, Any]) -> None:
     check_parts(arrays)
 
 
-def _check_equal_rows(given: dict[str, Any]) -> None:
-    """Raise if arrays of a batch have different numbers of rows; ignore scalars."""
-    parts = [parts_with_rows(part, name) for name, part in given.items()]
+def _check_equal_rows(data_by_name: dict[str, Any]) -> None:
+    """Raise if arrays of a batch have different numbers of rows; ignore scalars.
+
+    Args:
+        data_by_name: Dict of nests of arrays by the name of the argument.
+    """
+    parts = [parts_with_rows(part, name) for name, part in data_by_name.items()]
     check_parts({where: leaf for each in parts for where, leaf in each.items()})
 
 
 def _is_array(leaf: Any) -> bool:
+    """Return whether a leaf of a nest is an array, which has a shape, or `None`."""
     return leaf is None or hasattr(leaf, "shape")
 
 

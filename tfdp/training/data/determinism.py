@@ -100,6 +100,12 @@ def batch_dependence_of(source: Any, *, shuffles_batches: bool) -> str | None:
 def _nondeterminism_of_dataset(
     dataset: tf.data.Dataset, chosen_seed: int | None
 ) -> str | None:
+    """Describe why a rerun of a `tf.data` pipeline differs; `None` if it does not.
+
+    Args:
+        dataset: `tf.data.Dataset` whose seeds and functions are inspected.
+        chosen_seed: Int or `None`, see `nondeterminism_of`.
+    """
     unseeded = _compat.unseeded_parts(dataset)
     if "ShuffleDataset" in unseeded:
         return "`Dataset.shuffle` has no seed"
@@ -121,6 +127,12 @@ def _nondeterminism_of_dataset(
 
 
 def _nondeterminism_of_py_dataset(source: Any, is_ordered: bool) -> str | None:
+    """Describe why a rerun of a `PyDataset` differs; `None` if it does not.
+
+    Args:
+        source: `keras.utils.PyDataset`.
+        is_ordered: Bool, whether Keras reads its batches in the order of their indices.
+    """
     if not is_ordered:
         return "a `PyDataset` is shuffled"
     for name in ("on_epoch_begin", "on_epoch_end"):
@@ -130,12 +142,12 @@ def _nondeterminism_of_py_dataset(source: Any, is_ordered: bool) -> str | None:
 
 
 def common_seed(worker_group: WorkerGroup) -> int:
-    """Return a seed that the first worker draws for all."""
+    """Return a seed that the first worker draws for all; every worker calls it."""
     return worker_group.all_gather("a seed", new_seed())[0]
 
 
 def new_seed() -> int:
-    """Draw a seed from the operating system, and none from the user's generators."""
+    """Draw a seed of 30 bits from the operating system, not the user's generators."""
     return random.SystemRandom().getrandbits(30)
 
 

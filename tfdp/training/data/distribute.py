@@ -35,12 +35,12 @@ from tfdp.training.data.rows import divide_batches, flatten_local_replicas, has_
 from tfdp.training.data.same_datasets import (
     ENDLESS,
     Length,
-    check_not_sharded,
     check_same_elements,
     check_same_values,
     compare_datasets,
     list_by_worker,
     values_of_sources,
+    warn_of_shards,
 )
 from tfdp.training.data.stages import BATCHES, MAPS, PASS_THROUGH, SELECTIONS
 
@@ -103,7 +103,10 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
 def _distribute_rows(
     strategy: Any, dataset: Any, options: Any, read_options: ReadOptions
 ) -> Any:
-    """Divide a dataset that is the same on all workers by rows."""
+    """Divide a dataset that is the same on all workers by rows.
+
+    `options` are the user's `tf.distribute.InputOptions`, or `None`.
+    """
     ranks, num_replicas = strategy.extended.local_ranks, strategy.num_replicas_in_sync
     divided = _divide_early(strategy, dataset, ranks)
     is_on_cpus = is_read_on_cpus(strategy, options)
@@ -127,6 +130,13 @@ def _distribute_by_policy(
     the dataset is divided by rows. With `OFF` each worker reads its own data in global
     batches. A step takes one worker's share of rows from such a batch, so that a batch
     supplies as many steps as there are workers, as TensorFlow defines it.
+
+    Args:
+        strategy: A tfdp strategy.
+        dataset: `tf.data.Dataset` of global batches.
+        options: `tf.distribute.InputOptions` or `None`.
+        policy: `AutoShardPolicy.FILE` or `AutoShardPolicy.OFF`.
+        stock: `super()` of the strategy, see `distribute`.
     """
     worker_group = strategy.extended.worker_group
     values = values_of_sources(dataset)
@@ -141,7 +151,7 @@ def _distribute_by_policy(
     check_same_elements(worker_group, specs)
     if policy == _POLICY.OFF:
         return _distribute_own_batches(strategy, dataset, options)
-    check_not_sharded(shards)
+    warn_of_shards(shards)
     check_same_values(worker_group, topic, sources, values)
     # The records are batched one by one, because their shapes may differ.
     records = _records_of(dataset).batch(1)
@@ -162,7 +172,14 @@ def _distribute_by_policy(
 def _distribute_own_files(
     strategy: Any, dataset: Any, shard: FileShard, options: Any
 ) -> Any:
-    """Distribute a dataset of the files that only this worker reads."""
+    """Distribute a dataset of the files that only this worker reads.
+
+    Args:
+        strategy: A tfdp strategy.
+        dataset: `tf.data.Dataset` in batches of the global size.
+        shard: `FileShard` that the dataset reads.
+        options: `tf.distribute.InputOptions` or `None`.
+    """
     local_batches = _batch_local_rows(strategy, dataset)
     lengths = _check_shards(strategy, shard, dataset, local_batches)
     # A worker that cannot rebatch decides for all, because steps have collectives.
@@ -180,16 +197,26 @@ def _distribute_own_files(
 
 
 def _batch_local_rows(strategy: Any, dataset: Any) -> tf.data.Dataset | None:
-    """Batch the rows of this worker's files by its share of a global batch."""
+    """Batch the rows of this worker's files by its share of a global batch.
+
+    The result is `None` if the pipeline does not end in `batch`.
+    """
     return batch_local_rows(
         dataset, strategy.extended.local_ranks, strategy.num_replicas_in_sync
     )
 
 
 def _check_shards(
-    strategy: Any, shard: FileShard, dataset: Any, own: tf.data.Dataset | None
+    strategy: Any, shard: FileShard, dataset: Any, local_batches: tf.data.Dataset | None
 ) -> list[int | None]:
     """Raise on all workers unless each has its own part of the same files.
+
+    Args:
+        strategy: A tfdp strategy.
+        shard: `FileShard` that this worker reads.
+        dataset: `tf.data.Dataset` as the user has made it.
+        local_batches: `tf.data.Dataset` in batches of this worker's share, or `None` if
+            the pipeline cannot be rebatched.
 
     Returns:
         List with the number of batches of each worker, as `tf.data.Dataset.cardinality`
@@ -199,7 +226,7 @@ def _check_shards(
     policy = dataset.options().experimental_distribute.auto_shard_policy
     # Any policy but `AUTO` and `OFF` would divide the files again.
     conflicting_policy = "" if policy in (_POLICY.AUTO, _POLICY.OFF) else str(policy)
-    length = None if own is None else int(own.cardinality())
+    length = None if local_batches is None else int(local_batches.cardinality())
     facts = [
         shard.name,
         conflicting_policy,
@@ -231,6 +258,8 @@ def _check_shards(
 def _distribute_own_batches(strategy: Any, dataset: Any, options: Any) -> Any:
     """Distribute data that each worker reads alone, in global batches.
 
+    `options` are the user's `tf.distribute.InputOptions`, or `None`.
+
     Each batch is split into as many steps as there are workers.
     """
     num_replicas = strategy.num_replicas_in_sync
@@ -259,7 +288,11 @@ def _can_read(distributed: Any) -> bool:
 def _divide_early(
     strategy: Any, dataset: tf.data.Dataset, ranks: list[int]
 ) -> tf.data.Dataset | None:
-    """Divide a dataset before `map` prepares its rows, if there are several workers."""
+    """Divide a dataset before `map` prepares its rows, if there are several workers.
+
+    The result is as of `rows.divide_batches`, or `None` if the division is impossible
+    or saves nothing.
+    """
     extended = strategy.extended
     if extended.worker_group.num_workers == 1:
         return None
@@ -279,7 +312,8 @@ def warn_not_split_early(strategy: Any, obstacle: str) -> None:
     """
     extended = strategy.extended
     num_workers = extended.worker_group.num_workers
-    if obstacle and extended.worker_group.is_chief:  # the obstacle is the same on all
+    # The obstacle is the same on all workers, so that one warning is enough.
+    if obstacle and extended.worker_group.is_chief:
         user_code.warn(
             f"Each of the {num_workers} workers prepares all rows of this dataset, and "
             f"not only its own: {obstacle}.",
@@ -336,6 +370,7 @@ def check_batch_size(strategy: Any, batch_size: int | None, what: str) -> None:
 
 
 def _has_rows(dataset: Any) -> bool:
+    """Return whether data is a `tf.data.Dataset` whose elements have rows."""
     return isinstance(dataset, tf.data.Dataset) and any(
         map(has_rows, tf.nest.flatten(dataset.element_spec))
     )

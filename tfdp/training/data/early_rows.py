@@ -138,11 +138,19 @@ def divide_early(
 def _divide_arrays(
     stage: tf.data.Dataset, after: list[Stage], ranks: list[int], num_replicas: int
 ) -> tf.data.Dataset:
-    """Gather only the rows of these ranks from the arrays passed to `fit`."""
+    """Gather only the rows of these ranks from the arrays passed to `fit`.
+
+    Args:
+        stage: `tf.data.Dataset` that ends in Keras's gathering of array rows.
+        after: List of `Stage`, those of the pipeline after `stage`.
+        ranks: List of ints, consecutive, the replicas of this worker.
+        num_replicas: Int, on all workers.
+    """
     gather = _compat.python_function_of_map(stage)
 
     @no_autograph
     def divide(indices: tf.Tensor, arrays: Any) -> Any:
+        """Return the rows of each of `ranks`, and the number of rows of the batch."""
         indices_by_rank = [rows_of_rank(indices, rank, num_replicas) for rank in ranks]
         parts = tuple(gather((rows, arrays)) for rows in indices_by_rank)
         return parts, tf.raw_ops.DeepCopy(x=num_rows(indices))
@@ -158,6 +166,11 @@ def _batch_local_rows(
     stage: tf.data.Dataset, ranks: list[int], num_replicas: int
 ) -> tuple[tf.data.Dataset | None, int | None, str]:
     """Rebuild a pipeline that ends in `batch`, to prepare a worker's rows only.
+
+    Args:
+        stage: `tf.data.Dataset` that ends in `batch`.
+        ranks: List of ints, consecutive, the replicas of this worker.
+        num_replicas: Int, on all workers.
 
     Returns:
         Tuple of a `tf.data.Dataset` of pairs, this worker's rows of a batch and the
@@ -195,6 +208,13 @@ def _local_elements(
 ) -> tf.data.Dataset:
     """Take this worker's elements of each global batch.
 
+    Args:
+        raw: `tf.data.Dataset` of single elements.
+        size: Int, number of rows of a global batch.
+        ranks: List of ints, consecutive, the replicas of this worker.
+        num_replicas: Int, on all workers.
+        drops: Bool, whether a smaller last batch is dropped.
+
     Returns:
         `tf.data.Dataset` of pairs: an element, and the number of rows of its batch. A
         worker without rows in a batch takes one element, so that all workers have the
@@ -202,6 +222,7 @@ def _local_elements(
     """
 
     def take(window: Any) -> tf.data.Dataset:
+        """Return this worker's elements of a window, the elements of a global batch."""
         total = tf.nest.flatten(window)[0].cardinality()
         begin, end = bounds_of_ranks(total, ranks, num_replicas)
         begin, size = tf.minimum(begin, total - 1), tf.maximum(end - begin, 1)
@@ -238,6 +259,7 @@ def divide_rows(
 
     @no_autograph
     def divide(rows: Any, total: tf.Tensor) -> Any:
+        """Return the rows of each of `ranks`, and the number of rows of the batch."""
         part = Part(total, static, ranks[0], is_shared)
         parts = tuple(rows_of_rank(rows, rank, num_replicas, part) for rank in ranks)
         # `DeepCopy` is stateful, which keeps TensorFlow from making the `map` parallel:
@@ -321,6 +343,7 @@ def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
     calls = tf.nest.pack_sequence_as(nest, [_compose(each) for each in maps])
 
     def call(element: Any) -> Any:
+        """Call the maps of each zipped pipeline on its part of an element."""
         return keras.tree.map_structure_up_to(
             calls, lambda one, part: one(part), calls, element
         )
@@ -335,6 +358,7 @@ def _compose(stages: list[Stage]) -> Callable[[Any], Any]:
     """Return a function that calls the functions of `map` stages one after another."""
 
     def call(element: Any) -> Any:
+        """Call the functions of all stages on an element, in order."""
         for stage in stages:
             element = stage.call(element)
         return element

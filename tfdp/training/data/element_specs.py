@@ -42,6 +42,7 @@ def _per_replica_spec(specs: tuple) -> Any:
         return specs[0]
 
     def of_replicas(*own: Any) -> Any:
+        """Merge the specs of one part of an element, one for each local replica."""
         # TensorFlow keeps `None` as one object for all replicas.
         is_none = isinstance(own[0], _compat.NoneTensorSpec)
         return own[0] if is_none else _compat.PerReplicaSpec(*own)
@@ -86,6 +87,10 @@ def describe_spec(spec: Any) -> dict[str, Any]:
 
 
 def _describe_leaf(spec: Any) -> dict[str, Any]:
+    """Return kind, dtype and shape of a spec, as `describe_spec` returns them.
+
+    The number of rows is `None` in the shape, and so is what the spec does not have.
+    """
     shape = getattr(spec, "shape", None)
     sizes = None
     if isinstance(shape, tf.TensorShape) and shape.rank is not None:
@@ -117,15 +122,24 @@ def without_unknown_sizes(described: Sequence[dict[str, Any]]) -> list[dict[str,
 
 
 def _commonly_known_sizes(
-    own: list | None, name: str, described: Sequence[dict[str, Any]]
+    own_sizes: list | None, name: str, described: Sequence[dict[str, Any]]
 ) -> list | None:
-    """Return a worker's axis sizes of a part, `None` where another has `None`."""
+    """Return a worker's axis sizes of a part, `None` where another has `None`.
+
+    Args:
+        own_sizes: List with the axis sizes of the part on one worker, or `None`.
+        name: String, path of the part.
+        described: Sequence of dicts that `describe_spec` returned on each worker.
+
+    Returns:
+        List of sizes, or `None` if a worker knows no shape.
+    """
     others = [each[name]["shape"] for each in described if name in each]
-    if own is None or None in others:
+    if own_sizes is None or None in others:
         return None
-    if any(len(other) != len(own) for other in others):
-        return own
+    if any(len(other) != len(own_sizes) for other in others):
+        return own_sizes
     return [
         None if None in sizes else size
-        for size, *sizes in zip(own, *others, strict=True)
+        for size, *sizes in zip(own_sizes, *others, strict=True)
     ]

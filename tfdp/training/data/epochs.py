@@ -59,7 +59,14 @@ _source_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) -> None:
-    """Create Keras's epoch iterator with the same steps and order on all workers."""
+    """Create Keras's epoch iterator with the same steps and order on all workers.
+
+    Args:
+        original: Keras's `__init__` of the iterator, which this function replaces.
+        iterator: Epoch iterator of Keras to initialize.
+        *args: Positional arguments of `original`.
+        **kwargs: Keyword arguments of `original`.
+    """
     strategy: Any = kwargs.get("distribute_strategy", args[0] if args else None)
     has_workers = is_tfdp(strategy) and strategy.extended.worker_group.num_workers > 1
     if is_tfdp(strategy):
@@ -86,6 +93,7 @@ def make_iterator(original: Callable, iterator: Any, *args: Any, **kwargs: Any) 
         loops.note_batch_rows(iterator.data_adapter.batch_size)
 
     def of_epoch() -> Any:
+        """Return the distributed dataset of the next epoch."""
         return _distribute_adapter(strategy, iterator, island)
 
     is_shuffled = _compat.shuffles_arrays(iterator.data_adapter)
@@ -156,6 +164,7 @@ def _agree_on_end(
     _agree_on_steps(iterator, agreed_steps(lengths, stops=stops))
 
     def with_common_end(dataset: Any) -> Any:
+        """Return a distributed dataset that ends where the workers have agreed."""
         return _with_common_end(dataset, lengths, stops=stops, by_weight=by_weight)
 
     _compat.set_distributed_dataset(
@@ -165,14 +174,20 @@ def _agree_on_end(
 
 
 def begin_epoch(original: Callable, iterator: Any) -> Any:
-    """Record for the watchdog that a loop begins an epoch, and the name of its data."""
+    """Record for the watchdog that a loop begins an epoch, and the name of its data.
+
+    `original` is Keras's method of the iterator that begins the epoch.
+    """
     progress.epoch_begins()
     progress.set_source(_source_names.get(iterator, ""))
     return original(iterator)
 
 
 def next_step(original: Callable, iterator: Any) -> Any:
-    """Record for the watchdog the step that a loop begins."""
+    """Record for the watchdog the step that a loop begins.
+
+    `original` is Keras's method of the iterator, whose result is returned.
+    """
     step = original(iterator)
     progress.step_begins(step[0])
     return step
@@ -184,6 +199,12 @@ def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -
     Workers that the user has seeded alike already do. Otherwise the first worker draws
     a seed for all, and each epoch has its own seed: TensorFlow repeats the permutation
     of a seeded dataset, and without a seed users expect a new order in each epoch.
+
+    Args:
+        strategy: A tfdp strategy of several workers.
+        iterator: Epoch iterator of Keras.
+        with_common_end: Callable that takes a distributed dataset and returns one that
+            ends for all workers at the same step.
     """
     if not _compat.shuffles_arrays(iterator.data_adapter):
         return
@@ -198,6 +219,7 @@ def _seed_array_order(strategy: Any, iterator: Any, with_common_end: Callable) -
     first_seed = common_seed(extended.worker_group)
 
     def of_epoch() -> Any:
+        """Return the distributed dataset of the next epoch."""
         return with_common_end(_distribute_adapter(strategy, iterator))
 
     _compat.set_dataset_of_epoch(iterator, SeededShuffle(first_seed, of_epoch))
@@ -220,6 +242,7 @@ def _seed_py_dataset_order(strategy: Any, arguments: dict[str, Any]) -> None:
 
 
 def _warn_of_seeds() -> None:
+    """Warn that workers have different random seeds, and shuffle in one order."""
     user_code.warn(
         "Workers have different random seeds. They shuffle in the first "
         "worker's order; call `keras.utils.set_random_seed` with one seed on "
@@ -236,7 +259,10 @@ def _has_order(iterator: Any) -> bool:
 def _distribute_adapter(
     strategy: Any, iterator: Any, island: Island | None = None
 ) -> Any:
-    """Distribute the dataset of an iterator's data adapter."""
+    """Distribute the dataset of an iterator's data adapter.
+
+    With an `island` only the rows of that island are distributed.
+    """
     dataset = iterator.data_adapter.get_tf_dataset()
     if island is not None:
         dataset = rows_of_island(dataset, island)
@@ -286,7 +312,10 @@ def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
 
 
 def _agree_on_steps(iterator: Any, steps: int | None) -> None:
-    """Set the number of steps of an epoch on which all workers have agreed."""
+    """Set the number of steps of an epoch on which all workers have agreed.
+
+    `None` stands for an unknown number of steps.
+    """
     adapter = iterator.data_adapter
     if adapter.num_batches != steps:
         iterator.data_adapter = _AdapterWithLength(adapter, steps)
@@ -313,7 +342,7 @@ def _with_common_end(
         before = dataset.read_options
         syncs_end_of_data = before.syncs_end_of_data and not is_settled
         counts_rows = before.same_rows or is_settled
-        return dataset.read(
+        return dataset.with_read_options(
             ReadOptions(syncs_end_of_data, counts_rows, stops, by_weight)
         )
     num_endless = sum(length.is_endless for length in lengths)
@@ -325,7 +354,12 @@ def _with_common_end(
 
 
 class _AdapterWithLength:
-    """Wrapper of a Keras data adapter that replaces its number of batches."""
+    """Wrapper of a Keras data adapter that replaces its number of batches.
+
+    Args:
+        adapter: Data adapter of Keras.
+        num_batches: Int, or `None` if the number is unknown.
+    """
 
     def __init__(self, adapter: Any, num_batches: int | None) -> None:
         self._adapter = adapter

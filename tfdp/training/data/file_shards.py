@@ -163,6 +163,11 @@ def shard_files(
 
 
 def _patterns_of(pattern: Any) -> list[str]:
+    """Return the `pattern` of `shard_files`, one or several, as a list of strings.
+
+    Raises:
+        ValueError: If it is neither a string, nor a path, nor a list of them.
+    """
     is_one = isinstance(pattern, (str, os.PathLike))
     patterns = [pattern] if is_one else pattern
     is_right = isinstance(patterns, (list, tuple)) and patterns
@@ -192,7 +197,10 @@ def _workers_sharing_files() -> WorkerGroup:
 
 
 def _list_files(patterns: list[str]) -> Listing:
-    """List the files that patterns match, with their sizes."""
+    """List the files that patterns match, with their sizes.
+
+    An error of the file system becomes the `problem` of the listing.
+    """
     try:
         names = sorted(name for each in patterns for name in tf.io.gfile.glob(each))
         with ThreadPoolExecutor(_NUM_THREADS) as threads:
@@ -210,7 +218,10 @@ def _list_files(patterns: list[str]) -> Listing:
 
 
 def _find_problem(names: list[str]) -> str:
-    """Describe what is wrong with the files of a pattern; empty if nothing."""
+    """Return the `Listing.problem` of file names, such as 'matches no file'.
+
+    The text is empty if the names are usable.
+    """
     if not names:
         return "matches no file"
     name, times = Counter(names).most_common(1)[0]
@@ -220,7 +231,17 @@ def _find_problem(names: list[str]) -> str:
 def _check_same_files(
     group: WorkerGroup, files: Listing, patterns: list[str], seed: int | None
 ) -> None:
-    """Raise on all workers unless they see the same files."""
+    """Raise on all workers unless they see the same files.
+
+    Args:
+        group: `WorkerGroup` of all workers.
+        files: `Listing` of this worker.
+        patterns: List of strings, for the message.
+        seed: Int or `None`, the argument of `shard_files`.
+
+    Raises:
+        ValueError: If files or seeds differ, or if a worker has a problem.
+    """
     facts = [files.problem, str(files), _digest([files.names, files.sizes]), seed]
     gathered = group.all_gather("the files of `shard_files`", facts)
     problems, counts, digests, seeds = zip(*gathered, strict=True)
@@ -246,11 +267,15 @@ def _check_same_files(
 
 
 def _digest(value: Any) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of a value for JSON."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def _describe_difference(group: WorkerGroup, files: Listing) -> str:
-    """Name a file that differs between workers, among the first of a long list."""
+    """Name a file that differs between workers, among the first of a long list.
+
+    The sentence ends in a space, and is empty if no difference is found.
+    """
     entries = list(zip(files.names, files.sizes, strict=True))[:_MAX_SENT_NAMES]
     first, *others = map(dict, group.all_gather("the names of files", entries))
     for rank, other in enumerate(others, start=1):
@@ -265,10 +290,12 @@ def _describe_difference(group: WorkerGroup, files: Listing) -> str:
 
 
 def _describe_size(num_bytes: int | None) -> str:
+    """Format a size such as '8 bytes'; 'no entry' for `None`, a missing file."""
     return "no entry" if num_bytes is None else pluralize(num_bytes, "byte")
 
 
 def _patterns_text(patterns: list[str]) -> str:
+    """Format patterns for a message: one as a string, several as a list."""
     return repr(patterns[0] if len(patterns) == 1 else patterns)
 
 
@@ -286,7 +313,14 @@ def _warn_of_few_files(group: WorkerGroup, num_files: int) -> None:
 def _warn_of_uneven_sizes(
     group: WorkerGroup, sizes: list[int], owners: list[int], num_workers: int
 ) -> None:
-    """Warn if one worker reads many more bytes than the mean."""
+    """Warn if one worker reads many more bytes than the mean.
+
+    Args:
+        group: `WorkerGroup` of all workers.
+        sizes: List of ints, number of bytes of each file.
+        owners: List of ints, rank of the worker that reads each file.
+        num_workers: Int, number of workers.
+    """
     totals = bytes_of_workers(sizes, owners, num_workers)
     most = max(totals)
     if group.is_chief and most > _MAX_IMBALANCE * sum(totals) / num_workers:
@@ -302,7 +336,14 @@ def _warn_of_uneven_sizes(
 def _dataset_of_shard(
     names: list[str], owners: list[int], shard: FileShard, seed: int | None
 ) -> tf.data.Dataset:
-    """Create the dataset of one worker's file names, in the order common to all."""
+    """Create the dataset of one worker's file names, in the order common to all.
+
+    Args:
+        names: List of strings, names of all files.
+        owners: List of ints, rank of the worker that reads each file.
+        shard: `FileShard` of this worker.
+        seed: Int, seed of the shuffle, or `None` for the order of `names`.
+    """
     dataset = tf.data.Dataset.from_tensor_slices((names, owners), name=shard.name)
     if seed is not None:
         # TensorFlow combines each seed with the global seed, which users may set.

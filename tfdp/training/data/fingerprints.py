@@ -106,11 +106,12 @@ class ArrayValues:
             return None
 
     def _all_parts(self) -> Iterator[_ArrayPart]:
+        """Yield the components of all arrays."""
         for parts in self._parts.values():
             yield from parts
 
     def _digest(self, parts: list[_ArrayPart]) -> str | None:
-        """Return a digest of the values of all parts; `None` if one cannot be read."""
+        """Return a SHA-256 of the values of all parts; `None` if one cannot be read."""
         try:
             texts = [self._hash_of(part) for part in parts]
         except Exception:  # noqa: BLE001 arrays may be of any user class
@@ -118,14 +119,19 @@ class ArrayValues:
         return hashlib.sha256(" ".join(texts).encode()).hexdigest() if texts else None
 
     def _hash_of(self, part: _ArrayPart) -> str:
-        """Return a digest of the shape and the values of the rows read of a part."""
+        """Return a SHA-256 of the shape and the values of the rows read of a part."""
         values = part.read()
         digest = hashlib.sha256(str(values.shape).encode())
         digest.update(_bytes_of(values, only_names=self._are_sources))
         return digest.hexdigest()
 
     def _rows(self, name: str) -> list | None:
-        """Return an order-independent digest of rows, and the smallest row hashes."""
+        """Return an order-independent digest of rows, and the smallest row hashes.
+
+        Returns:
+            List of the digest, and a list of some hashes; or `None` if the array is
+            large, sparse or in a file.
+        """
         array, parts = self._arrays[name], self._parts[name]
         num_bytes = sum(part.num_bytes for part in parts)
         is_plain = not isinstance(array, _COMPOSITE)
@@ -283,6 +289,9 @@ def _are_comparable(fingerprints: list[Any]) -> bool:
 
     Arrays of different lengths are compared elsewhere. Of an array in memory and one
     in a file different rows are read.
+
+    Args:
+        fingerprints: List of one array's fingerprint on each worker.
     """
     if any(each is None or each[1] is None for each in fingerprints):
         return False
@@ -290,13 +299,21 @@ def _are_comparable(fingerprints: list[Any]) -> bool:
 
 
 def _different_names(first: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the names of arrays whose descriptions differ by more than rounding."""
+    """Return the names of arrays whose descriptions differ by more than rounding.
+
+    Both dicts have what `ArrayValues.describe` returned, by name.
+    """
     return [name for name in first if _is_different(first[name], other[name])]
 
 
 def _is_different(first: dict | None, other: dict | None) -> bool:
+    """Return whether two descriptions of an array differ by more than rounding.
+
+    `ArrayValues.describe` returned them on two workers; `None` always differs.
+    """
     if first is None or other is None:
-        return True  # their digests differ, or they would not be described
+        # Values are described only if their fingerprints differ.
+        return True
     if first["paths"] and other["paths"] and first["rows"] and other["rows"]:
         # Lists without a common name may be copies of one data set under other names.
         # Lists that differ and have a common name do not hold the same files.
@@ -308,7 +325,10 @@ def _is_different(first: dict | None, other: dict | None) -> bool:
 
 
 def _parts_differ(first: Any, other: Any) -> bool:
-    """Return whether the descriptions of a part differ by more than rounding."""
+    """Return whether the descriptions of a part differ by more than rounding.
+
+    Each is a list of blocks, or a digest, see `_ArrayPart.describe`.
+    """
     if isinstance(first, str) or isinstance(other, str):
         return first != other
     if len(first) != len(other):
@@ -321,28 +341,42 @@ def _parts_differ(first: Any, other: Any) -> bool:
 
 
 def _describe_pair(first: dict[str, Any], other: dict[str, Any]) -> str:
+    """Describe how arrays of two workers differ, such as 'x with other values'.
+
+    Both dicts have what `ArrayValues.describe` returned, by name.
+    """
     names = _different_names(first, other)
     same_rows = all(_have_same_rows(first[name], other[name]) for name in names)
     return f"{', '.join(names)} {_SAME_ROWS if same_rows else _OTHER_VALUES}"
 
 
 def _have_same_rows(first: dict | None, other: dict | None) -> bool:
+    """Return whether two described arrays have the same rows, in any order.
+
+    The result is `False` if the rows of one array are not described.
+    """
     if first is None or other is None or not first["rows"] or not other["rows"]:
         return False
     return first["rows"][0] == other["rows"][0]
 
 
 def _list_workers(ranks: list[int]) -> str:
+    """Format ranks for a message: 'worker 3', 'workers 0, 1'; at most eight."""
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"worker {shown}" if len(ranks) == 1 else f"workers {shown}"
 
 
-def _bytes_per_array(sizes: list[int]) -> int:
-    """Return the bytes to read of each array: all, or an equal share for large ones."""
-    if sum(sizes) <= _WHOLE_BYTES:
+def _bytes_per_array(bytes_of_arrays: list[int]) -> int:
+    """Return the bytes to read of each array: all, or an equal share for large ones.
+
+    `bytes_of_arrays` are the sizes of the arrays in memory.
+    """
+    if sum(bytes_of_arrays) <= _WHOLE_BYTES:
         return _WHOLE_BYTES
-    small = [size for size in sizes if size <= _WHOLE_BYTES // len(sizes)]
-    return (_WHOLE_BYTES - sum(small)) // (len(sizes) - len(small))
+    small = [
+        size for size in bytes_of_arrays if size <= _WHOLE_BYTES // len(bytes_of_arrays)
+    ]
+    return (_WHOLE_BYTES - sum(small)) // (len(bytes_of_arrays) - len(small))
 
 
 def _split_into_parts(array: Any) -> list[_ArrayPart]:
@@ -365,6 +399,7 @@ def _split_into_parts(array: Any) -> list[_ArrayPart]:
 
 
 def _is_scipy_sparse(array: Any) -> bool:
+    """Return whether an array is a sparse matrix of SciPy."""
     return callable(getattr(array, "tocsr", None))
 
 

@@ -64,10 +64,12 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
         )
 
     def load(index: np.ndarray) -> list[np.ndarray]:
+        """Load an element as a flat list of arrays, like those of the first element."""
         return _checked_parts(source[int(index)], int(index), first, specs)
 
     @no_autograph
     def element(index: tf.Tensor) -> Any:
+        """Load an element in a graph, with the structure and shapes of the first."""
         dtypes = [spec.dtype for spec in specs]
         # A stateful function would not be split: each worker would load all elements.
         parts = tf.numpy_function(load, [index], dtypes, stateful=False)
@@ -82,6 +84,7 @@ def from_source(source: Any, *, seed: int | None = None) -> tf.data.Dataset:
 
 
 def _length_of(source: Any) -> int:
+    """Return the number of elements of a source; raise a `ValueError` without one."""
     try:
         if not hasattr(source, "__getitem__"):
             raise TypeError
@@ -112,7 +115,14 @@ def _spec_of(part: Any) -> tf.TensorSpec | None:
 def _checked_parts(
     element: Any, index: int, first: Any, specs: list[tf.TensorSpec]
 ) -> list[np.ndarray]:
-    """Flatten an element; raise if its specs differ from those of the first one."""
+    """Flatten an element; raise if its specs differ from those of the first one.
+
+    Args:
+        element: Element of the source.
+        index: Int, index of the element, for the message.
+        first: The first element of the source.
+        specs: List of `tf.TensorSpec`, one for each part of the first element.
+    """
     element = keras.tree.lists_to_tuples(element)
     parts = tf.nest.flatten(element)
     part_specs = [_spec_of(part) for part in parts]
@@ -130,7 +140,10 @@ def _checked_parts(
 
 
 def _describe_element(element: Any) -> str:
+    """Format the dtypes and shapes of an element, such as '{'x': int64[3]}'."""
+
     def describe(part: Any) -> str:
+        """Format a part of an element, such as 'int64[3]', or name its class."""
         spec = _spec_of(part)
         if spec is None:
             return type(part).__name__

@@ -67,6 +67,7 @@ class LoadBalancer:
         self.weights.assign(self._replica_weights())
 
     def _replica_weights(self) -> list[int]:
+        """Return the weight of each replica, which is that of its worker."""
         return [w for w in self.worker_weights for _ in range(self._num_local)]
 
 
@@ -151,6 +152,7 @@ def next_weights(
 
 
 def _is_close(longer: int, shorter: int) -> bool:
+    """Return whether two times differ by at most `_NEGLIGIBLE_PERCENT`."""
     return 100 * longer <= (100 + _NEGLIGIBLE_PERCENT) * max(1, shorter)
 
 
@@ -218,6 +220,7 @@ def rows_of_ranks_by_weight(batch: Any, ranks: list[int], weights: tf.Tensor) ->
     """
 
     def take(tensor: Any, rank: int) -> Any:
+        """Return a replica's rows of a tensor; what has no rows is returned whole."""
         if not has_rows(tensor):
             # A copy for each replica: TensorFlow takes one object for a shared value.
             return tf.identity(tensor) if isinstance(tensor, tf.Tensor) else tensor

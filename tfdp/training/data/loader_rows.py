@@ -69,6 +69,10 @@ class LocalRowsSampler:
         return self._numbers(self.totals)
 
     def _numbers(self, totals: collections.deque[int]) -> Iterator[list]:
+        """Yield the numbers of this worker's rows of each batch.
+
+        `totals` receives the number of rows of each global batch.
+        """
         for batch in self._batches:
             total = len(batch)
             own = rows_to_read(total, self._ranks, self._num_replicas)
@@ -118,6 +122,7 @@ def rows_of_loader(strategy: Any, loader: Any) -> Any:
     local_loader = loader_of_rows(loader, loader.dataset, *division)
 
     def describe() -> tuple:
+        """Return a dataset of this worker's rows, and what workers compare of it."""
         facts = {
             "number of batches": len(loader),
             "rows": len(loader.dataset),
@@ -227,6 +232,11 @@ def items_of(local_loader: Any) -> Iterator[dict[str, Any]]:
 def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
     """Read this worker's rows of the first batches, from which Keras finds the spec.
 
+    Args:
+        loader: `torch.utils.data.DataLoader` of global batches.
+        ranks: Sequence of ints, consecutive, the replicas of this worker.
+        num_replicas: Int, on all workers.
+
     Returns:
         Tuple: list of dicts as `items_of` yields them, and whether the dataset draws
         random numbers. If it does, the states of all generators are restored, because
@@ -235,6 +245,7 @@ def first_items(loader: Any, ranks: Sequence[int], num_replicas: int) -> tuple:
     import torch
 
     def collate(pairs: list[tuple]) -> tuple:
+        """Return a batch of items, and whether reading any drew random numbers."""
         items, is_random = zip(*pairs, strict=True)
         return torch.utils.data.default_collate(list(items)), any(is_random)
 

@@ -116,7 +116,11 @@ class _ZippedBatches(NamedTuple):
 
 
 def _rows_by_stages(dataset: tf.data.Dataset) -> list:
-    """Describe the row count of each flattened part, for `_rows_may_differ`."""
+    """Describe the row count of each flattened part, for `_rows_may_differ`.
+
+    Each description is `_UNKNOWN_ROWS`, a `_ZippedBatches`, or a text for parts that
+    come from one dataset.
+    """
     num_parts = len(tf.nest.flatten(dataset.element_spec))
     kind = _compat.kind_of_part(dataset)
     if kind == "ZipDataset":
@@ -132,7 +136,10 @@ def _rows_by_stages(dataset: tf.data.Dataset) -> list:
 
 
 def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
-    """Describe the row count of each flattened part of zipped datasets."""
+    """Describe the row count of each flattened part of zipped datasets.
+
+    Each description is a `_ZippedBatches`, see `_rows_by_stages`.
+    """
     sizes = [sizes_of_batches(each) for each in datasets]
     if None in sizes:  # the length of a dataset is not known
         sizes = [{"size": batch_size_of(each)} for each in datasets]
@@ -149,14 +156,20 @@ def _rows_of_zip(datasets: list[tf.data.Dataset]) -> list:
 
 
 def _rows_may_differ(one: Any, other: Any) -> bool | None:
-    """Return whether two parts may have different row counts; `None` if unknown."""
+    """Return whether two parts may have different row counts; `None` if unknown.
+
+    `_rows_by_stages` returned the descriptions `one` and `other` of these parts.
+    """
     if isinstance(one, _ZippedBatches) and isinstance(other, _ZippedBatches):
         return one.sizes != other.sizes or _rows_may_differ(one.rows, other.rows)
     return None if _UNKNOWN_ROWS in (one, other) else one != other
 
 
 def _rows_of_first_batch(dataset: tf.data.Dataset) -> list[int | None] | None:
-    """Count the rows of each flattened part of a batch; `None` if none can be read."""
+    """Count the rows of each flattened part of a batch; `None` if none can be read.
+
+    The count of a part without an axis of rows is `None`, too.
+    """
     plain = _without_state(dataset)
     if plain is None:
         return None

@@ -84,7 +84,16 @@ def distribute_local_rows(
 
 
 def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) -> Any:
-    """Build a dataset on all workers, and raise if one fails or descriptions differ."""
+    """Build a dataset on all workers, and raise if one fails or descriptions differ.
+
+    Args:
+        strategy: A tfdp strategy of several workers.
+        kind: String, the kind of data, in the plural.
+        describe: Callable, see `distribute_local_rows`.
+
+    Returns:
+        `tf.data.Dataset` of dicts of this worker's rows and their total.
+    """
     worker_group = strategy.extended.worker_group
     dataset = None
     try:
@@ -106,11 +115,11 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
 
 
 def item_of(rows: Any, total: int) -> dict[str, Any]:
-    """Return an item for a worker's rows of a batch, and its total number of rows."""
+    """Return a dict of a worker's rows of a batch, and the batch's number of rows."""
     return {"rows": rows, "total": np.array([total], "int64")}
 
 
-# Rows of a `PyDataset`
+# The classes and functions below read rows of a `PyDataset`.
 
 
 class LocalRowsDataset(keras.utils.PyDataset):
@@ -157,7 +166,13 @@ class LocalRowsDataset(keras.utils.PyDataset):
 
 
 def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) -> Any:
-    """Return an adapter that reads a worker's rows of a `PyDataset` with `rows`."""
+    """Return an adapter that reads a worker's rows of a `PyDataset` with `rows`.
+
+    Args:
+        strategy: A tfdp strategy of several workers.
+        source: `keras.utils.PyDataset` with `rows` and `num_rows`.
+        arguments: Dict, keyword arguments of Keras's epoch iterator.
+    """
     ranks = strategy.extended.local_ranks
     dataset = LocalRowsDataset(source, ranks, strategy.num_replicas_in_sync)
     adapter = _compat.RowsOfPyDatasetAdapter(
@@ -169,6 +184,7 @@ def rows_of_py_dataset(strategy: Any, source: Any, arguments: dict[str, Any]) ->
     make = adapter.get_tf_dataset
 
     def describe() -> tuple:
+        """Return a dataset of this worker's rows, and what workers compare of it."""
         facts = describe_batches(dataset)
         items = make()
         return items, facts | {"batch": describe_spec(items.element_spec["rows"])}
@@ -237,7 +253,15 @@ def _accepts_positions(source: Any, name: str, *positions: int) -> bool:
 
 
 def _check_rows(source: Any, index: int, start: int, stop: int, rows: Any) -> None:
-    """Raise if `rows` of the user's class returned a wrong number of rows."""
+    """Raise if `rows` of the user's class returned a wrong number of rows.
+
+    Args:
+        source: The user's `PyDataset`.
+        index: Int, index of the batch.
+        start: Int, first row that was requested.
+        stop: Int, one after the last row that was requested.
+        rows: Nest of arrays that `rows` returned.
+    """
     parts = [part for part in keras.tree.flatten(rows) if getattr(part, "shape", None)]
     counts = [int(part.shape[0]) for part in parts]
     if not counts or any(count != stop - start for count in counts):
@@ -248,7 +272,7 @@ def _check_rows(source: Any, index: int, start: int, stop: int, rows: Any) -> No
         )
 
 
-# Rows of arrays in files
+# The classes and functions below read rows of arrays in files.
 
 
 class StoredRows:
@@ -305,6 +329,7 @@ class StoredArraysAdapter(_compat.ArrayDataAdapter):
         self._has_class_weight = arguments.get("class_weight") is not None
 
         def stand_in(leaf: Any) -> Any:
+            """Return row numbers for an array in a file, and other leaves as is."""
             if not _is_read_by_rows(leaf, shuffle):
                 return leaf
             numbers = np.arange(len(leaf), dtype="int64")
@@ -313,7 +338,8 @@ class StoredArraysAdapter(_compat.ArrayDataAdapter):
 
         given = {name: arguments.get(name) for name in _PARTS}
         for name, part in given.items():
-            if name != "y" or not self._has_class_weight:  # Keras reads `y` for weights
+            # Keras reads all of `y` to apply class weights.
+            if name != "y" or not self._has_class_weight:
                 given[name] = keras.tree.map_structure(stand_in, part)
         super().__init__(
             given["x"],
@@ -333,10 +359,12 @@ class StoredArraysAdapter(_compat.ArrayDataAdapter):
         )
 
         def read(leaf: Any, rows: StoredRows | None) -> Any:
+            """Read the rows whose numbers `leaf` has, or return `leaf` itself."""
             return leaf if rows is None else rows.gather(leaf)
 
         @no_autograph
         def read_stored_rows(*batch: Any) -> Any:
+            """Replace row numbers in a batch by the rows of the files."""
             batch = batch if type(stored) is tuple else batch[0]
             return keras.tree.map_structure(read, batch, stored)
 
@@ -358,6 +386,8 @@ def has_stored_arrays(arguments: dict[str, Any]) -> bool:
 
 def _is_read_by_rows(leaf: Any, shuffle: bool | str) -> bool:
     """Return whether an array should be read from its file row by row.
+
+    `shuffle` is the argument of `fit`: a bool or `"batch"`.
 
     Not so a chunked or compressed HDF5 dataset that is shuffled: each row would cost a
     chunk. Keras copies it into memory.

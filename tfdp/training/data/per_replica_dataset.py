@@ -147,7 +147,7 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
         dataset = self.dataset
         return not (_compat.calls_python(dataset) or _compat.writes_while_read(dataset))
 
-    def read(self, read_options: ReadOptions) -> PerReplicaDataset:
+    def with_read_options(self, read_options: ReadOptions) -> PerReplicaDataset:
         """Return a dataset of the same batches with other options.
 
         Args:
@@ -175,6 +175,7 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
 
     @property
     def _type_spec(self) -> tf.TypeSpec:
+        """Type spec by which `tf.function` takes the dataset as an argument."""
         return _spec_of(self)
 
 
@@ -206,6 +207,7 @@ class PerReplicaIterator(StepIterator):
         return self._batch(*element)
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
+        """See `StepIterator`."""
         with CountedRead() as read:
             optional = self._iterator.get_next_as_optional()
         has_data = optional.has_value()
@@ -216,6 +218,7 @@ class PerReplicaIterator(StepIterator):
         has_next = has_next_step(self.strategy, has_data, stops=stops)
 
         def read_rows() -> Any:
+            """Return the rows of the local replicas, empty on a worker without data."""
             # The batch is not a `CountedBatch`: a worker without data does not know the
             # number of rows of the global batch.
             parts, _ = tf.cond(has_data, optional.get_value, self._empty_element)
@@ -225,21 +228,33 @@ class PerReplicaIterator(StepIterator):
 
     @property
     def _next_spec(self) -> Any:
+        """Spec of the next batch, that of a `CountedBatch` if rows are counted."""
         if not self._counts_rows:
             return self.element_spec
         return CountedBatch(self.element_spec, self._iterator.element_spec[1])
 
     @property
     def _counts_rows(self) -> bool:
+        """Bool, whether the next batch is a `CountedBatch`."""
         return self.read_options.counts_rows and not self.read_options.syncs_end_of_data
 
     def _batch(self, parts: tuple, num_rows: tf.Tensor) -> Any:
-        """Return the batch of a step that begins without an all-reduce."""
+        """Return the batch of a step that begins without an all-reduce.
+
+        Args:
+            parts: Tuple of nests, the rows of each local replica.
+            num_rows: Scalar float32 tensor, number of rows of the global batch.
+        """
         batch = self._per_replica(parts)
         return CountedBatch(batch, num_rows) if self._counts_rows else batch
 
     def _per_replica(self, parts: tuple) -> Any:
-        """Return a per-replica value of rows; with `by_weight` divide them first."""
+        """Return a per-replica value of rows; with `by_weight` divide them first.
+
+        Args:
+            parts: Tuple of nests, the rows of each local replica; with `by_weight` one
+                nest, the whole global batch.
+        """
         if self.read_options.by_weight:
             extended = self.strategy.extended
             weights = extended.balance.weights.read_value()
@@ -247,10 +262,12 @@ class PerReplicaIterator(StepIterator):
         return _compat.per_replica(list(parts))
 
     def _empty_element(self) -> Any:
+        """Return an element without rows, for a worker that has run out of data."""
         return tf.nest.map_structure(empty_of, self._iterator.element_spec)
 
     @property
     def _type_spec(self) -> tf.TypeSpec:
+        """Type spec by which `tf.function` takes the iterator as an argument."""
         return _spec_of(self)
 
 
@@ -260,6 +277,7 @@ class PerReplicaSpec(ComponentsSpec):
     __slots__ = ()
 
     def _from_components(self, components: Any) -> Any:
+        """Rebuild the value around this worker's dataset or iterator."""
         strategy_id, read_options = self._settings
         strategy = _strategies[strategy_id]
         return self.value_type(components, strategy, ReadOptions(*read_options))

@@ -104,6 +104,7 @@ class DataPosition:
         return _compat.distributed_dataset(self.iterator)
 
     def _local_nondeterminism(self) -> str | None:
+        """Describe why a rerun reads other batches on this worker, or return `None`."""
         adapter = self._adapter
         shuffles = getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False))
         has_order = self._order is not None or _compat.global_seed() is not None
@@ -122,6 +123,7 @@ class DataPosition:
         }
 
     def _batch_size(self) -> int | None:
+        """Return the number of samples of a global batch, or `None` if unknown."""
         batch_size = getattr(self._adapter, "batch_size", None)
         if batch_size is None and self._is_dataset:
             batch_size = batch_size_of(self._source)
@@ -265,7 +267,10 @@ def current() -> DataPosition | None:
 
 
 def enumerate_batches(original: Callable, iterator: Any) -> Iterator:
-    """Enumerate the batches of an epoch; skip those before a restored position."""
+    """Enumerate the batches of an epoch; skip those before a restored position.
+
+    `original` is Keras's method of the iterator that enumerates an epoch.
+    """
     position = current()
     batches = original(iterator)
     if position is None or position.iterator is not iterator:

@@ -84,6 +84,7 @@ def divide_batches(
         check_parts(equal_parts)
 
     def divide(element: Any) -> Any:
+        """Return the rows of each of `ranks`, and the number of rows of the batch."""
         if checks:
             _assert_equal_rows(
                 {n: p for n, p in parts_with_rows(element).items() if n in equal_parts}
@@ -117,6 +118,7 @@ def flatten_local_replicas(divided: tf.data.Dataset) -> tf.data.Dataset:
     """
 
     def of_ranks(parts: tuple, total: tf.Tensor) -> tf.data.Dataset:
+        """Return a dataset with one element for each rank."""
         del total
         joined = tf.data.Dataset.from_tensors(parts[0])
         for part in parts[1:]:
@@ -144,6 +146,7 @@ def rows_of_rank(
     """
 
     def take(tensor: Any) -> Any:
+        """Return the replica's rows of one tensor; a scalar or `None` unchanged."""
         if not has_rows(tensor):
             return tensor
         total = count_of(tensor) if part is None else part.total
@@ -252,6 +255,9 @@ def _parts_of_equal_rows(
 
     A dense part with another static number of rows, as from zipped datasets with
     different batch sizes, is exempt if both numbers are multiples of `num_replicas`.
+
+    Returns:
+        Dict of specs by name.
     """
     without_rows = tf.TensorSpec([])
     flat = [
@@ -273,6 +279,7 @@ def _parts_of_equal_rows(
 
 
 def _first_size(part: Any) -> int | None:
+    """Return the static number of rows of a tensor or spec; `None` if unknown."""
     return None if part is None else tf.TensorShape(part.shape)[0]
 
 
@@ -330,7 +337,10 @@ def num_rows(tensor: Any) -> tf.Tensor:
 
 
 def _begin_and_size(num_rows: Any, rank: int, num_replicas: int) -> tuple[Any, Any]:
-    """Return the first row of a replica in a batch, and its number of rows."""
+    """Return the first row of a replica in a batch, and its number of rows.
+
+    `num_rows` is that of the global batch. The results are scalar int64 tensors.
+    """
     num_rows = tf.cast(num_rows, tf.int64)
     least, extra = num_rows // num_replicas, num_rows % num_replicas
     begin = rank * least + tf.minimum(tf.cast(rank, tf.int64), extra)
@@ -385,9 +395,16 @@ def rows_to_read(num_rows: int, ranks: Sequence[int], num_replicas: int) -> rang
     return range(start, max(own.stop, start + 1))
 
 
-def _static_num_rows(rows: int | None, num_replicas: int) -> int | None:
-    """Return the static number of rows of every replica; `None` if it may differ."""
-    return None if rows is None or rows % num_replicas else rows // num_replicas
+def _static_num_rows(batch_rows: int | None, num_replicas: int) -> int | None:
+    """Return the static number of rows of every replica; `None` if it may differ.
+
+    `batch_rows` is the static number of rows of the batch, or `None`.
+    """
+    return (
+        None
+        if batch_rows is None or batch_rows % num_replicas
+        else batch_rows // num_replicas
+    )
 
 
 def _can_copy(tensor: tf.Tensor) -> bool:

@@ -52,7 +52,7 @@ def compare_datasets(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
     seeds, lengths, sizes, shards, specs, sources = zip(*gathered, strict=True)
     check_same_elements(worker_group, specs)
     _check_same_shuffle(list(seeds))
-    check_not_sharded(shards)
+    warn_of_shards(shards)
     check_same_values(worker_group, _TOPIC, sources, values)
     if _lengths_differ(strategy, list(lengths)):
         return ReadOptions(syncs_end_of_data=True, same_rows=False)
@@ -138,7 +138,12 @@ def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> Non
 
 
 def _check_same_shuffle(seeds: list) -> None:
-    """Raise if workers would shuffle a dataset differently."""
+    """Raise if workers would shuffle a dataset differently.
+
+    Args:
+        seeds: List with one item for each worker: a list of the pairs of seeds of its
+            `shuffle` stages, `[0, 0]` without a seed.
+    """
     unseeded = any([0, 0] in own for own in seeds)
     if unseeded or any(own != seeds[0] for own in seeds):
         raise ValueError(
@@ -150,7 +155,7 @@ def _check_same_shuffle(seeds: list) -> None:
         )
 
 
-def check_not_sharded(shards: Sequence[list]) -> None:
+def warn_of_shards(shards: Sequence[list]) -> None:
     """Warn if the workers have different `Dataset.shard`s in their datasets.
 
     Each worker takes its rows of each batch, so that the other rows of its shard would
@@ -172,7 +177,14 @@ def check_not_sharded(shards: Sequence[list]) -> None:
 
 
 def _shard_calls(shards: list) -> str:
-    """Format the `Dataset.shard` calls of one worker for a message."""
+    """Format the `Dataset.shard` calls of one worker for a message.
+
+    Args:
+        shards: List of pairs of the number of shards and the index.
+
+    Returns:
+        String, such as "`shard(2, 0)`", or "no `shard`".
+    """
     calls = [f"`shard({count}, {index})`" for count, index in shards]
     return ", ".join(calls) or "no `shard`"
 
@@ -188,7 +200,14 @@ def stops_at_shortest(strategy: Any) -> bool:
 
 
 def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
-    """Return whether some workers may run out of data before others."""
+    """Return whether some workers may run out of data before others.
+
+    It also warns if the lengths are known to differ.
+
+    Args:
+        strategy: A tfdp strategy.
+        lengths: List of ints, the cardinality of each worker's dataset.
+    """
     same = len(set(lengths)) == 1
     # Where the shortest data ends the epoch, `epochs` warns of the dropped batches.
     if not same and not stops_at_shortest(strategy):
@@ -306,7 +325,11 @@ def dropped_batches(lengths: Sequence[Length]) -> str:
 
 
 def _format_batches(steps: float | None, steps_per_batch: float) -> str:
-    """Format a number of steps as a number of batches."""
+    """Format a number of steps as a number of batches.
+
+    Returns:
+        String, such as "4", "endlessly many" or "an unknown number".
+    """
     if steps is None:
         return "an unknown number"
     if steps == ENDLESS:

@@ -117,6 +117,7 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
         has_next, values = self._next_step()
 
         def end() -> Any:
+            """Raise the end-of-data error when the graph runs."""
             with tf.control_dependencies([raise_out_of_range(self.strategy)]):
                 return values()
 
@@ -141,6 +142,7 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
 
     @property
     def _next_spec(self) -> Any:
+        """Spec of the next batch."""
         return self.element_spec
 
     @property
@@ -166,6 +168,7 @@ class StockIterator(StepIterator):
 
     @property
     def _type_spec(self) -> tf.TypeSpec:
+        """Type spec by which `tf.function` takes the iterator as an argument."""
         return ComponentsSpec.of(self)
 
 
@@ -194,6 +197,7 @@ class ShortestIterator(StockIterator):
     """
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
+        """See `StepIterator`; a next step requires data on all workers."""
         optionals = _compat.optionals_of_replicas(self._iterator)
         # At its end a worker may have batches for only some of its replicas.
         has_data = _compat.any_has_value(optionals)
@@ -230,16 +234,20 @@ class ComponentsSpec(tf.TypeSpec):
         return _kinds[self._kind]
 
     def _serialize(self) -> tuple:
+        """Return the arguments of the spec, by which TensorFlow compares specs."""
         return (self._inner, self._kind, *self._settings)
 
     @property
     def _component_specs(self) -> Any:
+        """Spec of the components."""
         return self._inner
 
     def _to_components(self, value: Any) -> Any:
+        """Return the components of a value."""
         return value.components
 
     def _from_components(self, components: Any) -> Any:
+        """Rebuild a value from its components."""
         return self.value_type(components, *self._settings)
 
 
@@ -290,18 +298,24 @@ class CountedRead:
                 _write_count(num_received, lambda: num_received.assign(self._number))
 
 
-def _write_count(count: Any, assign: Callable[[], Any]) -> tf.Tensor:
-    """Assign a counter, eagerly or in a graph, and return its new value."""
+def _write_count(counter: Any, assign: Callable[[], Any]) -> tf.Tensor:
+    """Assign a counter, eagerly or in a graph, and return its new value.
+
+    Args:
+        counter: `tf.Variable`, the counter.
+        assign: Function without arguments that assigns it.
+    """
     if tf.executing_eagerly():
         assign()
-        return count.read_value()
-    return timing.write(count, assign)
+        return counter.read_value()
+    return timing.write(counter, assign)
 
 
 def _read_counts() -> ReadCounts:
+    """Return how many batches this process has requested and received."""
     return ReadCounts(
         *(
-            # A raw operation: a traced function would cost more, and wake threads.
+            # The raw operation costs less than a traced function, and wakes no thread.
             int(tf.raw_ops.ReadVariableOp(resource=count.handle, dtype=tf.int64))
             for count in _counts
         )

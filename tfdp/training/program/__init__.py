@@ -4,13 +4,23 @@ N replicas compute what one device would compute. A replica holds its own rows o
 tensor, a partial sum, or the whole tensor; an operation without a rule receives whole
 inputs. The idea is that of GSPMD: Xu et al. 2021, https://arxiv.org/abs/2105.04663.
 
+Terms of this package:
+    fact: what is known of a tensor before the step is built: its form and sizes
+    form: how a replica holds a tensor: its own rows, a partial sum, the whole tensor
+    own rows: the block of rows of the global batch that a replica has
+    need: the form in which an operation has to receive an input
+    decision: the needs of an operation, the facts of its outputs, and how it is built
+    plan: the facts and decisions of all tensors and operations of a graph
+    marker: an identity operation that tfdp has put into the program as a sign
+
 Reading order:
     step: tracing, planning and building of a step on each replica
     batch: placeholders for the parts of a batch
     plan: a decision for each operation, made before anything is built
     liveness: the operations and tensors that the results need
     facts, sizes: how a replica holds a tensor, and sizes as multiples of the rows
-    view, rules: an operation with the facts of its inputs, and the rule that decides it
+    view, rules: an operation with the facts of its inputs, and the rule that returns
+        its decision
     builder: construction of the operations on a replica
     conversions: gathers of rows, sums of parts, slices of own rows
     control_flow: branches, loops and calls

@@ -1,5 +1,7 @@
 """Placeholders for the parts of a batch, and the values that a replica feeds to them.
 
+The parts are the tensors among the arguments of a step, such as `x` and `y`.
+
 Rows of a dense tensor stay on their replica. Ragged and sparse tensors are gathered
 before the step, since their number of values is no multiple of the rows. Parts with
 another number of rows than the first one are gathered, too.
@@ -59,10 +61,10 @@ def batch_placeholders(
     first = first_tensor(parts)
     own = None if first is None else first.shape[0]
 
-    def is_other(place: int, part: Any) -> bool:
-        """Return whether the number of rows of a part may differ."""
-        if place in others or own is None:
-            return place in others
+    def is_other(position: int, part: Any) -> bool:
+        """Return whether a part may have another number of rows than the first."""
+        if position in others or own is None:
+            return position in others
         is_dense = tf.is_symbolic_tensor(part) and part.shape.rank
         return bool(is_dense) and part.shape[0] not in (None, own)
 
@@ -102,7 +104,12 @@ def placeholder_of(part: Any, num_replicas: int) -> BatchPlaceholder:
 
 
 def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
-    """Create the placeholder of a dense tensor, which holds own rows."""
+    """Create the placeholder of a dense tensor, which holds own rows.
+
+    Args:
+        part: Dense tensor on one replica.
+        num_replicas: Int, see `placeholder_of`.
+    """
     shape = part.shape
     if shape.rank:
         own = shape[0] if num_replicas else None
@@ -119,7 +126,13 @@ def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
 
 
 def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> BatchPlaceholder:
-    """Create the placeholder of a ragged tensor, which is whole."""
+    """Create the placeholder of a ragged tensor, which is whole.
+
+    Args:
+        part: Ragged tensor on one replica.
+        splits_size: `Size` of its outermost row splits. Defaults to the number of rows
+            plus one.
+    """
     splits = part.nested_row_splits
     facts = [
         _whole_placeholder(part.flat_values, FREE),
@@ -138,7 +151,11 @@ def _of_ragged(part: tf.RaggedTensor, splits_size: Size = SPLITS) -> BatchPlaceh
 
 
 def _gather_ragged(part: tf.RaggedTensor, replica: Replica) -> list[tf.Tensor]:
-    """Gather the values and the row splits of a ragged tensor from all replicas."""
+    """Gather the values and the row splits of a ragged tensor from all replicas.
+
+    Returns:
+        List of the flat values, and the row splits of each ragged axis.
+    """
     splits = [
         tf.concat([[0], tf.cumsum(replica.gather(each[1:] - each[:-1], 0))], 0)
         for each in part.nested_row_splits
@@ -164,7 +181,12 @@ def _of_sparse(part: tf.SparseTensor) -> BatchPlaceholder:
 
 
 def _gather_sparse(part: tf.SparseTensor, replica: Replica) -> list[tf.Tensor]:
-    """Gather a sparse tensor from all replicas, with indices into the whole batch."""
+    """Gather a sparse tensor from all replicas, with indices into the whole batch.
+
+    Returns:
+        List of indices, values, a bool for each row of this replica, and the dense
+        shape on this replica.
+    """
     before = tf.cast(replica.rows.first, tf.int64)
     shift = tf.one_hot(0, part.shape.rank or 2, before, dtype=tf.int64)
     return [
@@ -176,7 +198,15 @@ def _gather_sparse(part: tf.SparseTensor, replica: Replica) -> list[tf.Tensor]:
 
 
 def _whole_placeholder(like: tf.Tensor, first: Size) -> tuple[Any, Fact]:
-    """Create a placeholder for a tensor that is gathered, and its fact."""
+    """Create a placeholder for a tensor that is gathered before the step.
+
+    Args:
+        like: Tensor with the dtype and the shape, but for the first axis.
+        first: `Size` of the first axis.
+
+    Returns:
+        Pair of the placeholder and its `Fact`.
+    """
     tensor = tf.compat.v1.placeholder(like.dtype, [None, *like.shape[1:]])
     sizes = static_sizes(tensor, is_free=True) or ()
     return tensor, whole((first, *sizes[1:]))

@@ -39,7 +39,7 @@ class Builder:
     Args:
         trace: `ProgramTrace`.
         plan: `Plan` of the graph.
-        scope: `Scope` of the plan.
+        scope: `Scope`, properties of the whole program.
         replica: `Replica`, with its rows and its conversions.
         tensors: Dict from the `id` of a tensor of the program to the tensor that the
             replica holds.
@@ -134,7 +134,7 @@ class Builder:
         return self.replica.rows.may_be_empty and is_plain
 
     def fact(self, tensor: Any) -> Fact:
-        """Return the fact of a tensor of the program; whole if nothing is known.
+        """Return what is known of a tensor of the program, by default that it is whole.
 
         The tensor may be of a graph around this one, such as a tensor of an update.
         """
@@ -144,19 +144,23 @@ class Builder:
         return Fact(Form.WHOLE) if found is None else found
 
     def facts_of(self, tensors: Sequence[Any]) -> list[Fact]:
-        """Return the facts of tensors of the program."""
+        """Return the `Fact`s of tensors of the program."""
         return [self.fact(tensor) for tensor in tensors]
 
     def need(self, op: Any, index: int) -> Need:
-        """Return the need of an input of an operation."""
+        """Return the form in which an operation needs the input with an index."""
         return self.plan.decisions[op].needs[index]
 
     def constant(self, value: Any, dtype: tf.DType) -> tf.Tensor:
-        """Create a constant."""
+        """Create a constant of a dtype from a number or an array of numbers."""
         return tf.constant(np.asarray(value).astype(dtype.as_numpy_dtype), dtype)
 
     def multiple(self, tensor: Any) -> Any:
-        """Return the number of entries per row, an int or an int32 scalar."""
+        """Return the number of entries along the axis of rows for each row.
+
+        It is 2, for example, after a reshape of `[rows, 4]` to `[2 * rows, 2]`; an int,
+        or an int32 scalar if it is not known before the step runs.
+        """
         fact = self.fact(tensor)
         if fact.multiple is not None:
             return fact.multiple
@@ -180,7 +184,13 @@ class Builder:
         return tf.shape(self.get(tensor, AS_HELD))[fact.axis]
 
     def first_entry(self, multiple: int | None, own_shape: Any) -> tf.Tensor:
-        """Return the number of entries that the replicas before this one have."""
+        """Return the entries of the replicas before this one along the axis of rows.
+
+        Args:
+            multiple: Int, number of entries per row, or `None` if not known.
+            own_shape: Integer tensor, the shape of the tensor on this replica, whose
+                first axis is that of rows.
+        """
         if multiple is not None:
             return self.first_row * multiple
         own = tf.cast(own_shape[0], tf.int32)
@@ -202,13 +212,24 @@ class Builder:
         self._converted[id(tensor), WHOLE] = value
 
     def with_shape(self, tensor: Any, source: Any, fact: Fact) -> Any:
-        """Set the static shape of a replica's tensor from that of the program."""
+        """Set the static shape of a replica's tensor from that of the program.
+
+        Args:
+            tensor: Tensor of this replica.
+            source: Tensor of the program that it stands for.
+            fact: `Fact` of `source`.
+        """
         if tensor.dtype not in (tf.variant, tf.resource):
             tensor.set_shape(self.own_static_shape(source, fact))
         return tensor
 
     def own_static_shape(self, source: Any, fact: Fact) -> tf.TensorShape:
-        """Return the static shape of a tensor of the program on this replica."""
+        """Return the static shape of a tensor of the program on this replica.
+
+        Args:
+            source: Tensor of the program.
+            fact: `Fact` of `source`.
+        """
         if source.shape.rank is None:
             return tf.TensorShape(None)
         shape = source.shape.as_list()
@@ -229,7 +250,12 @@ class Builder:
         return _pack(parts, tf.int32)
 
     def item_shape(self, fact: Fact, shape_input: Any) -> Any:
-        """Return the shape of a list's item on this replica."""
+        """Return the shape of a list's item on this replica.
+
+        Args:
+            fact: `Fact` of the item, a tensor of the program.
+            shape_input: Tensor, the operation's input with the shape of the item.
+        """
         known = fact.sizes
         if known is None or not fact.is_rows:
             return shape_input
@@ -244,7 +270,16 @@ class Builder:
     # The methods below build operations.
 
     def copy(self, op: Any, inputs: Sequence[Any], kind: str | None = None) -> list:
-        """Build a copy of an operation of the program, optionally of another type."""
+        """Build a copy of an operation of the program, optionally of another type.
+
+        Args:
+            op: `tf.Operation` of the program.
+            inputs: Sequence of this replica's tensors, the inputs of the copy.
+            kind: String, another type of operation, or `None`. Defaults to `None`.
+
+        Returns:
+            List of the outputs of the copy.
+        """
         template = self.trace.template_of(op, _compat.OperationTemplate)
         control = [
             self._operations[other]
@@ -326,9 +361,9 @@ class Builder:
             if tf.is_symbolic_tensor(own):
                 self._operations[op] = own.op
 
-    def _store(self, tensor: Any, own: Any) -> None:
-        """Store the replica's value of a tensor of the program."""
-        self.tensors[id(tensor)] = own
+    def _store(self, tensor: Any, value: Any) -> None:
+        """Store the value that this replica has of a tensor of the program."""
+        self.tensors[id(tensor)] = value
         fact = self.plan.facts[id(tensor)]
         if fact.form is Form.PART:
             self._parts[id(tensor)] = tensor
@@ -336,7 +371,7 @@ class Builder:
             self._inherit_multiple(tensor)
 
     def _inherit_multiple(self, tensor: Any) -> None:
-        """Take over the number of entries per row from an input of the operation."""
+        """Take over the known entries per row of an input, see `multiple`."""
         if tensor.op.type == "Reshape":
             return
         for source in tensor.op.inputs:
@@ -344,7 +379,10 @@ class Builder:
                 self._multiples[id(tensor)] = self._multiples[id(source)]
 
     def _build_outputs(self, op: Any, decision: Decision, inputs: list) -> list:
-        """Build the outputs of an operation by its decision."""
+        """Return the outputs of an operation, built as its `Decision` says.
+
+        `inputs` are this replica's tensors, in the needed forms.
+        """
         if decision.plans:
             return control_flow.build(self, op, decision, inputs)
         if self._is_left_to_another_replica(op):
@@ -355,6 +393,8 @@ class Builder:
 
     def _assigned_value(self, op: Any, inputs: list) -> Any:
         """Return the assigned value, or one that changes nothing without any rows.
+
+        `inputs` are the handle of the variable and the new value.
 
         Means over no rows are NaN.
         """
@@ -414,7 +454,7 @@ class Builder:
         return tf.IndexedSlices(values, indices, shape)
 
     def _rows_of_sparse(self, values: Any, indices: Any) -> tuple[Any, Any]:
-        """Return a sparse gradient's rows on this replica.
+        """Return this replica's rows of a sparse gradient, as values and indices.
 
         The rows of all replicas together are those of one device.
         """
@@ -437,7 +477,15 @@ class Builder:
     # The methods below convert tensors between forms.
 
     def get(self, tensor: Any, need: Need = AS_HELD) -> Any:
-        """Return a tensor of the program in the needed form."""
+        """Return a tensor of the program in the needed form.
+
+        Args:
+            tensor: Tensor of the program.
+            need: `Need`, the form. Defaults to that which the replica holds.
+
+        Returns:
+            Tensor of this replica.
+        """
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
             return builder.get(sources[id(tensor)], need)
@@ -478,14 +526,20 @@ class Builder:
         return (fact.is_rows and fact.axis == need.axis) or fact.form is Form.EMPTY
 
     def _held(self, tensor: Any) -> Any:
-        """Return the replica's value of a tensor, without conversion."""
+        """Return the value that this replica has of a tensor, without conversion."""
         if id(tensor) not in self.tensors:
             with self.graph.as_default():
                 self._build_now(tensor.op)
         return self.tensors[id(tensor)]
 
     def _convert(self, tensor: Any, fact: Fact, need: Need) -> Any:
-        """Convert the replica's value of a tensor to the needed form."""
+        """Convert the value that this replica has of a tensor to the needed form.
+
+        Args:
+            tensor: Tensor of the program.
+            fact: `Fact` of the tensor: the form in which replicas hold it.
+            need: `Need`, the needed form, which is another one.
+        """
         # The checks of `tfdp.training.program.plan` leave one conversion of lists: a
         # replicated list becomes a partial sum, which is zeros on other replicas.
         is_whole = fact.form is Form.WHOLE and need.kind is Kind.PART
@@ -515,7 +569,13 @@ class Builder:
         return self.replica.take_rows(whole, need.axis, None)
 
     def _gather_or_sum(self, tensor: Any, own: Any, fact: Fact) -> Any:
-        """Gather or sum the replica's value `own`, by its form."""
+        """Gather or sum the value that each replica has of a tensor.
+
+        Args:
+            tensor: Tensor of the program.
+            own: Value that this replica has of it.
+            fact: `Fact` of the tensor: own rows are gathered, other forms summed.
+        """
         if fact.form is Form.LOCAL:
             return self.replica.sum([self.replica.weight_by_rows(own)])[0]
         if fact.is_rows:
@@ -525,7 +585,11 @@ class Builder:
         return self._sum_parts(tensor)
 
     def _sum_parts(self, tensor: Any) -> Any:
-        """Sum a partial sum over replicas, with all that are needed, by one message."""
+        """Return the total of a partial sum over replicas.
+
+        `tensor` is the one that is needed first. Others, whose totals are needed later,
+        travel in the same all-reduce.
+        """
         waiting = [
             other
             for other in self._parts.values()
@@ -541,7 +605,12 @@ class Builder:
     # The methods below build integers that are computed from sizes.
 
     def sizes_of(self, tensor: Any, *, of_all: bool) -> Any:
-        """Return integers computed from this replica's sizes or the whole batch's."""
+        """Return integers computed from this replica's sizes or the whole batch's.
+
+        Args:
+            tensor: Integer tensor of the program.
+            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+        """
         if self.parent is not None and id(tensor) in self.parent[1]:
             builder, sources = self.parent
             return builder.sizes_of(sources[id(tensor)], of_all=of_all)
@@ -560,7 +629,13 @@ class Builder:
         return self._sizes[key]
 
     def _values_from_rows(self, fact: Fact, tensor: Any, *, of_all: bool) -> Any:
-        """Build a tensor whose elements follow from the number of rows."""
+        """Build a tensor whose elements follow from the number of rows.
+
+        Args:
+            fact: `Fact` of the tensor, with known elements.
+            tensor: Integer tensor of the program.
+            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+        """
         parts = [
             self._size_from_rows(size, of_all=of_all) for size in fact.value.ravel()
         ]
@@ -571,12 +646,22 @@ class Builder:
         return tf.reshape(elements, shape) if shape else elements[0]
 
     def _size_from_rows(self, size: sizes.Size, *, of_all: bool) -> Any:
-        """Return a size for this replica's rows, or for those of all replicas."""
+        """Return a size for this replica's rows, or for those of all replicas.
+
+        Args:
+            size: `Size`, a number or a multiple of the rows.
+            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+        """
         rows = self.replica.rows.total if of_all else self.own_rows
         return rows * size.number if size.kind == "rows" else size.number
 
     def _build_sizes(self, op: Any, *, of_all: bool) -> None:
-        """Build an operation on sizes, for own rows or for the whole batch."""
+        """Build an operation on sizes, for own rows or for the whole batch.
+
+        Args:
+            op: `tf.Operation` of the program whose outputs are integers.
+            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+        """
         decision = self.plan.decisions[op]
         if op.type in _SHAPE_QUERIES:
             outputs = [
@@ -590,12 +675,19 @@ class Builder:
             self._sizes[id(tensor), of_all] = own
 
     def shape(self, op: Any, index: int, *, of_all: bool) -> Any:
-        """Build the shape or size of an input: a tensor, or the items of a list."""
+        """Build the shape or size of an input: a tensor, or the items of a list.
+
+        Args:
+            op: `tf.Operation` of the program, such as `Shape`.
+            index: Int, index of the input.
+            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+        """
         source, result = op.inputs[index], op.outputs[index]
         fact = self.fact(source)
 
         @functools.cache
         def shape() -> Any:
+            """Return the shape that the input has on this replica."""
             own = self.get(source, AS_HELD)
             if op.type == "TensorListElementShape":
                 return Builder.copy(self, op, [own])[0]
@@ -618,7 +710,15 @@ class Builder:
     def _size_in_rows(
         self, source: Any, fact: Fact, axis: int, shape: Any, *, of_all: bool
     ) -> Any:
-        """Return the size of an axis that is a multiple of the rows."""
+        """Return the size of an axis that is a multiple of the rows.
+
+        Args:
+            source: Tensor of the program.
+            fact: `Fact` of `source`.
+            axis: Int, the axis.
+            shape: Function that returns the shape of `source` on this replica.
+            of_all: Bool, whether for the whole batch, and not for this replica's rows.
+        """
         assert fact.sizes is not None
         if fact.sizes[axis].number is not None:
             return self._size_from_rows(fact.sizes[axis], of_all=of_all)
@@ -647,7 +747,7 @@ def _known_values(op: Any, decision: Decision) -> list | None:
 
 
 def _pack(parts: Sequence[Any], dtype: tf.DType) -> tf.Tensor:
-    """Pack ints and scalar tensors into a vector."""
+    """Pack sizes, ints or scalar tensors, into a vector of a dtype."""
     if not any(tf.is_tensor(part) for part in parts):
         return tf.constant(list(parts), dtype, [len(parts)])
     return tf.stack([tf.cast(part, dtype) for part in parts])

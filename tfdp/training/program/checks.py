@@ -80,11 +80,14 @@ def check_step(
     _warn_of_gathers(strategy, loop, gathers)
 
 
-def _describe_gathers(loop: Loop, gathers: StepGathers, some: Any) -> str:
-    """Describe some of the gathers of a step, for a message."""
+def _describe_gathers(loop: Loop, gathers: StepGathers, listed: Any) -> str:
+    """Describe some of the gathers of a step, for a message.
+
+    `listed` are the `Gather`s to describe.
+    """
     return (
         f"A step of `{loop.name}` of {loop.model.name!r} gathers what operations need "
-        f"of the whole batch: {gathers.describe(some)}"
+        f"of the whole batch: {gathers.describe(listed)}"
     )
 
 
@@ -104,7 +107,14 @@ def _warn_of_gathers(strategy: Any, loop: Loop, gathers: StepGathers) -> None:
 def _check_memory(
     loop: Loop, gathers: StepGathers, num_local: int, available: int | None
 ) -> None:
-    """Raise a `ValueError` if the largest gather does not fit in memory."""
+    """Raise a `ValueError` if the largest gather does not fit in memory.
+
+    Args:
+        loop: `Loop` of Keras that runs the step.
+        gathers: `StepGathers` of the step.
+        num_local: Int, number of local replicas, which gather at the same time.
+        available: Int, free memory in bytes, or `None` if not known.
+    """
     if available is None or gathers.largest is None:
         return
     num_bytes, gather = gathers.largest

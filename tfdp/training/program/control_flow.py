@@ -16,7 +16,17 @@ from tfdp.training.program.view import AS_HELD, WHOLE, Decision, Need, need_of
 
 
 def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
-    """Build a branch, a loop or a call on a replica."""
+    """Build a branch, a loop or a call on a replica.
+
+    Args:
+        builder: `Builder` of the graph around the operation.
+        op: `tf.Operation` of the program.
+        decision: `Decision` for the operation, with a plan for each inner graph.
+        inputs: List of this replica's tensors, the inputs of the operation.
+
+    Returns:
+        List of this replica's outputs.
+    """
     if op.type in ("While", "StatelessWhile"):
         return _build_loop(builder, op, decision, inputs)
     if _compat.is_call(op):
@@ -28,13 +38,17 @@ def build(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
 
 
 def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
-    """Build an `If` or a `Case`."""
+    """Build an `If` or a `Case`.
+
+    The arguments and the result are those of `build`.
+    """
     needs: Sequence[Need] = decision.details
 
     def branch(plan: Any) -> Callable:
         """Return a function that builds one branch."""
 
         def compute() -> list:
+            """Build the branch, and return its results in the needed forms."""
             inner = builder.run_inside(plan, op.inputs[1:])
             return [
                 tf.identity(inner.get(tensor, need))
@@ -59,7 +73,10 @@ def _build_branches(builder: Any, op: Any, decision: Decision, inputs: list) -> 
 
 
 def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list:
-    """Build a `While` of the variables that change and are needed."""
+    """Build a `While` of the variables that change and are needed.
+
+    The arguments and the result are those of `build`.
+    """
     cond_plan, body_plan = decision.plans
     is_same: Sequence[bool] = decision.details
     changed = [
@@ -85,10 +102,12 @@ def _build_loop(builder: Any, op: Any, decision: Decision, inputs: list) -> list
         return builder.run_inside(plan, op.inputs, values_by_input)
 
     def cond(*values: Any) -> Any:
+        """Build the condition for values of the changed variables."""
         inner = run_inside(cond_plan, values)
         return inner.get(cond_plan.graph.outputs[0], WHOLE)
 
     def body(*values: Any) -> list:
+        """Build a pass of the loop, and return the changed variables after it."""
         inner = run_inside(body_plan, values)
         results = [
             inner.get(body_plan.graph.outputs[index], need_of(facts[index]))

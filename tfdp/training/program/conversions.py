@@ -215,7 +215,12 @@ class Replica:
         return tf.math.multiply_no_nan(value, tf.cast(self._fraction(), value.dtype))
 
     def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
-        """Reduce a tensor over replicas by an operation such as `Max`."""
+        """Reduce a tensor over replicas by an operation such as `Max`.
+
+        Args:
+            kind: String, `"All"`, `"Any"`, `"Max"`, `"Min"` or `"Prod"`.
+            own: Tensor, the result for this replica's rows.
+        """
         result = _REDUCE[kind](self._gather(own[tf.newaxis]), axis=0)
         result.set_shape(own.shape)
         return result

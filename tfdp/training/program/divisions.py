@@ -58,7 +58,13 @@ def warn_of_division(
 def _find_division(
     trace: ProgramTrace, num_replicas: int, names: set[str]
 ) -> str | None:
-    """Describe the user's line that divides a loss by the number, or return `None`."""
+    """Describe the line that divides a loss by the number of replicas, or `None`.
+
+    Args:
+        trace: `ProgramTrace` of the step.
+        num_replicas: Int, number of replicas.
+        names: Set of strings, see `warn_of_division`.
+    """
     pending = [t.op for t in trace.losses if tf.is_symbolic_tensor(t)]
     seen = set()
     while pending:
@@ -86,6 +92,11 @@ def _constant_number(tensor: Any) -> float | None:
 
 def _divides_by_name(text: str, num_replicas: int, names: set[str]) -> bool:
     """Return whether a line divides by a name of the number of replicas.
+
+    Args:
+        text: String, the line.
+        num_replicas: Int; a line that has the number itself divides by no name.
+        names: Set of strings, see `warn_of_division`.
 
     Example:
 

@@ -47,7 +47,13 @@ class EagerProgram(ProgramTrace):
     def add(
         self, tensors: Sequence[Any], run: Callable[[list], None], kind: str = "whole"
     ) -> None:
-        """Run a job of the step now, and keep it for the other local replicas."""
+        """Run a job of the step now, and keep it for the other local replicas.
+
+        Args:
+            tensors: Sequence of tensors that the job needs.
+            run: Callable that takes these tensors, such as an update by the optimizer.
+            kind: String, see `Effect`. Defaults to `"whole"`.
+        """
         if kind == "as held":
             run(list(tensors))
             return
@@ -143,7 +149,12 @@ class EagerStep:
         return self._own_result(group)
 
     def _run(self, program: EagerProgram, args: tuple) -> Any:
-        """Run the step as an eager program, and return its result."""
+        """Run the step as an eager program, and return its result.
+
+        Args:
+            program: `EagerProgram` that records the jobs of the step.
+            args: Tuple, the arguments of the step.
+        """
         with tracing(program):
             result = self.function(*args)
         if not program.contributes:
@@ -193,7 +204,16 @@ def _num_rows(args: Any) -> int:
 
 
 def _join_rows(parts: Sequence[Any], workers: ProcessGroup, rank: int) -> Any:
-    """Concatenate the rows of the local replicas, and those of all workers."""
+    """Concatenate the rows of the local replicas, and those of all workers.
+
+    Args:
+        parts: Sequence of tensors or other values, one for each local replica.
+        workers: `ProcessGroup` of the workers that have the rows.
+        rank: Int, rank of this worker.
+
+    Returns:
+        Tensor with the rows of all replicas; the first value if it has no rows.
+    """
     first, *_ = parts
     if not tf.is_tensor(first) or first.shape.rank == 0:
         return first

@@ -1,4 +1,7 @@
-"""Facts: how a replica holds each tensor of the single-device program."""
+"""Facts: how a replica holds each tensor of the single-device program.
+
+A fact is what is known of a tensor before the step is built: its form and its sizes.
+"""
 
 from __future__ import annotations
 
@@ -89,12 +92,12 @@ class Fact:
         )
 
     def held(self) -> tuple:
-        """Return form and axis, in which all values of a loop variable must agree."""
+        """Return form and axis of rows, which are the same in all passes of a loop."""
         return self.form, self.axis if self.is_rows else 0
 
 
 def have_same_value(one: Fact, other: Fact) -> bool:
-    """Return whether the values of two facts are equal, or both unknown."""
+    """Return whether the known elements of two tensors are equal, or both unknown."""
     if one.value is None or other.value is None:
         return one.value is other.value
     return one.value.shape == other.value.shape and bool(
@@ -103,24 +106,36 @@ def have_same_value(one: Fact, other: Fact) -> bool:
 
 
 def whole(sizes: Any = None, value: np.ndarray | None = None) -> Fact:
-    """Return the fact of a tensor that is replicated."""
+    """Return the `Fact` of a tensor that is replicated.
+
+    Args:
+        sizes: Tuple of `Size`, its shape, or `None` if not known. Defaults to `None`.
+        value: Array of `Size`, its elements, or `None` if not known. Defaults to
+            `None`.
+    """
     return Fact(Form.WHOLE, sizes=sizes, value=value)
 
 
 def integers(value: np.ndarray) -> Fact:
-    """Return the fact of integers that are computed from sizes."""
+    """Return the `Fact` of integers that are computed from sizes.
+
+    `value` is an array of `Size` with the elements of the tensor.
+    """
     has_rows = any(size.kind == "rows" for size in value.ravel())
     shape = tuple(number(n) for n in value.shape)
     return Fact(Form.SIZES if has_rows else Form.WHOLE, sizes=shape, value=value)
 
 
 def part(sizes: Any = None) -> Fact:
-    """Return the fact of a partial sum."""
+    """Return the `Fact` of a partial sum, of the given shape if it is known."""
     return Fact(Form.PART, sizes=sizes)
 
 
 def own_rows(sizes: tuple[Size, ...], axis: int = 0) -> Fact:
-    """Return the fact of a tensor that is sharded by rows along an axis."""
+    """Return the `Fact` of a tensor that is sharded by rows along an axis.
+
+    `sizes` is the shape of the tensor of all replicas.
+    """
     if sizes[axis].kind != "rows":
         sizes = with_rows(sizes, axis, None)
     return Fact(Form.ROWS, axis, sizes)

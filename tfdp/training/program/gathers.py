@@ -66,6 +66,11 @@ def _needs(
     """Yield tuples of plan, tensor, the needed form and the operation that needs it.
 
     A need of `None` stands for a result that the operation itself reduces.
+
+    Args:
+        trace: `ProgramTrace` of the step.
+        plan: `Plan` of its graph.
+        cuts: List of pairs, see `conversions_of`.
     """
     for inner, op in _live_operations(plan):
         decision = inner.decisions[op]
@@ -141,7 +146,10 @@ def describe_operation(op: Any) -> str:
 
 
 def _describe_shape(conversion: Conversion) -> list:
-    """Return the shape of a converted tensor as numbers and kinds of sizes."""
+    """Return the shape of a converted tensor, such as `["rows", 3, "free"]`.
+
+    It is `[None]` for a tensor of unknown rank.
+    """
     sizes = conversion.fact.sizes
     if sizes is None:
         return [None]
@@ -173,7 +181,10 @@ def gather_of(conversion: Conversion) -> Gather:
 
 
 def user_line_of(op: Any) -> tuple[str, int] | None:
-    """Return file and number of the user's line that creates an operation."""
+    """Return file and number of the user's line that creates an operation.
+
+    The result is `None` if only code of Keras and other packages creates it.
+    """
     frames = _compat.stack_of(op)
     starts = [i for i, f in enumerate(frames) if f.filename.startswith(_PACKAGE_FOLDER)]
     inside = frames[starts[-1] :] if starts else frames
@@ -184,7 +195,11 @@ def user_line_of(op: Any) -> tuple[str, int] | None:
 
 
 def place_of(op: Any) -> str:
-    """Describe the user's line that creates an operation of a step, or its layer."""
+    """Describe the user's line that creates an operation of a step, or its layer.
+
+    Returns:
+        String, such as "train.py, line 12", or the layer's name scope.
+    """
     line = user_line_of(op)
     if line is not None:
         return user_code.describe_line(*line)

@@ -24,7 +24,13 @@ _PRUNED = operations(
 
 
 def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
-    """Set `live` and `needed` of a plan: what outputs and effects depend on."""
+    """Set `live` and `needed` of a plan: what outputs and effects depend on.
+
+    Args:
+        plan: `Plan` that is changed.
+        outputs: Sequence of tensors of its graph that are needed outside.
+        scope: `Scope` of the program, with its effects.
+    """
     graph = plan.graph
     plan.live, plan.needed = set(), set()
     tensors = [*outputs]
@@ -74,6 +80,11 @@ def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
 
     A list that keeps shapes for the gradient is not needed where these shapes follow
     from the number of rows.
+
+    Args:
+        plan: `Plan` of the graph that has the loop; its `needed` is changed.
+        op: `tf.Operation`, the loop.
+        scope: `Scope` of the program.
     """
     cond, body = plan.decisions[op].plans
     cond_inputs, body_inputs = cond.graph.inputs, body.graph.inputs
@@ -98,7 +109,10 @@ def _find_live_variables(plan: Any, op: Any, scope: Any) -> None:
 
 
 def _effects_inside(decision: Decision, scope: Any) -> Iterator[Any]:
-    """Yield the effects in the branches of an operation, nested ones included."""
+    """Yield the effects in the branches of an operation, nested ones included.
+
+    An effect is an action such as an update, see `Effect`.
+    """
     for inner in decision.plans:
         yield from scope.effects.get(inner.graph, ())
         for own in inner.decisions.values():

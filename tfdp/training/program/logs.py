@@ -125,17 +125,18 @@ def find_log_tail(
 
 
 def _bound_to_step(plan: Plan, scope: Scope) -> set:
-    """Return the operations that have to run within the step, with their inputs."""
+    """Return the set of operations that must run within the step, and their inputs."""
     pending = []
     for effect in scope.effects.get(plan.graph, ()):
         pending += [t.op for t in effect.symbolic_tensors() if t.graph is plan.graph]
     for op in plan.live:
+        # A replica cannot return a list, so operations on lists (of the dtype variant)
+        # stay in the step.
         is_bound = (
             _compat.has_effect(op)
             or _compat.has_function(op)
             or (not op.inputs and op.type != "Const")
             or any(t.dtype in (tf.variant, tf.resource, tf.string) for t in op.outputs)
-            # A replica cannot return a list, so operations on lists stay in the step.
             or any(t.dtype == tf.variant for t in op.inputs)
         )
         if is_bound or any(

@@ -62,7 +62,7 @@ class Plan:
     sums: set[int] = dataclasses.field(default_factory=set)
 
     def fact(self, tensor: Any) -> Fact:
-        """Return the fact of a tensor of the graph."""
+        """Return what is known of a tensor of the graph."""
         return self.facts[id(tensor)]
 
     def is_needed(self, op: Any, index: int) -> bool:
@@ -153,7 +153,12 @@ def in_order(graph: Any) -> list[Any]:
 
 
 def with_inputs(last: Any, done: set) -> list[Any]:
-    """Return an operation after its inputs, without those in `done`; add all to it."""
+    """Return the operations that one depends on, and itself, each after its inputs.
+
+    Args:
+        last: `tf.Operation` to end with.
+        done: Set of operations that are left out; those returned are added to it.
+    """
     ordered, pending = [], [last]
     while pending:
         op = pending[-1]
@@ -206,7 +211,7 @@ def _check_conversion(op: Any, tensor: Any, fact: Fact) -> None:
 
 
 def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
-    """Add the decision and the facts of an operation to the plan."""
+    """Add an operation to the plan: its decision, and the facts of its outputs."""
     if op.type == "Const":
         _set_decision(plan, op, Decision([], [_fact_of_constant(op)]))
         return
@@ -231,7 +236,7 @@ def _plan_operation(plan: Plan, op: Any, scope: Scope) -> None:
 
 
 def _decide(view: View) -> Decision:
-    """Decide how to build an operation: by its graphs, by a marker, or by the rules."""
+    """Decide how replicas build an operation: by its graphs, a marker, or the rules."""
     op, kind = view.op, view.type
     if op in view.scope.whole:
         return _run_whole(view)
@@ -248,7 +253,7 @@ def _decide(view: View) -> Decision:
 
 
 def _run_whole(view: View) -> Decision:
-    """Decide how to build an operation that has to run on the whole batch."""
+    """Decide how replicas build an operation that must run on the whole batch."""
     inputs = list(zip(view.facts, view.op.inputs, strict=True))
     facts = [_fact_when_whole(fact, tensor) for fact, tensor in inputs]
     inner = View(view.op, facts, view.scope)
@@ -266,10 +271,14 @@ def _run_whole(view: View) -> Decision:
 
 
 def _fact_when_whole(fact: Fact, tensor: Any) -> Fact:
-    """Return the fact that a tensor has after it was gathered.
+    """Return the `Fact` that a tensor has after its rows were gathered.
 
     Its sizes are not followed as multiples of the rows, so that tensors created from
     them are whole, too.
+
+    Args:
+        fact: `Fact` of the tensor before.
+        tensor: Tensor of the program.
     """
     if fact.form is Form.EMPTY or tensor.dtype == tf.resource:
         return fact
@@ -280,14 +289,14 @@ def _fact_when_whole(fact: Fact, tensor: Any) -> Fact:
 
 
 def _set_decision(plan: Plan, op: Any, decision: Decision) -> None:
-    """Store the decision of an operation and the facts of its outputs."""
+    """Store an operation's decision in the plan, and the facts of its outputs."""
     plan.decisions[op] = decision
     for tensor, fact in zip(op.outputs, decision.outputs, strict=True):
         plan.facts[id(tensor)] = fact
 
 
 def _fact_of_constant(op: Any) -> Fact:
-    """Return the fact of a constant, with its value if that is small."""
+    """Return the `Fact` of a constant, with its value if that is small."""
     tensor = op.outputs[0]
     dtype, count = tensor.dtype, tensor.shape.num_elements()
     is_number = dtype.is_integer or dtype.is_floating or dtype.is_bool
@@ -302,6 +311,10 @@ def _plan_marker(view: View, marker: str) -> Decision:
 
     A marker begins or ends a layer that handles the rows of each replica separately,
     or requests a form of its input.
+
+    Args:
+        view: `View` of the marker, an `Identity` operation.
+        marker: String, the text by which the marker is known, such as `"whole"`.
     """
     fact = view.facts[0]
     if marker == "whole":
@@ -327,7 +340,15 @@ def _plan_inside(
     scope: Scope,
     outputs: Sequence[Any] | None = None,
 ) -> Plan:
-    """Plan the graph of a branch, a loop or a call, from the facts of its inputs."""
+    """Plan the graph of a branch, a loop or a call, from the facts of its inputs.
+
+    Args:
+        graph: `tf.Graph` of the branch, the loop or the call.
+        facts: Sequence of `Fact`, one for each input of the graph.
+        scope: `Scope` of the program.
+        outputs: Sequence of tensors that are needed, or `None` for the graph's outputs.
+            Defaults to `None`.
+    """
     inputs = {id(own): fact for own, fact in zip(graph.inputs, facts, strict=True)}
     return make_plan(
         graph, inputs, graph.outputs if outputs is None else outputs, scope
@@ -362,7 +383,14 @@ def _plan_branches(view: View) -> Decision:
 
 
 def _common_form(facts: Sequence[Fact]) -> tuple[Need, Fact]:
-    """Return the form in which each branch can return a result, and its fact."""
+    """Return the form in which every branch can return a result.
+
+    Args:
+        facts: Sequence of `Fact`, that of the result in each branch.
+
+    Returns:
+        Tuple of the `Need` of that form, and the `Fact` of the result.
+    """
     non_empty = [fact for fact in facts if fact.form is not Form.EMPTY]
     if not non_empty:
         return AS_HELD, facts[0]
@@ -438,14 +466,14 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
 
 
 def _without_value(fact: Fact) -> Fact:
-    """Return a fact without known elements, since a loop may change them."""
+    """Return a `Fact` without known elements, since a loop may change them."""
     if fact.form is Form.SIZES:
         return whole(fact.sizes)
     return Fact(fact.form, fact.axis, fact.sizes)
 
 
 def _converts(plan: Plan, scope: Scope) -> bool:
-    """Return whether a graph gathers a tensor, or sums one over replicas."""
+    """Return whether a planned graph gathers a tensor, or sums one over replicas."""
     if scope.effects.get(plan.graph):
         # An update in this graph reduces gradients itself, and raises an error of its
         # own where it cannot run inside of a loop.
@@ -459,7 +487,12 @@ def _converts(plan: Plan, scope: Scope) -> bool:
 
 
 def is_conversion(fact: Fact, need: Need) -> bool:
-    """Return whether the needed form of a tensor requires other replicas' data."""
+    """Return whether the needed form of a tensor requires other replicas' data.
+
+    Args:
+        fact: `Fact` with the form in which replicas hold the tensor.
+        need: `Need` with the needed form.
+    """
     if fact.form is Form.PART:
         return need.kind in (Kind.WHOLE, Kind.ROWS)
     if fact.is_rows:
@@ -474,7 +507,13 @@ def _is_list(tensor: Any) -> bool:
 
 
 def _loop_variable_fact(before: Fact, after: Fact, *, is_list: bool) -> Fact:
-    """Return the fact of a loop variable that holds before and after a pass."""
+    """Return the `Fact` of a loop variable that holds before and after a pass.
+
+    Args:
+        before: `Fact` of the variable before a pass.
+        after: `Fact` of the variable after the pass.
+        is_list: Bool, whether the variable is a list of tensors.
+    """
     if before.form is Form.EMPTY or after.form is Form.EMPTY:
         fact = after if before.form is Form.EMPTY else before
         return fact if is_list else _without_value(fact)

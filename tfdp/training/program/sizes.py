@@ -52,7 +52,12 @@ class Size:
         return self._sum_or_difference(other, lambda a, b: a - b)
 
     def _sum_or_difference(self, other: Size, combine: Callable) -> Size:
-        """Return the sum, or the difference, by the operator `combine`."""
+        """Return the sum, or the difference, by the operator `combine`.
+
+        Args:
+            other: `Size` to add or subtract.
+            combine: Callable of two numbers that returns their sum or difference.
+        """
         if self.kind == other.kind == "number":
             return number(combine(self.number, other.number))
         if other == ZERO:
@@ -122,7 +127,7 @@ def number(value: Any) -> Size:
 
 
 def rows(multiple: int | None = 1) -> Size:
-    """Return a size that is a multiple of the number of rows; `None` if not known."""
+    """Return the size that is a multiple of the number of rows; `None` if not known."""
     return Size("rows", None if multiple is None else int(multiple))
 
 

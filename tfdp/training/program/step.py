@@ -37,7 +37,18 @@ from tfdp.training.replicas.variables import MetricVariable
 
 @dataclasses.dataclass
 class _Traced:
-    """A traced step with its plan, ready to be built on a replica."""
+    """A traced step with its plan, ready to be built on a replica.
+
+    Args:
+        trace: `ProgramTrace` of the step.
+        parts: List of `BatchPlaceholder`, one for each part of the batch.
+        results: Nest of tensors and other values that the step returns.
+        plan: `Plan` of the graph.
+        scope: `Scope` of the plan.
+        tail: `LogTail` that computes the logs, or `None` if the step returns rows.
+        conversions: List of `Conversion`, in the order of the program.
+        operations: List of pairs of a signature and an operation.
+    """
 
     trace: ProgramTrace
     parts: list[BatchPlaceholder]
@@ -133,7 +144,13 @@ class DividedStep:
         )
 
     def _rows_of(self, builder: Builder, replica: Replica, result: Any) -> Any:
-        """Return the rows that the replica has of a result of the step."""
+        """Return the rows that the replica has of a result of the step.
+
+        Args:
+            builder: `Builder` that has built the step.
+            replica: `Replica` that runs it.
+            result: Tensor of the program or another value that the step returns.
+        """
         if isinstance(result, (tf.RaggedTensor, tf.SparseTensor)):
             return self._rows_of_composite(builder, result)
         if not tf.is_symbolic_tensor(result):
@@ -149,7 +166,12 @@ class DividedStep:
 
     @staticmethod
     def _rows_of_composite(builder: Builder, result: Any) -> Any:
-        """Return the rows that the replica has of a ragged or sparse result."""
+        """Return the rows that the replica has of a ragged or sparse result.
+
+        Args:
+            builder: `Builder` that has built the step.
+            result: Ragged or sparse tensor of the program.
+        """
         parts = tf.nest.flatten(result, expand_composites=True)
         whole = tf.nest.pack_sequence_as(
             result, [builder.get(part, WHOLE) for part in parts], expand_composites=True

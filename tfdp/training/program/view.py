@@ -1,4 +1,8 @@
-"""View of an operation for its rule, and the decision that the rule returns."""
+"""View of an operation for its rule, and the decision that the rule returns.
+
+The view has what is known of the inputs. The decision says in which form a replica
+needs each input, what is known of the outputs, and how the operation is built.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,11 @@ def operations(names: str) -> frozenset[str]:
 
 
 def table(entries: Mapping[str, _Entry]) -> dict[str, _Entry]:
-    """Return a dict by type of operation, from one by texts of several types."""
+    """Split the keys of a dict, texts of several types of operations, by blanks.
+
+    Returns:
+        Dict by type of operation, with the value of the text that has the type.
+    """
     return {name: entry for names, entry in entries.items() for name in names.split()}
 
 
@@ -105,7 +113,7 @@ def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:
 
 
 def need_of(fact: Fact) -> Need:
-    """Return the need that brings an input into the form of a fact."""
+    """Return the `Need` of an input in the form that a `Fact` has."""
     if fact.is_rows:
         return rows_along(fact.axis)
     return {Form.PART: PART, Form.WHOLE: WHOLE}.get(fact.form, AS_HELD)
@@ -181,7 +189,7 @@ class View:
         return static_sizes(self.op.outputs[index], is_free=self.is_free)
 
     def whole_outputs(self) -> list[Fact]:
-        """Return the facts of the outputs if they are replicated."""
+        """Return the `Fact`s of the outputs if they are replicated."""
         shape = self._shape_from_input()
         if shape is not None:
             return [whole(shape)]
@@ -213,13 +221,24 @@ class View:
         return tuple(value)
 
     def part_outputs(self, sizes: Any = None) -> list[Fact]:
-        """Return the facts of the outputs if they are partial sums."""
+        """Return the `Fact`s of the outputs if they are partial sums.
+
+        Args:
+            sizes: Tuple of `Size`, shape of the only output, or `None` for the shapes
+                that TensorFlow knows. Defaults to `None`.
+        """
         if sizes is not None:
             return [part(sizes)]
         return [part(fact.sizes) for fact in self.whole_outputs()]
 
     def rows_output(self, axis: int, multiple: int | None, index: int = 0) -> Fact:
-        """Return the fact of an output of own rows, with its static shape."""
+        """Return the `Fact` of an output that is sharded by rows.
+
+        Args:
+            axis: Int, the axis of rows of the output.
+            multiple: Int, number of entries per row, or `None` if not known.
+            index: Int, index of the output. Defaults to 0.
+        """
         sizes = self.output_sizes(index)
         assert sizes is not None
         return own_rows(with_rows(sizes, axis, multiple), axis)

@@ -66,7 +66,7 @@ class AlgorithmChoice:
     def is_forced(self) -> bool:
         """Bool, whether compressors are used whatever the predicted time.
 
-        So it is if the number of bytes is not known, or the compressor replaces the
+        They are if the number of bytes is not known, or if a compressor replaces the
         optimizer's momentum.
         """
         return any(

@@ -219,7 +219,10 @@ class AlgorithmSelector:
 
 
 def _check_floating(plan: BucketPlan, option: str) -> None:
-    """Raise a `ValueError` if a bucket has integers, which an option excludes."""
+    """Raise a `ValueError` if a bucket has integers, which an option excludes.
+
+    `option` is the name of that option, for the message.
+    """
     for bucket in plan:
         if not tf.as_dtype(bucket.dtype).is_floating:
             raise ValueError(
@@ -262,7 +265,18 @@ def _fixed_algorithm(
 def _adasum_of_nodes(
     wanted: Algorithm, topology: Topology
 ) -> tuple[Algorithm | None, str]:
-    """Return Adasum across nodes or a replacement that can run, and a warning."""
+    """Return Adasum across nodes or a replacement that can run, and a warning.
+
+    Args:
+        wanted: `Algorithm` of the options, Adasum across nodes.
+        topology: `Topology` of all replicas.
+
+    Returns:
+        Tuple of an `Algorithm`, and a string: the warning, or `""` for none.
+
+    Raises:
+        ValueError: If nodes have different numbers of replicas.
+    """
     if topology.num_nodes == 1:
         return RING, (
             '`algorithm={"outer": "adasum"}` is a mean: all replicas are on one node'

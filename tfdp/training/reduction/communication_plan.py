@@ -107,6 +107,8 @@ class CommunicationPlan:
     def _gathers_of(self, order: int) -> int:
         """Return how often a step gathers the parameters of a bucket.
 
+        `order` is the position of the bucket in the plan, from 0.
+
         Sharded parameters are gathered for the forward and for the backward pass. Those
         of the last unit are kept between both, since its backward pass comes first.
         """
@@ -115,7 +117,13 @@ class CommunicationPlan:
     def _wire_bytes(
         self, bucket: Bucket, route: AlgorithmChoice, num_gathers: int
     ) -> float:
-        """Return the number of bytes that a replica sends for a bucket."""
+        """Return the number of bytes that a replica sends for a bucket.
+
+        Args:
+            bucket: `Bucket`.
+            route: `AlgorithmChoice` of the bucket.
+            num_gathers: Int, how often a step gathers the parameters of the bucket.
+        """
         itemsize = tf.as_dtype(bucket.dtype).size
         num_replicas, node_size = self.num_replicas, self.node_size
         if not route.algorithm.has_levels:
@@ -211,7 +219,10 @@ class CommunicationPlan:
 
 
 def _cell(tag: str, text: str, side: str) -> str:
-    """Return a cell of an HTML table, aligned to a side."""
+    """Return a cell of an HTML table, aligned to a side.
+
+    `tag` is `"td"` or `"th"`, `side` is `"left"` or `"right"`.
+    """
     style = f"text-align: {side}; vertical-align: top"
     return f'<{tag} style="{style}">{html.escape(text)}</{tag}>'
 
@@ -258,7 +269,12 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
 def _plan_of(
     reducer: Any, model: Any
 ) -> tuple[BucketPlan, tuple[AlgorithmChoice, ...], list[str], bool]:
-    """Return bucket plan, routes, sparse variables, and whether a step was traced."""
+    """Return bucket plan, routes, sparse variables, and whether a step was traced.
+
+    Args:
+        reducer: `Reducer` of the strategy.
+        model: Keras model.
+    """
     variables = model.trainable_variables
     for trained, plan, routes in reducer.plans.plans_of_subsets(variables):
         if plan.buckets:

@@ -103,7 +103,7 @@ def best_choice(
 def _carriers(
     levels: LevelCompressors, candidates: Sequence[Algorithm], topology: Topology
 ) -> Iterator[Algorithm]:
-    """Yield the algorithms that can carry the compressors, for some candidates."""
+    """Yield the algorithms by which compressors can be used, for some candidates."""
     carriers: dict[Algorithm, None] = {}
     for algorithm in candidates:
         is_hierarchical = algorithm.has_levels and topology.has_levels
@@ -125,7 +125,15 @@ def _choice_of(
     topology: Topology,
     links: Links,
 ) -> AlgorithmChoice:
-    """Return the choice of an algorithm, with its wire formats and predicted time."""
+    """Return the choice of an algorithm, with its wire formats and predicted time.
+
+    Args:
+        levels: `LevelCompressors`, wire formats inside and across nodes.
+        algorithm: `Algorithm` that can carry them.
+        contents: Tuple of the bucket's size in bytes, its dtype and its entries.
+        topology: `Topology` of the replicas.
+        links: `Links`, from which the time is predicted.
+    """
     num_bytes, dtype, entries = contents
     itemsize = tf.as_dtype(dtype).size
     whole = GradientBucket(num_bytes // itemsize, dtype, topology.num_replicas, entries)

@@ -250,7 +250,7 @@ def divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
 
 
 def wide_dtype(dtype: Any) -> str:
-    """Return the name of the dtype for sums: float32, or the given one if wider."""
+    """Return the name of the dtype for sums: float32, or `dtype` itself if wider."""
     kind = tf.as_dtype(dtype)
     return "float32" if kind.size < tf.float32.size else kind.name
 

@@ -181,7 +181,16 @@ def _design_row(sample: Sample, links: Links) -> list[float]:
 
 
 def _fit_constants(rows: np.ndarray, weights: np.ndarray) -> list[float] | None:
-    """Fit all constants, or all but the cost of an operation if not determined."""
+    """Fit all constants, or all but the cost of an operation if not determined.
+
+    Args:
+        rows: Array of shape `[num_samples, num_constants]`, of `_design_row`s; its last
+            column is set to 0 if that constant is not determined.
+        weights: Array of shape `[num_samples]`, the weight of each error.
+
+    Returns:
+        List of floats, or `None` if the samples do not determine the others either.
+    """
     constants = _non_negative_least_squares(rows, weights)
     if constants is None:
         rows[:, 4] = 0

@@ -160,7 +160,10 @@ def _measure_samples(
 def _measure_seconds(
     algorithm: Algorithm, num_bytes: int, group: ProcessGroup
 ) -> float:
-    """Return the median time of one all-reduce in seconds."""
+    """Return the median time of one all-reduce in seconds.
+
+    `num_bytes` is the size of the float32 tensor that is reduced.
+    """
     run = _trace(AlgorithmChoice(algorithm).all_reduce, num_bytes // 4, group)
     # The first call opens connections and creates groups, so it is not timed.
     run()
@@ -175,10 +178,17 @@ def _measure_seconds(
 def _trace(
     all_reduce: Callable, length: int, group: ProcessGroup
 ) -> Callable[[], None]:
-    """Trace several consecutive all-reduces of float32 on every local replica."""
+    """Trace several consecutive all-reduces of float32 on every local replica.
+
+    `length` is the number of elements of the reduced tensor.
+
+    Returns:
+        Function without arguments that runs them once and waits for the end.
+    """
 
     @tf.function(autograph=False)
     def function() -> list[tf.Tensor]:
+        """Run the all-reduces; return an element of the result of each replica."""
         results = []
         for replica, device in enumerate(group.devices):
             with tf.device(device):
@@ -189,6 +199,7 @@ def _trace(
         return results
 
     def run() -> None:
+        """Run the traced function, and wait for its results."""
         for result in function():
             result.numpy()
 

@@ -163,6 +163,13 @@ class Reducer:
     ) -> tuple[list[tf.Tensor], list[tuple[int, ...]]]:
         """Reduce the dense tensors at some positions of a list.
 
+        Args:
+            flat: List of tensors and `IndexedSlices`.
+            dense: List of ints, positions of the dense tensors in `flat`.
+            variables: List of Keras variables, see `all_reduce`.
+            replica: Int, index of the calling replica among the local ones.
+            weight: Scalar tensor, factor of this replica's tensors, or `None` for 1.
+
         Returns:
             Tuple of flat tensors, one for each bucket, and of tuples of the positions
             in each bucket.
@@ -217,7 +224,17 @@ class Reducer:
         dense: Sequence[int],
         replica: int,
     ) -> Callable[..., tf.Tensor]:
-        """Return the all-reduce of a bucket, with the residuals of its compressors."""
+        """Return the all-reduce of a bucket, with the residuals of its compressors.
+
+        Args:
+            route: `AlgorithmChoice` of the bucket.
+            order: Int, position of the bucket in its plan.
+            bucket: `Bucket`, with positions of its gradients among the dense ones.
+            variables: Sequence of Keras variables, or `None` for tensors that are not
+                gradients.
+            dense: Sequence of ints, positions of the dense gradients in `variables`.
+            replica: Int, index of the calling replica among the local ones.
+        """
         if route.algorithm.is_adasum:
             sizes = [entry.num_elements for entry in bucket.entries]
             return functools.partial(route.all_reduce, sizes=sizes)
@@ -330,7 +347,7 @@ class Reducer:
         )
 
     def check(self, variables: list[Any], replica: int) -> None:
-        """Compare the trained variables across workers, once for each set."""
+        """Compare the trained variables between workers, once for each set of them."""
         if self._compares and replica == 0 and self.plans.plan_of(variables) is None:
             self.plans.remember(variables, BucketPlan(()))
             check_same_variables(
@@ -339,6 +356,7 @@ class Reducer:
 
 
 def _is_sparse(value: Any) -> bool:
+    """Return whether a gradient is sparse: `tf.IndexedSlices`, rows of a table."""
     return isinstance(value, tf.IndexedSlices)
 
 

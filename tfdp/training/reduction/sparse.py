@@ -53,9 +53,11 @@ def reduce_indexed_slices(
         counts = Member(group, replica).all_gather(num_rows)  # [group.size]
 
         def gathered() -> tuple[tf.Tensor, tf.Tensor]:
+            """Return indices and values of the rows of all replicas."""
             return _gather_rows(indices, values, counts, group, replica)
 
         def dense() -> tuple[tf.Tensor, tf.Tensor]:
+            """Return indices and values of the rows of the all-reduced table."""
             return _reduce_table(indices, values, table_rows, group, replica)
 
         if not may_sum or slices.dense_shape is None:
@@ -101,7 +103,7 @@ _UNIQUE = "unique"
 # Operations whose first result has no duplicates.
 _UNIQUE_OPS = ("Range", "Unique", "UniqueV2")
 # Operations whose result has elements of the first input, each at most as often as
-# there.
+# the input has it.
 _SELECTING_OPS = (
     *("Reshape", "Identity", "Cast", "ExpandDims", "Squeeze"),
     *("StridedSlice", "Slice"),
@@ -109,7 +111,11 @@ _SELECTING_OPS = (
 
 
 def _source(tensor: Any) -> Any:
-    """Trace a tensor back to the one from which its elements were selected."""
+    """Return the tensor from which the elements of a tensor were selected.
+
+    It may lie in a graph around that of `tensor`, or be eager. Without a selection it
+    is `tensor` itself.
+    """
     while tf.is_symbolic_tensor(tensor):
         op = tensor.op
         if _compat.marker_of(op) == _UNIQUE:
@@ -131,7 +137,7 @@ def _source(tensor: Any) -> Any:
 def _wraps_negative(op: Any) -> bool:
     """Return whether an operation is the `where` of `where(i < 0, i + size, i)`.
 
-    Keras wraps negative indices so.
+    Keras converts negative indices in this way.
     """
     if op.type != "SelectV2":
         return False
@@ -161,7 +167,18 @@ def _gather_rows(
     group: ProcessGroup,
     replica: int,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """All-gather every replica's rows, padded to one length for the collective."""
+    """All-gather every replica's rows, padded to one length for the collective.
+
+    Args:
+        indices: Integer tensor of shape `[rows]`.
+        values: Tensor of shape `[rows, ...]`.
+        counts: Int32 tensor of shape `[group.size]`, number of rows of each replica.
+        group: `ProcessGroup` of the replicas.
+        replica: Int, index of the calling replica among the local ones.
+
+    Returns:
+        Tuple of the indices and the values of all rows.
+    """
     length, size = padded_length(tf.reduce_max(counts))
     missing = length - tf.size(indices, out_type=tf.int32)
     padding = [[0, missing]] + [[0, 0]] * (values.shape.rank - 1)
@@ -182,6 +199,16 @@ def _reduce_table(
     """All-reduce the dense table, and return the rows that any replica has.
 
     A further column counts the rows that were added to each row of the table.
+
+    Args:
+        indices: Integer tensor of shape `[rows]`.
+        values: Tensor of shape `[rows, ...]`.
+        table_rows: Int32 scalar, number of rows of the table.
+        group: `ProcessGroup` of the replicas.
+        replica: Int, index of the calling replica among the local ones.
+
+    Returns:
+        Tuple of the indices and the values of these rows.
     """
     row_size = tf.reduce_prod(tf.shape(values)[1:])
     flat = tf.reshape(values, [-1, row_size])  # [rows, row_size]

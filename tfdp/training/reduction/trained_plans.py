@@ -19,6 +19,11 @@ class _TrainedSet:
 
     Variables are kept as weak references, not as paths, since two models of one process
     may have variables of the same path.
+
+    Args:
+        refs: List of weak references to the variables.
+        plan: `BucketPlan` of their gradients.
+        routes: Tuple of `AlgorithmChoice`, one for each bucket. Defaults to none.
     """
 
     refs: list

@@ -102,5 +102,5 @@ def merging_group(strategy: Any) -> ProcessGroup:
 
 
 def _local_steps() -> Any:
-    """Return the local steps of the optimizer of the running loop's model."""
+    """Return the feature of local steps of the running loop's optimizer."""
     return loops.current().model.optimizer.features.local_steps  # type: ignore[union-attr]

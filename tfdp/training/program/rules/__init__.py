@@ -1,6 +1,13 @@
 """Rules: the form of an operation's outputs, by the forms of its inputs.
 
-A rule returns a `Decision`, or `None` if it does not apply to the operation.
+A rule returns a `Decision`: how replicas build an operation. It returns `None` if it
+does not apply to the operation, which then may have to run on the whole batch. Own rows
+are the block of rows of the global batch that a replica has; the `Fact` of a tensor is
+what is known of it: its form, such as own rows, and its sizes.
+
+The `build` function of a decision creates the operation on one replica. It receives the
+`Builder` of the replica, the operation of the traced program, and the values that the
+replica has of its inputs; it returns the values that the replica has of the outputs.
 
 Reading order:
     elementwise: operations on elements, and linear ones
@@ -89,12 +96,12 @@ def decide(view: View) -> Decision:
 
 
 def _first_decision(rules: Sequence[Callable], view: View) -> Decision | None:
-    """Return the first decision of some rules, or `None`."""
+    """Return the decision of the first rule that applies, or `None` if none does."""
     return next((decision for rule in rules if (decision := rule(view))), None)
 
 
 def _whole_outputs(view: View) -> list[Fact]:
-    """Return the facts of an operation's outputs on whole inputs."""
+    """Return the `Fact`s of an operation's outputs when its inputs are whole."""
     shapes = [fact.sizes for fact in view.facts if fact.sizes is not None]
     if shapes and view.type in ELEMENTWISE and len(shapes) == len(view):
         return [whole(broadcast(shapes))]

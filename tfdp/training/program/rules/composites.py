@@ -30,7 +30,7 @@ def decide_composite(view: View) -> Decision | None:
 
 
 def _decide_sparse_output(view: View) -> Decision | None:
-    """Decide how to build an operation that creates a sparse tensor, which is whole."""
+    """Decide how replicas build an operation that creates a sparse, whole tensor."""
     size = _ROWS_OF_SPARSE[view.type](view)
     if size is None:
         return None
@@ -39,17 +39,21 @@ def _decide_sparse_output(view: View) -> Decision | None:
     return Decision([WHOLE] * len(view), outputs, is_whole=Form.ROWS in view.forms())
 
 
-def _build_and_take_rows(builder: Any, op: Any, inputs: list) -> list:
-    """Build the operation on whole inputs, and slice own rows of its output."""
-    whole = builder.copy(op, inputs)[0]
+def _build_and_take_rows(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build the operation on whole inputs, and slice this replica's rows."""
+    whole = builder.copy(op, replica_inputs)[0]
     whole.set_shape(op.outputs[0].shape)
     return [builder.take_rows(op.outputs[0], whole)]
 
 
 def _rows_by_value(index: int) -> Callable[[View], Size | None]:
-    """Return a function that returns the first element of an input such as a shape."""
+    """Return a function that reads the number of rows from an input, as a shape.
+
+    `index` is that of the input, whose first element is the number.
+    """
 
     def size(view: View) -> Size | None:
+        """Return the first element of the input, or `None` if not known."""
         value = view.facts[index].value
         return None if value is None or not value.size else value.ravel()[0]
 
@@ -63,9 +67,13 @@ def _rows_of_first_input(view: View) -> Size | None:
 
 
 def _rows_by_splits(index: int) -> Callable[[View], Size | None]:
-    """Return a function that returns the number of rows by an input of row splits."""
+    """Return a function that returns the number of rows by an input of row splits.
+
+    `index` is that of the input.
+    """
 
     def size(view: View) -> Size | None:
+        """Return the number of rows of the batch if the row splits are those of it."""
         return rows(1) if view.facts[index].sizes == (SPLITS,) else None
 
     return size

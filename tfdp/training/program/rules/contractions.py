@@ -17,13 +17,18 @@ _CONTRACTIONS = operations("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsu
 
 
 def decide_contraction(view: View) -> Decision | None:
-    """Decide how to build a product of matrices or an `Einsum` of own rows."""
+    """Decide how replicas build a product of matrices or an `Einsum` of own rows."""
     labels = _labels(view) if view.type in _CONTRACTIONS else None
     return None if labels is None else _decide_from_labels(view, *labels)
 
 
 def _labels(view: View) -> tuple[list[str], str] | None:
-    """Return labels of the axes: a string for each input, and one for the output."""
+    """Return letters that name the axes, as in the equation of an `Einsum`.
+
+    Returns:
+        Tuple of a list with a string for each input, and the string of the output, such
+        as `(["ik", "kj"], "ij")`; or `None` if a rank is not known.
+    """
     if view.type == "Einsum":
         return _einsum_labels(view)
     ranks = [fact.rank for fact in view.facts if fact.rank is not None]
@@ -41,7 +46,12 @@ def _labels(view: View) -> tuple[list[str], str] | None:
 
 
 def _einsum_labels(view: View) -> tuple[list[str], str] | None:
-    """Return labels of the axes from the equation of an `Einsum`."""
+    """Return labels of the axes from the equation of an `Einsum`.
+
+    Returns:
+        Tuple as of `_labels`; or `None` if a rank is not known, or a label occurs twice
+        in one input.
+    """
     equation = view.attribute("equation")
     equation = equation.decode() if isinstance(equation, bytes) else equation
     inputs, output = equation.split("->")
@@ -64,7 +74,13 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
 def _decide_from_labels(
     view: View, inputs: Sequence[str], output: str
 ) -> Decision | None:
-    """Decide how to build a contraction, from the labels of its axes."""
+    """Decide how to build a contraction, from the labels of its axes.
+
+    Args:
+        view: `View` of the operation.
+        inputs: Sequence of strings, the labels of the axes of each input.
+        output: String, the labels of the axes of the output.
+    """
     if any(fact.sizes is None for fact in view.facts):
         return None
     row_labels = [
@@ -97,7 +113,13 @@ def _decide_from_labels(
 def _output_sizes(
     inputs: Sequence[str], output: str, facts: Sequence[Fact]
 ) -> tuple[Size, ...]:
-    """Return the sizes of the output from those of the inputs."""
+    """Return the sizes of the output from those of the inputs.
+
+    Args:
+        inputs: Sequence of strings, the labels of the axes of each input.
+        output: String, the labels of the axes of the output.
+        facts: Sequence of `Fact`, one for each input, with known sizes.
+    """
     sizes: dict[str, Size] = {}
     for text, fact in zip(inputs, facts, strict=True):
         assert fact.sizes is not None

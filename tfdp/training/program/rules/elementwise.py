@@ -77,7 +77,7 @@ _NOT_BROADCASTING = frozenset(("AddN", *_UPSTREAM_INPUT))
 
 
 def decide_zeros(view: View) -> Decision | None:
-    """Decide how to build zeros or ones that follow from the number of rows alone.
+    """Decide how replicas build zeros or ones that follow from the number of rows.
 
     The input is then not needed, so that a loop does not keep it for its gradient.
     """
@@ -93,8 +93,8 @@ def decide_zeros(view: View) -> Decision | None:
     return Decision([NOTHING], [Fact(form, fact.axis, fact.sizes)], _build_zeros)
 
 
-def _build_zeros(builder: Any, op: Any, inputs: list) -> list:
-    """Build zeros or ones of this replica's shape."""
+def _build_zeros(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build zeros or ones in the shape that the output has on this replica."""
     (fact,), (result,) = builder.facts_of(op.outputs), op.outputs
     make = tf.zeros if op.type == "ZerosLike" else tf.ones
     zeros = make(builder.shape_of(fact), result.dtype)
@@ -102,7 +102,7 @@ def _build_zeros(builder: Any, op: Any, inputs: list) -> list:
 
 
 def decide_linear(view: View) -> Decision | None:
-    """Decide how to build an operation on partial sums that is linear in them."""
+    """Decide how replicas build an operation on partial sums that is linear in them."""
     if view.type in _SHAPE_ONLY:
         return Decision([AS_HELD] * len(view), view.whole_outputs())
     parts = [i for i, fact in enumerate(view.facts) if fact.form is Form.PART]
@@ -121,7 +121,9 @@ def decide_linear(view: View) -> Decision | None:
 
 
 def _sizes_of_partial_sum(view: View) -> Any:
-    """Return the sizes of a partial sum, of which some may be multiples of the rows.
+    """Return the shape of a partial sum, with multiples of the number of rows.
+
+    The shape is a tuple of `Size`, or `None` if only TensorFlow may know it.
 
     With static sizes alone, the axis of rows of a batch of one row would look like an
     axis that broadcasts.
@@ -135,7 +137,7 @@ def _sizes_of_partial_sum(view: View) -> Any:
 
 
 def _shape_from_second_input(view: View) -> Any:
-    """Return the shape of the output if it follows from the second input."""
+    """Return the shape of the output if it follows from the second input, or `None`."""
     data, target = view.facts[0].sizes, view.facts[1].value
     if target is None or any(size == number(-1) for size in target):
         return None
@@ -147,7 +149,7 @@ def _shape_from_second_input(view: View) -> Any:
 
 
 def _linear_inputs(view: View, parts: list[int]) -> list[int]:
-    """Return the inputs in which an operation is linear.
+    """Return the indices of the inputs in which an operation is linear.
 
     Args:
         view: `View` of the operation.
@@ -155,7 +157,7 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
     """
     kind, dtype = view.type, view.op.outputs[0].dtype if view.op.outputs else tf.bool
     if kind in ("Cast", "Mean") and not dtype.is_floating:
-        return []  # The result is rounded, which is not linear.
+        return []  # Rounding of the result is not linear.
     if kind in _PADDED_WITH:
         added = view.numbers(_PADDED_WITH[kind])
         if added is None or added.any():
@@ -169,7 +171,7 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
 
 
 def decide_elementwise(view: View) -> Decision | None:
-    """Decide how to build an element-wise operation on own rows."""
+    """Decide how replicas build an element-wise operation on own rows."""
     if view.type not in ELEMENTWISE:
         return None
     if view.type == "Bitcast":
@@ -200,7 +202,7 @@ def decide_elementwise(view: View) -> Decision | None:
 
 
 def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
-    """Return the need for an operand of an element-wise operation on own rows.
+    """Return the form in which an element-wise operation on own rows needs an operand.
 
     Args:
         view: `View` of the operation.
@@ -223,7 +225,10 @@ def _selects_by_vector(view: View) -> bool:
 
 
 def _decide_unknown_rank(view: View) -> Decision | None:
-    """Decide how to build an operation of unknown rank on a tensor and scalars."""
+    """Decide how replicas build an operation of unknown rank, with scalars.
+
+    One input has own rows, all others are scalars.
+    """
     others = [fact for fact in view.facts if not fact.is_rows]
     own = [fact for fact in view.facts if fact.is_rows]
     if len(own) != 1 or any(fact.rank != 0 for fact in others):
@@ -232,13 +237,13 @@ def _decide_unknown_rank(view: View) -> Decision | None:
     return Decision(needs, [own[0]])
 
 
-def _build_ensure_shape(builder: object, op: object, inputs: list) -> list:
-    """Build `tf.ensure_shape` without a check of the number of rows."""
+def _build_ensure_shape(builder: object, op: object, replica_inputs: list) -> list:
+    """Build `tf.ensure_shape` without a check of this replica's number of rows."""
     fact: Fact = builder.facts_of(op.inputs)[0]  # type: ignore[attr-defined]
     shape = op.get_attr("shape")  # type: ignore[attr-defined]
     sizes_ = tf.TensorShape(shape).as_list()
     sizes_[fact.axis] = None
-    return [tf.ensure_shape(inputs[0], sizes_)]
+    return [tf.ensure_shape(replica_inputs[0], sizes_)]
 
 
 def compares_with_itself(op: Any) -> bool:
@@ -249,7 +254,7 @@ def compares_with_itself(op: Any) -> bool:
 
 
 def decide_local(view: View) -> Decision | None:
-    """Decide how to build an operation on values of this replica alone.
+    """Decide how replicas build an operation on values of one replica alone.
 
     Such values exist inside of a layer that handles the rows of each replica
     separately.
@@ -271,7 +276,9 @@ def decide_local(view: View) -> Decision | None:
 
 
 def _decide_parts_by_local(view: View) -> Decision | None:
-    """Decide how to build a linear operation on partial sums and local values.
+    """Decide how replicas build a linear operation on partial sums and local values.
+
+    A local value is one of this replica alone, see `Form.LOCAL`.
 
     An example is the gradient of a product with a value of this replica alone.
     """
@@ -288,12 +295,12 @@ def _decide_parts_by_local(view: View) -> Decision | None:
     return Decision(needs, decision.outputs, _build_zero_without_rows)
 
 
-def _build_zero_without_rows(builder: Any, op: Any, inputs: list) -> list:
-    """Build partial sums that are zero on a replica without rows.
+def _build_zero_without_rows(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build partial sums, which are zero on a replica without rows.
 
     Values of such a replica alone are undefined.
     """
-    outputs = builder.copy(op, inputs)
+    outputs = builder.copy(op, replica_inputs)
     if not builder.may_be_empty:
         return outputs
     has_rows = builder.own_rows > 0

@@ -30,7 +30,7 @@ Shape = tuple[Size, ...]
 
 
 def decide_layout(view: View) -> Decision | None:
-    """Decide how to build an operation that arranges elements."""
+    """Decide how replicas build an operation that arranges elements."""
     if view.type in _RULES_OF_ANY_INPUT:
         return _RULES_OF_ANY_INPUT[view.type](view)
     if view.type not in _RULES_OF_FIRST_INPUT:
@@ -41,10 +41,10 @@ def decide_layout(view: View) -> Decision | None:
     return _RULES_OF_FIRST_INPUT[view.type](view, data, data.sizes)
 
 
-def _reshape(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build a reshape that keeps the axes before that of rows."""
+def _reshape(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+    """Decide how replicas build a reshape that keeps the axes before that of rows."""
     target = view.facts[1].value
-    reshaped = None if target is None else _reshaped(data, list(target))
+    reshaped = None if target is None else _reshaped(input_fact, list(target))
     if reshaped is None:
         return None
     shape, axis = reshaped
@@ -55,16 +55,21 @@ def _reshape(view: View, data: Fact, before: Shape) -> Decision | None:
     return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)], build)
 
 
-def _reshaped(data: Fact, target: list[Size]) -> tuple[Shape, int] | None:
-    """Return shape and axis of rows after a reshape, or `None` if rows are mixed."""
-    assert data.sizes is not None
-    before = product(data.sizes[: data.axis])
-    after = product(data.sizes[data.axis + 1 :])
+def _reshaped(input_fact: Fact, target: list[Size]) -> tuple[Shape, int] | None:
+    """Return shape and axis of rows after a reshape, or `None` if rows are mixed.
+
+    Args:
+        input_fact: `Fact` of the tensor before the reshape.
+        target: List of `Size`, the shape input of the reshape; -1 is unknown.
+    """
+    assert input_fact.sizes is not None
+    before = product(input_fact.sizes[: input_fact.axis])
+    after = product(input_fact.sizes[input_fact.axis + 1 :])
     if not after.is_free or not before.is_free:
         return None
     unknown = [i for i, size in enumerate(target) if size == number(-1)]
     for axis, size in enumerate(target):
-        if not _are_equal(target[:axis], data.sizes[: data.axis]):
+        if not _are_equal(target[:axis], input_fact.sizes[: input_fact.axis]):
             continue
         rest = [other for i, other in enumerate(target) if i > axis]
         has_rows = size.kind == "rows" or unknown == [axis]
@@ -74,14 +79,14 @@ def _reshaped(data: Fact, target: list[Size]) -> tuple[Shape, int] | None:
         if any(not other.is_free for other in rest if other != number(-1)):
             return None
         inner = product(other for other in rest if other != number(-1))
-        if _may_mix_rows(data, after, inner, size):
+        if _may_mix_rows(input_fact, after, inner, size):
             return None
-        multiple = _multiple(data, after, inner, size)
+        multiple = _multiple(input_fact, after, inner, size)
         if unknown and unknown != [axis]:
             (place,) = unknown
             if place < axis:
                 return None
-            missing = _open_size(data, after, inner, size)
+            missing = _open_size(input_fact, after, inner, size)
             target = [*target[:place], missing, *target[place + 1 :]]
         elif is_static and size.kind == "number":
             return None
@@ -89,9 +94,15 @@ def _reshaped(data: Fact, target: list[Size]) -> tuple[Shape, int] | None:
     return None
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether shapes are known and equal, apart from axes of size one."""
-    sizes_of_one, sizes_of_other = _without_trivial(one), _without_trivial(other)
+def _are_equal(shape: Any, other_shape: Any) -> bool:
+    """Return whether shapes are known and equal, apart from axes of size one.
+
+    A known shape has only sizes that are numbers.
+    """
+    sizes_of_one, sizes_of_other = (
+        _without_trivial(shape),
+        _without_trivial(other_shape),
+    )
     are_known = all(size.kind == "number" for size in sizes_of_one)
     return are_known and sizes_of_one == sizes_of_other
 
@@ -101,71 +112,78 @@ def _without_trivial(shape: Any) -> list[Size]:
     return [size for size in shape if size != ONE]
 
 
-def _multiple(data: Fact, after: Size, inner: Size, size: Size) -> int | None:
+def _multiple(input_fact: Fact, after: Size, inner: Size, size: Size) -> int | None:
     """Return the number of entries per row after a reshape, or `None` if not known.
 
     Args:
-        data: `Fact` of the tensor before the reshape.
+        input_fact: `Fact` of the tensor before the reshape.
         after: `Size`, product of the sizes after the axis of rows, before the reshape.
         inner: `Size`, product of the known sizes after it in the target shape.
         size: `Size` of the axis of rows in the target shape.
     """
     if size.kind == "rows":
         return size.number
-    assert data.sizes is not None
-    if data.multiple is None or after.kind != "number" or inner.kind != "number":
+    assert input_fact.sizes is not None
+    if input_fact.multiple is None or after.kind != "number" or inner.kind != "number":
         same = after == inner and after.kind == "number"
-        return data.multiple if same else None
+        return input_fact.multiple if same else None
     if not inner.number:
         return None
-    return data.multiple * after.number // inner.number
+    return input_fact.multiple * after.number // inner.number
 
 
-def _may_mix_rows(data: Fact, after: Size, inner: Size, size: Size) -> bool:
+def _may_mix_rows(input_fact: Fact, after: Size, inner: Size, size: Size) -> bool:
     """Return whether a reshape may put entries of two rows into one.
 
     An example is a reshape of [rows, 3] to [-1, 2]. The arguments are those of
     `_multiple`.
     """
-    assert data.sizes is not None
+    assert input_fact.sizes is not None
     if size.kind == "rows" and size.number is not None:
-        if data.multiple is None or after.kind != "number":
+        if input_fact.multiple is None or after.kind != "number":
             return False
-        return bool(data.multiple * after.number % size.number)
+        return bool(input_fact.multiple * after.number % size.number)
     if inner.kind != "number":
         return True  # The unknown size may cut a row at any place.
     if not inner.number:
         return False
     # Unknown sizes of a row can only multiply the product of the known ones. If that
     # product is divisible, the number of entries of a row is.
-    known = [n.number for n in data.sizes[data.axis + 1 :] if n.kind == "number"]
-    return bool((data.multiple or 1) * math.prod(known) % inner.number)
+    known = [
+        n.number for n in input_fact.sizes[input_fact.axis + 1 :] if n.kind == "number"
+    ]
+    return bool((input_fact.multiple or 1) * math.prod(known) % inner.number)
 
 
-def _open_size(data: Fact, after: Size, inner: Size, size: Size) -> Size:
+def _open_size(input_fact: Fact, after: Size, inner: Size, size: Size) -> Size:
     """Return the size that replaces a -1 on another axis than that of rows.
 
     The arguments are those of `_multiple`.
     """
-    known = None not in (data.multiple, size.number)
+    known = None not in (input_fact.multiple, size.number)
     if known and after.kind == inner.kind == "number" and inner.number:
-        assert data.multiple is not None
-        return number(data.multiple * after.number // (size.number * inner.number))
+        assert input_fact.multiple is not None
+        return number(
+            input_fact.multiple * after.number // (size.number * inner.number)
+        )
     return sizes.FREE
 
 
-def _build_reshape(builder: Any, op: Any, inputs: list) -> list:
-    """Build a reshape, or return its input if the static shape is the same."""
+def _build_reshape(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build a reshape on this replica, or return its input if it changes nothing."""
     shape = builder.own_static_shape(op.outputs[0], builder.fact(op.outputs[0]))
-    is_same = shape.is_fully_defined() and shape == inputs[0].shape
-    return inputs[:1] if is_same else builder.copy(op, inputs)
+    is_same = shape.is_fully_defined() and shape == replica_inputs[0].shape
+    return replica_inputs[:1] if is_same else builder.copy(op, replica_inputs)
 
 
-def _build_open_reshape(builder: Any, op: Any, inputs: list) -> list:
-    """Build a reshape with a -1, computed here since TensorFlow cannot without rows."""
+def _build_open_reshape(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build a reshape with a -1 on this replica, whose size is computed here.
+
+    TensorFlow cannot compute it for a tensor without rows.
+    """
     (fact,) = builder.facts_of(op.outputs)
     data, target = builder.facts_of(op.inputs)
-    source, shape_input = inputs
+    source, shape_input = replica_inputs
     parts: list[Any] = []
     for axis, size in enumerate(fact.sizes):
         if size.kind == "number":
@@ -185,51 +203,61 @@ def _build_open_reshape(builder: Any, op: Any, inputs: list) -> list:
     return [builder.with_shape(tf.reshape(source, parts), op.outputs[0], fact)]
 
 
-def _transpose(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build a transpose: it moves the axis of rows."""
+def _transpose(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+    """Decide how replicas build a transpose of own rows: it moves their axis."""
     permutation = view.numbers(1)
     if permutation is None:
         return None
     order = [int(axis) for axis in permutation]
-    shape = tuple(before[axis] for axis in order)
-    return Decision([AS_HELD, WHOLE], [own_rows(shape, order.index(data.axis))])
+    shape = tuple(input_sizes[axis] for axis in order)
+    return Decision([AS_HELD, WHOLE], [own_rows(shape, order.index(input_fact.axis))])
 
 
-def _expand_dims(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build an `ExpandDims`, which inserts an axis of size one."""
+def _expand_dims(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+    """Decide how replicas build an `ExpandDims`, which inserts an axis of size one."""
     place = view.numbers(1)
     if place is None:
         return None
-    return Decision([AS_HELD, WHOLE], [_with_axis(data, before, int(place), ONE)])
+    return Decision(
+        [AS_HELD, WHOLE], [_with_axis(input_fact, input_sizes, int(place), ONE)]
+    )
 
 
-def _with_axis(data: Fact, before: Shape, place: int, size: Size) -> Fact:
-    """Return the fact of own rows after the insertion of an axis."""
-    axis = place % (len(before) + 1)
-    shape = (*before[:axis], size, *before[axis:])
-    return own_rows(shape, data.axis + (axis <= data.axis))
+def _with_axis(input_fact: Fact, input_sizes: Shape, place: int, size: Size) -> Fact:
+    """Return the `Fact` of own rows after the insertion of an axis.
+
+    Args:
+        input_fact: `Fact` before the insertion.
+        input_sizes: Tuple of `Size`, the shape before the insertion.
+        place: Int, index of the new axis; negative from the end.
+        size: `Size` of the new axis.
+    """
+    axis = place % (len(input_sizes) + 1)
+    shape = (*input_sizes[:axis], size, *input_sizes[axis:])
+    return own_rows(shape, input_fact.axis + (axis <= input_fact.axis))
 
 
-def _squeeze(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build a `Squeeze`, which removes axes of size one."""
-    taken = {axis % len(before) for axis in view.attribute("squeeze_dims") or ()}
+def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+    """Decide how replicas build a `Squeeze`, which removes axes of size one."""
+    taken = {axis % len(input_sizes) for axis in view.attribute("squeeze_dims") or ()}
     if not taken:
-        taken = {axis for axis, size in enumerate(before) if size == ONE}
-        if any(s.kind in ("free", "unknown") for s in before):
+        taken = {axis for axis, size in enumerate(input_sizes) if size == ONE}
+        if any(s.kind in ("free", "unknown") for s in input_sizes):
             return None
-    if data.axis in taken:
+    if input_fact.axis in taken:
         return None
-    shape = tuple(size for axis, size in enumerate(before) if axis not in taken)
-    axis = data.axis - sum(other < data.axis for other in taken)
+    shape = tuple(size for axis, size in enumerate(input_sizes) if axis not in taken)
+    axis = input_fact.axis - sum(other < input_fact.axis for other in taken)
 
-    def build(builder: Any, op: Any, inputs: list) -> list:
-        return [tf.squeeze(inputs[0], sorted(taken))]
+    def build(builder: Any, op: Any, replica_inputs: list) -> list:
+        """Remove these axes only: on this replica that of rows may have size one."""
+        return [tf.squeeze(replica_inputs[0], sorted(taken))]
 
     return Decision([AS_HELD], [own_rows(shape, axis)], build)
 
 
 def _broadcast(view: View) -> Decision | None:
-    """Decide how to build a broadcast of own rows, or to a shape with the rows."""
+    """Decide how replicas build a broadcast with own rows as input or output."""
     data, target = view.facts[0], view.facts[1].value
     if target is None or data.sizes is None:
         return None
@@ -253,7 +281,7 @@ def _broadcast(view: View) -> Decision | None:
 
 
 def _fill(view: View) -> Decision | None:
-    """Decide how to build a tensor of one value whose shape has the number of rows."""
+    """Decide how replicas build a tensor of one value with an axis of rows."""
     shape = view.facts[0].value
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None:
@@ -262,7 +290,7 @@ def _fill(view: View) -> Decision | None:
 
 
 def _range(view: View) -> Decision | None:
-    """Decide how to build the range of row numbers: a replica has its own."""
+    """Decide how replicas build the range of row numbers: each has its own."""
     limit = view.facts[1].value
     if limit is None or (view.numbers(0), view.numbers(2)) != (0, 1):
         return None
@@ -270,7 +298,8 @@ def _range(view: View) -> Decision | None:
     if limit[()].kind != "rows" or multiple is None:
         return None
 
-    def build(builder: Any, op: Any, inputs: list) -> list:
+    def build(builder: Any, op: Any, replica_inputs: list) -> list:
+        """Build the numbers of this replica's rows."""
         dtype = op.outputs[0].dtype
         begin = tf.cast(builder.first_row * multiple, dtype)
         return [begin + tf.range(tf.cast(builder.own_rows * multiple, dtype))]
@@ -279,7 +308,7 @@ def _range(view: View) -> Decision | None:
 
 
 def _tile(view: View) -> Decision | None:
-    """Decide how to build a tile along other axes than rows, or once per row."""
+    """Decide how replicas build a tile along other axes than rows, or once per row."""
     data, times = view.facts[0], view.facts[1].value
     if data.sizes is None or times is None:
         return None
@@ -295,7 +324,7 @@ def _tile(view: View) -> Decision | None:
 
 
 def _join(view: View) -> Decision | None:
-    """Decide how to build a concatenation or a stack."""
+    """Decide how replicas build a concatenation or a stack."""
     is_stack = view.type == "Pack"
     count = len(view) if is_stack else len(view) - 1
     facts = view.facts[:count]
@@ -329,9 +358,14 @@ def _join(view: View) -> Decision | None:
 
 
 def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
-    """Decide how to build a concatenation of rows, such as real and generated images.
+    """Decide how replicas build a concatenation of rows, such as real and fake images.
 
     The inputs are gathered, and each replica has its block of the concatenated rows.
+
+    Args:
+        view: `View` of the concatenation.
+        facts: Sequence of `Fact`, one for each joined tensor.
+        axis: Int, the axis of rows, along which they are joined.
     """
     counts = [fact.sizes[axis] for fact in facts if fact.sizes is not None]
     total = functools.reduce(operator.add, counts)
@@ -341,63 +375,68 @@ def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
     return Decision([WHOLE] * len(view), [own_rows(shape, axis)], _build_joined_rows)
 
 
-def _build_joined_rows(builder: Any, op: Any, inputs: list) -> list:
-    """Build a concatenation of whole inputs, and slice own rows."""
-    (joined,), (result,) = builder.copy(op, inputs), op.outputs
+def _build_joined_rows(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build a concatenation of whole inputs, and slice this replica's rows."""
+    (joined,), (result,) = builder.copy(op, replica_inputs), op.outputs
     builder.cache_whole(result, joined)
     return [builder.take_rows(result, joined)]
 
 
-def _unstack(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build an unstack along another axis than that of rows."""
-    split = view.attribute("axis") % len(before)
-    if split == data.axis:
+def _unstack(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+    """Decide how replicas build an unstack along another axis than that of rows."""
+    split = view.attribute("axis") % len(input_sizes)
+    if split == input_fact.axis:
         return None
-    shape = (*before[:split], *before[split + 1 :])
-    fact = own_rows(shape, data.axis - (split < data.axis))
+    shape = (*input_sizes[:split], *input_sizes[split + 1 :])
+    fact = own_rows(shape, input_fact.axis - (split < input_fact.axis))
     return Decision([AS_HELD], [fact] * len(view.op.outputs))
 
 
-def _split(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build a split along another axis than that of rows."""
+def _split(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+    """Decide how replicas build a split along another axis than that of rows."""
     is_even = view.type == "Split"
     axis = view.numbers(0 if is_even else 2)
-    if axis is None or int(axis) % len(before) == data.axis:
+    if axis is None or int(axis) % len(input_sizes) == input_fact.axis:
         return None
     needs = [WHOLE, AS_HELD] if is_even else [AS_HELD, WHOLE, WHOLE]
-    return Decision(needs, _same_rows(view, data))
+    return Decision(needs, _same_rows(view, input_fact))
 
 
-def _same_rows(view: View, data: Fact) -> list[Fact]:
-    """Return the facts of outputs with the rows of an input, along the same axis."""
+def _same_rows(view: View, input_fact: Fact) -> list[Fact]:
+    """Return the `Fact`s of outputs that have the rows of an input on the same axis."""
     return [
-        view.rows_output(data.axis, data.multiple, index)
+        view.rows_output(input_fact.axis, input_fact.multiple, index)
         for index in range(len(view.op.outputs))
     ]
 
 
-def _strided_slice(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build a slice that keeps all rows."""
+def _strided_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+    """Decide how replicas build a slice such as `x[:, 1:]`, which keeps all rows."""
     if any(fact.is_rows for fact in view.facts[1:]):
         return None
-    axis = _axis_after_slice(view, data)
+    axis = _axis_after_slice(view, input_fact)
     if axis is None:
         return None
     shape = view.output_sizes()
     if shape is None:
         return None
     needs = [AS_HELD, *_needs_of_bounds(view.facts[1:])]
-    return Decision(needs, [own_rows(with_rows(shape, axis, data.multiple), axis)])
+    return Decision(
+        needs, [own_rows(with_rows(shape, axis, input_fact.multiple), axis)]
+    )
 
 
 def _needs_of_bounds(facts: Sequence[Fact]) -> list[Need]:
-    """Return the needs for bounds of a slice: those from sizes for own rows."""
+    """Return the needed forms of the bounds of a slice.
+
+    Bounds that are computed from sizes are those for own rows, others are whole.
+    """
     return [AS_HELD if fact.form is Form.SIZES else WHOLE for fact in facts]
 
 
-def _axis_after_slice(view: View, data: Fact) -> int | None:
+def _axis_after_slice(view: View, input_fact: Fact) -> int | None:
     """Return the axis of rows after a slice, or `None` unless it keeps all rows."""
-    rank, source = len(data.sizes or ()), view.facts[3].sizes
+    rank, source = len(input_fact.sizes or ()), view.facts[3].sizes
     if source is None or len(source) != 1 or source[0].kind != "number":
         return None
     count = int(source[0].number)
@@ -407,28 +446,30 @@ def _axis_after_slice(view: View, data: Fact) -> int | None:
     for item in range(count):
         bit = 1 << item
         if ellipsis & bit:
-            if axis_in <= data.axis < axis_in + skipped:
-                row_axis = axis_out + data.axis - axis_in
+            if axis_in <= input_fact.axis < axis_in + skipped:
+                row_axis = axis_out + input_fact.axis - axis_in
             axis_in, axis_out = axis_in + skipped, axis_out + skipped
         elif new & bit:
             axis_out += 1
         else:
-            if axis_in == data.axis:
+            if axis_in == input_fact.axis:
                 row_axis = axis_out
-            if not _can_slice(view, item, data, is_rows=axis_in == data.axis):
+            if not _can_slice(
+                view, item, input_fact, is_rows=axis_in == input_fact.axis
+            ):
                 return None
             axis_in += 1
             axis_out += not view.attribute("shrink_axis_mask") & bit
-    return axis_out + data.axis - axis_in if row_axis is None else row_axis
+    return axis_out + input_fact.axis - axis_in if row_axis is None else row_axis
 
 
-def _can_slice(view: View, item: int, data: Fact, *, is_rows: bool) -> bool:
+def _can_slice(view: View, item: int, input_fact: Fact, *, is_rows: bool) -> bool:
     """Return whether an axis can be sliced on each replica as on one device.
 
     Args:
         view: `View` of the slice.
         item: Int, position of the axis in the bounds.
-        data: `Fact` of the sliced tensor.
+        input_fact: `Fact` of the sliced tensor.
         is_rows: Bool, whether the axis is that of rows.
     """
     begin, end, strides = view.facts[1].value, view.facts[2].value, view.numbers(3)
@@ -436,7 +477,7 @@ def _can_slice(view: View, item: int, data: Fact, *, is_rows: bool) -> bool:
         # A bound that holds the number of rows would be that of own rows, and would
         # cut another axis at another place than on one device.
         return not _counts_rows(begin, item) and not _counts_rows(end, item)
-    bit, own = 1 << item, (data.sizes or ())[data.axis]
+    bit, own = 1 << item, (input_fact.sizes or ())[input_fact.axis]
     takes_first = view.attribute("begin_mask") & bit or _equals(begin, item, sizes.ZERO)
     takes_last = view.attribute("end_mask") & bit or _equals(end, item, own)
     has_step = strides is None or strides[item] != 1
@@ -445,17 +486,17 @@ def _can_slice(view: View, item: int, data: Fact, *, is_rows: bool) -> bool:
 
 
 def _counts_rows(values: np.ndarray | None, index: int) -> bool:
-    """Return whether an element is a multiple of the number of rows."""
+    """Return whether an element of an array is a multiple of the number of rows."""
     return values is not None and values[index].kind == "rows"
 
 
 def _equals(values: np.ndarray | None, index: int, size: Size) -> bool:
-    """Return whether an element is known and equal to a size."""
+    """Return whether an element of an array is known and equal to a size."""
     return values is not None and values[index] == size
 
 
 def _strided_slice_grad(view: View) -> Decision | None:
-    """Decide how to build the gradient of a slice that keeps all rows."""
+    """Decide how replicas build the gradient of a slice that keeps all rows."""
     shape, gradient = view.facts[0].value, view.facts[4]
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None or not gradient.is_rows:
@@ -467,34 +508,34 @@ def _strided_slice_grad(view: View) -> Decision | None:
     return Decision([*_needs_of_bounds(view.facts[:4]), AS_HELD], [source])
 
 
-def _slice(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build `tf.slice` if it keeps all rows."""
+def _slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+    """Decide how replicas build a `tf.slice` that keeps all rows."""
     begin, size = view.facts[1].value, view.facts[2].value
-    if begin is None or size is None or begin[data.axis] != sizes.ZERO:
+    if begin is None or size is None or begin[input_fact.axis] != sizes.ZERO:
         return None
-    if size[data.axis] not in (number(-1), before[data.axis]):
+    if size[input_fact.axis] not in (number(-1), input_sizes[input_fact.axis]):
         return None
-    others = [axis for axis in range(len(before)) if axis != data.axis]
+    others = [axis for axis in range(len(input_sizes)) if axis != input_fact.axis]
     if any(_counts_rows(value, axis) for value in (begin, size) for axis in others):
         return None
-    return Decision([AS_HELD] * 3, _same_rows(view, data))
+    return Decision([AS_HELD] * 3, _same_rows(view, input_fact))
 
 
-def _pad(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build a padding of other axes than that of rows."""
+def _pad(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+    """Decide how replicas build a padding of other axes than that of rows."""
     padding = view.numbers(1)
-    if padding is None or padding[data.axis].any():
+    if padding is None or padding[input_fact.axis].any():
         return None
-    needs = [rows_along(data.axis)] + [WHOLE] * (len(view) - 1)
-    outputs = _same_rows(view, data)
+    needs = [rows_along(input_fact.axis)] + [WHOLE] * (len(view) - 1)
+    outputs = _same_rows(view, input_fact)
     if not view.type.startswith("MirrorPad"):
         return Decision(needs, outputs)
     # TensorFlow raises an error where it mirrors a tensor without rows, along any axis.
-    return None if data.axis else Decision(needs, outputs, build_or_use_zero_row)
+    return None if input_fact.axis else Decision(needs, outputs, build_or_use_zero_row)
 
 
 def _concat_offset(view: View) -> Decision | None:
-    """Decide how to build the offsets of a concatenation, from sizes."""
+    """Decide how replicas build the offsets of a concatenation, from sizes."""
     axis = view.numbers(0)
     shapes = [fact.value for fact in view.facts[1:]]
     if axis is None or any(shape is None for shape in shapes):
@@ -513,7 +554,7 @@ def _concat_offset(view: View) -> Decision | None:
 
 
 def _gather(view: View) -> Decision | None:
-    """Decide how to build a gather from a table, or within each row."""
+    """Decide how replicas build a gather from a table, or within each row."""
     data, indices = view.facts[0], view.facts[1]
     axis = view.numbers(2)
     if axis is None or data.sizes is None or indices.sizes is None:
@@ -546,7 +587,7 @@ def _gather(view: View) -> Decision | None:
 
 
 def _segment_sum(view: View) -> Decision | None:
-    """Decide how to build sums by segment, as in the gradient of a gather."""
+    """Decide how replicas build sums by segment, as in the gradient of a gather."""
     data, ids = view.facts[0], view.facts[1]
     if data.sizes is None or ids.sizes is None:
         return None
@@ -562,7 +603,7 @@ def _segment_sum(view: View) -> Decision | None:
 
 
 def _scatter(view: View) -> Decision | None:
-    """Decide how to build the sum of rows at indices, a partial sum."""
+    """Decide how replicas build the sum of rows at indices, a partial sum."""
     indices, updates = view.facts[0], view.facts[1]
     own = indices if indices.is_rows else updates
     if own.axis != 0 or indices.sizes is None or len(indices.sizes) < 2:
@@ -575,24 +616,34 @@ def _scatter(view: View) -> Decision | None:
     return Decision([rows_along(), rows_along(), WHOLE], [part(tuple(target))])
 
 
-def _one_hot(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build one-hot vectors of own rows."""
+def _one_hot(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
+    """Decide how replicas build one-hot vectors of own rows."""
     depth, place = view.facts[1].value, view.attribute("axis")
     size = depth[()] if depth is not None else sizes.FREE
     return Decision(
-        [AS_HELD, WHOLE, WHOLE, WHOLE], [_with_axis(data, before, place, size)]
+        [AS_HELD, WHOLE, WHOLE, WHOLE],
+        [_with_axis(input_fact, input_sizes, place, size)],
     )
 
 
-def _operate_along_axes(view: View, data: Fact, before: Shape) -> Decision | None:
-    """Decide how to build an operation along some axes, such as a running sum."""
+def _operate_along_axes(
+    view: View, input_fact: Fact, input_sizes: Shape
+) -> Decision | None:
+    """Decide how replicas build an operation along some axes, such as a running sum.
+
+    It is not divided if one of these axes is that of rows.
+    """
     axes = view.numbers(2 if view.type == "Roll" else 1)
-    if axes is None or data.axis in {int(a) % len(before) for a in np.ravel(axes)}:
+    if axes is None or input_fact.axis in {
+        int(a) % len(input_sizes) for a in np.ravel(axes)
+    }:
         return None
-    return Decision([AS_HELD] + [WHOLE] * (len(view) - 1), [data])
+    return Decision([AS_HELD] + [WHOLE] * (len(view) - 1), [input_fact])
 
 
-# Rules that need own rows as first input, and receive its fact and sizes.
+# Rules for operations whose first input has own rows. They receive the view of the
+# operation, and the fact and the sizes of that input. All return `None` if the
+# operation mixes rows, or if sizes that they depend on are not known.
 _RULES_OF_FIRST_INPUT = table(
     {
         "CumulativeLogsumexp Cumprod Cumsum ReverseV2 Roll": _operate_along_axes,
@@ -608,7 +659,8 @@ _RULES_OF_FIRST_INPUT = table(
         "Unpack": _unstack,
     }
 )
-# Rules that find the input of own rows themselves.
+# Rules that find the input of own rows themselves. They receive the view of the
+# operation.
 _RULES_OF_ANY_INPUT = table(
     {
         "BroadcastTo": _broadcast,

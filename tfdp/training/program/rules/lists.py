@@ -21,23 +21,26 @@ from tfdp.training.program.view import AS_HELD, WHOLE, Decision, Need, View, nee
 
 
 def decide_list(view: View) -> Decision | None:
-    """Decide how to build an operation on a list of tensors or an optional."""
+    """Decide how replicas build an operation on a list of tensors or an optional."""
     return _LISTS[view.type](view) if view.type in _LISTS else None
 
 
 def _empty(view: View) -> Decision:
-    """Decide how to build a new list, of the same length on every replica."""
+    """Decide how replicas build a new list, of the same length on every replica."""
     return Decision([AS_HELD, WHOLE], [Fact(Form.EMPTY)], _build_empty)
 
 
-def _build_empty(builder: Any, op: Any, inputs: list) -> list:
-    """Build a new list, whose items may have any number of rows on each replica."""
+def _build_empty(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build a new list on this replica, whose items may have any number of rows."""
     shape = tf.constant(_element_shape(op.inputs[0]), op.inputs[0].dtype)
-    return builder.copy(op, [shape, inputs[1]])
+    return builder.copy(op, [shape, replica_inputs[1]])
 
 
 def _element_shape(shape_input: Any) -> Any:
-    """Return the static shape of the items as ints, -1 where not known."""
+    """Return the static shape of the items as ints, -1 where not known.
+
+    `shape_input` is the tensor with the shape. With an unknown rank the result is -1.
+    """
     shape = tf.get_static_value(shape_input, partial=True)
     if shape_input.shape.rank != 1 or shape_input.shape[0] is None:
         return -1
@@ -47,7 +50,7 @@ def _element_shape(shape_input: Any) -> Any:
 
 
 def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
-    """Return the need for an item to add to a list, and the new fact of the list.
+    """Return the form of an item to add to a list, and the list's new `Fact`.
 
     Args:
         listed: `Fact` of the list.
@@ -67,7 +70,7 @@ def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
 
 
 def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
-    """Return the fact of a list after adding an item that may have another shape."""
+    """Return a list's `Fact` after adding an item that may have another shape."""
     if listed.sizes == item.sizes or None in (listed.sizes, item.sizes):
         return listed
     shape = sizes.common([listed.sizes, item.sizes])
@@ -77,13 +80,13 @@ def _with_sizes_of(listed: Fact, item: Fact) -> Fact:
 
 
 def _add_item(view: View) -> Decision:
-    """Decide how to build the addition of an item to a list."""
+    """Decide how replicas build the addition of an item to a list."""
     need, fact = _need_of_item(view.facts[0], view.facts[-1])
     return Decision([AS_HELD, *[WHOLE] * (len(view) - 2), need], [fact])
 
 
 def _get_item(view: View) -> Decision | None:
-    """Decide how to build a read of an item."""
+    """Decide how replicas build a read of an item of a list."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
@@ -92,12 +95,15 @@ def _get_item(view: View) -> Decision | None:
 
 
 def _shape_need(listed: Fact) -> Need:
-    """Return the need for the shape of items, the replica's own for own rows."""
+    """Return the needed form of the shape input: that of own rows for own rows.
+
+    `listed` is the `Fact` of the list, the shape that of its items.
+    """
     return AS_HELD if listed.is_rows else WHOLE
 
 
 def _pop(view: View) -> Decision | None:
-    """Decide how to build the removal of the last item."""
+    """Decide how replicas build the removal of the last item of a list."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY:
         return None
@@ -107,7 +113,13 @@ def _pop(view: View) -> Decision | None:
 
 
 def _fact_of_item(view: View, listed: Fact, index: int) -> Fact:
-    """Return the fact of an item, which is the output with an index."""
+    """Return the `Fact` of an item that an operation reads from a list.
+
+    Args:
+        view: `View` of the operation.
+        listed: `Fact` of the list.
+        index: Int, index of the output that is the item.
+    """
     shape, known = listed.sizes, view.output_sizes(index)
     if listed.value is not None:
         return Fact(Form.SIZES, sizes=shape, value=listed.value)
@@ -126,30 +138,30 @@ def _fact_of_item(view: View, listed: Fact, index: int) -> Fact:
     return Fact(listed.form, listed.axis, shape)
 
 
-def _build_with_item_shape(builder: Any, op: Any, inputs: list) -> list:
-    """Build a read of one item or all items, with this replica's shape."""
+def _build_with_item_shape(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build a read of one item or all, with the items' shape on this replica."""
     (fact,) = builder.facts_of(op.outputs)
     item = fact
     if op.type == "TensorListStack":
         item = Fact(fact.form, fact.axis - 1, (fact.sizes or ())[1:])
-    *others, shape = inputs
+    *others, shape = replica_inputs
     (result,) = builder.copy(op, [*others, builder.item_shape(item, shape)])
     return [builder.with_shape(result, op.outputs[0], fact)]
 
 
-def _build_pop(builder: Any, op: Any, inputs: list) -> list:
+def _build_pop(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build the removal of the last item, with its shape on this replica."""
     fact = builder.facts_of(op.outputs)[1]
     known = builder.own_static_shape(op.outputs[1], fact)
     # The shape is passed as a constant, from which Grappler removes operations that
     # need no more of the item than its shape.
     shape = -1 if known.rank is None else [-1 if n is None else n for n in known]
-    rest, item = builder.copy(op, [inputs[0], tf.constant(shape, tf.int32)])
+    rest, item = builder.copy(op, [replica_inputs[0], tf.constant(shape, tf.int32)])
     return [rest, builder.with_shape(item, op.outputs[1], fact)]
 
 
 def _stack(view: View) -> Decision | None:
-    """Decide how to build a stack of all items."""
+    """Decide how replicas build a stack of all items of a list."""
     listed = view.facts[0]
     if listed.form is Form.EMPTY or listed.sizes is None:
         return None
@@ -161,7 +173,7 @@ def _stack(view: View) -> Decision | None:
 
 
 def _from_tensor(view: View) -> Decision | None:
-    """Decide how to build a list of the slices of a tensor along its first axis."""
+    """Decide how replicas build a list of the slices of a tensor on its first axis."""
     data = view.facts[0]
     if data.sizes is None or (data.is_rows and data.axis == 0):
         return None
@@ -171,17 +183,17 @@ def _from_tensor(view: View) -> Decision | None:
     return Decision([AS_HELD, AS_HELD], [fact], _build_from_tensor)
 
 
-def _build_from_tensor(builder: Any, op: Any, inputs: list) -> list:
-    """Build a list from a tensor, whose items may have any number of rows."""
+def _build_from_tensor(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build a list of slices on this replica, which may have any number of rows."""
     # The gradient of a loop needs the rank of items, so the shape is given as -1 for
     # each axis where the rank is known.
-    rank = inputs[0].shape.rank
+    rank = replica_inputs[0].shape.rank
     shape = -1 if rank is None else np.full([rank - 1], -1)
-    return builder.copy(op, [inputs[0], tf.constant(shape, op.inputs[1].dtype)])
+    return builder.copy(op, [replica_inputs[0], tf.constant(shape, op.inputs[1].dtype)])
 
 
 def _optional_from_value(view: View) -> Decision | None:
-    """Decide how to build the creation of an optional value."""
+    """Decide how replicas build the creation of an optional value."""
     if len(view) != 1:
         return None
     need, fact = _need_of_item(Fact(Form.EMPTY), view.facts[0])
@@ -189,7 +201,7 @@ def _optional_from_value(view: View) -> Decision | None:
 
 
 def _optional_value(view: View) -> Decision | None:
-    """Decide how to build a read of an optional value."""
+    """Decide how replicas build a read of an optional value."""
     if len(view.op.outputs) != 1 or view.facts[0].form is Form.EMPTY:
         return None
     return Decision(
@@ -197,12 +209,12 @@ def _optional_value(view: View) -> Decision | None:
     )
 
 
-def _build_optional_value(builder: Any, op: Any, inputs: list) -> list:
+def _build_optional_value(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build a read of an optional value, with its shape on this replica."""
     (fact,) = builder.facts_of(op.outputs)
     shape = builder.own_static_shape(op.outputs[0], fact)
     (value,) = tf.raw_ops.OptionalGetValue(
-        optional=inputs[0],
+        optional=replica_inputs[0],
         output_types=[op.outputs[0].dtype],
         output_shapes=[shape],
     )

@@ -20,33 +20,39 @@ _REDUCED_TWICE = frozenset(("All", "Any", "Max", "Min", "Prod"))
 
 
 def decide_reduction(view: View) -> Decision | None:
-    """Decide how to build a reduction of own rows."""
-    data = view.facts[0]
-    if not data.is_rows or data.sizes is None:
+    """Decide how replicas build a reduction of own rows."""
+    input_fact = view.facts[0]
+    if not input_fact.is_rows or input_fact.sizes is None:
         return None
     if view.type == "L2Loss":
         return Decision([AS_HELD], [part(())])
     if view.type in _INDEX_REDUCTIONS:
         axes = view.numbers(1)
-        known = None if axes is None else {int(axes) % len(data.sizes)}
+        known = None if axes is None else {int(axes) % len(input_fact.sizes)}
         return (
-            None if known is None else _decide_over_other_axes(data, known, keeps=False)
+            None
+            if known is None
+            else _decide_over_other_axes(input_fact, known, keeps=False)
         )
-    return _decide_over_axes(view, data) if view.type in REDUCTIONS else None
+    return _decide_over_axes(view, input_fact) if view.type in REDUCTIONS else None
 
 
-def _decide_over_axes(view: View, data: Fact) -> Decision | None:
-    """Decide how to build a reduction by whether its axes include that of rows."""
-    assert data.sizes is not None
-    certain, maybe = _reduced_axes(view, len(data.sizes))
-    if certain is None or data.axis in maybe:
+def _decide_over_axes(view: View, input_fact: Fact) -> Decision | None:
+    """Decide how replicas build a reduction, along the axis of rows or not.
+
+    `input_fact` is the `Fact` of the reduced tensor. The result is `None` if its axes
+    are not known well enough.
+    """
+    assert input_fact.sizes is not None
+    certain, maybe = _reduced_axes(view, len(input_fact.sizes))
+    if certain is None or input_fact.axis in maybe:
         return None
     keeps = bool(view.attribute("keep_dims"))
-    if data.axis not in certain:
+    if input_fact.axis not in certain:
         if maybe and not keeps:
             return None
-        return _decide_over_other_axes(data, certain, keeps=keeps)
-    shape = None if maybe else _reduced_shape(data.sizes, certain, keeps=keeps)
+        return _decide_over_other_axes(input_fact, certain, keeps=keeps)
+    shape = None if maybe else _reduced_shape(input_fact.sizes, certain, keeps=keeps)
     if view.type == "Sum":
         return Decision([AS_HELD, WHOLE], [part(shape)])
     if view.type == "Mean":
@@ -54,9 +60,11 @@ def _decide_over_axes(view: View, data: Fact) -> Decision | None:
             # Axes have to be known to divide by the number of entries. A mean of
             # integers is rounded, so that it is not the sum of rounded parts.
             return None
-        build = functools.partial(_build_mean, others=sorted(certain - {data.axis}))
+        build = functools.partial(
+            _build_mean, others=sorted(certain - {input_fact.axis})
+        )
         return Decision([AS_HELD, WHOLE], [part(shape)], build)
-    if view.type in _REDUCED_TWICE and data.sizes[data.axis] != ONE:
+    if view.type in _REDUCED_TWICE and input_fact.sizes[input_fact.axis] != ONE:
         return Decision(
             [AS_HELD, WHOLE], [whole(shape)], _build_reduced_twice, has_collective=True
         )
@@ -64,7 +72,10 @@ def _decide_over_axes(view: View, data: Fact) -> Decision | None:
 
 
 def _reduced_axes(view: View, rank: int) -> tuple[set[int] | None, frozenset[int]]:
-    """Return the certain axes of a reduction, and further axes that it may have."""
+    """Return the certain axes of a reduction, and further axes that it may have.
+
+    The certain axes are `None` if nothing is known. `rank` is that of the input.
+    """
     axes = view.numbers(1)
     if axes is not None:
         return {int(axis) % rank for axis in np.ravel(axes)}, frozenset()
@@ -74,41 +85,60 @@ def _reduced_axes(view: View, rank: int) -> tuple[set[int] | None, frozenset[int
     return set(fact.axes), fact.maybe_axes
 
 
-def _decide_over_other_axes(data: Fact, axes: set[int], *, keeps: bool) -> Any:
-    """Decide how to build a reduction over other axes than that of rows."""
-    if data.axis in axes:
+def _decide_over_other_axes(input_fact: Fact, axes: set[int], *, keeps: bool) -> Any:
+    """Decide how replicas build a reduction over other axes than that of rows.
+
+    Args:
+        input_fact: `Fact` of the reduced tensor.
+        axes: Set of ints, the axes of the reduction.
+        keeps: Bool, whether these axes remain, with size one.
+
+    Returns:
+        `Decision`, or `None` if an axis is that of rows.
+    """
+    if input_fact.axis in axes:
         return None
-    assert data.sizes is not None
-    shape = _reduced_shape(data.sizes, axes, keeps=keeps)
-    axis = data.axis
+    assert input_fact.sizes is not None
+    shape = _reduced_shape(input_fact.sizes, axes, keeps=keeps)
+    axis = input_fact.axis
     if not keeps:
-        axis -= sum(other < data.axis for other in axes)
+        axis -= sum(other < input_fact.axis for other in axes)
     return Decision([AS_HELD, AS_HELD], [own_rows(shape, axis)])
 
 
 def _reduced_shape(
     shape: tuple[Size, ...], axes: set[int], *, keeps: bool
 ) -> tuple[Size, ...]:
-    """Return a shape after a reduction, whose axes it keeps as size one or drops."""
+    """Return the shape after a reduction.
+
+    Args:
+        shape: Tuple of `Size`, the shape before the reduction.
+        axes: Set of ints, the axes of the reduction.
+        keeps: Bool, whether these axes remain, with size one.
+    """
     if keeps:
         return tuple(ONE if axis in axes else n for axis, n in enumerate(shape))
     return tuple(n for axis, n in enumerate(shape) if axis not in axes)
 
 
-def _build_mean(builder: Any, op: Any, inputs: list, others: list[int]) -> list:
+def _build_mean(builder: Any, op: Any, replica_inputs: list, others: list[int]) -> list:
     """Build a partial mean: the local sum over the number of entries of all replicas.
+
+    `others` are the axes of the reduction other than that of rows.
 
     The entries are counted along the axis of rows and the other axes of the reduction.
     """
-    total = builder.copy(op, inputs, kind="Sum")[0]
+    total = builder.copy(op, replica_inputs, kind="Sum")[0]
     shape = builder.fact(op.inputs[0]).sizes
     count = builder.entries(op.inputs[0])
     for axis in others:
         is_number = shape[axis].kind == "number"
-        count *= shape[axis].number if is_number else tf.shape(inputs[0])[axis]
+        count *= shape[axis].number if is_number else tf.shape(replica_inputs[0])[axis]
     return [total / tf.cast(count, total.dtype)]
 
 
-def _build_reduced_twice(builder: Any, op: Any, inputs: list) -> list:
-    """Build a reduction of own rows, and the reduction of all replicas' results."""
-    return [builder.replica.reduce_results(op.type, builder.copy(op, inputs)[0])]
+def _build_reduced_twice(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build a reduction of this replica's rows, and then of all replicas' results."""
+    return [
+        builder.replica.reduce_results(op.type, builder.copy(op, replica_inputs)[0])
+    ]

@@ -102,7 +102,7 @@ _SHAPED_LIKE_FIRST = table(
 
 
 def decide_row_by_row(view: View) -> Decision | None:
-    """Decide how to build an operation that computes each row separately."""
+    """Decide how replicas build an operation that computes each row separately."""
     if view.type not in _INPUTS_WITH_ROWS:
         return None
     indices = _INPUTS_WITH_ROWS[view.type]
@@ -130,7 +130,10 @@ def decide_row_by_row(view: View) -> Decision | None:
 
 
 def _axis_of_rows(view: View, indices: tuple[int, ...]) -> int | None:
-    """Return the axis of rows, or `None` if rows are not computed separately."""
+    """Return the axis of rows, or `None` if rows are not computed separately.
+
+    `indices` are those of the inputs that have rows.
+    """
     own = [view.facts[index] for index in indices if view.facts[index].is_rows]
     others = [f for i, f in enumerate(view.facts) if f.is_rows and i not in indices]
     ranks = [tensor.shape.rank for tensor in view.op.outputs]
@@ -160,16 +163,16 @@ def _mixes_axis(view: View, axis: int) -> bool:
     return is_solved and first.rank != view.facts[1].rank
 
 
-def build_or_use_zero_row(builder: Any, op: Any, inputs: list) -> list:
+def build_or_use_zero_row(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build a convolution or a pooling, of a row of zeros on a replica without rows.
 
     With oneDNN, in float32 on CPUs, a convolution of no rows returns the shape of its
     input, and the gradient of a pooling ends the process. Seen with TensorFlow 2.19 to
     2.21; tests/keras_hooks/cases_normalization.py guards it.
     """
-    inputs = _with_own_rows_in_shape(builder, op, inputs)
+    replica_inputs = _with_own_rows_in_shape(builder, op, replica_inputs)
     if not builder.may_be_empty:
-        return builder.copy(op, inputs)
+        return builder.copy(op, replica_inputs)
     facts = builder.facts_of(op.inputs)
     (fact,) = builder.facts_of(op.outputs)
 
@@ -181,18 +184,22 @@ def build_or_use_zero_row(builder: Any, op: Any, inputs: list) -> list:
             else _shape_of_one_row(tensor)
             if own.form is Form.SIZES or (index == 0 and op.type in _SHAPE_IS_INPUT)
             else tensor
-            for index, (tensor, own) in enumerate(zip(inputs, facts, strict=True))
+            for index, (tensor, own) in enumerate(
+                zip(replica_inputs, facts, strict=True)
+            )
         ]
         result = builder.copy(op, with_one_row)[0]
         return result[:0] if fact.is_rows else tf.zeros_like(result)
 
     result = tf.cond(
-        tf.equal(builder.own_rows, 0), without_rows, lambda: builder.copy(op, inputs)[0]
+        tf.equal(builder.own_rows, 0),
+        without_rows,
+        lambda: builder.copy(op, replica_inputs)[0],
     )
     return [builder.with_shape(result, op.outputs[0], fact)]
 
 
-def _with_own_rows_in_shape(builder: Any, op: Any, inputs: list) -> list:
+def _with_own_rows_in_shape(builder: Any, op: Any, replica_inputs: list) -> list:
     """Return the inputs, with own rows in the shape of the output.
 
     That shape is a constant of all rows in a step that has a fixed number of rows, such
@@ -200,9 +207,9 @@ def _with_own_rows_in_shape(builder: Any, op: Any, inputs: list) -> list:
     """
     form = builder.fact(op.inputs[0]).form
     if op.type not in _SHAPE_IS_INPUT or form is Form.SIZES:
-        return inputs
-    own_rows = tf.shape(inputs[-1], out_type=inputs[0].dtype)[:1]
-    return [tf.concat([own_rows, inputs[0][1:]], 0), *inputs[1:]]
+        return replica_inputs
+    own_rows = tf.shape(replica_inputs[-1], out_type=replica_inputs[0].dtype)[:1]
+    return [tf.concat([own_rows, replica_inputs[0][1:]], 0), *replica_inputs[1:]]
 
 
 def _one_row_of_zeros(tensor: tf.Tensor) -> tf.Tensor:

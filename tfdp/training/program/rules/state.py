@@ -26,7 +26,7 @@ READS = frozenset(("ReadVariableOp",))
 
 
 def decide_variable(view: View) -> Decision | None:
-    """Decide how to build a read or a write of a variable.
+    """Decide how replicas build a read or a write of a variable.
 
     States of metrics stay partial sums; any other variable has the same value on every
     replica.
@@ -53,7 +53,7 @@ def decide_variable(view: View) -> Decision | None:
 
 
 def _decide_shared_read(view: View) -> Decision:
-    """Decide how to build a read of a state that the replicas of a worker share.
+    """Decide how replicas build a read of a state that those of a worker share.
 
     Raises:
         CannotDivideError: If the value cannot be summed over replicas.
@@ -84,7 +84,7 @@ _SEEKABLE = frozenset(("StatelessRandomUniformV2", "StatelessRandomNormalV2"))
 
 
 def decide_random(view: View) -> Decision | None:
-    """Decide how to build stateless random numbers: a replica keeps own rows."""
+    """Decide how replicas build stateless random numbers: each keeps its own rows."""
     if view.type not in _STATELESS_RANDOM:
         return None
     shape = view.facts[0].value
@@ -105,19 +105,19 @@ def decide_random(view: View) -> Decision | None:
     return Decision([WHOLE] * len(view), [fact], _build_and_slice)
 
 
-def _build_and_slice(builder: Any, op: Any, inputs: list) -> list:
-    """Build the random numbers of all rows, and slice own rows."""
-    return [builder.take_rows(op.outputs[0], builder.copy(op, inputs)[0])]
+def _build_and_slice(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build the random numbers of all rows, and slice this replica's rows."""
+    return [builder.take_rows(op.outputs[0], builder.copy(op, replica_inputs)[0])]
 
 
-def _build_own_block(builder: Any, op: Any, inputs: list) -> list:
-    """Build the numbers of own rows: the generator skips those of other replicas.
+def _build_own_block(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build the random numbers of this replica's rows; those before are skipped.
 
     Philox generates four numbers for each value of its counter: Salmon et al. 2011,
     https://doi.org/10.1145/2063384.2063405.
     """
     (fact,) = builder.facts_of(op.outputs)
-    shape, key, counter, algorithm = inputs
+    shape, key, counter, algorithm = replica_inputs
     if xla.is_tracing():
         # XLA orders the numbers in another way and needs a static count, so a block
         # cannot be cut out. Each replica has a stream of its own instead.
@@ -173,7 +173,7 @@ STATEFUL_RANDOM = operations(
 
 
 def decide_stateful_random(view: View) -> Decision | None:
-    """Decide how to build stateful random numbers, drawn on the first replica."""
+    """Decide how replicas build stateful random numbers, drawn on the first replica."""
     if view.type not in STATEFUL_RANDOM:
         return None
     shape = view.facts[0].value
@@ -189,22 +189,26 @@ def decide_stateful_random(view: View) -> Decision | None:
     return Decision(needs, [fact], _build_rows_of_first, has_collective=True)
 
 
-def _build_on_first(builder: Any, op: Any, inputs: list) -> list:
-    """Build an operation whose values count on the first replica; others add zeros."""
+def _build_on_first(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build values that count on the first replica only; others return zeros."""
     return [
-        builder.replica.only_on_first(tensor) for tensor in builder.copy(op, inputs)
+        builder.replica.only_on_first(tensor)
+        for tensor in builder.copy(op, replica_inputs)
     ]
 
 
-def _build_rows_of_first(builder: Any, op: Any, inputs: list) -> list:
-    """Build own rows of the first replica's numbers: later operations stay divided."""
-    (total,) = builder.replica.sum(_build_on_first(builder, op, inputs))
+def _build_rows_of_first(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build the first replica's numbers, and slice this replica's rows of them.
+
+    Later operations then stay divided by rows.
+    """
+    (total,) = builder.replica.sum(_build_on_first(builder, op, replica_inputs))
     builder.cache_whole(op.outputs[0], total)
     return [builder.take_rows(op.outputs[0], total)]
 
 
 def decide_python(view: View) -> Decision | None:
-    """Decide how to build a Python function, called on the first replica only."""
+    """Decide how replicas build a Python function, called on the first replica only."""
     # A Python function may draw random numbers, count its calls or write files, so it
     # runs as often as on one device.
     if view.type not in _compat.PYTHON_FUNCTIONS:
@@ -214,7 +218,7 @@ def decide_python(view: View) -> Decision | None:
     )
 
 
-def _build_python(builder: Any, op: Any, inputs: list) -> list:
+def _build_python(builder: Any, op: Any, replica_inputs: list) -> list:
     """Call the function on the first replica, and broadcast its results.
 
     Replicas that do not call the function do not know the shapes of its results.
@@ -222,20 +226,20 @@ def _build_python(builder: Any, op: Any, inputs: list) -> list:
     first call consumes: a second call would have no gradient.
     """
     if builder.is_in_loop:
-        return builder.copy(op, inputs)
+        return builder.copy(op, replica_inputs)
     replica = builder.replica
     is_first = not replica.rank
-    outputs = builder.copy(op, inputs) if is_first else [None] * len(op.outputs)
+    outputs = builder.copy(op, replica_inputs) if is_first else [None] * len(op.outputs)
     # Other replicas have to take part in the gathers of the inputs, though they do not
     # call the function. The control dependency keeps these gathers in their graphs.
-    with tf.control_dependencies([] if is_first else inputs):
+    with tf.control_dependencies([] if is_first else replica_inputs):
         return [
             replica.broadcast_from_first(own, tensor.dtype, tensor.shape)
             for own, tensor in zip(outputs, op.outputs, strict=True)
         ]
 
 
-def _build_shared_read(builder: Any, op: Any, inputs: list) -> list:
+def _build_shared_read(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build a read of a state that the replicas of a worker share and the step writes.
 
     Only one replica reads it. TensorFlow orders all operations on one state, so that
@@ -243,4 +247,4 @@ def _build_shared_read(builder: Any, op: Any, inputs: list) -> list:
     """
     if not builder.replica.is_writer:
         return [tf.zeros(tensor.shape, tensor.dtype) for tensor in op.outputs]
-    return _build_on_first(builder, op, inputs)
+    return _build_on_first(builder, op, replica_inputs)

@@ -1,4 +1,9 @@
-"""Rules of integers that are computed from sizes: shapes, axes, counts."""
+"""Rules of integers that are computed from sizes: shapes, axes, counts.
+
+A function of one view computes what the operation returns, as an array of `Size`, whose
+elements are numbers or multiples of the number of rows. It returns `None` if that is
+not known before the step runs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ _MAX_ELEMENTS = 64
 
 
 def _shape(view: View, index: int = 0) -> np.ndarray | None:
-    """Return the shape of an input as an array of sizes."""
+    """Return the shape of an input as an array of `Size`, or `None` if not known."""
     shape = view.facts[index].sizes
     return None if shape is None else array(shape)
 
@@ -32,19 +37,19 @@ def _scalar(size: Size) -> np.ndarray:
 
 
 def _size(view: View) -> np.ndarray | None:
-    """Return the result of `tf.size`, or `None` if not known."""
+    """Compute `tf.size` of sizes; return `None` if not known."""
     shape = view.facts[0].sizes
     return None if shape is None else _scalar(product(shape))
 
 
 def _rank(view: View) -> np.ndarray | None:
-    """Return the result of `tf.rank`, or `None` if not known."""
+    """Compute `tf.rank` of sizes; return `None` if not known."""
     rank = view.facts[0].rank
     return None if rank is None else _scalar(sizes.number(rank))
 
 
 def _strided_slice(view: View) -> np.ndarray | None:
-    """Return the result of a slice such as `x[1:, 0]`, or `None` if not known."""
+    """Compute a slice such as `x[1:, 0]` of sizes; return `None` if not known."""
     data = view.facts[0].value
     begin, end, strides = (view.numbers(i) for i in (1, 2, 3))
     if data is None or begin is None or end is None or strides is None:
@@ -68,7 +73,7 @@ def _strided_slice(view: View) -> np.ndarray | None:
 
 
 def _pack(view: View) -> np.ndarray | None:
-    """Return the result of `tf.stack`, or `None` if not known."""
+    """Compute `tf.stack` of sizes; return `None` if not known."""
     if view.attribute("axis") != 0:
         return None
     values = [fact.value for fact in view.facts]
@@ -76,7 +81,7 @@ def _pack(view: View) -> np.ndarray | None:
 
 
 def _concat(view: View) -> np.ndarray | None:
-    """Return the result of `tf.concat` of vectors, or `None` if not known."""
+    """Compute `tf.concat` of sizes, joined as vectors; return `None` if not known."""
     axis = view.numbers(len(view) - 1)
     values = [fact.value for fact in view.facts[:-1]]
     if axis is None or any(value.ndim != 1 for value in values):
@@ -85,7 +90,7 @@ def _concat(view: View) -> np.ndarray | None:
 
 
 def _gather(view: View) -> np.ndarray | None:
-    """Return the result of `tf.gather` from a vector, or `None` if not known."""
+    """Compute `tf.gather` of sizes in a vector; return `None` if not known."""
     indices, axis = view.numbers(1), view.numbers(2)
     data = view.facts[0].value
     if indices is None or axis is None or axis != 0 or data.ndim != 1:
@@ -97,12 +102,12 @@ def _gather(view: View) -> np.ndarray | None:
 
 
 def _as_array(value: Any) -> np.ndarray:
-    """Wrap a single size that NumPy's indexing returned into an array."""
+    """Wrap a `Size` that NumPy's indexing returned into an array; keep an array."""
     return value if isinstance(value, np.ndarray) else _scalar(value)
 
 
 def _slice(view: View) -> np.ndarray | None:
-    """Return the result of `tf.slice`, or `None` if not known."""
+    """Compute `tf.slice` of sizes; return `None` if not known."""
     begin, size = view.numbers(1), view.numbers(2)
     if begin is None or size is None:
         return None
@@ -115,15 +120,19 @@ def _slice(view: View) -> np.ndarray | None:
 
 
 def _reshape(view: View) -> np.ndarray | None:
-    """Return the result of `tf.reshape`, or `None` if not known."""
+    """Compute `tf.reshape` of sizes; return `None` if not known."""
     shape = view.numbers(1)
     return None if shape is None else view.facts[0].value.reshape(shape.astype(int))
 
 
 def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
-    """Return the rule of a reduction of a vector, such as `tf.reduce_prod`."""
+    """Return a function that reduces a vector of sizes, as `tf.reduce_prod` does.
+
+    `combine` reduces the elements of the vector to one `Size`.
+    """
 
     def value(view: View) -> np.ndarray | None:
+        """Compute the reduction of sizes; return `None` if not known."""
         axes, data = view.numbers(1), view.facts[0].value
         if axes is None or data.ndim == 0:
             return None if axes is None else data
@@ -136,7 +145,7 @@ def _reduction(combine: Callable[[Iterable[Size]], Size]) -> Callable:
 
 
 def _range(view: View) -> np.ndarray | None:
-    """Return the result of `tf.range`, or `None` if not known."""
+    """Compute `tf.range` of sizes; return `None` if not known."""
     start, limit, delta = (view.numbers(i) for i in (0, 1, 2))
     if start is None or limit is None or delta is None or not delta:
         return None
@@ -145,9 +154,13 @@ def _range(view: View) -> np.ndarray | None:
 
 
 def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
-    """Return the rule of an element-wise operation on two inputs."""
+    """Return a function that computes an element-wise operation on two inputs.
+
+    `combine` computes one element from two of type `Size`.
+    """
 
     def value(view: View) -> np.ndarray | None:
+        """Compute the operation on sizes, element by element."""
         first, second = np.broadcast_arrays(*(fact.value for fact in view.facts))
         result = np.empty(first.shape, object)
         for index in np.ndindex(first.shape):
@@ -158,9 +171,13 @@ def _elementwise(combine: Callable[[Size, Size], Size]) -> Callable:
 
 
 def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
-    """Return the rule of an element-wise comparison."""
+    """Return a function that computes an element-wise comparison of two inputs.
+
+    `compare` compares two numbers.
+    """
 
     def combine(one: Size, other: Size) -> Size:
+        """Compare two sizes: 0 or 1 if they are numbers, unknown otherwise."""
         if one.kind == other.kind == "number":
             return sizes.number(bool(compare(one.number, other.number)))
         return FREE if one.is_free and other.is_free else UNKNOWN
@@ -169,7 +186,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
 
 
 def _select(view: View) -> np.ndarray | None:
-    """Return the result of `tf.where` by a scalar condition, or `None` if not known."""
+    """Compute `tf.where` of sizes by a scalar condition; return `None` if not known."""
     condition = view.numbers(0)
     if condition is None or condition.ndim:
         return None
@@ -178,19 +195,19 @@ def _select(view: View) -> np.ndarray | None:
 
 
 def _invert_permutation(view: View) -> np.ndarray | None:
-    """Return the result of `tf.math.invert_permutation`, or `None` if not known."""
+    """Compute `tf.math.invert_permutation` of sizes; return `None` if not known."""
     permutation = view.numbers(0)
     return None if permutation is None else array(np.argsort(permutation))
 
 
 def _broadcast_args(view: View) -> np.ndarray | None:
-    """Return the result of `tf.broadcast_dynamic_shape`, or `None` if not known."""
+    """Compute `tf.broadcast_dynamic_shape` of sizes; return `None` if not known."""
     shapes = [tuple(fact.value) for fact in view.facts]
     return array(sizes.broadcast(shapes))
 
 
 def _fill(view: View) -> np.ndarray | None:
-    """Return the result of `tf.fill`, or `None` if not known."""
+    """Compute `tf.fill` of sizes; return `None` if not known."""
     dims = view.numbers(0)
     if dims is None or np.prod(dims) > _MAX_ELEMENTS:
         return None
@@ -200,7 +217,7 @@ def _fill(view: View) -> np.ndarray | None:
 
 
 def _stitch(view: View) -> np.ndarray | None:
-    """Return the result of `tf.dynamic_stitch`, or `None` if not known."""
+    """Compute `tf.dynamic_stitch` of sizes; return `None` if not known."""
     count = len(view) // 2
     places = [view.numbers(index) for index in range(count)]
     if any(place is None for place in places):
@@ -216,7 +233,7 @@ def _stitch(view: View) -> np.ndarray | None:
 
 
 def _cast(view: View) -> np.ndarray | None:
-    """Return the result of `tf.cast` to a number, or `None` if not known."""
+    """Compute `tf.cast` of sizes to numbers; return `None` if not known."""
     dtype, known = view.op.outputs[0].dtype, view.numbers(0)
     if not (dtype.is_integer or dtype.is_floating):
         return None
@@ -274,7 +291,7 @@ _VALUES_FROM_VALUES: dict[str, Callable[[View], np.ndarray | None]] = table(
 
 
 def decide_values(view: View) -> Decision | None:
-    """Decide how to build an operation whose results are computed from sizes alone."""
+    """Decide how replicas build an operation whose results follow from sizes alone."""
     if view.type == "BroadcastGradientArgs":
         return _decide_broadcast_axes(view)
     if view.type == "ShapeN":
@@ -296,14 +313,14 @@ def decide_values(view: View) -> Decision | None:
 
 
 def _can_follow(value: np.ndarray) -> bool:
-    """Return whether a value is small enough, and known well enough, to follow it."""
+    """Return whether an array of `Size` is small, and known well enough to be used."""
     kinds = {size.kind for size in value.ravel()}
     is_mixed = {"rows", "splits"} <= kinds
     return value.size <= _MAX_ELEMENTS and "unknown" not in kinds and not is_mixed
 
 
 def _decide_shapes(view: View) -> Decision | None:
-    """Decide how to build `tf.shape_n`, the shapes of several tensors."""
+    """Decide how replicas build `tf.shape_n`, the shapes of several tensors."""
     values = [_shape(view, index) for index in range(len(view))]
     known = [value for value in values if value is not None and _can_follow(value)]
     if len(known) < len(values):
@@ -312,13 +329,13 @@ def _decide_shapes(view: View) -> Decision | None:
     return Decision([AS_HELD] * len(view), outputs, _build_shapes)
 
 
-def _build_shapes(builder: Any, op: Any, inputs: list) -> list:
-    """Build several shapes, with this replica's number of rows."""
+def _build_shapes(builder: Any, op: Any, replica_inputs: list) -> list:
+    """Build the shapes of several tensors, with this replica's number of rows."""
     return [builder.shape(op, index, of_all=False) for index in range(len(op.outputs))]
 
 
 def _decide_broadcast_axes(view: View) -> Decision | None:
-    """Decide how to build the axes over which gradients of a broadcast are summed."""
+    """Decide how replicas build the axes over which a broadcast gradient is summed."""
     shapes = [fact.value for fact in view.facts]
     if any(shape is None for shape in shapes):
         return None
@@ -349,7 +366,7 @@ def _decide_broadcast_axes(view: View) -> Decision | None:
     return Decision([need] * len(view), outputs, build=_build_axes)
 
 
-def _build_axes(builder: Any, op: Any, inputs: list) -> list:
+def _build_axes(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build the axes as constants if known, or else from sizes of the whole batch.
 
     A replica with one row or none would compute other axes from its own sizes.
@@ -360,7 +377,7 @@ def _build_axes(builder: Any, op: Any, inputs: list) -> list:
             builder.constant(sizes.numbers(fact.value), tensor.dtype)
             for fact, tensor in zip(facts, op.outputs, strict=True)
         ]
-    program_axes = builder.copy(op, inputs)
+    program_axes = builder.copy(op, replica_inputs)
     if isinstance(builder.replica.rows.total, int) or xla.is_tracing():
         return program_axes
     # TensorFlow treats the axis of rows of a batch of one row as broadcast, and adds it
@@ -372,6 +389,6 @@ def _build_axes(builder: Any, op: Any, inputs: list) -> list:
 
 
 def _allowed_axes(axes: tf.Tensor, fact: Fact) -> tf.Tensor:
-    """Keep only the axes that the fact allows."""
+    """Keep only the axes that, according to the `Fact`, a tensor of axes may have."""
     may = tf.constant(sorted((fact.axes or frozenset()) | fact.maybe_axes), axes.dtype)
     return tf.boolean_mask(axes, tf.reduce_any(axes[:, tf.newaxis] == may, 1))
