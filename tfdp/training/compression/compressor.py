@@ -25,7 +25,7 @@ class GradientBucket:
         num_replicas: Int, number of replicas that they are summed over.
         entries: Tuple with `name`, `shape` and `dtype` of each gradient in the bucket;
             empty for a part of a bucket. Defaults to `()`.
-        flat: Tensor of shape `[size]`, the gradients; or `None` where only their form
+        flat: Tensor of shape `[size]`, the gradients; or `None` where only their size
             is known. Defaults to `None`.
 
     Example:

@@ -333,7 +333,7 @@ def elements_of(dataset: tf.data.Dataset) -> Elements:
 
 
 def _elements_of_zip(dataset: tf.data.Dataset) -> Elements:
-    """Zip the raw elements of zipped pipelines; one `map` does all their maps."""
+    """Find the raw elements of zipped pipelines, and one `map` for all their maps."""
     nest = _compat.zipped(dataset)
     parts = [elements_of(part) for part in tf.nest.flatten(nest)]
     obstacle = next((part.obstacle for part in parts if part.obstacle), "")

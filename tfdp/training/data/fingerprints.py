@@ -130,7 +130,7 @@ class ArrayValues:
 
         Returns:
             List of the digest, and a list of some hashes; or `None` if the array is
-            large, sparse or in a file.
+            large, ragged, sparse or in a file.
         """
         array, parts = self._arrays[name], self._parts[name]
         num_bytes = sum(part.num_bytes for part in parts)

@@ -22,7 +22,7 @@ BETWEEN_NAMES = " | "
 
 
 class Part(NamedTuple):
-    """The part of a global batch that a worker's rows form.
+    """The rows that one worker has of a global batch, as a range of the batch.
 
     Args:
         total: Scalar int64 tensor, number of rows of the global batch.

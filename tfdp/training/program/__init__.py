@@ -7,7 +7,8 @@ inputs. The idea is that of GSPMD: Xu et al. 2021, https://arxiv.org/abs/2105.04
 Terms of this package:
     fact: what is known of a tensor before the step is built: its form and sizes
     form: how a replica holds a tensor: its own rows, a partial sum, the whole tensor
-    own rows: the block of rows of the global batch that a replica has
+    own rows: the block of rows of the global batch that a replica has; a tensor that is
+        held in this form is sharded by rows
     need: the form in which an operation has to receive an input
     decision: the needs of an operation, the facts of its outputs, and how it is built
     plan: the facts and decisions of all tensors and operations of a graph

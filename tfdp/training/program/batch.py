@@ -104,7 +104,7 @@ def placeholder_of(part: Any, num_replicas: int) -> BatchPlaceholder:
 
 
 def _of_dense(part: tf.Tensor, num_replicas: int) -> BatchPlaceholder:
-    """Create the placeholder of a dense tensor, which holds own rows.
+    """Create the placeholder of a dense tensor, which is sharded by rows.
 
     Args:
         part: Dense tensor on one replica.

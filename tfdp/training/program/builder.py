@@ -200,7 +200,7 @@ class Builder:
         """Slice the rows of this replica from a whole tensor.
 
         Args:
-            tensor: Tensor of the program, with a fact of own rows.
+            tensor: Tensor of the program, which is sharded by rows.
             whole: Tensor, the rows of all replicas.
         """
         fact = self.fact(tensor)
@@ -443,7 +443,7 @@ class Builder:
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
     def _as_partial_sum(self, gradient: Any) -> Any:
-        """Return a dense or sparse gradient as a partial sum."""
+        """Return what this replica adds to the sum of a dense or sparse gradient."""
         if gradient is None:
             return None
         if not isinstance(gradient, tf.IndexedSlices):
@@ -656,7 +656,7 @@ class Builder:
         return rows * size.number if size.kind == "rows" else size.number
 
     def _build_sizes(self, op: Any, *, of_all: bool) -> None:
-        """Build an operation on sizes, for own rows or for the whole batch.
+        """Build an operation on sizes, for this replica or for the whole batch.
 
         Args:
             op: `tf.Operation` of the program whose outputs are integers.

@@ -198,7 +198,7 @@ def place_of(op: Any) -> str:
     """Describe the user's line that creates an operation of a step, or its layer.
 
     Returns:
-        String, such as "train.py, line 12", or the layer's name scope.
+        String, such as "train.py:12: `y = f(x)`", or the layer's name scope.
     """
     line = user_line_of(op)
     if line is not None:

@@ -66,7 +66,12 @@ class Plan:
         return self.facts[id(tensor)]
 
     def is_needed(self, op: Any, index: int) -> bool:
-        """Return whether an operation needs an input, or a loop needs a variable."""
+        """Return whether an operation needs an input, or a loop needs a variable.
+
+        Args:
+            op: `tf.Operation` of the graph.
+            index: Int, index of the input, or of the loop variable.
+        """
         if self.is_loop(op):
             return id(op.outputs[index]) in self.needed
         decision = self.decisions.get(op)

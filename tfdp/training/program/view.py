@@ -108,7 +108,10 @@ NOTHING = Need(Kind.NOTHING)
 
 
 def rows_along(axis: int = 0, *, may_broadcast: bool = False) -> Need:
-    """Return the need for own rows along an axis."""
+    """Return the `Need` for a replica's own rows along an axis.
+
+    For `may_broadcast` see `Need`.
+    """
     return Need(Kind.ROWS, axis, may_broadcast)
 
 

@@ -241,6 +241,8 @@ class ReducedGradients:
 def divided(values: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
     """Divide a tensor by a scalar.
 
+    `divisor` is a scalar tensor.
+
     The result of half precision is float32, since half precision may overflow at the
     divisor or underflow at the result.
     """

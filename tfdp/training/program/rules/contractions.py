@@ -17,7 +17,7 @@ _CONTRACTIONS = operations("MatMul BatchMatMul BatchMatMulV2 BatchMatMulV3 Einsu
 
 
 def decide_contraction(view: View) -> Decision | None:
-    """Decide how replicas build a product of matrices or an `Einsum` of own rows."""
+    """Decide how replicas build a matrix product or an `Einsum` of sharded rows."""
     labels = _labels(view) if view.type in _CONTRACTIONS else None
     return None if labels is None else _decide_from_labels(view, *labels)
 
@@ -50,7 +50,7 @@ def _einsum_labels(view: View) -> tuple[list[str], str] | None:
 
     Returns:
         Tuple as of `_labels`; or `None` if a rank is not known, or a label occurs twice
-        in one input.
+        in an input or in the output.
     """
     equation = view.attribute("equation")
     equation = equation.decode() if isinstance(equation, bytes) else equation

@@ -171,7 +171,7 @@ def _linear_inputs(view: View, parts: list[int]) -> list[int]:
 
 
 def decide_elementwise(view: View) -> Decision | None:
-    """Decide how replicas build an element-wise operation on own rows."""
+    """Decide how replicas build an element-wise operation on row-sharded tensors."""
     if view.type not in ELEMENTWISE:
         return None
     if view.type == "Bitcast":
@@ -202,7 +202,7 @@ def decide_elementwise(view: View) -> Decision | None:
 
 
 def _need_of_operand(view: View, fact: Fact, axis: int) -> Need:
-    """Return the form in which an element-wise operation on own rows needs an operand.
+    """Return the needed form of an operand of an operation on row-sharded tensors.
 
     Args:
         view: `View` of the operation.

@@ -204,7 +204,10 @@ def _build_open_reshape(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _transpose(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build a transpose of own rows: it moves their axis."""
+    """Decide how replicas build a transpose of a row-sharded tensor.
+
+    It moves the axis of rows.
+    """
     permutation = view.numbers(1)
     if permutation is None:
         return None
@@ -224,7 +227,7 @@ def _expand_dims(view: View, input_fact: Fact, input_sizes: Shape) -> Decision |
 
 
 def _with_axis(input_fact: Fact, input_sizes: Shape, place: int, size: Size) -> Fact:
-    """Return the `Fact` of own rows after the insertion of an axis.
+    """Return the `Fact` of a row-sharded tensor after the insertion of an axis.
 
     Args:
         input_fact: `Fact` before the insertion.
@@ -257,7 +260,7 @@ def _squeeze(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
 
 
 def _broadcast(view: View) -> Decision | None:
-    """Decide how replicas build a broadcast with own rows as input or output."""
+    """Decide how replicas build a broadcast, of or to a row-sharded tensor."""
     data, target = view.facts[0], view.facts[1].value
     if target is None or data.sizes is None:
         return None
@@ -281,7 +284,7 @@ def _broadcast(view: View) -> Decision | None:
 
 
 def _fill(view: View) -> Decision | None:
-    """Decide how replicas build a tensor of one value with an axis of rows."""
+    """Decide how replicas build a `Fill` whose shape has the number of rows."""
     shape = view.facts[0].value
     axis = None if shape is None else sizes.axis_of_rows(shape)
     if axis is None:
@@ -429,7 +432,8 @@ def _strided_slice(view: View, input_fact: Fact, input_sizes: Shape) -> Decision
 def _needs_of_bounds(facts: Sequence[Fact]) -> list[Need]:
     """Return the needed forms of the bounds of a slice.
 
-    Bounds that are computed from sizes are those for own rows, others are whole.
+    Bounds that are computed from sizes are those for a replica's rows, others are
+    whole.
     """
     return [AS_HELD if fact.form is Form.SIZES else WHOLE for fact in facts]
 
@@ -617,7 +621,7 @@ def _scatter(view: View) -> Decision | None:
 
 
 def _one_hot(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | None:
-    """Decide how replicas build one-hot vectors of own rows."""
+    """Decide how replicas build one-hot vectors of row-sharded indices."""
     depth, place = view.facts[1].value, view.attribute("axis")
     size = depth[()] if depth is not None else sizes.FREE
     return Decision(
@@ -629,7 +633,7 @@ def _one_hot(view: View, input_fact: Fact, input_sizes: Shape) -> Decision | Non
 def _operate_along_axes(
     view: View, input_fact: Fact, input_sizes: Shape
 ) -> Decision | None:
-    """Decide how replicas build an operation along some axes, such as a running sum.
+    """Decide how replicas build an operation along axes, such as a running sum.
 
     It is not divided if one of these axes is that of rows.
     """

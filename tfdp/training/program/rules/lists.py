@@ -95,9 +95,10 @@ def _get_item(view: View) -> Decision | None:
 
 
 def _shape_need(listed: Fact) -> Need:
-    """Return the needed form of the shape input: that of own rows for own rows.
+    """Return the needed form of the input that has the shape of the items.
 
-    `listed` is the `Fact` of the list, the shape that of its items.
+    `listed` is the `Fact` of the list. For row-sharded items the shape is that on the
+    replica.
     """
     return AS_HELD if listed.is_rows else WHOLE
 

@@ -20,7 +20,7 @@ _REDUCED_TWICE = frozenset(("All", "Any", "Max", "Min", "Prod"))
 
 
 def decide_reduction(view: View) -> Decision | None:
-    """Decide how replicas build a reduction of own rows."""
+    """Decide how replicas build a reduction of a row-sharded tensor."""
     input_fact = view.facts[0]
     if not input_fact.is_rows or input_fact.sizes is None:
         return None
@@ -122,7 +122,7 @@ def _reduced_shape(
 
 
 def _build_mean(builder: Any, op: Any, replica_inputs: list, others: list[int]) -> list:
-    """Build a partial mean: the local sum over the number of entries of all replicas.
+    """Build a partial mean: this replica's sum over the global number of entries.
 
     `others` are the axes of the reduction other than that of rows.
 

@@ -200,7 +200,7 @@ def build_or_use_zero_row(builder: Any, op: Any, replica_inputs: list) -> list:
 
 
 def _with_own_rows_in_shape(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Return the inputs, with own rows in the shape of the output.
+    """Return the inputs, with this replica's number of rows in the shape input.
 
     That shape is a constant of all rows in a step that has a fixed number of rows, such
     as one that creates noise.

@@ -177,7 +177,7 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable:
     """
 
     def combine(one: Size, other: Size) -> Size:
-        """Compare two sizes: 0 or 1 if they are numbers, unknown otherwise."""
+        """Compare two sizes; the result is known if both are numbers."""
         if one.kind == other.kind == "number":
             return sizes.number(bool(compare(one.number, other.number)))
         return FREE if one.is_free and other.is_free else UNKNOWN
