@@ -29,6 +29,7 @@ class TensorBoardParticipant(keras.callbacks.Callback):
         self._every = every
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Take part in the save of this epoch, if worker 0 saves in it."""
         if epoch % self._every == 0:
             # With sharded state all workers take part in a save, and worker 0 writes.
             self.model.save_weights("taking-part.weights.h5")
@@ -47,9 +48,11 @@ class SyncStopTraining(keras.callbacks.Callback):
         self._stop_requested = False
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Agree with all workers on whether training stops after this epoch."""
         self._synchronize()
 
     def _synchronize(self) -> None:
+        """Set `model.stop_training` on all workers if any worker requested a stop."""
         worker_group = self._strategy.extended.worker_group
         stop = self._stop_requested or bool(self.model.stop_training)
         self.model.stop_training = worker_group.any("stop_training", stop)
@@ -63,9 +66,14 @@ class SyncStopTrainingEachBatch(SyncStopTraining):
     """
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Begin to count the batches of a new epoch."""
         self._last_batch = -1
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Agree on a stop with all workers, if they synchronize after this batch.
+
+        Otherwise a request is kept until the next synchronization.
+        """
         before, self._last_batch = self._last_batch, batch
         every = batches_between_meetings(self.model)
         if every is not None and (batch + 1) // every > (before + 1) // every:
@@ -87,6 +95,7 @@ class BroadcastRestoredState(keras.callbacks.Callback):
         self._strategy = strategy
 
     def on_train_begin(self, logs: Any = None) -> None:
+        """Set the initial epoch and all replicated variables to worker 0's."""
         worker_group = self._strategy.extended.worker_group
         local_epoch = _compat.initial_epoch(self.model)
         epoch = worker_group.all_gather("a backup", local_epoch)[0]
@@ -107,10 +116,12 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
     """Stop training that makes no progress; prepare an optimizer's state for files."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Check the progress of the optimizer, in some batches only."""
         if batch % _BATCHES_BETWEEN_CHECKS == _BATCHES_BETWEEN_CHECKS - 1:
             self._check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Check the progress, and equalize replicas and accumulated gradients."""
         self._check()
         equalize_replicas(self.model)
         strategy = self.model.distribute_strategy
@@ -124,6 +135,7 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
             self.model.optimizer.redistribute_accumulated()
 
     def _check(self) -> None:
+        """Raise if the optimizer makes no progress, see its `check_progress`."""
         if hasattr(self.model.optimizer, "check_progress"):
             self.model.optimizer.check_progress()
 
@@ -131,5 +143,6 @@ class OptimizerProgressCheck(keras.callbacks.Callback):
 def _is_replicated(variable: Any) -> bool:
     """Return whether each replica has a full copy of a Keras variable."""
     value = variable.value
-    has_parts = getattr(value, "has_parts", False)  # each worker restores its part
+    # Of a variable with parts, each worker restores its own part.
+    has_parts = getattr(value, "has_parts", False)
     return isinstance(value, _compat.MirroredVariable) and not has_parts

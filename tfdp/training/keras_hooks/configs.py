@@ -77,7 +77,7 @@ def configs_of(name: str, model: Any, callbacks: list) -> dict[str, Any]:
 
 
 def fingerprint(configs: dict[str, Any]) -> str:
-    """Return a digest of configs."""
+    """Return the SHA-256 digest of configs, in hexadecimal digits."""
     return hashlib.sha256(json.dumps(configs, sort_keys=True).encode()).hexdigest()
 
 
@@ -105,9 +105,12 @@ def comparable(value: Any) -> Any:
 
 
 def _comparable_dict(value: dict) -> dict[str, Any]:
+    """Return a dict without entries that may differ between workers."""
     if value.get("class_name") == "__lambda__" or set(value) == {"value"}:
-        return {}  # a lambda: its code includes line numbers of the file
-    if set(value) == {"name"}:  # a dtype policy
+        # The code of a lambda includes line numbers of the file.
+        return {}
+    # A dict with only a name is the config of a dtype policy.
+    if set(value) == {"name"}:
         return dict(value)
     return {
         str(key): comparable(item)
@@ -119,7 +122,8 @@ def _comparable_dict(value: dict) -> dict[str, Any]:
 def _is_ignored(key: str, value: Any) -> bool:
     """Return whether an entry of a config may differ between workers."""
     if key == "learning_rate":
-        return not isinstance(value, dict)  # a dict is a schedule, which is compared
+        # A dict is a schedule, which is compared.
+        return not isinstance(value, dict)
     return key == "name" or key in _IGNORED_KEYS or key.endswith(_IGNORED_ENDINGS)
 
 
@@ -129,7 +133,12 @@ def _layer_configs(model: Any) -> dict[str, Any]:
 
 
 def _connections(model: Any) -> dict[str, Any]:
-    """Return the names of the layers that feed each layer of a functional model."""
+    """Return the names of the layers that feed each layer of a functional model.
+
+    Returns:
+        Dict from the name of a layer to a list with, for each of its calls, the names
+        of the layers that the inputs come from.
+    """
     calls = _compat.calls_of(model)
     called = dict.fromkeys(name for name, _ in calls)
     unique = {name: new for new, name in _by_name([(n, n) for n in called]).items()}

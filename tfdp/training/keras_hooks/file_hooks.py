@@ -2,7 +2,8 @@
 
 Keras saves and loads a `DistributedOptimizer` through a view of the optimizer that it
 wraps, see `tfdp.training.keras_hooks.file_view`. The functions here replace functions
-of Keras; the table is in `tfdp.training.keras_hooks.install`.
+of Keras, and receive the replaced function as `original`; the table is in
+`tfdp.training.keras_hooks.install`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def save_file(
 
     @functools.wraps(original)
     def save(*args: Any, **kwargs: Any) -> Any:
+        """Call the original function while the model has the plain optimizer."""
         return _save_with_plain_optimizer(original, *args, **kwargs)
 
     strategy = strategy_of(model)
@@ -119,9 +121,9 @@ def load_with_plain_optimizer(
         return original(model, *args, **kwargs)
 
 
-def _check_file_on_all_workers(distributed: Any, path: Any) -> None:
+def _check_file_on_all_workers(optimizer: Any, path: Any) -> None:
     """Raise if only some workers see a file, from which each reads its slices."""
-    worker_group = _compat.strategy_of_optimizer(distributed).extended.worker_group
+    worker_group = _compat.strategy_of_optimizer(optimizer).extended.worker_group
     exists = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
     topic = "loading a file into a sharded optimizer, which all workers have to do"
     seen_by = worker_group.all_gather(topic, exists)

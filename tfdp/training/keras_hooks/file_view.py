@@ -127,6 +127,7 @@ def _view_of(tensor: StateTensor, full_state: FullState) -> VariableView:
     """Create a view of a sharded tensor; a loaded value updates the local shards."""
 
     def write(value: Any) -> None:
+        """Assign the elements of a loaded array to the local shards."""
         flat = np.asarray(value).ravel()
         for shard in tensor.local_shards:
             shard.write(flat[shard.start : shard.stop])
@@ -143,7 +144,7 @@ class AccumulatedGradients:
     Args:
         accumulation: `AccumulationState` of the replicas.
         scale: `LossScale` by which the gradients are scaled, or `None`.
-        num_replicas: Int, on all workers.
+        num_replicas: Int, number of replicas on all workers.
         slices: List of pairs of a `StateTensor` and its `FullState`, if the slices of
             sums are accumulated in shards, or `None`. Defaults to `None`.
     """
@@ -155,6 +156,7 @@ class AccumulatedGradients:
 
     @property
     def steps(self) -> int:
+        """Int, number of micro-batches of an update."""
         return int(self.accumulation.steps.numpy())
 
     def view_of_sum(self, index: int) -> VariableView:
@@ -174,9 +176,11 @@ class AccumulatedGradients:
             divisor = self.num_replicas
 
         def factor() -> float:
+            """Return the loss scale, which the sums contain; 1 without one."""
             return 1.0 if self.scale is None else float(self.scale.value.numpy())
 
         def read() -> np.ndarray:
+            """Return the unscaled sum over all replicas, or zeros after an overflow."""
             total = sum_view.numpy()
             total = total / np.asarray(factor(), total.dtype)
             # tfdp skips an update with an overflow in the sum. Keras checks only new
@@ -184,6 +188,7 @@ class AccumulatedGradients:
             return total if np.isfinite(total).all() else np.zeros_like(total)
 
         def write(value: Any) -> None:
+            """Assign a loaded, unscaled sum: its scaled part on each replica."""
             sum_view.assign(np.asarray(value) * (factor() / divisor))
 
         return VariableView(sum_view.path, sum_view.shape, read, write)
@@ -202,10 +207,12 @@ class AccumulatedGradients:
         count = self.accumulation.count
 
         def read() -> np.ndarray:
+            """Return the number of micro-batches of all updates so far."""
             updates = int(iterations.numpy())
             return np.asarray(updates * self.steps + int(count.numpy()))
 
         def write(value: Any) -> None:
+            """Set the numbers of updates and of accumulated micro-batches."""
             updates, rest = divmod(int(np.asarray(value)), self.steps)
             iterations.assign(updates)
             count.assign(rest)
@@ -232,7 +239,14 @@ def accumulated_gradients_of(
 def _view_with_accumulation(
     optimizer: Any, steps: int, sums: AccumulatedGradients | None
 ) -> Any:
-    """Create a view of an optimizer with Keras's accumulation, in all of its parts."""
+    """Create a view of an optimizer with the accumulators that Keras would have.
+
+    Args:
+        optimizer: The user's Keras optimizer, maybe a `MultiOptimizer`, whose inner
+            optimizers all accumulate.
+        steps: Int, number of micro-batches of an update.
+        sums: `AccumulatedGradients` of the optimizer, or `None` if there are none.
+    """
     parts = innermost(optimizer)
     views = {
         id(p): _view_of_part_with_accumulation(optimizer, p, steps, sums) for p in parts
@@ -251,7 +265,7 @@ def _view_of_part_with_accumulation(
     Args:
         outer: The user's optimizer, `optimizer` or a `MultiOptimizer` around it.
         optimizer: Keras optimizer without parts.
-        steps: Int, number of batches of an update.
+        steps: Int, number of micro-batches of an update.
         sums: `AccumulatedGradients` of `outer`, or `None` if there are none.
     """
     if sums is None:

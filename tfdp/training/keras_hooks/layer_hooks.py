@@ -71,7 +71,9 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
     sums = [total, squares, count]
     if program_trace.current() is None:
         sums = context.all_reduce(tf.distribute.ReduceOp.SUM, sums)
-    else:  # three marks without operations between them are summed by one all-reduce
+    else:
+        # The program of a step reduces marked tensors. Three marks without operations
+        # between them are summed by one all-reduce.
         sums = [_compat.marked(part, "whole") for part in sums]
     total, squares, count = sums
     mean = tf.math.divide_no_nan(total, count)
@@ -145,7 +147,7 @@ def normalize(
 
 
 def _is_synchronized(layer: Any) -> bool:
-    """Return whether a layer or the strategy's options ask for global moments."""
+    """Return whether a layer or the strategy's options request global moments."""
     strategy = tf.distribute.get_strategy()
     by_option = is_tfdp(strategy) and strategy.extended.options.sync_batch_norm
     return layer.synchronized or by_option
@@ -161,8 +163,11 @@ def rematerialize(original: Callable, function: Callable) -> Callable:
 
     @functools.wraps(function)
     def compute(*args: Any, **kwargs: Any) -> Any:
+        """Call the function, which the backward pass then computes again."""
+
         @functools.wraps(function)
         def with_keywords(*inputs: Any) -> Any:
+            """Call the function with the keyword arguments of this call."""
             return function(*inputs, **kwargs)
 
         return original(with_keywords)(*args)
@@ -183,6 +188,7 @@ def pad_empty_batch(original: Callable, inputs: Any, *args: Any, **kwargs: Any) 
     is_empty = tf.equal(tf.shape(inputs)[0], 0)
 
     def one_row() -> tf.Tensor:
+        """Return a row of zeros with the shape of a row of the inputs."""
         shape = tf.concat([[1], tf.shape(inputs)[1:]], axis=0)
         return tf.zeros(shape, inputs.dtype)
 
@@ -219,9 +225,18 @@ def draw_seed(original: Callable, seed: Any) -> Any:
 
 
 def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
-    """Return an offset of seeds for the group of replicas that runs a program."""
+    """Return an offset of seeds for the group of replicas that runs a program.
+
+    Args:
+        trace: `ProgramTrace`.
+        dtype: `tf.DType` of seeds.
+
+    Returns:
+        Tensor of shape `[2]`, to add to a seed of Keras.
+    """
 
     def read() -> tf.Tensor:
+        """Return the offset of the group that runs the program."""
         group = training_group(tf.distribute.get_strategy())
         return tf.constant([group.ranks[0] * _SEED_STRIDE, 0], dtype)
 
@@ -231,15 +246,21 @@ def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
 def _moments_per_replica(
     original: Callable, layer: Any, inputs: Any, mask: Any
 ) -> tuple[Any, Any]:
-    """Compute the moments of each replica's rows, in a program of one device."""
+    """Compute the moments of each replica's rows, in a program of one device.
+
+    Marked tensors tell `tfdp.training.program` which values belong to one replica, and
+    which to all.
+    """
 
     @tf.custom_gradient
     def enter(rows: tf.Tensor) -> Any:
+        """Mark rows as a replica's own, and their gradients as those of all rows."""
         own = _compat.marked(rows, "rows of a replica")
         return own, lambda upstream: _compat.marked(upstream, "rows of all")
 
     @tf.custom_gradient
     def leave(moment: tf.Tensor) -> Any:
+        """Mark a moment as a replica's own, and its gradient as a part of the sum."""
         own = _compat.marked(moment, "moment of a replica")
         return own, lambda upstream: _compat.marked(upstream, "part of a replica")
 

@@ -82,7 +82,13 @@ def metric_states(model: Any) -> list[Any]:
 
 
 def _sum_over_replicas(strategy: Any, model: Any, states: list) -> list[tf.Tensor]:
-    """Sum states over all replicas, and pending drift probes in the same all-reduce."""
+    """Sum states over all replicas, and pending drift probes in the same all-reduce.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model whose drift probes are included.
+        states: List with, for each state, its tensors on the local replicas.
+    """
     probes = drift_probe.pending(model)
     parts = [*states, *(probe.rows for probe in probes)]
     merged = merge_states(parts, ["sum"] * len(parts), merging_group(strategy))
@@ -92,7 +98,10 @@ def _sum_over_replicas(strategy: Any, model: Any, states: list) -> list[tf.Tenso
 
 
 def _local_values(strategy: Any, value: Any) -> list:
-    """Return the values on the local replicas; TensorFlow merges identical objects."""
+    """Return a value of the step on each local replica.
+
+    TensorFlow merges identical objects into one, which is repeated here.
+    """
     values = list(strategy.experimental_local_results(value))
     num_local = strategy.extended.num_local
     return values if len(values) == num_local else values * num_local

@@ -2,6 +2,11 @@
 
 Workers that differ would wait for each other indefinitely, or silently train on wrong
 data. Any difference is an error on all workers, described in one sentence.
+
+Each worker sends its facts about the call: a dict with its settings, the shapes of its
+arrays, and digests of its configs and values. In the functions below `gathered` is the
+list of all workers' facts, ordered by rank, `name` is the method of Keras that was
+called, and `topic` names the all-gather in timeout errors.
 """
 
 from __future__ import annotations
@@ -86,7 +91,7 @@ def agree_on_loop(
     gathered = _compare_workers(
         strategy, name, model, facts, own_configs, _values_of(arguments)
     )
-    return any(text.get("each_batch") for text in gathered)
+    return any(each.get("each_batch") for each in gathered)
 
 
 def agree_on_batch(
@@ -112,7 +117,8 @@ def agree_on_batch(
     calls = _batch_calls.setdefault(model, {})
     number, before = calls.get(name, (0, ""))
     digest = hashlib.sha256(f"{before} {json.dumps(arrays)}".encode()).hexdigest()
-    if number & (number + 1) == 0:  # this call's number is a power of two
+    # `number` counts earlier calls: the number of this call is a power of two.
+    if number & (number + 1) == 0:
         own_configs = configs.configs_of(name, model, []) if number == 0 else {}
         named = named_arrays({part: arguments.get(part) for part in _DATA_ARGUMENTS})
         facts = {
@@ -147,7 +153,11 @@ def _model_settings(model: Any) -> dict[str, Any]:
 
 
 def _describe_data(arguments: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """Describe the arrays for a loop and for its validation; `None` for other data."""
+    """Describe the arrays for a loop and for its validation.
+
+    Returns:
+        List of two dicts; `None` takes the place of data that is not arrays.
+    """
     arrays = describe_arrays({name: arguments.get(name) for name in _DATA_ARGUMENTS})
     if arrays is not None:
         arrays["batch_size"] = arguments.get("batch_size") or _KERAS_BATCH_SIZE
@@ -232,7 +242,8 @@ def _check_arrays(worker_group: WorkerGroup, name: str, gathered: list[dict]) ->
         "`AutoShardPolicy.OFF`."
     )
     for parts in zip(*(each["arrays"] for each in gathered), strict=True):
-        if None not in parts:  # datasets are compared when they are distributed
+        # `None` stands for a dataset, which is compared when it is distributed.
+        if None not in parts:
             require_equal(worker_group, problem, parts)
 
 

@@ -32,7 +32,12 @@ def check_outside_scope(model: Any, name: str) -> None:
 
 
 def warn_of_separate_training(model: Any, name: str) -> None:
-    """Warn once for a model if each worker of a cluster trains it separately."""
+    """Warn once for a model if each worker of a cluster trains it separately.
+
+    Args:
+        model: Keras model.
+        name: String, name of the called method, for the message.
+    """
     num_workers = num_joined_workers()
     if num_workers == 1 or _compat.strategy_of(model) is not None:
         return
@@ -47,7 +52,11 @@ def warn_of_separate_training(model: Any, name: str) -> None:
 
 
 def move_metrics_into_scope(arguments: dict[str, Any]) -> None:
-    """Move metrics that were created outside the active scope into it, in place."""
+    """Move metrics that were created outside the active scope into it, in place.
+
+    Args:
+        arguments: Dict, the arguments of `compile` by name.
+    """
     for key in ("metrics", "weighted_metrics"):
         for metric in keras.tree.flatten(arguments.get(key)):
             if isinstance(metric, keras.Metric):

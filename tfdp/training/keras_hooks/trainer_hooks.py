@@ -84,6 +84,15 @@ def _run_loop(
     bound: inspect.BoundArguments,
     strategy: Any,
 ) -> Any:
+    """Check the call of a loop on all workers, select its callbacks, and run it.
+
+    Args:
+        name: String, `"fit"`, `"evaluate"` or `"predict"`.
+        original: Callable, the method of Keras.
+        model: The Keras model.
+        bound: `inspect.BoundArguments` of the call, which are changed in place.
+        strategy: The model's tfdp strategy, or `None`.
+    """
     arguments = bound.arguments
     _drop_stale_function(model, name)
     features = registered()
@@ -232,7 +241,13 @@ def _undo_recording_after(fit: Fit | None) -> Iterator[None]:
 
 
 def _stop_recording(model: Any, recorders: Any, watches: Any) -> None:
-    """Deactivate later recorders and probes; retrace the step if there were any."""
+    """Deactivate later recorders and probes; retrace the step if there were any.
+
+    Args:
+        model: The Keras model.
+        recorders: The recorders that were active before `fit`, which stay active.
+        watches: The drift probes that were active before `fit`, which stay active.
+    """
     was_recorded = timing.recorders.deactivate_since(recorders)
     if drift_probe.probes.deactivate_since(watches) or was_recorded:
         model.train_function = None
@@ -286,6 +301,7 @@ def make_function(
 
     @functools.wraps(function)
     def compute(data: Any) -> Any:
+        """Compute a step; before the first one, build the layers of `predict_step`."""
         nonlocal is_built
         if not is_built:
             is_built = True
@@ -307,6 +323,7 @@ def _build_for_predict(model: Any, batch: Any) -> None:
     """Build the layers of `predict_step`; Keras does so only for `fit`, `evaluate`."""
 
     def spec(part: Any) -> Any:
+        """Return the spec of a replica's tensor, with any number of rows."""
         local = model.distribute_strategy.experimental_local_results(part)[0]
         return tf.TensorSpec([None, *local.shape[1:]], local.dtype)
 
@@ -324,6 +341,7 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
 
     @functools.wraps(compute)
     def step(*args: Any, **kwargs: Any) -> Any:
+        """Compute a step; if the data has ended, update without data and raise."""
         try:
             with recording(updates):
                 return compute(*args, **kwargs)
@@ -411,6 +429,7 @@ def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
     """Return the spec of a global batch for the spec of a replica's batch."""
 
     def of_all(part: Any) -> Any:
+        """Return the spec of one tensor in the global batch."""
         shape = part.shape
         if shape.rank and shape[0] is not None:
             shape = tf.TensorShape([shape[0] * num_replicas, *shape[1:]])

@@ -105,6 +105,7 @@ def other_callbacks(callbacks: Any) -> list:
 
 
 def _resumes_fit(callback: Any) -> bool:
+    """Return whether a callback saves the state of `fit`, or resumes it."""
     return getattr(callback, "resumes_fit", False)
 
 
@@ -244,6 +245,7 @@ def decide_per_batch(callbacks: list) -> bool:
 
 
 def _decides_per_batch(callback: Any) -> bool:
+    """Return whether a callback may stop training after a batch."""
     kind = type(callback)
     if isinstance(callback, keras.callbacks.LambdaCallback):
         return any(name in vars(callback) for name in _BATCH_HOOKS)

@@ -59,7 +59,8 @@ def all_gather(value: Any) -> tf.Tensor:
     if not in_tfdp_scope() or tf.distribute.get_strategy().num_replicas_in_sync == 1:
         return value
     if _compat.is_built_symbolically():
-        return tf.concat([value, value], axis=0)  # stands for an unknown number of rows
+        # Twice the rows stand for an unknown number of rows of all replicas.
+        return tf.concat([value, value], axis=0)
     context = replica_context()
     if context is None:
         raise ValueError(
@@ -70,11 +71,17 @@ def all_gather(value: Any) -> tf.Tensor:
 
 
 def _gather_with_gradient(value: tf.Tensor, context: Any) -> tf.Tensor:
-    """Gather rows; the gradient is the sum of all replicas' gradients for them."""
+    """Gather rows; the gradient is the sum of all replicas' gradients for them.
+
+    Args:
+        value: Tensor with the rows of this replica.
+        context: `tf.distribute.ReplicaContext` of this replica.
+    """
     rank = context.replica_id_in_sync_group
 
     @tf.custom_gradient
     def gather(rows: tf.Tensor) -> Any:
+        """Return the rows of all replicas, and the function of their gradient."""
         joined, counts = _gather_rows(rows, context)
 
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
@@ -91,6 +98,10 @@ def _gather_with_gradient(value: tf.Tensor, context: Any) -> tf.Tensor:
 
 def _gather_rows(rows: tf.Tensor, context: Any) -> tuple[tf.Tensor, tf.Tensor]:
     """Gather the rows of all replicas, and the number of elements of each replica.
+
+    Args:
+        rows: Tensor with the rows of this replica.
+        context: `tf.distribute.ReplicaContext` of this replica.
 
     Returns:
         Tuple of the rows and a tensor of shape `[num_replicas]`.

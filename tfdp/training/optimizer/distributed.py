@@ -348,7 +348,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             return
         before = scale.read()
         scale.agree(reducer)
-        if accumulation is not None:  # scales may have differed between replicas
+        # Replicas that took local steps may have had different scales.
+        if accumulation is not None:
             accumulation.rescale_own(scale.read() / before)
 
     def _active_local_steps(self) -> Any:

@@ -152,6 +152,7 @@ class Features:
         self.local_step_options, self.uses_local_steps = None, False
 
     def _make_variable(self, **arguments: Any) -> Any:
+        """Create a Keras variable of the optimizer, in its strategy's scope."""
         with _compat.scope_of_optimizer(self._optimizer):
             return self._optimizer.add_variable(**arguments)
 

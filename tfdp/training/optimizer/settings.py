@@ -240,6 +240,7 @@ class Traces:
 
             @tf.function(autograph=False)
             def on_replicas() -> None:
+                """Run the function on every replica."""
                 strategy.run(function)
 
             self._functions[key] = on_replicas

@@ -200,6 +200,7 @@ class ShardableOptimizer(OptimizerSettings):
         """
 
         def on_replica() -> None:
+            """Run the action for the parameter groups of the calling replica."""
             assert self.shards is not None
             layout = self.shards.on_replica()
             trained = _compat.trained_by(self)
@@ -287,7 +288,8 @@ class ShardableOptimizer(OptimizerSettings):
                 _compat.local_value(item, 0).numpy().ravel() * replicas
                 for item in self.features.accumulation.sums
             ]
-        self._traces.drop()  # traced functions would keep the whole sums alive
+        # Traced functions would keep the whole sums alive.
+        self._traces.drop()
         self.features.accumulate(self.shards.accumulated_slices)
         # New variables of a scope would later receive worker 0's values. Synchronized
         # now, they keep the shards that are written below.

@@ -7,6 +7,9 @@ The backward pass of a traced step uses tensors that the forward pass has gather
 file replaces these inputs by those of a second gather, which waits for the gradients of
 later layers. Only casts and changes of shape are computed again.
 
+The age of an operation is its position in the graph: an operation that is traced later
+has a larger age. A gate is a list of operations that a gather waits for.
+
 Source: Tanaka et al. 2025, https://arxiv.org/abs/2504.09983, for sharding as a pass
 over the graph of a step.
 """
@@ -46,7 +49,13 @@ _SHAPE_OPS = frozenset(("Rank", "Shape", "ShapeN", "Size"))
 
 @dataclasses.dataclass(frozen=True)
 class _Use:
-    """Input of an operation in a backward pass that comes from a gathered unit."""
+    """Input of an operation in a backward pass that comes from a gathered unit.
+
+    Args:
+        op: `tf.Operation` of the backward pass.
+        index: Int, position of the input among the operation's inputs.
+        tensor: Tensor, the input, computed in the forward pass.
+    """
 
     op: tf.Operation
     index: int
@@ -75,7 +84,7 @@ class BackwardGathers:
         )
         self._begin = passes[0][0] if passes else 0
         self._done = 0
-        # Operations with the results of the previous gather.
+        # Operations that compute the results of the previous gather.
         self._previous: list[tf.Operation] = []
         # Reduced gradients, and the number of them that gathers wait for.
         self._reduced: list[tf.Operation] = []
@@ -141,16 +150,19 @@ class BackwardGathers:
         self._num_awaited += len(found)
         return found
 
-    def _prefetch(self, number: int) -> int:
+    def _prefetch(self, position: int) -> int:
         """Return the number of units to gather ahead of a waiting unit."""
-        return self._waiting[number][0].unit.options.prefetch
+        return self._waiting[position][0].unit.options.prefetch
 
     def _gate(self, before: int) -> list[tf.Operation]:
-        """Return the last operation before the backward pass first uses a unit.
+        """Return the gate of a gather: the last operation before a unit is first used.
 
         Args:
             before: Int, position of the unit among the waiting ones; if negative, the
                 operation before the backward pass.
+
+        Returns:
+            List of one operation or none.
         """
         age = self._begin if before < 0 else _first_age(self._waiting[before][1]) - 1
         return self._step.order.last_until(age)
@@ -210,5 +222,5 @@ def _is_repeated(op: tf.Operation, tensor: tf.Tensor) -> bool:
 
 
 def _first_age(uses: list[_Use]) -> int:
-    """Return the age of the earliest operation."""
+    """Return the age of the earliest operation among uses."""
     return min(_compat.op_age(use.op) for use in uses)

@@ -45,6 +45,7 @@ def num_conversions() -> int:
 
 
 def _count_conversion() -> None:
+    """Count a conversion, see `num_conversions`."""
     global _num_conversions
     _num_conversions += 1
 
@@ -270,7 +271,13 @@ def deferred_parameter(strategy: Any, arguments: dict[str, Any]) -> ShardedParam
 
 
 def _initial_value(extended: Any, name: str, arguments: dict[str, Any]) -> tf.Tensor:
-    """Return the first worker's whole initial value of a variable."""
+    """Return the first worker's whole initial value of a variable.
+
+    Args:
+        extended: Extended object of a tfdp strategy.
+        name: String, name of the variable.
+        arguments: Dict, the arguments of the variable's creator.
+    """
     initial, dtype = arguments["initial_value"], tf.as_dtype(arguments["dtype"])
     own = tf.convert_to_tensor(initial() if callable(initial) else initial, dtype)
     worker_group = extended.worker_group

@@ -42,6 +42,8 @@ class Gathers:
         self._units: list[weakref.ref[Unit]] = []
         self._host_group = extended.host_group
         self._worker_group = extended.worker_group
+        # By the `id` of a parameter, the function that announces its read to the other
+        # workers while this worker reads alone.
         self.announcements: dict[int, Callable[[], None]] = {}
         self._owners = self._owners_of_all(extended.num_local)
 
@@ -145,7 +147,10 @@ class Gathers:
         serve_parameter(parameter, self._owners, self._host_group)
 
     def _eager_value(self, parameter: ShardedParameter) -> tf.Tensor:
-        """Return the whole parameter in eager mode, gathered once for each run."""
+        """Return the whole parameter in eager mode.
+
+        It is gathered once for each call of `strategy.run`, and for each read outside.
+        """
         if replica_context() is None:
             self._announce_read(parameter)
             return self.gather_on_hosts(parameter)
@@ -172,7 +177,7 @@ class Gathers:
             )
 
     def _owners_of_all(self, num_local: int) -> list[int]:
-        """Gather the owner index of every replica on all workers."""
+        """Gather the owner index of every replica of all workers, ordered by rank."""
         own = tf.constant([self.groups.owner(replica) for replica in range(num_local)])
         if self._host_group.size > 1:
             own = Member(self._host_group, 0).all_gather(own)
@@ -218,10 +223,12 @@ def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
     passes: list[contextlib.ExitStack] = []
 
     def begin(_: list) -> None:
+        """Begin a backward pass in the step of the calling replica."""
         passes.append(contextlib.ExitStack())
         passes[-1].enter_context(backward_pass())
 
     def end(_: list) -> None:
+        """End the backward pass that began last."""
         passes.pop().close()
 
     trace.add([], begin)
@@ -243,6 +250,7 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
     dtype = read_dtype(parameter)
 
     def read() -> tf.Tensor:
+        """Read the parameter in the step of the calling replica."""
         with _compat.autocasting(dtype if parameter.casts else None):
             return parameter.reader.read(parameter)
 

@@ -21,7 +21,7 @@ from tfdp.training.parameters.sharded_parameter import (
 )
 from tfdp.training.replicas.synchronized_scope import MESSAGE_BYTES
 
-# Number that is announced instead of a parameter after the last read.
+# What is announced after the last read, in place of the position of a parameter.
 _END = -1
 
 
@@ -87,15 +87,30 @@ def _messages(
 
 
 def _columns_of_one(
-    parameter: ShardedParameter, rank: int, begin: int, end: int, hosts: ProcessGroup
+    parameter: ShardedParameter,
+    rank: int,
+    begin: int,
+    end: int,
+    host_group: ProcessGroup,
 ) -> tf.Tensor:
-    """Broadcast elements of a parameter that one replica holds: `[1, columns]`."""
+    """Broadcast the elements `begin` to `end` of a parameter that one replica holds.
+
+    Args:
+        parameter: `ShardedParameter`.
+        rank: Int, rank of the replica that holds it.
+        begin: Int, the first element.
+        end: Int, one after the last.
+        host_group: `ProcessGroup` with one member for each worker.
+
+    Returns:
+        Tensor of shape `[1, end - begin]`.
+    """
     source, replica = divmod(rank, len(parameter.values))
-    if source == hosts.position(0):
+    if source == host_group.position(0):
         own = _columns(parameter.values[replica], begin, end)
     else:
         own = tf.zeros([end - begin], parameter.dtype)
-    return Member(hosts, 0).broadcast(own, source=source)[tf.newaxis]
+    return Member(host_group, 0).broadcast(own, source=source)[tf.newaxis]
 
 
 def _columns(part: tf.Variable, begin: int, end: int) -> tf.Tensor:
@@ -125,11 +140,12 @@ def reading_alone(
         yield
         return
 
-    def announce(number: int) -> None:
-        Member(host_group, 0).broadcast(tf.constant([number]))
+    def announce(position: int) -> None:
+        """Send the position of a parameter, or `_END`, to the other workers."""
+        Member(host_group, 0).broadcast(tf.constant([position]))
 
-    for number, parameter in enumerate(parameters):
-        announcement = functools.partial(announce, number)
+    for position, parameter in enumerate(parameters):
+        announcement = functools.partial(announce, position)
         parameter.reader.announcements[id(parameter)] = announcement
     try:
         yield
@@ -153,7 +169,7 @@ def serve_reads(
     if host_group.size == 1 or not parameters:
         return
     while True:
-        number = int(Member(host_group, 0).broadcast(tf.constant([_END]))[0])
-        if number == _END:
+        position = int(Member(host_group, 0).broadcast(tf.constant([_END]))[0])
+        if position == _END:
             return
-        parameters[number].reader.serve(parameters[number])
+        parameters[position].reader.serve(parameters[position])

@@ -1,4 +1,10 @@
-"""Packing of variables into the rows of a shard plan's buckets, and unpacking."""
+"""Packing of variables into the rows of a shard plan's buckets, and unpacking.
+
+A bucket has a row for each owner: segments, which are ranges of elements of variables.
+A row that is padded to `slice_size` elements is a slice. In a lopsided bucket slices
+would be mostly padding, so its rows are joined without padding. See
+`tfdp.ground.plans.shards`. A position is that of a variable in the planned list.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +134,12 @@ def _join(
 
 
 def _append(runs: list[Segment | int], item: Segment | int) -> None:
-    """Append a segment or a number of zeros; merge it with a run that it continues."""
+    """Append a segment or a number of zeros; merge it with a run that it continues.
+
+    Args:
+        runs: List of segments and numbers of zeros, in order; changed in place.
+        item: `Segment`, or int, a number of zeros.
+    """
     last = runs[-1] if runs else None
     if isinstance(item, int):
         if isinstance(last, int):

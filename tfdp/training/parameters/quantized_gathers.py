@@ -155,4 +155,5 @@ def _whole_blocks(part: tf.Tensor) -> tf.Tensor:
 
 
 def _size(part: tf.Variable) -> int:
+    """Return the number of elements of a part."""
     return part.shape.num_elements()

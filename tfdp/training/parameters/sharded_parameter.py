@@ -73,13 +73,16 @@ class ShardedParameter(MirroredVariable):
 
     @property
     def trainable(self) -> bool:
+        """Bool, always `True`."""
         return True
 
     @property
     def shape(self) -> tf.TensorShape:
+        """`tf.TensorShape` of the whole."""
         return self.whole_shape
 
     def get_shape(self) -> tf.TensorShape:
+        """Return the `tf.TensorShape` of the whole."""
         return self.whole_shape
 
     @property
@@ -88,18 +91,23 @@ class ShardedParameter(MirroredVariable):
         return self.reader.source(self)
 
     def _get(self) -> tf.Tensor:
+        """Return the whole parameter, gathered if necessary."""
         return self.reader.read(self)
 
     def _get_on_device_or_primary(self) -> tf.Tensor:
+        """Return the whole parameter, on every device."""
         return self._get()
 
     def value(self) -> tf.Tensor:
+        """Return the whole parameter, gathered if necessary."""
         return self._get()
 
     def read_value(self) -> tf.Tensor:
+        """Return the whole parameter, gathered if necessary."""
         return self._get()
 
     def numpy(self) -> np.ndarray:
+        """Return the whole parameter as an array."""
         return np.asarray(self._get().numpy())
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> ShardedParameter:
@@ -141,6 +149,7 @@ class ShardedParameter(MirroredVariable):
         if (trace := program_trace.current()) is not None:
 
             def run(values: list) -> None:
+                """Update the part of the replica that runs the program."""
                 self._update_parts(update, values[0])
 
             trace.add([value], run)

@@ -8,6 +8,9 @@ TensorFlow starts every operation as soon as its inputs are ready, so it would g
 all units at once. Here each gather waits for an operation of an earlier unit, and for
 the previous gather, since a unit needs memory twice while it is gathered: packed and
 unpacked.
+
+The age of an operation is its position in the graph: an operation that is traced later
+has a larger age. A gate is a list of operations that a gather waits for.
 """
 
 from __future__ import annotations
@@ -199,10 +202,13 @@ class StepGathers:
             self._current[id(parameter), dtype.name] = found
 
     def _gate(self, before: int) -> list[tf.Operation]:
-        """Return the last operation before the first read of a gathered unit.
+        """Return the gate of a gather: the last operation before an earlier first read.
 
         Args:
-            before: Int, number of the gather; if negative, the list is empty.
+            before: Int, number of the earlier gather; if negative, the gate is empty.
+
+        Returns:
+            List of one operation or none.
         """
         if before < 0:
             return []
@@ -239,16 +245,18 @@ def gather_unit(
     kept: dict[GatherFormat, tf.Tensor] = {}
     members_of: dict[GatherFormat, list[ShardedParameter]] = {}
     for parameter, dtype in zip(unit.parameters, dtypes, strict=True):
-        form = GatherFormat(dtype, travels_quantized(parameter, unit.options))
-        members_of.setdefault(form, []).append(parameter)
+        gather_format = GatherFormat(dtype, travels_quantized(parameter, unit.options))
+        members_of.setdefault(gather_format, []).append(parameter)
     device = step.groups.group.devices[step.replica]
     with tf.control_dependencies(list(gate)), tf.device(device):
-        for form, members in members_of.items():
+        for gather_format, members in members_of.items():
             with timing.labelled(f"{label} {unit.number}"):
-                known = (pieces or {}).get(form)
-                wholes, piece = _gather_members(step, unit, members, form, known)
+                known = (pieces or {}).get(gather_format)
+                wholes, piece = _gather_members(
+                    step, unit, members, gather_format, known
+                )
             if piece is not None:
-                kept[form] = piece
+                kept[gather_format] = piece
             step.order.begin_with(wholes)
             values.update(zip(map(id, members), wholes, strict=True))
     return values, kept
@@ -258,7 +266,7 @@ def _gather_members(
     step: StepGathers,
     unit: Unit,
     members: list[ShardedParameter],
-    form: GatherFormat,
+    gather_format: GatherFormat,
     piece: tf.Tensor | None,
 ) -> tuple[list[tf.Tensor], tf.Tensor | None]:
     """Gather parameters of one format: across nodes, then inside of nodes.
@@ -267,7 +275,7 @@ def _gather_members(
         step: `StepGathers`.
         unit: `Unit`.
         members: List of `ShardedParameter` of the unit.
-        form: `GatherFormat` of the members.
+        gather_format: `GatherFormat` of the members.
         piece: Tensor, the result of an earlier gather across nodes; or `None`.
 
     Returns:
@@ -277,21 +285,23 @@ def _gather_members(
     """
     caller: dict[str, int] = {"replica": step.replica, "channel": unit.number}
     ranges = [parameter.ranges for parameter in members]
-    bucket = unit_bucket(range(len(members)), ranges, form.dtype.name)
-    if bucket.is_lopsided and not form.is_quantized:
+    bucket = unit_bucket(range(len(members)), ranges, gather_format.dtype.name)
+    if bucket.is_lopsided and not gather_format.is_quantized:
         piece = _local_slice(step, members, bucket)
         flat = step.groups.gather_bucket(bucket, piece, **caller)
         return _unpack_members(members, bucket, flat), None
     if piece is None:
-        if form.is_quantized:
+        if gather_format.is_quantized:
             part = encode_parts(members, step.replica)
         else:
             part = _local_slice(step, members, bucket)
         piece = step.groups.gather_across_nodes(part, **caller)
     flat = step.groups.gather_in_node(piece, **caller)
-    if not form.is_quantized:
+    if not gather_format.is_quantized:
         return _unpack_members(members, bucket, flat), piece
-    return [tf.cast(whole, form.dtype) for whole in decode_parts(members, flat)], piece
+    return [
+        tf.cast(whole, gather_format.dtype) for whole in decode_parts(members, flat)
+    ], piece
 
 
 def _local_slice(

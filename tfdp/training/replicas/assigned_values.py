@@ -93,5 +93,6 @@ def checksum_of_text(text: str) -> int:
 
 
 def _bytes_of(value: tf.Tensor) -> memoryview:
+    """Return the bytes of a tensor's value."""
     array = np.ascontiguousarray(value.numpy()).reshape(-1)
     return array.view(np.uint8).data

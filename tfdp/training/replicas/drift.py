@@ -133,7 +133,11 @@ def outliers(values: Sequence[Any]) -> list[int]:
 
 
 def _describe_outliers(values: Sequence[Any], replicas: Sequence[str]) -> str:
-    """Name the replicas whose value differs from the most frequent one."""
+    """Name the replicas whose value differs from the most frequent one.
+
+    Returns:
+        String, such as `"replica 1 differs from the other 2"`.
+    """
     odd = outliers(values)
     shown = [replicas[index] for index in odd[:_MOST_NAMED]]
     if len(odd) > len(shown):
@@ -152,7 +156,15 @@ def _raise_drift(
     totals: Sequence[Any],
     tables: list[list[int]],
 ) -> NoReturn:
-    """Exchange the checksums of each weight, clear the records and raise the error."""
+    """Exchange the checksums of each weight, clear the records and raise the error.
+
+    Args:
+        strategy: A tfdp strategy.
+        weights: Sequence of Keras variables.
+        when: String, the point in training, for the message.
+        totals: Sequence with a checksum of all weights of each replica.
+        tables: List with, for each local replica, the checksum of each weight.
+    """
     all_tables = _all_gather(strategy, "replicas that differ", tables)
     strategy.extended.worker_group.leave()
     paths = [weight.path for weight in weights]
@@ -180,6 +192,9 @@ def _local_checksums(strategy: Any, weights: Sequence[Any]) -> list[list[int]]:
 
     For replicated weights it is the checksum of the value. For weights that record
     assignments outside of steps, the checksum of the record is added.
+
+    Returns:
+        List with, for each local replica, a list with an int for each weight.
     """
     values = [weight.value for weight in weights]
     whole = [index for index, value in enumerate(values) if _is_replicated(value)]
@@ -197,7 +212,11 @@ def _local_checksums(strategy: Any, weights: Sequence[Any]) -> list[list[int]]:
 
 
 def _replica_names(strategy: Any) -> list[str]:
-    """Return the name of each replica for messages, with device, worker and host."""
+    """Return the name of each replica for messages.
+
+    Returns:
+        List of strings, such as `"replica 3 (GPU:1 of worker 1, host-b)"`, by rank.
+    """
     extended = strategy.extended
     specs = [tf.DeviceSpec.from_string(device) for device in extended.group.devices]
     local = [f"{spec.device_type}:{spec.device_index}" for spec in specs]

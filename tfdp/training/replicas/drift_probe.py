@@ -92,9 +92,7 @@ class DriftProbe:
         with tf.device(self._host), tf.control_dependencies(data):
             self._step = self._steps.assign_add(1).read_value()
             self._is_due = tf.equal(self._step % self._every, 0)
-        values = tf.cond(
-            self._is_due, self._checksums, self._no_checksums
-        )  # [num_local]
+        values = tf.cond(self._is_due, self._checksums, self._no_checksums)
         with tf.device(self._host):
             self.rows = [
                 tf.one_hot(
@@ -131,6 +129,7 @@ class DriftProbe:
         self.rows = []
 
     def _checksums(self) -> tf.Tensor:
+        """Return a checksum of the weights on each local replica: `[num_local]`."""
         weights = [weight.value for weight in replicated_weights(self.model)]
         numbers = []
         for replica, device in enumerate(self._extended.group.devices):
@@ -143,6 +142,7 @@ class DriftProbe:
             return tf.stack([tf.cast(number, _DTYPE) + assigned for number in numbers])
 
     def _no_checksums(self) -> tf.Tensor:
+        """Return zeros, which mean that a step has no check: `[num_local]`."""
         with tf.device(self._host):
             return tf.zeros([self._extended.num_local], _DTYPE)
 

@@ -26,11 +26,11 @@ def agree_on_seed(strategy: Any) -> None:
     # The seed is drawn from the operating system, so that the user's generators keep
     # their states.
     local = {"seed": random.SystemRandom().getrandbits(30), "states": _random_states()}
-    facts = worker_group.all_gather("random seed", local)
+    gathered = worker_group.all_gather("random seed", local)
     for name, set_seed in _SET_SEED.items():
-        states = {fact["states"][name] for fact in facts}
+        states = {each["states"][name] for each in gathered}
         if len(states) > 1 or states == {_UNSEEDED}:
-            set_seed(facts[0]["seed"])
+            set_seed(gathered[0]["seed"])
 
 
 _SET_SEED: dict[str, Callable] = {
@@ -43,7 +43,12 @@ _UNSEEDED = "unseeded"
 
 
 def _random_states() -> dict[str, str]:
-    """Hash the state of each generator in `_SET_SEED`."""
+    """Hash the state of each generator in `_SET_SEED`.
+
+    Returns:
+        Dict from the name of a generator to hexadecimal digits, or to `"unseeded"` for
+        TensorFlow's generator without a global seed.
+    """
     has_seed = _compat.global_seed() is not None
     # Keras without a seed draws from Python's generator, which has an entry of its own.
     keras_state = (_compat.keras_global_seed(), _compat.keras_seed_state())

@@ -77,12 +77,19 @@ def _merge(
     kind: str,
     host_group: ProcessGroup,
 ) -> list[tf.Tensor]:
-    """Merge states by one reduction, with a single collective."""
+    """Merge states by one reduction, with a single collective.
+
+    Args:
+        states: Sequence with, for each state, its tensors on the local replicas.
+        kind: String, the reduction: `"sum"`, `"max"` or `"min"`.
+        host_group: `ProcessGroup` with one member for each worker.
+    """
     by_replica = zip(*states, strict=True)
+    # For each local replica, all states in one flat tensor `[state_size]`.
     rows = [
         tf.concat([tf.reshape(tf.cast(t, _DTYPE), [-1]) for t in tensors], axis=0)
         for tensors in by_replica
-    ]  # [state_size] for each local replica
+    ]
     if kind == "sum":
         total = Member(host_group, 0).all_reduce(tf.add_n(rows))
     else:
@@ -98,6 +105,6 @@ def _merge(
 
 
 def _size(tensor: tf.Tensor) -> int | tf.Tensor:
-    """Return the number of elements, an int where the shape is static."""
+    """Return the number of elements of a tensor, an int if the shape is static."""
     count = tensor.shape.num_elements()
     return tf.size(tensor) if count is None else count

@@ -25,8 +25,8 @@ from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base.context import in_replica_thread, replica_context
 
-# Bytes of variables in one round of broadcasts, about: many small variables share a
-# round, and host memory does not need to hold a second copy of a large model.
+# Bytes of variables that are broadcast together, about: many small variables share a
+# message, and host memory does not need to hold a second copy of a large model.
 _CHUNK_BYTES = 64 * 2**20
 # Bytes of one message of a broadcast, at most: heartbeats wait behind each message, and
 # on a slow link a longer one would delay them too long.
@@ -37,8 +37,9 @@ _TOPIC = "leaving strategy.scope()"
 class NewVariables:
     """Variables that a worker has created since the last broadcast.
 
-    References to them are weak. The signatures of collected variables are kept:
-    whether a worker waits for the others must not depend on its garbage collection.
+    References to them are weak. A signature is the name, shape and dtype by which
+    workers compare a variable. The signatures of collected variables are kept: whether
+    a worker waits for the others must not depend on its garbage collection.
     """
 
     def __init__(self) -> None:
@@ -112,7 +113,11 @@ class CreatedVariables:
         }
 
     def without(self, gone: set[int]) -> list[Any]:
-        """Return the live variables, except for those at the given positions."""
+        """Return the live variables, except for some.
+
+        Args:
+            gone: Set of ints, the positions of the variables to leave out.
+        """
         return [
             v for i, v in enumerate(self._variables) if v is not None and i not in gone
         ]
@@ -222,6 +227,7 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
     """
 
     def build(strategy: Any) -> None:
+        """Build the optimizer in cross-replica context."""
         optimizer.build(list(variables))
         # The current step uses the slots, so they must be equal on all workers now.
         synchronize_new_variables(strategy)
@@ -244,10 +250,18 @@ def build_in_step(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def _synchronize(strategy: Any, new: NewVariables, line: str = "") -> None:
-    """Synchronize new variables, and earlier ones if all workers have the same."""
+    """Synchronize new variables, and earlier ones if all workers have the same.
+
+    Args:
+        strategy: A tfdp strategy of several workers.
+        new: `NewVariables` of this worker.
+        line: String, file and line of the scope that is left, or `""`. Defaults to
+            `""`.
+    """
     group: WorkerGroup = strategy.extended.worker_group
 
     def check(rank: int) -> None:
+        """Raise if the worker of this rank has left the scope without variables."""
         other, own = group.progress_of(rank), created.signatures
         if own and other is not None and progress.has_left_scope(other, line):
             raise ValueError(left_scope_message(rank, line, own))
@@ -329,6 +343,7 @@ def synchronize_created(
 
 
 def _digest(signatures: list) -> str:
+    """Return the SHA-256 digest of signatures, in hexadecimal; `""` for none."""
     if not signatures:
         return ""
     return hashlib.sha256(json.dumps(signatures).encode()).hexdigest()
@@ -355,6 +370,7 @@ def broadcast_variables(strategy: Any, variables: Sequence[Any]) -> None:
 
 
 def _broadcast_chunk(strategy: Any, variables: list[Any]) -> None:
+    """Assign the first worker's values of variables, which are sent together."""
     extended = strategy.extended
     values = [np.asarray(v.values[0].numpy()) for v in variables]
     local_bytes = b"".join(value.tobytes() for value in values)

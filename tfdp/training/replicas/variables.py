@@ -43,6 +43,7 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
     assigned: AssignedValues | None = None
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        """Update this replica's copy; a traced program records the assignment."""
         if (trace := program_trace.current()) is not None:
             trace.note_assigned(self)
             return update_fn(self._get_on_device_or_primary(), value, **kwargs)
@@ -77,19 +78,28 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
         return bool(self.numpy())
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Assign a value; outside of a step, record it for comparison."""
         self.record(value, replaces=True)
         return super().assign(value, *args, **kwargs)
 
     def assign_add(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Add a value; outside of a step, record it for comparison."""
         self.record(delta, replaces=False)
         return super().assign_add(delta, *args, **kwargs)
 
     def assign_sub(self, delta: Any, *args: Any, **kwargs: Any) -> Any:
+        """Subtract a value; outside of a step, record it for comparison."""
         self.record(delta, replaces=False, is_negative=True)
         return super().assign_sub(delta, *args, **kwargs)
 
     def record(self, value: Any, *, replaces: bool, is_negative: bool = False) -> None:
-        """Record an assignment outside of a step, if workers compare assignments."""
+        """Record an assignment outside of a step, if workers compare assignments.
+
+        Args:
+            value: Tensor, the value that is assigned, added or subtracted.
+            replaces: Bool, whether it replaces the previous value.
+            is_negative: Bool, whether it is subtracted. Defaults to `False`.
+        """
         if self.assigned is None or replica_context() is not None:
             return
         if self.distribute_strategy.extended.worker_group.num_workers > 1:
@@ -106,6 +116,7 @@ class StatisticVariable(MirroredVariable):
     """
 
     def _update_replica(self, update_fn: Any, value: Any, **kwargs: Any) -> Any:
+        """Update this replica's statistic, which the step then averages."""
         if program_trace.current() is None and not loops.loop_uses_local_steps():
             self.distribute_strategy.extended.note_statistics([self])
         return super()._update_replica(update_fn, value, **kwargs)
@@ -134,6 +145,10 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
         return self.dtype.is_floating or self.dtype.is_integer
 
     def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """Assign a value, on a replica to its component.
+
+        Outside of a replica, the components are set so that their merge is the value.
+        """
         in_replica = replica_context() is not None
         if program_trace.current() is not None:
             return super().assign(value, *args, **kwargs)
@@ -169,10 +184,10 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
                 component.assign(np.zeros_like(initial))
 
     def _begin_whole(self, value: Any) -> None:
-        """Set each component to a value that was divided among them as a sum.
+        """Set each component to the whole initial value, not to a part of a sum.
 
         The merge by maximum or minimum is detected while the first step is traced,
-        before any update.
+        before any update. By then the value was divided among the components.
         """
         with tf.init_scope():
             for component in self.values:
@@ -192,6 +207,7 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
         return self
 
     def _get_cross_replica(self) -> Any:
+        """Return the components of all replicas, merged."""
         extended = self.distribute_strategy.extended
         if self.aggregation != tf.VariableAggregation.SUM:
             return super()._get_cross_replica()

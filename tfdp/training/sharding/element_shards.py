@@ -35,6 +35,7 @@ class ElementShards(OwnedState):
     """
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
+        """Create the slots of the owner's slices, by a clone of the optimizer."""
         rows = [bucket.rows[self.owner] for bucket in self._plan.buckets]
         self.buckets = [number for number, row in enumerate(rows) if row]
         flats = [
@@ -100,7 +101,19 @@ class ElementShards(OwnedState):
         variables: list[Any],
         rate: Any,
     ) -> tf.Tensor:
-        """Update adjacent segments as one, and return their new values."""
+        """Update adjacent segments as one, and return their new values.
+
+        Args:
+            optimizer: Keras optimizer with the scalar state of this shard.
+            number: Int, index of the bucket.
+            run: List of places, adjacent segments of the bucket.
+            gradients: `ShardedGradients`.
+            variables: List of the Keras variables of the plan.
+            rate: Scalar tensor, the learning rate.
+
+        Returns:
+            Flat tensor, the new values of the elements of all segments.
+        """
         (first, start, _), (_, _, stop) = run[0], run[-1]
         segments = [segment for segment, _, _ in run]
         if first.index not in gradients.present:
@@ -120,6 +133,7 @@ class ElementShards(OwnedState):
             )
 
         def update(values: tf.Tensor, gradient: Any, rate: Any) -> tf.Tensor:
+            """Update the values of the run and its slots; return the new values."""
             view = TensorView(values)
             slots = {
                 name: _slot_range(items[self.buckets.index(number)], start, stop)

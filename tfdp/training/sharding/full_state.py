@@ -105,6 +105,7 @@ def _redistribute_sum(
     """Set the local parts of one sum to the mean of all replicas' parts."""
 
     def mean(values: list[tf.Tensor]) -> tf.Tensor:
+        """Return the mean of a tensor over all replicas, from the local replicas'."""
         total = tf.reshape(tf.add_n(values), [-1])
         if host_group.size > 1:
             total = Member(host_group, 0).all_reduce(total)
@@ -145,7 +146,10 @@ def _fill(part: np.ndarray, start: int, tensor: StateTensor) -> None:
 
 
 def _sum_bits(part: np.ndarray, group: ProcessGroup) -> np.ndarray:
-    """Sum elements that are zero on all workers but one, exact in any dtype."""
+    """Sum an array over workers; each element is zero on all workers but one.
+
+    The bits are summed as integers, which is exact in any dtype.
+    """
     raw = part.tobytes()
     words = np.frombuffer(raw + b"\0" * (-len(raw) % 4), np.int32)
     total = Member(group, 0).all_reduce(tf.constant(words)).numpy()

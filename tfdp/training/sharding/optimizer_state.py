@@ -101,6 +101,7 @@ def parameter_state(name: str, parameter: ShardedParameter) -> StateTensor:
     reader = parameter.reader
 
     def on_write() -> None:
+        """Drop the gathered values of the parameter, which are stale now."""
         reader.forget(parameter)
 
     shards = []
@@ -129,7 +130,14 @@ def shard_full_slots(tensors: Sequence[StateTensor], slots: Sequence[Any]) -> No
 def _tensor(
     name: str, shape: Any, dtype: str, shards: Sequence[tuple[bool, LocalShard]]
 ) -> StateTensor:
-    """Return a state tensor of pairs: whether this process owns a shard, the shard."""
+    """Create a state tensor.
+
+    Args:
+        name: String, unique among all state tensors.
+        shape: Shape of the whole tensor.
+        dtype: String.
+        shards: Sequence of pairs: whether this process owns a shard, and the shard.
+    """
     owned = [
         chunk
         for is_owned, shard in shards
@@ -159,6 +167,7 @@ def _named_shards(
 def _named_shards_of_variables(
     group: ShardedParamGroup, state: VariableShards
 ) -> list[tuple[str, LocalShard]]:
+    """Return the shards of whole variables with the names of their tensors."""
     names = {
         id(slot): slot_name(attribute, index, group.variables)
         for attribute, slots in state.slots.items()
@@ -176,12 +185,20 @@ def _named_shards_of_variables(
 def _full_shard(
     variable: Any, start: int = 0, on_write: Callable[[], None] = lambda: None
 ) -> LocalShard:
-    """Return the shard of all elements of a variable, at `start` of a tensor."""
+    """Return the shard that consists of all elements of a variable.
+
+    Args:
+        variable: `tf.Variable` or Keras variable.
+        start: Int, its first element in the flattened state tensor. Defaults to 0.
+        on_write: Callable without arguments, called after a write. Defaults to one
+            that does nothing.
+    """
     shape = tuple(variable.shape)
     size = int(np.prod(shape, dtype=np.int64))
     read = functools.partial(_compat.elements_of, variable)
 
     def write(values: Any) -> None:
+        """Assign all elements, a flat array."""
         variable.assign(np.asarray(values).reshape(shape))
         on_write()
 
@@ -193,6 +210,7 @@ def _range_shard(variable: Any, begin: int, segment: Segment) -> LocalShard:
     size = segment.size
 
     def read(first: int, last: int) -> np.ndarray:
+        """Return elements of the segment, counted from the segment's first."""
         # A gather copies only these elements. After `write` has assigned a slice,
         # TensorFlow copies the whole variable on every read.
         with tf.device(variable.device):
@@ -200,6 +218,7 @@ def _range_shard(variable: Any, begin: int, segment: Segment) -> LocalShard:
             return tf.gather(variable, places).numpy()
 
     def write(values: Any) -> None:
+        """Assign all elements of the segment, a flat array."""
         variable[begin : begin + size].assign(values)
 
     return LocalShard(segment.start, segment.stop, lambda: read(0, size), write, read)

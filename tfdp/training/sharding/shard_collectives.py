@@ -19,6 +19,7 @@ from tfdp.training.reduction.fusion import weighted
 from tfdp.training.reduction.gradient_reducer import ReplicaReducer
 from tfdp.training.sharding.sharded_param_group import ShardedParamGroup
 
+# A tensor of shape `[slice_size]` for each bucket, or `None` for a bucket without one.
 Slices = list[tf.Tensor | None]
 
 
@@ -115,7 +116,16 @@ class ShardCollectives:
     def _scatter(
         self, group: ShardedParamGroup, number: int, flat: tf.Tensor
     ) -> tf.Tensor:
-        """Reduce-scatter a bucket by the algorithm that an all-reduce would take."""
+        """Reduce-scatter a bucket by the algorithm that an all-reduce would take.
+
+        Args:
+            group: `ShardedParamGroup`.
+            number: Int, index of the bucket and its channel.
+            flat: Flat tensor, the packed gradients of the bucket.
+
+        Returns:
+            Tensor of shape `[slice_size]`.
+        """
         bucket = group.plan.buckets[number]
         num_bytes = flat.shape.num_elements() * flat.dtype.size
         route = self.extended.algorithm_selector.select(num_bytes, flat.dtype.name)

@@ -117,10 +117,10 @@ class ShardedGradients:
 
 
 class ShardedGradientStatistics(GradientStatistics):
-    """Norms and finite checks from slices, by one small collective for all parts.
+    """Norms and finite checks from slices, by one small collective for all groups.
 
     Args:
-        parts: List of `ShardedParamGroup`.
+        groups: List of `ShardedParamGroup`.
         sums: List of `ShardedGradients`.
         collectives: `ShardCollectives`.
         is_needed: Bool, whether norms or checks will be read.
@@ -128,35 +128,39 @@ class ShardedGradientStatistics(GradientStatistics):
 
     def __init__(
         self,
-        parts: list[ShardedParamGroup],
+        groups: list[ShardedParamGroup],
         sums: list[ShardedGradients],
         collectives: ShardCollectives,
         *,
         is_needed: bool,
     ) -> None:
         super().__init__(sums)
-        self._parts = parts
-        self._facts: list[tf.Tensor] = []
+        self._groups = groups
+        # For each group, two tensors `[num_variables]`: the squared norm of each
+        # variable's gradient, and the number of its non-finite elements.
+        self._measured: list[tf.Tensor] = []
         if is_needed:
             local = [
-                _squares_and_flags(p, s, collectives.owner)
-                for p, s in zip(parts, sums, strict=True)
+                _squares_and_flags(g, s, collectives.owner)
+                for g, s in zip(groups, sums, strict=True)
             ]
             total = collectives.all_reduce(
                 tf.concat(
-                    _in_widest_dtype([fact for pair in local for fact in pair]), axis=0
+                    _in_widest_dtype([item for pair in local for item in pair]), axis=0
                 )
             )
-            sizes = [len(p.variables) for p in parts for _ in range(2)]
-            self._facts = tf.split(total, sizes)
+            sizes = [len(group.variables) for group in groups for _ in range(2)]
+            self._measured = tf.split(total, sizes)
 
     def is_finite(self) -> tf.Tensor:
         """Scalar bool tensor, whether no element is infinite or NaN."""
-        return tf.reduce_all([tf.reduce_sum(flags) < 1 for flags in self._facts[1::2]])
+        return tf.reduce_all(
+            [tf.reduce_sum(flags) < 1 for flags in self._measured[1::2]]
+        )
 
     def squared_norm(self) -> tf.Tensor:
         """Scalar float32 tensor, the sum of the squares of all elements."""
-        norms = [tf.reduce_sum(squares) for squares in self._facts[::2]]
+        norms = [tf.reduce_sum(squares) for squares in self._measured[::2]]
         total = tf.cast(tf.add_n(norms), tf.float32)
         for rows in [rows for sums in self._sums for rows in sums.sparse.values()]:
             # Clipping squares rows with the same index separately; the norm squares
@@ -165,49 +169,54 @@ class ShardedGradientStatistics(GradientStatistics):
             total += squared_norm([rows]) - one_by_one
         return total
 
-    def squared_norms(self, part: ShardedParamGroup) -> tf.Tensor:
-        """Tensor `[num_variables]`, the squared norm of each variable of a part."""
-        return self._facts[2 * self._parts.index(part)]
+    def squared_norms(self, group: ShardedParamGroup) -> tf.Tensor:
+        """Tensor `[num_variables]`, the squared norm of each variable of a group."""
+        return self._measured[2 * self._groups.index(group)]
 
     def non_finite(self) -> list[tf.Tensor]:
         """List of scalar bool tensors: whether each gradient has infinity or NaN."""
         return [
             flags[index] > 0
-            for flags, sums in zip(self._facts[1::2], self._sums, strict=True)
+            for flags, sums in zip(self._measured[1::2], self._sums, strict=True)
             for index in sums.order
         ]
 
 
 def own_squares(
-    part: ShardedParamGroup, sums: ShardedGradients, owner: int
+    group: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tf.Tensor:
     """Compute the squared norm of an owner's slices of the gradients.
 
     Args:
-        part: `ShardedParamGroup`.
-        sums: `ShardedGradients` of the part.
+        group: `ShardedParamGroup`.
+        sums: `ShardedGradients` of the group.
         owner: Int, the owner of the slices.
 
     Returns:
         Scalar float32 tensor.
     """
-    whole = sums.without_rows(part.plan, owner)
+    whole = sums.without_rows(group.plan, owner)
     squares = [_sum_of_squares(piece) for piece in whole.slices if piece is not None]
     none = [tf.zeros([], tf.float32)]
     return tf.add_n([tf.cast(item, tf.float32) for item in squares] or none)
 
 
 def _squares_and_flags(
-    part: ShardedParamGroup, sums: ShardedGradients, owner: int
+    group: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Compute the slices' part of each variable's squared norm and non-finite count."""
-    elements = sums.parts(part.plan, owner)
+    """Measure the gradients in an owner's slices, variable by variable.
+
+    Returns:
+        Tuple of two tensors `[num_variables]`: the owner's addend of each variable's
+        squared norm, and the number of non-finite elements in its slices.
+    """
+    elements = sums.parts(group.plan, owner)
     # Every replica has the rows of all sparse gradients, so only owner 0 counts them.
     for index, rows in sums.sparse.items() if owner == 0 else ():
         elements.setdefault(index, []).append(rows.values)
     none = [tf.zeros([], tf.float32)]
     squares, flags = [], []
-    for index in range(len(part.variables)):
+    for index in range(len(group.variables)):
         tensors = elements.get(index, [])
         squares.append(
             tf.add_n(
@@ -216,13 +225,13 @@ def _squares_and_flags(
         )
         bad = [tf.cast(tf.math.is_finite(item), tf.float32) for item in tensors]
         flags.append(tf.add_n([tf.reduce_sum(1.0 - item) for item in bad] or none))
-    dtype = _dtype_of_norms(part)
+    dtype = _dtype_of_norms(group)
     return tf.stack([tf.cast(item, dtype) for item in squares]), tf.stack(flags)
 
 
-def _dtype_of_norms(part: ShardedParamGroup) -> tf.DType:
-    """Return the widest dtype of a part, even if this replica owns no such elements."""
-    dtypes = [tf.as_dtype(bucket.dtype) for bucket in part.plan.buckets]
+def _dtype_of_norms(group: ShardedParamGroup) -> tf.DType:
+    """Return the widest dtype of a group, even if this replica has no such elements."""
+    dtypes = [tf.as_dtype(bucket.dtype) for bucket in group.plan.buckets]
     return max([tf.float32, *dtypes], key=lambda dtype: dtype.size)
 
 

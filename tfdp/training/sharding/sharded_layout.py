@@ -239,7 +239,13 @@ class ShardedLayout(StateLayout):
     def _assign_gathered(
         self, group: ShardedParamGroup, slices: list, present: frozenset[int]
     ) -> None:
-        """All-gather the slices of new values and assign them to the variables."""
+        """All-gather the slices of new values and assign them to the variables.
+
+        Args:
+            group: `ShardedParamGroup`.
+            slices: List with this replica's new values of each bucket, or `None`.
+            present: Frozen set of ints, the positions of the variables to assign.
+        """
         if sharded_parameter(group.variables[0]) is not None:
             self._assign_parts(group, slices, present)
             return
@@ -252,7 +258,10 @@ class ShardedLayout(StateLayout):
     def _assign_parts(
         self, group: ShardedParamGroup, slices: list, present: frozenset[int]
     ) -> None:
-        """Assign new values to this replica's parts of sharded parameters."""
+        """Assign new values to this replica's parts of sharded parameters.
+
+        The arguments are those of `_assign_gathered`.
+        """
         owner = self._collectives.owner
         for bucket, piece in zip(group.plan.buckets, slices, strict=True):
             for segment, begin, end in (
@@ -275,12 +284,15 @@ class ShardedLayout(StateLayout):
             parameter.assign(variable.constraint(parameter.read_value()))
 
     def _momentums(self, group: ParamGroup) -> list:
+        """Return the momentum slots of this replica's shard; empty without momentum."""
         return self._state(self._sharded(group)).slots.get("momentums", [])
 
     def _sharded(self, group: ParamGroup) -> ShardedParamGroup:
+        """Return the `ShardedParamGroup` of a parameter group."""
         return self._groups[id(group.optimizer)]
 
     def _state(self, group: ShardedParamGroup) -> Any:
+        """Return this replica's `OwnedState` of a group."""
         return group.replicas[self._collectives.replica]
 
 
@@ -290,6 +302,7 @@ def _with_static_shape(gradient: Any, shape: Any) -> Any:
 
 
 def _clips_by_norm(optimizer: Any) -> bool:
+    """Return whether an optimizer clips gradients by a norm."""
     limits = (optimizer.clipnorm, optimizer.global_clipnorm)
     return any(limit is not None and limit > 0 for limit in limits)
 

@@ -51,15 +51,27 @@ class OwnedState:
             self._build(optimizer, variables, replica)
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
+        """Create the state, on the device; subclasses set `slots` and `singles`.
+
+        Args:
+            optimizer: Keras optimizer, the user's.
+            variables: List of the Keras variables of the plan.
+            replica: Int, the local replica that holds the slices.
+        """
         raise NotImplementedError
 
     def set_averages(self, values: list[tf.Tensor]) -> None:
-        """Set the averages to values in the form that `own_values` returns."""
+        """Set the moving averages.
+
+        Args:
+            values: List of tensors, as `own_values` returns.
+        """
         for average, value in zip(self._own_averages, values, strict=True):
             average.assign(value)
 
     @property
     def _own_averages(self) -> list[Any]:
+        """List of the slots of moving averages; empty without averages."""
         return self.slots.get("_model_variables_moving_average", [])
 
 

@@ -57,6 +57,8 @@ from tfdp.training.sharding.variable_shards import VariableShards
 class ShardedState:
     """The state of an optimizer, sharded over the replicas.
 
+    A part is the state of one inner optimizer, a `ShardedParamGroup`.
+
     Args:
         optimizer: The user's Keras optimizer. It keeps its settings, counter and
             learning rate; the values of existing slots are copied to shards and the
@@ -66,6 +68,10 @@ class ShardedState:
         options: `ShardingOptions`.
         parameters: Sequence of further Keras variables of the same model to shard, in
             the order of the forward pass. Defaults to none.
+
+    Attributes:
+        groups: `ShardGroups`, the replicas that own shards.
+        parts: Dict from the `id` of an inner optimizer to its `ShardedParamGroup`.
     """
 
     def __init__(
@@ -119,7 +125,7 @@ class ShardedState:
                 options.units,
             )
         self.parts = {
-            id(part): self._sharded(part, plans[id(part)])
+            id(part): self._create_shards(part, plans[id(part)])
             for part in _trained_parts(optimizer)
         }
         self._states = {key: self._state_of(p) for key, p in self.parts.items()}
@@ -132,6 +138,11 @@ class ShardedState:
         """Raise on every worker if variables or slots differ between replicas.
 
         From now on the variables record assignments outside of steps.
+
+        Args:
+            strategy: A tfdp strategy.
+            variables: Sequence of Keras variables that the optimizer trains.
+            state: Sequence of the optimizer's own variables; empty before it is built.
         """
         if tf.executing_eagerly() and not in_replica_thread():
             # Scalars are left out: they are counters and rates, which a worker may set
@@ -148,7 +159,13 @@ class ShardedState:
     def _check_alike(
         self, options: ShardingOptions, parts: list[Any], plans: dict[int, ShardPlan]
     ) -> None:
-        """Raise on every worker if options, optimizers or plans differ."""
+        """Raise on every worker if options, optimizers or plans differ.
+
+        Args:
+            options: `ShardingOptions`.
+            parts: List of the inner optimizers.
+            plans: Dict from the `id` of an inner optimizer to its `ShardPlan`.
+        """
         worker_group = self._extended.worker_group
         kinds = [type(part).__name__ for part in parts]
         fingerprints = [plans[id(part)].fingerprint for part in parts]
@@ -218,7 +235,7 @@ class ShardedState:
     def buckets(self) -> tuple[Bucket, ...]:
         """Tuple of the buckets of reduce-scatters and all-gathers, in launch order."""
         return tuple(
-            _plan_bucket(bucket, part.variables)
+            _communication_bucket(bucket, part.variables)
             for part in self.parts.values()
             for bucket in part.plan.buckets
         )
@@ -271,7 +288,7 @@ class ShardedState:
             optimizer, variables, self.groups.num_owners, self._extended.options
         )
 
-    def _sharded(self, optimizer: Any, plan: ShardPlan) -> ShardedParamGroup:
+    def _create_shards(self, optimizer: Any, plan: ShardPlan) -> ShardedParamGroup:
         """Create the shards of one inner optimizer on each local replica."""
         variables = _compat.trained_by(optimizer)
         if self._gathers is not None:
@@ -286,8 +303,13 @@ class ShardedState:
         return ShardedParamGroup(optimizer, variables, plan, states)
 
 
-def _plan_bucket(bucket: ShardBucket, variables: list[Any]) -> Bucket:
-    """Convert a bucket of shards to the form of communication plans."""
+def _communication_bucket(bucket: ShardBucket, variables: list[Any]) -> Bucket:
+    """Convert a bucket of shards to the `Bucket` of a communication plan.
+
+    Args:
+        bucket: `ShardBucket`.
+        variables: List of the Keras variables of the bucket's plan.
+    """
     sizes: dict[int, int] = {}
     for segment in (segment for row in bucket.rows for segment in row):
         sizes[segment.index] = sizes.get(segment.index, 0) + segment.size
@@ -370,7 +392,13 @@ def plan_of_parameters(
 def _buckets(
     unit: tuple[ShardedParameter, ...], parameters: list[ShardedParameter]
 ) -> list[ShardBucket]:
-    """Return the buckets of a unit: one for each dtype of its trained parameters."""
+    """Return the buckets of a unit: one for each dtype of its trained parameters.
+
+    Args:
+        unit: Tuple of the `ShardedParameter`s of the unit.
+        parameters: List of the `ShardedParameter`s of the optimizer; their positions
+            are those of the plan.
+    """
     members = {id(parameter) for parameter in unit}
     indices = [i for i, parameter in enumerate(parameters) if id(parameter) in members]
     buckets = []

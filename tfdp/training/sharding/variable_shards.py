@@ -25,6 +25,7 @@ class VariableShards(OwnedState):
     """
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
+        """Build a clone of the optimizer on the variables that the replica owns."""
         self.owned = self._plan.owned(self.owner)
         # Copies of variables on the device of the update, if that is another one.
         self._copies: dict[int, Any] = {}
@@ -126,6 +127,7 @@ class VariableShards(OwnedState):
         return variables[index] if replacement is None else replacement
 
     def _pack_slice(self, bucket: ShardBucket, values: dict[int, Any]) -> tf.Tensor:
+        """Pack the owner's slice of a bucket from values by position."""
         return pack_row(bucket, self.owner, values, tf.as_dtype(bucket.dtype))
 
     def _refresh(self, variables: list[Any]) -> None:

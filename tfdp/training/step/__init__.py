@@ -4,7 +4,7 @@ Read `path` first: `take_step` calls nine stages, in order.
 
 | stage | file |
 | --- | --- |
-| 1 take in | `accumulation`: none, local, sharded (ZeRO-2), or Keras's |
+| 1 accumulate | `accumulation`: none, local, sharded (ZeRO-2), or Keras's |
 | 2 reduce | `state_layout`: all-reduce; `tfdp.training.sharding`: reduce-scatter |
 | 3 unscale | `path`: divide by micro-batches and by the scale of `loss_scale` |
 | 4 all finite? | `state_layout`, agreed by all replicas |

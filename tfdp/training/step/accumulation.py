@@ -81,12 +81,15 @@ class Accumulator:
         return lambda: None, False
 
     def _add(self, gradients: list[tf.Tensor]) -> None:
+        """Add weighted gradients, one for each variable of the step, to the sums."""
         raise NotImplementedError
 
     def _is_due(self) -> tf.Tensor:
+        """Return a scalar bool tensor, whether an update is due."""
         return self._state.is_complete()
 
     def _release(self) -> Totals:
+        """Return the accumulated gradients as `Totals`, and reset the sums."""
         raise NotImplementedError
 
 
@@ -94,7 +97,7 @@ class NoAccumulation(Accumulator):
     """Accumulator of a single micro-batch: every one leads to an update."""
 
     def take(self, gradients: list | None) -> tuple[Callable[[], Totals], None]:
-        """Pass the gradients on with their weight, which the reduction applies."""
+        """Return the gradients and their weight, which the reduction applies."""
         return lambda: Totals(gradients, weight=self._weight), None
 
     def take_nothing(self) -> tuple[Callable[[], Any], bool]:
@@ -152,7 +155,14 @@ class AccumulationState:
         return _read(self.count) >= _read(self.steps)
 
     def release(self, positions: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Return the sums and the number of micro-batches, and reset both."""
+        """Return the sums and the number of micro-batches, and reset both.
+
+        Args:
+            positions: Sequence of ints, the positions of the sums to return.
+
+        Returns:
+            Tuple of the list of sums and a scalar int tensor.
+        """
         sums = [_read(self.sums[position]) for position in positions]
         count = _read(self.count)
         with tf.control_dependencies([*sums, count]):
@@ -211,6 +221,7 @@ class LocalAccumulation(Accumulator):
         self._state.add(gradients, self._positions)
 
     def _release(self) -> Totals:
+        """Return the sums, without the division by the number of groups."""
         sums, count = self._state.release(self._positions)
         return Totals([total * self._num_groups for total in sums], count=count)
 
@@ -241,12 +252,14 @@ class ShardedAccumulation(Accumulator):
         self._param_groups, self._variables = param_groups, variables
 
     def _add(self, gradients: list[tf.Tensor]) -> None:
+        """Reduce-scatter gradients, and add the slices to the sums."""
         reduced = reduce_groups(
             self._layout, self._param_groups, self._variables, gradients
         )
         self._state.add(*self._layout.slices_of(self._param_groups, reduced))
 
     def _release(self) -> Totals:
+        """Return the summed slices as reduced gradients, and reset the sums."""
         slices, count = self._state.release(range(len(self._state.sums)))
         sums = self._layout.from_slices(self._param_groups, self._variables, slices)
         return Totals(sums=sums, count=count)
@@ -295,16 +308,24 @@ class KerasAccumulation(Accumulator):
 
 
 def _read(variable: Any) -> tf.Tensor:
+    """Return the value of a variable on the calling replica."""
     return _compat.local_part(variable).read_value()
 
 
 def _set_to_zero(variable: Any) -> None:
+    """Set a variable to zeros on the calling replica."""
     part = _compat.local_part(variable)
     part.assign(tf.zeros(part.shape, part.dtype), read_value=False)
 
 
 def wide_zeros(make_variable: Any, variables: Sequence[Any], suffix: str) -> list:
-    """Create a variable of zeros for each variable, in a dtype for sums of it."""
+    """Create a variable of zeros for each variable, in a dtype for sums of it.
+
+    Args:
+        make_variable: Callable that creates a Keras variable of the optimizer.
+        variables: Sequence of objects with a path or name, a shape and a dtype.
+        suffix: String, the end of the new variables' names.
+    """
     return [
         make_variable(
             shape=variable.shape,

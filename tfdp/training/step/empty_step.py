@@ -70,6 +70,7 @@ class Updates:
 
             @tf.function(autograph=False)
             def on_replicas() -> None:
+                """Run the empty step on every replica."""
                 # tfdp's own `run` would try to divide a batch.
                 tf.distribute.Strategy.run(strategy, self._on_replica)
 
@@ -77,6 +78,7 @@ class Updates:
         self._function()
 
     def _on_replica(self) -> None:
+        """Run the empty step of each recorded update on the calling replica."""
         for make_step in self._steps.values():
             take_empty_step(make_step())
 

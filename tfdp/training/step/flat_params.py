@@ -86,6 +86,7 @@ class FlatParameter:
                 variable.assign(part, read_value=False)
 
     def _parts_of(self, flat: tf.Tensor) -> zip:
+        """Return pairs of a variable and its part of a flat tensor."""
         return zip(self._variables, unpack(flat, self._variables), strict=True)
 
     def __tf_tensor__(self, dtype: Any = None, name: Any = None) -> tf.Tensor:
@@ -145,9 +146,14 @@ def _scattered(
 
 
 def _operator(name: str) -> Callable:
-    """Return an operator of flat parameters that works on their current values."""
+    """Return an operator of flat parameters that works on their current values.
+
+    Args:
+        name: String, name of the operator's method, such as `"__add__"`.
+    """
 
     def apply(view: FlatParameter, *others: Any) -> tf.Tensor:
+        """Apply the operator to the current value and the other operands."""
         return getattr(view.read_value(), name)(*others)
 
     return apply

@@ -89,6 +89,7 @@ def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None
     """Update variables one by one, or all in a function that XLA compiles."""
 
     def update(gradients: list, rate: Any) -> None:
+        """Decay and update the variables; XLA passes gradients and rate."""
         _compat.apply_weight_decay(optimizer, variables)
         _compat.update_variables(optimizer, gradients, variables, rate)
 
@@ -154,7 +155,7 @@ def plan_groups(
 def _update_group(
     optimizer: Any, gradients: list, variables: list[Any], rate: Any
 ) -> None:
-    """Decay and update the variables of a group as one flat parameter."""
+    """Decay and update small variables, planned as a group, as one flat parameter."""
     parts = [_compat.local_part(variable) for variable in variables]
     with tf.device(parts[0].device):
         view = FlatParameter(parts)

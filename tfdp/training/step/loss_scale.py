@@ -78,6 +78,7 @@ class LossScale:
         self.options = options
 
         def counter(name: str, shape: tuple[int, ...] = ()) -> Any:
+            """Create an integer variable of zeros."""
             return make_variable(
                 shape=shape, dtype="int", initializer="zeros", name=name
             )
@@ -186,9 +187,11 @@ def not_finite(gradient: Any) -> tf.Tensor:
 
 
 def _local(variable: Any) -> Any:
+    """Return the component of a variable on the calling replica."""
     return _compat.local_part(variable)
 
 
 def _set(variable: Any, value: Any) -> None:
+    """Assign a value, cast to the dtype, on the calling replica."""
     part = _local(variable)
     part.assign(tf.cast(value, part.dtype), read_value=False)

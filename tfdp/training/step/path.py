@@ -1,6 +1,6 @@
 """THE PATH of a step on one replica: from local gradients to updated variables.
 
-    local gradients -> 1 take in -> [at the last micro-batch:] 2 reduce
+    local gradients -> 1 accumulate -> [at the last micro-batch:] 2 reduce
       -> 3 unscale -> 4 all finite? -> 5 clip -> 6 decay and update
       -> 7 moving averages -> 8 constraints -> 9 count
 
@@ -11,6 +11,10 @@ Residuals of compression are kept for the next step only if this step is not ski
 Features act before 1, at 4 and after 9, see `StepFeature`. With a feature of local
 steps, stage 2 reduces nothing, or only within a node, and each replica or node skips
 steps on its own.
+
+In the functions below, `is_due` is whether this micro-batch completes an update, and
+`is_kept` is false if the update was skipped because of an overflow. Each is a bool if
+it is known while the step is traced, and otherwise a scalar bool tensor.
 """
 
 from __future__ import annotations
@@ -46,33 +50,36 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
         feature.begin()
     micro_batch = None if gradients is None else list(gradients)
     with step_residuals(lambda: _scale_of(step)) as micro_batch_residuals:
-        take_totals, is_due = step.accumulator.take(micro_batch)  # 1
+        take_totals, is_due = step.accumulator.take(micro_batch)  # 1 accumulate
     micro_batch_residuals.keep_finite()
 
     def update() -> tf.Tensor:
+        """Run stages 2 to 6; return whether the update was made, a bool or tensor."""
         totals = take_totals()
         with step_residuals(lambda: _divisor(step, totals)) as residuals:
-            sums = _reduce(step, totals)  # 2
-        sums = _unscale(step, sums, totals)  # 3
+            sums = _reduce(step, totals)  # 2 reduce
+        sums = _unscale(step, sums, totals)  # 3 unscale
         statistics = _examine(step, sums, totals)
-        is_finite = _is_finite(step, statistics)  # 4
+        is_finite = _is_finite(step, statistics)  # 4 all finite?
 
         def apply() -> None:
-            clipped = _clip(step, sums, statistics)  # 5
-            _decay_and_update(step, clipped)  # 6
+            """Run stages 5 and 6, and keep the residuals of compression."""
+            clipped = _clip(step, sums, statistics)  # 5 clip
+            _decay_and_update(step, clipped)  # 6 decay and update
             residuals.keep()
 
         _cond(is_finite, apply, lambda: _skip(step, statistics))
         return is_finite
 
     is_updated, is_kept = _update_if(is_due, update)
-    _average(step, is_kept)  # 7
-    _constrain(step, is_kept)  # 8
+    _average(step, is_kept)  # 7 moving averages
+    _constrain(step, is_kept)  # 8 constraints
     is_due = True if is_due is None else is_due
     if step.trains_alone:
-        _count(step, is_due, True)  # other replicas may have updated
+        # A local update counts even if it was skipped: other replicas may have updated.
+        _count(step, is_due, True)  # 9 count
     else:
-        _count(step, is_updated, is_kept)  # 9
+        _count(step, is_updated, is_kept)  # 9 count
     for feature in step.features:
         feature.end(step, is_due, is_kept)
 
@@ -88,6 +95,7 @@ def take_empty_step(step: Step) -> None:
     release, is_due = step.accumulator.take_nothing()
 
     def update() -> None:
+        """Reset the sums, and run the parts of an update that need no gradients."""
         release()
         for group, schedule in zip(step.param_groups, step.schedules, strict=True):
             variables = group.of(step.variables)
@@ -159,6 +167,7 @@ def _skip(step: Step, statistics: GradientStatistics) -> None:
 
 
 def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
+    """Clip the sums of each group as its optimizer is set to."""
     return [
         step.layout.clip(group, reduced, statistics)
         for group, reduced in zip(step.param_groups, sums, strict=True)
@@ -185,6 +194,7 @@ def _average(step: Step, is_kept: tf.Tensor | bool) -> None:
 
 
 def _average_group(layout: StateLayout, group: ParamGroup) -> None:
+    """Move the averages of a group, and overwrite its variables with them if due."""
     layout.average(group)
     optimizer = group.optimizer
     if optimizer.ema_overwrite_frequency:
@@ -200,6 +210,13 @@ def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
 
 
 def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
+    """Advance the counters of the optimizers by one, if the step counts.
+
+    Args:
+        step: `Step`.
+        is_updated: Scalar bool tensor, or bool, whether an update was made.
+        is_kept: Scalar bool tensor, or bool, false if an update was skipped.
+    """
     counts = is_kept if step.counts_micro_batches else is_updated
     for optimizer in step.optimizers:
         _compat.count_update(optimizer, tf.cast(counts, tf.int64))
@@ -218,6 +235,7 @@ def _update_if(
         return is_updated, is_updated
 
     def run() -> tuple[tf.Tensor, tf.Tensor]:
+        """Run the update; return both results as tensors, as `tf.cond` needs."""
         is_updated = tf.convert_to_tensor(update())
         return is_updated, is_updated
 
@@ -237,6 +255,7 @@ def _cond(
         return
 
     def run(branch: Callable[[], None] | None) -> tf.Tensor:
+        """Run a branch, if there is one; return a tensor, as `tf.cond` needs."""
         if branch is not None:
             branch()
         return tf.constant(True)

@@ -119,6 +119,7 @@ class StateLayout:
         slots = [_compat.local_part(m) for m in self._momentums(group) if m is not None]
 
         def scale() -> tf.Tensor:
+            """Multiply the momentum slots by the factor; return whether it was done."""
             for slot in slots:
                 slot.assign(slot * tf.cast(factor, slot.dtype), read_value=False)
             return tf.constant(True)
@@ -152,6 +153,7 @@ class StateLayout:
         part.assign(variable.constraint(part), read_value=False)
 
     def _momentums(self, group: ParamGroup) -> list:
+        """Return the momentum slots of a group, with `None` for missing ones."""
         return group.optimizer.momentums
 
 
@@ -180,6 +182,7 @@ class GradientStatistics:
         return [not_finite(gradient) for gradient in self._gradients()]
 
     def _gradients(self) -> list:
+        """Return the reduced gradients of all groups in one list."""
         return [item for sums in self._sums for item in sums.gradients()]
 
 

@@ -43,6 +43,7 @@ class Warmup:
         self.momentum_correction = options.momentum_correction
 
         def scalar(name: str, value: float) -> Any:
+            """Create a scalar float64 variable for a setting."""
             return make_variable(
                 shape=(),
                 dtype="float64",
@@ -88,7 +89,11 @@ class Warmup:
         return (1.0 - done) * first + done * last
 
     def growth(self, update: tf.Tensor) -> tf.Tensor:
-        """Return the factor divided by that of the previous update, float64."""
+        """Return the factor divided by that of the previous update, float64.
+
+        Args:
+            update: Scalar int tensor, the number of updates so far.
+        """
         before = self.factor(tf.maximum(update - 1, 0))
         now = self.factor(update)
         one = tf.ones_like(now)

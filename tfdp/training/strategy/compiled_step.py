@@ -29,7 +29,13 @@ from tfdp.training.parameters.sharded_parameter import sharded_parameter
 
 @dataclasses.dataclass
 class _Traced:
-    """The compiled part of a step, and the updates that follow it."""
+    """The compiled part of a step, and the updates that follow it.
+
+    Args:
+        function: Concrete function that takes the arguments of the step and the tensors
+            of a `BatchWeight`, and returns logs and the gradients of each update.
+        updates: List of `Update`, those that were taken out of the step.
+    """
 
     function: Any
     updates: list[Update]
@@ -96,7 +102,10 @@ class CompiledStep:
     def _trace_or_warn(
         self, args: tuple, part: BatchWeight | None, numbers: list
     ) -> _Traced | None:
-        """Trace the compiled part of a step; warn and return `None` if XLA cannot."""
+        """Trace the compiled part of a step; warn and return `None` if XLA cannot.
+
+        The arguments are those of `_trace`.
+        """
         reason = ""
         # On one replica there are no collectives, so the update can be compiled too, as
         # in plain Keras.
@@ -119,6 +128,13 @@ class CompiledStep:
     ) -> _Traced:
         """Trace the compiled part of a step.
 
+        Args:
+            args: Tuple of nested structures of tensors.
+            part: `BatchWeight` of the replica, or `None`.
+            numbers: List of the two tensors of `part`, inputs of the compiled function;
+                empty without a `BatchWeight`.
+            is_whole: Bool, whether the updates are compiled, too.
+
         Raises:
             CannotCompileError: If XLA cannot compile it.
             CannotDeferError: If its updates cannot run after it.
@@ -128,6 +144,7 @@ class CompiledStep:
         updates: list[Update] = []
 
         def compiled(args: tuple, numbers: list) -> Any:
+            """Run the step; return logs and the gradients of the updates taken out."""
             weights = None
             if part is not None:
                 weight, num_samples = numbers
@@ -151,10 +168,15 @@ def _in_backward_order(update: Update, gradients: list) -> list:
 
     Buckets are filled in the order of the gradients' operations. It must be the same
     with and without XLA, because the layout of sharded state depends on it.
+
+    Args:
+        update: `Update` that was taken out, with its gradients in the compiled part.
+        gradients: List of the gradients that the compiled part has returned.
     """
     present = [index for index, own in enumerate(gradients) if own is not None]
 
     def position(index: int) -> tuple[int, int]:
+        """Return the sort key of a gradient: the position of its last operation."""
         traced = update.gradients[index]
         parts = tf.nest.flatten(traced, expand_composites=True)
         return max(map(_compat.op_position, parts)), -index

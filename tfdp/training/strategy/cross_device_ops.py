@@ -35,6 +35,7 @@ class CrossDeviceOps(_compat.CollectiveAllReduce):
     def _all_reduce(
         self, reduce_op: Any, value: Any, replica_id: int, options: Any
     ) -> Any:
+        """All-reduce a value of one local replica by tfdp's reducer."""
         del options
         return self._reducer.reduce(reduce_op, value, replica_id)
 
@@ -51,9 +52,11 @@ class _Launcher:
         self._replica = replica
 
     def can_order_nccl(self) -> bool:
+        """Return true: tfdp orders the launches of all collectives."""
         return True
 
     def all_gather(self, tensor: tf.Tensor, axis: Any, options: Any) -> tf.Tensor:
+        """Concatenate the tensors of all replicas along an axis."""
         del options
         rank = self._reducer.first_rank + self._replica
         return gather_rows(tensor, axis, self._reducer.group, self._replica, rank)

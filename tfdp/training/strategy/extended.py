@@ -60,7 +60,12 @@ _strategy_counter = itertools.count()
 
 @dataclasses.dataclass
 class _Statistics:
-    """Moving statistics that replicas assign in a step, and the replicas' weights."""
+    """Moving statistics that replicas assign in a step, and the replicas' weights.
+
+    Args:
+        variables: Dict from the `id` of a variable to the mirrored variable.
+        weights: Dict from the local index of a replica to its weight, a scalar tensor.
+    """
 
     variables: dict[int, Any] = dataclasses.field(default_factory=dict)
     weights: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
@@ -100,6 +105,7 @@ class ReplicaExtended:
         return contextlib.nullcontext()
 
     def _use_merge_call(self) -> bool:
+        """Return false, so that a whole step runs in replica context."""
         return False
 
     def _set_up_communication(
@@ -166,6 +172,7 @@ class ReplicaExtended:
         )
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        """Create one of tfdp's variables, in a deferred scope a sharded parameter."""
         if is_deferred(self, kwargs):
             return deferred_parameter(self._container_strategy(), kwargs)  # type: ignore[attr-defined]
         kwargs["aggregation"] = aggregation_of(kwargs)
@@ -192,6 +199,7 @@ class ReplicaExtended:
     def _replica_ctx_all_reduce(
         self, reduce_op: Any, value: Any, options: Any = None
     ) -> Any:
+        """All-reduce a value in replica context, in a graph without a merge call."""
         context = tf.distribute.get_replica_context()
         one_local_replica = len(self.group.devices) == 1
         if tf.executing_eagerly() and not one_local_replica:
@@ -213,6 +221,10 @@ class ReplicaExtended:
         return self._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, values)
 
     def _get_cross_device_ops(self, value: Any) -> Any:
+        """Return the operations for a value: between replicas or between hosts.
+
+        A value with a component for each local replica is reduced between replicas.
+        """
         local = getattr(value, "values", (value,))
         if len(local) == len(self.group.devices):
             return self._cross_device_ops
@@ -372,6 +384,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         )
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
+        """Create a variable, and record it for the broadcast of initial values."""
         variable = super()._create_variable(next_creator, **kwargs)
         is_mirrored = isinstance(variable, MirroredVariable) and not variable.has_parts
         if tf.executing_eagerly() and is_mirrored:

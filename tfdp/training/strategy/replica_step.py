@@ -88,7 +88,18 @@ def _divided_step(
     total: tf.Tensor | None,
     others: frozenset[int],
 ) -> Callable:
-    """Return a replica's step: its part of the program that one device would run."""
+    """Return a replica's step: its part of the program that one device would run.
+
+    Args:
+        strategy: A tfdp strategy.
+        loop: `Loop` of Keras that the step belongs to.
+        fn: Callable, the replica function that Keras has passed.
+        local: List of the arguments of each local replica.
+        parts: List of the `BatchWeight` of each local replica.
+        total: Scalar tensor, the number of rows of the global batch, or `None`.
+        others: Frozen set of ints, flat positions of the arguments whose number of rows
+            differs from that of the batch.
+    """
     if strategy.extended.balance is not None:
         total = None  # the load balancer divides rows unevenly
     are_alike = batch_weights.have_equal_rows(local, merging_group(strategy))
@@ -104,12 +115,14 @@ def _divided_step(
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
+        """Run the step of the calling replica."""
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
         part = parts[replica]
         group = training_group(strategy)
         rows = rows_of_replica(group, args, total, counts, are_alike=are_alike)
 
         def run(args: tuple, part: BatchWeight | None) -> Any:
+            """Run the step with a replica's arguments and batch weight."""
             replica_rows = rows
             if xla.is_tracing() and not are_alike:
                 # XLA needs static shapes.
@@ -132,7 +145,10 @@ def _divided_step(
 def _eager_step(
     strategy: Any, loop: loops.Loop, fn: Callable, local: list, parts: list[BatchWeight]
 ) -> Callable:
-    """Return a replica's step for eager execution."""
+    """Return a replica's step for eager execution.
+
+    The arguments are those of `_divided_step`.
+    """
     loop.batch_weights = [part.weight for part in parts]
     step = EagerStep(
         strategy,
@@ -181,6 +197,7 @@ def _wait_for_data(model: Any, fn: Callable) -> Callable:
 
     @functools.wraps(fn)
     def step(*args: Any) -> Any:
+        """Run the step after its data has arrived."""
         data = [x for x in tf.nest.flatten(args) if tf.is_symbolic_tensor(x)]
         begins = step_events.record_step_begin(data)
         graph = tf.compat.v1.get_default_graph()
@@ -194,6 +211,7 @@ def _wait_for_data(model: Any, fn: Callable) -> Callable:
 
 
 def _local_samples(batch: Any) -> tf.Tensor | None:
+    """Return the number of rows of a batch, or `None` if it has no tensor."""
     first = first_tensor(batch)
     return None if first is None else num_rows(first)
 
@@ -206,6 +224,7 @@ def _split_global_batch(strategy: Any, batch: Any) -> Any:
     num_replicas = strategy.num_replicas_in_sync
 
     def rows_of(rank: int) -> Any:
+        """Return a replica's rows of the global batch, by its rank."""
         return keras.tree.map_structure(
             lambda x: None if x is None else rows_of_rank(x, rank, num_replicas),
             tensors,

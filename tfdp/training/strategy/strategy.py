@@ -258,7 +258,11 @@ def _warn_of_processes_apart(cluster: Cluster | None) -> None:
 
 
 def _remedy() -> str:
-    """Return how to make the processes of a launcher known to each other."""
+    """Return how to make the processes of a launcher known to each other.
+
+    Returns:
+        String, a sentence without its period, for a warning.
+    """
     if mpi_rank() is not None:
         return (
             "Install mpi4py, through which tfdp finds the others (pip install "

@@ -116,7 +116,11 @@ def host_transport(transport: Transport) -> Transport:
 def _backend(
     options: CommunicationOptions, devices: Sequence[str], num_workers: int
 ) -> str:
-    """Choose the library that moves the bytes, see `CommunicationOptions.backend`."""
+    """Choose the library that moves the bytes, see `CommunicationOptions.backend`.
+
+    Returns:
+        String, the name of a backend, such as `"direct"`; never `"auto"`.
+    """
     on_gpus = all(_compat.device_type(device) == "GPU" for device in devices)
     if options.backend == "nccl" and not on_gpus:
         raise ValueError(
@@ -144,6 +148,12 @@ def _agree_on_transport(
     name: str, options: CommunicationOptions, worker_group: WorkerGroup, host: str
 ) -> tuple[str, tuple[str | None, ...]]:
     """Agree on the transport; raise on every worker if one worker has no address.
+
+    Args:
+        name: String, the backend that this worker has chosen.
+        options: `CommunicationOptions`.
+        worker_group: `WorkerGroup` between the workers.
+        host: String, this worker's host as the cluster names it.
 
     Returns:
         Tuple of the transport's name and the tuple of all workers' interfaces.
@@ -198,7 +208,11 @@ def _mesh(
 
 
 class _Store:
-    """The coordination service's key-value store, a `transport.Store`."""
+    """The coordination service's key-value store, a `transport.Store`.
+
+    Args:
+        prefix: String, the beginning of all keys.
+    """
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
