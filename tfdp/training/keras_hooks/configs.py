@@ -128,7 +128,7 @@ def _is_ignored(key: str, value: Any) -> bool:
 
 
 def _layer_configs(model: Any) -> dict[str, Any]:
-    """Return the configs of all layers by name."""
+    """Return the config of each layer, by the layer's renumbered name."""
     return _by_name([(x.name, _layer_config(x)) for x in _compat.layers_of(model)])
 
 
@@ -180,7 +180,7 @@ def _argument_config(value: Any) -> Any:
 
 
 def _layer_config(layer: Any) -> dict[str, Any]:
-    """Return the class name, dtype and settings of a layer."""
+    """Return a dict with the class name, the dtype and the settings of a layer."""
     entry = {"class_name": type(layer).__name__, "dtype": layer.dtype_policy.name}
     # The layers of a nested model are listed separately. A default config consists of
     # constructor arguments, which may differ between workers.

@@ -212,7 +212,7 @@ class AccumulatedGradients:
             return np.asarray(updates * self.steps + int(count.numpy()))
 
         def write(value: Any) -> None:
-            """Set the numbers of updates and of accumulated micro-batches."""
+            """Set both counters from a loaded number of micro-batches."""
             updates, rest = divmod(int(np.asarray(value)), self.steps)
             iterations.assign(updates)
             count.assign(rest)

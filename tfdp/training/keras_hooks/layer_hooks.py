@@ -3,6 +3,10 @@
 Each function in the table of `tfdp.training.keras_hooks.install` replaces a Keras
 function. It receives that function as `original`, and only calls it if no tfdp strategy
 is active.
+
+Keras's steps are traced as the program of one device, and `tfdp.training.program` then
+divides the program among the replicas. `program_trace.current()` is not `None` during
+such a trace.
 """
 
 from __future__ import annotations
@@ -43,7 +47,7 @@ def reduce_values(
 
 
 def scale_loss(original: Callable, value: Any) -> Any:
-    """Scale a loss for distribution, except in the program of one device."""
+    """Scale a loss for distribution, unless a program of one device is traced."""
     return original(value) if program_trace.current() is None else value
 
 
@@ -61,6 +65,9 @@ def moments(original: Callable, x: Any, axes: Any, keepdims: bool) -> Any:
 
     Source: Ioffe and Szegedy 2015, https://arxiv.org/abs/1502.03167, over the
     global batch.
+
+    Returns:
+        Tuple of the mean and the variance.
     """
     context = replica_context()
     if context is None:
@@ -89,6 +96,9 @@ def masked_moments(original: Callable, layer: Any, inputs: Any, mask: Any) -> An
 
     Keras computes them over the replica's samples. As in Keras there are two passes:
     the mean, then the squared deviations from it.
+
+    Returns:
+        Tuple of the mean and the variance.
     """
     is_synchronized = _is_synchronized(layer)
     if (trace := program_trace.current()) is not None:
@@ -154,9 +164,10 @@ def _is_synchronized(layer: Any) -> bool:
 
 
 def rematerialize(original: Callable, function: Callable) -> Callable:
-    """Recompute a function in the backward pass, also with keyword arguments.
+    """Wrap a function so that the backward pass computes it again.
 
-    TensorFlow's `recompute_grad` rejects keyword arguments in a graph.
+    TensorFlow's `recompute_grad` rejects keyword arguments in a graph; the returned
+    function takes them.
     """
     if not is_tfdp(tf.distribute.get_strategy()):
         return original(function)
@@ -250,6 +261,9 @@ def _moments_per_replica(
 
     Marked tensors tell `tfdp.training.program` which values belong to one replica, and
     which to all.
+
+    Returns:
+        Tuple of the mean and the variance, marked as those of a replica.
     """
 
     @tf.custom_gradient

@@ -42,7 +42,18 @@ def merge_logs(strategy: Any, model: Any, outputs: Any) -> Any:
 
 
 def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
-    """Return the logs of an eager step on all rows; weighted means with local steps."""
+    """Return the logs of an eager step, which has run on all rows.
+
+    With local steps they are weighted means of the logs of the replicas.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model.
+        outputs: Nest of per-replica values, the outputs of the step.
+
+    Returns:
+        Nest of the same structure, with one tensor for each value.
+    """
     local = [_local_values(strategy, x) for x in tf.nest.flatten(outputs)]
     is_alone = loops.loop_uses_local_steps()
     means = list(map(_weighted_by_rows, local)) if is_alone else []
@@ -109,7 +120,8 @@ def _local_values(strategy: Any, value: Any) -> list:
 
 def _weighted_by_rows(local_values: list) -> list[tf.Tensor]:
     """Multiply each local replica's mean by its share of the rows of this worker."""
-    loop: Any = loops.current()  # not `None`: a step of the loop has run
+    # Only steps of a loop have logs, so the loop is not `None`.
+    loop: Any = loops.current()
     total = tf.add_n(loop.batch_weights)
     shares = [tf.math.divide_no_nan(weight, total) for weight in loop.batch_weights]
     return [

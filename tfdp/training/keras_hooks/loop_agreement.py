@@ -132,7 +132,15 @@ def agree_on_batch(
 
 
 def _settings_of(model: Any, bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Return the settings of a loop that affect the number and kind of its steps."""
+    """Return the settings of a loop that affect the number and kind of its steps.
+
+    Args:
+        model: The Keras model.
+        bound: `inspect.BoundArguments` of the call.
+
+    Returns:
+        Dict from the name of a setting to a value that workers can compare.
+    """
     arguments = bound.arguments
     settings = {
         key: configs.comparable(arguments.get(key, parameter.default))
@@ -165,7 +173,14 @@ def _describe_data(arguments: dict[str, Any]) -> list[dict[str, Any] | None]:
 
 
 def _validation_parts(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts of `validation_data` by their names in messages."""
+    """Return the parts of `validation_data` by their names in messages.
+
+    Args:
+        arguments: Dict, the arguments of the call by name.
+
+    Returns:
+        Dict from a name, such as `"validation_data[0]"`, to the part.
+    """
     validation = arguments.get("validation_data")
     if not isinstance(validation, (tuple, list)):
         return {"validation_data": validation}
@@ -176,6 +191,9 @@ def _values_of(arguments: dict[str, Any]) -> ArrayValues:
     """Return the values of the arrays for a loop and for its validation.
 
     Values are read at each call, because a script may shuffle an array in place.
+
+    Args:
+        arguments: Dict, the arguments of the call by name.
     """
     given = {name: arguments.get(name) for name in _DATA_ARGUMENTS}
     parts = named_arrays(given), named_arrays(_validation_parts(arguments))
@@ -235,7 +253,13 @@ def _compare_workers(
 
 
 def _check_arrays(worker_group: WorkerGroup, name: str, gathered: list[dict]) -> None:
-    """Raise if names, rows, shapes or dtypes of arrays differ between workers."""
+    """Raise if names, rows, shapes or dtypes of arrays differ between workers.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        name: String, name of the called method, for the message.
+        gathered: List of dicts, the facts of each worker, ordered by rank.
+    """
     problem = (
         f"Workers give `{name}` different arrays. Give every worker the same ones, of "
         "which each takes its rows, or a `tf.data.Dataset` of its own with "
@@ -250,7 +274,14 @@ def _check_arrays(worker_group: WorkerGroup, name: str, gathered: list[dict]) ->
 def _check_values(
     worker_group: WorkerGroup, name: str, gathered: list[dict], values: ArrayValues
 ) -> None:
-    """Raise if values of arrays differ by more than rounding."""
+    """Raise if values of arrays differ by more than rounding.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        name: String, name of the called method, for the message.
+        gathered: List of dicts, the facts of each worker, ordered by rank.
+        values: `ArrayValues` of this worker.
+    """
     fingerprints = [each["values"] for each in gathered]
     topic = f"the settings of {name}"
     difference = find_difference(worker_group, topic, fingerprints, values)
@@ -265,7 +296,11 @@ def _check_values(
 
 
 def _digest_of_assignments(model: Any) -> str:
-    """Return a digest of the values assigned to sharded weights; empty if none were."""
+    """Return a digest of the values that this worker has assigned to sharded weights.
+
+    Returns:
+        String of hexadecimal digits, or `""` if no values were assigned.
+    """
     records = [weight.value.assigned for weight in recorded_weights(model)]
     if not any(record.digest or record.is_mixed for record in records):
         return ""
@@ -279,6 +314,12 @@ def _check_assignments(
     """Raise if workers have assigned different values to a sharded weight.
 
     Without a difference no further message is sent.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        topic: String, the name of the all-gather in messages.
+        gathered: List of dicts, the facts of each worker, ordered by rank.
+        model: The Keras model.
     """
     if not any(each["assigned"] for each in gathered):
         return
@@ -315,7 +356,14 @@ def _check_configs(
     gathered: list[dict],
     own_configs: dict[str, Any],
 ) -> None:
-    """Raise if configs differ; workers send them only if their digests differ."""
+    """Raise if configs differ; workers send them only if their digests differ.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        topic: String, the name of the all-gather in messages.
+        gathered: List of dicts, the facts of each worker, ordered by rank.
+        own_configs: Dict that `configs_of` returned on this worker.
+    """
     digests = [each["configs"] for each in gathered]
     other = next((r for r, each in enumerate(digests) if each != digests[0]), None)
     if other is None:

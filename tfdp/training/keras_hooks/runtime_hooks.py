@@ -1,7 +1,8 @@
 """TensorFlow under tfdp: replica contexts, tapes, traced functions, seeds, caches.
 
 Each function replaces a TensorFlow function and receives it as `original`; the table is
-in `tfdp.training.keras_hooks.install`.
+in `tfdp.training.keras_hooks.install`. Keras's steps are traced as the program of one
+device, which `tfdp.training.program` then divides among the replicas.
 """
 
 from __future__ import annotations

@@ -180,6 +180,9 @@ def _temporary_path(target: str, writer: str) -> str:
     Args:
         target: String, path of the file to be replaced.
         writer: String, the part of the name that identifies the writing worker.
+
+    Returns:
+        String, such as `"models/.best.worker1.keras"` for `"models/best.keras"`.
     """
     target = target.rstrip(os.sep)
     directory, name = (

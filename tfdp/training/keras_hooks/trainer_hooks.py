@@ -2,7 +2,9 @@
 
 Each function without an underscore replaces a Keras function; the table is in
 `tfdp.training.keras_hooks.install`. It receives that function as `original`, and only
-calls it for a model without a tfdp strategy.
+calls it for a model without a tfdp strategy. In the functions below `name` is the
+method of Keras that was called, `bound` are the arguments of the call, and `arguments`
+is their dict by name, in which a function may replace some.
 """
 
 from __future__ import annotations
@@ -140,7 +142,13 @@ def _register_model(model: Any) -> None:
 
 
 def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
-    """Create the `Fit` of a call, and let the features change its callbacks."""
+    """Create the `Fit` of a call, and let the features change its callbacks.
+
+    Args:
+        strategy: The model's tfdp strategy, or `None`.
+        model: The Keras model.
+        arguments: Dict, the arguments of `fit` by name; changed in place.
+    """
     fit = Fit(strategy, model, arguments)
     arguments["callbacks"] = add_optimizer_check(model, arguments.get("callbacks"))
     for feature in registered():
@@ -163,7 +171,14 @@ def _measure_links(fit: Fit) -> None:
 def _check_data(
     strategy: Any, name: str, model: Any, arguments: dict[str, Any]
 ) -> None:
-    """Raise if data is invalid; wrap generators to check their batches on reading."""
+    """Raise if data is invalid; wrap generators to check their batches on reading.
+
+    Args:
+        strategy: The model's tfdp strategy.
+        name: String, `"fit"`, `"evaluate"` or `"predict"`.
+        model: The Keras model.
+        arguments: Dict, the arguments of the call by name; changed in place.
+    """
     checks.check_arrays(model, arguments)
     for key in ("x", "validation_data"):
         if key in arguments:
@@ -173,7 +188,13 @@ def _check_data(
 
 
 def _set_callbacks(arguments: dict[str, Any], chosen: Any, *, is_fit: bool) -> None:
-    """Set the callbacks argument, and pass the other callbacks to backup callbacks."""
+    """Set the callbacks argument, and pass the other callbacks to backup callbacks.
+
+    Args:
+        arguments: Dict, the arguments of the call by name; changed in place.
+        chosen: List of callbacks or `CallbackList`, those that this worker runs.
+        is_fit: Bool, whether the call is one of `fit`.
+    """
     arguments["callbacks"] = chosen
     resuming = backup_callbacks(chosen) if is_fit else []
     if resuming:
@@ -205,6 +226,12 @@ def _agree_on_loop(
     name: str, model: Any, bound: inspect.BoundArguments, strategy: Any
 ) -> bool:
     """Raise on every worker if workers differ in a loop, or its callbacks are invalid.
+
+    Args:
+        name: String, `"fit"`, `"evaluate"` or `"predict"`.
+        model: The Keras model.
+        bound: `inspect.BoundArguments` of the call.
+        strategy: The model's tfdp strategy, or `None`.
 
     Returns:
         Bool, whether a callback of any worker acts after each batch.
@@ -284,7 +311,14 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
 def make_function(
     name: str, original: Callable, model: Any, force: bool = False
 ) -> Any:
-    """Create the function of a step, which notifies the watchdog while it computes."""
+    """Create the function of a step, which notifies the watchdog while it computes.
+
+    Args:
+        name: String, the attribute of the model that holds the function.
+        original: Callable, the method of Keras that creates it.
+        model: The Keras model.
+        force: Bool, whether it is created again. Defaults to `False`.
+    """
     before = getattr(model, name)
     with _without_xla(model):
         result = original(model, force)
@@ -336,6 +370,13 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
     """Wrap a step so that it updates without data at the end of data, as Keras does.
 
     Keras runs one more step at the end of data of unknown length.
+
+    Args:
+        model: The Keras model.
+        compute: Callable, the function of a step.
+
+    Returns:
+        Callable with the arguments of `compute`.
     """
     updates = Updates()
 
@@ -355,12 +396,17 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
     return step
 
 
-def _drop_stale_function(model: Any, loop: str) -> None:
-    """Discard the function of a step if parameters were sharded after its trace."""
-    name = _FUNCTION_OF_LOOP[loop]
-    function = getattr(model, name, None)
+def _drop_stale_function(model: Any, name: str) -> None:
+    """Discard the function of a step if parameters were sharded after its trace.
+
+    Args:
+        model: The Keras model.
+        name: String, the called method, such as `"fit"` or `"train_on_batch"`.
+    """
+    attribute = _FUNCTION_OF_LOOP[name]
+    function = getattr(model, attribute, None)
     if getattr(function, "made_after", num_conversions()) != num_conversions():
-        setattr(model, name, None)
+        setattr(model, attribute, None)
 
 
 @contextlib.contextmanager
@@ -461,7 +507,10 @@ def reduce_per_replica(
 
 
 def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compile a model, with its optimizer in the strategy's scope and unwrapped."""
+    """Compile a model in the strategy's scope, into which its optimizer is moved.
+
+    A `LossScaleOptimizer` that Keras adds around a `DistributedOptimizer` is removed.
+    """
     strategy = strategy_of(model)
     if strategy is None:
         scope_checks.check_outside_scope(model, "compile")

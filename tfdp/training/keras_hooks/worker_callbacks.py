@@ -140,10 +140,13 @@ def callback_list(callbacks: Any) -> list:
 
 
 def describe_mismatch(names: list[list[str]]) -> str:
-    """Describe how the workers' tfdp callbacks differ, or return `""`.
+    """Describe how the workers' tfdp callbacks differ.
 
     Args:
         names: List with a list of class names for each worker.
+
+    Returns:
+        String, sentences for an error, or `""` if they do not differ.
     """
     if all(own == names[0] for own in names):
         return ""

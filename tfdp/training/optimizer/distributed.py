@@ -411,7 +411,14 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         variables: list,
         reducer: GradientReducer,
     ) -> Accumulator:
-        """Return the accumulator of a step, which weighs and sums its gradients."""
+        """Return the accumulator of a step, which weighs and sums its gradients.
+
+        Args:
+            layout: `StateLayout` of the step.
+            param_groups: List of `ParamGroup`.
+            variables: List of Keras variables that have gradients.
+            reducer: `GradientReducer`, which knows the weight of the replica.
+        """
         weight, num_groups = reducer.gradient_weight(), 1
         local_steps = self._active_local_steps()
         # In a custom loop the loss is a part of the global mean already, so only

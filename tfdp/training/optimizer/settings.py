@@ -62,6 +62,7 @@ class OptimizerSettings:
 
     @accumulation_steps.setter
     def accumulation_steps(self, steps: int) -> None:
+        """Set the number of micro-batches of an update, after a check."""
         self.features.set_steps(arguments.checked_steps(steps))
 
     @property
@@ -71,6 +72,7 @@ class OptimizerSettings:
 
     @accumulation_plan.setter
     def accumulation_plan(self, plan: Any) -> None:
+        """Set the plan: an int, or a dict from epochs to ints."""
         self.features.plan = plan
 
     @property
@@ -80,6 +82,7 @@ class OptimizerSettings:
 
     @loss_scaling.setter
     def loss_scaling(self, scaling: LossScaling | None) -> None:
+        """Change the loss scaling, or end it by `None`."""
         self.features.set_scaling(scaling)
 
     @property
@@ -89,6 +92,7 @@ class OptimizerSettings:
 
     @warmup.setter
     def warmup(self, options: WarmupOptions | None) -> None:
+        """Start or change a warmup, or end it by `None`."""
         self.features.set_warmup(options)
 
     def set_accumulated_count(self, count: int, factor: float) -> None:
@@ -188,6 +192,7 @@ class OptimizerSettings:
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
+        """Set the learning rate of the wrapped optimizer."""
         self.inner_optimizer.learning_rate = value
 
     def _has_rate_variables(self) -> bool:

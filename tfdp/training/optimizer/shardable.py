@@ -256,7 +256,8 @@ class ShardableOptimizer(OptimizerSettings):
                 "strategy: `optimizer.build(model.trainable_variables)`."
             )
         strategy = self._distribution_strategy
-        synchronize_new_variables(strategy)  # initial slots may be copies of weights
+        # Slots may begin as copies of weights, which must be equal on all workers.
+        synchronize_new_variables(strategy)
         model = self._model and self._model()
         return ShardedState(
             self.inner_optimizer,

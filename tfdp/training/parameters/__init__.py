@@ -1,5 +1,8 @@
 """Sharded parameters (ZeRO-3): replicas hold parts, and steps gather whole parameters.
 
+A unit is a set of parameters that are gathered together. An owner is one of the
+replicas that share the parameters: all replicas, or those of a node.
+
 Reading order:
     shard_groups: the process groups of the replicas that share parameters or state
     packing: parts of several variables packed into one flat tensor, and unpacked

@@ -97,7 +97,7 @@ class BackwardGathers:
         reduction must be traced after the gathers that its gradients need.
 
         Args:
-            age: Int, age of the latest operation.
+            age: Int, age of the latest operation: its position in the graph.
         """
         needed = sum(_first_age(uses) <= age for _, uses in self._waiting)
         if needed:
@@ -145,13 +145,20 @@ class BackwardGathers:
             self._done += 1
 
     def _take_reduced(self) -> list[tf.Operation]:
-        """Return the reduced gradients without a waiting gather, except the latest."""
+        """Return operations that reduced gradients, without the latest one.
+
+        Each is returned once: no earlier gather waits for it.
+        """
         found = self._reduced[self._num_awaited : -1]
         self._num_awaited += len(found)
         return found
 
     def _prefetch(self, position: int) -> int:
-        """Return the number of units to gather ahead of a waiting unit."""
+        """Return the number of units to gather ahead of a waiting unit.
+
+        Args:
+            position: Int, position of the unit among the waiting ones.
+        """
         return self._waiting[position][0].unit.options.prefetch
 
     def _gate(self, before: int) -> list[tf.Operation]:
@@ -196,7 +203,8 @@ def _uses(unit: GatheredUnit, passes: list[tuple[int, int]]) -> Iterator[_Use]:
 
     Args:
         unit: `GatheredUnit`.
-        passes: List of pairs of ages, before and at the end of each backward pass.
+        passes: List of pairs of ages, the positions in the graph of the operations
+            before and at the end of each backward pass.
     """
     pending = list(unit.values.values())
     while pending:
@@ -222,5 +230,5 @@ def _is_repeated(op: tf.Operation, tensor: tf.Tensor) -> bool:
 
 
 def _first_age(uses: list[_Use]) -> int:
-    """Return the age of the earliest operation among uses."""
+    """Return the age, that is the position in the graph, of the earliest operation."""
     return min(_compat.op_age(use.op) for use in uses)

@@ -159,7 +159,13 @@ def _has_unit(variable: Any) -> bool:
 
 
 def _adopt(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
-    """Move a sharded parameter to the owners and devices of an optimizer."""
+    """Move a sharded parameter to the owners and devices of an optimizer.
+
+    Args:
+        variable: Keras variable that is sharded already.
+        gathers: `Gathers` of the optimizer, which reads the parameter from now on.
+        devices: Sequence of strings, the device of each local replica's part.
+    """
     parameter = parameter_of(variable)
     parameter.casts = _compat.is_cast_when_read(variable)
     old_devices = [part.device for part in parameter.values]
@@ -176,7 +182,14 @@ def _adopt(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
 def _convert(
     variable: Any, strategy: Any, gathers: Gathers, devices: Sequence[str]
 ) -> None:
-    """Convert a whole variable to a sharded parameter."""
+    """Convert a whole variable to a sharded parameter.
+
+    Args:
+        variable: Keras variable that is mirrored.
+        strategy: The tfdp strategy that created it.
+        gathers: `Gathers`, which reads the parameter.
+        devices: Sequence of strings, the device of each local replica's part.
+    """
     shape = tf.TensorShape(variable.shape)
     ranges = equal_ranges(shape.num_elements(), gathers.groups.num_owners)
     copies = variable.value.values

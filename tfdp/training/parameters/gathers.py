@@ -246,7 +246,11 @@ def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
 
 
 def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Tensor:
-    """Record a read of each replica in a program, and return a stand-in tensor."""
+    """Record a read of a parameter in the program of a step that is being traced.
+
+    Returns:
+        Tensor of the parameter's shape, which stands for the value on each replica.
+    """
     dtype = read_dtype(parameter)
 
     def read() -> tf.Tensor:
@@ -263,5 +267,8 @@ def _read_in_program(trace: ProgramTrace, parameter: ShardedParameter) -> tf.Ten
 
 
 def _unit_of(parameter: ShardedParameter) -> Unit:
-    """Return the unit of a parameter; one of its own until an optimizer plans units."""
+    """Return the `Unit` of a parameter, with those that are gathered together with it.
+
+    Until an optimizer plans units, the parameter has a unit of its own.
+    """
     return Unit(0, (parameter,)) if parameter.unit is None else parameter.unit

@@ -70,6 +70,11 @@ def place_row(bucket: ShardBucket, owner: int, row: tf.Tensor) -> tf.Tensor:
 def take_row(bucket: ShardBucket, owner: int, flat: tf.Tensor) -> tf.Tensor:
     """Cut an owner's row out of a tensor in the layout of `bucket.joined`.
 
+    Args:
+        bucket: `ShardBucket`.
+        owner: Int, index of the row.
+        flat: Tensor of shape `[bucket.num_elements]`.
+
     Returns:
         Tensor of shape `[slice_size]`, padded with zeros.
     """
@@ -162,7 +167,14 @@ def _pack(
     tensors: Mapping[int, tf.Tensor],
     dtype: tf.DType,
 ) -> tf.Tensor:
-    """Concatenate the padded rows of some owners, see `pack_rows`."""
+    """Concatenate the padded rows of some owners, see `pack_rows`.
+
+    Args:
+        bucket: `ShardBucket`.
+        owners: Sequence of ints, indices of the rows.
+        tensors: Dict from position to tensor; missing tensors count as zeros.
+        dtype: `tf.DType` of the result.
+    """
     runs: list[Segment | int] = []
     for owner in owners:
         for segment in bucket.rows[owner]:

@@ -50,8 +50,8 @@ class ShardedParameter(MirroredVariable):
         self.ranges = ranges
         self.reader = reader
         self.casts = casts
-        # The unit of the parameter. In eager mode also its whole value, with the run
-        # that has gathered it, and its tensor on gradient tapes.
+        # The unit of the parameter. In eager mode also its whole value, with the object
+        # of the `strategy.run` that has gathered it, and its tensor on gradient tapes.
         self.unit: Any = None
         self.eager_value: tuple[Any, tf.Tensor] | None = None
         self.eager_source: tf.Tensor | None = None
@@ -196,7 +196,8 @@ def check_reader(variables: Sequence[Any], reader: Any) -> None:
         if parameter is None or parameter.reader is reader:
             continue
         if parameter.unit is None and reader is not None:
-            continue  # No optimizer has added it to a unit, so this one may.
+            # No other optimizer has added the parameter to a unit, so this one may.
+            continue
         if parameter.unit is None:
             raise ValueError(
                 'The model was made in `strategy.scope(init="deferred")`: each replica '

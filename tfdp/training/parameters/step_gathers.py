@@ -88,7 +88,7 @@ class GatheredUnit:
         values: Dict from the `id` of a parameter to its whole value.
         pieces: Dict from `GatherFormat` to the result of
             `ShardGroups.gather_across_nodes` on the replica.
-        age: Int, age of the last operation before the first read.
+        age: Int, position in the graph of the last operation before the first read.
     """
 
     unit: Unit
@@ -182,7 +182,8 @@ class StepGathers:
         """Return and clear the list of backward passes.
 
         Returns:
-            List of pairs of ages, before and at the end of each backward pass.
+            List of pairs of ages, the positions in the graph of the operations before a
+            backward pass and at its end.
         """
         taken, self._backward_passes = self._backward_passes, []
         return taken
@@ -307,7 +308,16 @@ def _gather_members(
 def _local_slice(
     step: StepGathers, members: list[ShardedParameter], bucket: ShardBucket
 ) -> tf.Tensor:
-    """Return the replica's slice of a bucket, a tensor of shape `[slice_size]`."""
+    """Return the replica's slice of a bucket.
+
+    Args:
+        step: `StepGathers` of the replica.
+        members: List of the `ShardedParameter`s in the bucket.
+        bucket: `ShardBucket`.
+
+    Returns:
+        Tensor of shape `[slice_size]`.
+    """
     dtype = tf.as_dtype(bucket.dtype)
     parts = [_compat.local_value(parameter, step.replica) for parameter in members]
     piece = [tf.cast(tf.reshape(part.read_value(), [-1]), dtype) for part in parts]
@@ -318,7 +328,13 @@ def _local_slice(
 def _unpack_members(
     members: list[ShardedParameter], bucket: ShardBucket, flat: tf.Tensor
 ) -> list[tf.Tensor]:
-    """Unpack the parameters of a gathered bucket, in their own shapes."""
+    """Unpack the parameters of a gathered bucket, in their own shapes.
+
+    Args:
+        members: List of the `ShardedParameter`s in the bucket.
+        bucket: `ShardBucket`.
+        flat: Tensor, the gathered rows of all owners.
+    """
     found = unpack_rows(ShardPlan((bucket,), len(bucket.rows)), [flat])
     return [
         tf.reshape(found[index], parameter.whole_shape)
@@ -357,7 +373,7 @@ class ComputeOrder:
         self._computing: list[tf.Operation] = []
 
     def newest(self) -> int:
-        """Int, the age of the operation that was traced last."""
+        """Int, the age of the operation traced last: its position in the graph."""
         traced = self._graph.get_operations()
         return _compat.op_age(traced[-1]) if traced else 0
 
@@ -367,7 +383,14 @@ class ComputeOrder:
         self._dependent.update(tensor.op for tensor in tensors)
 
     def last_until(self, age: int) -> list[tf.Operation]:
-        """Return the last computing operation up to an age: a list of one or none."""
+        """Return the last computing operation up to an age.
+
+        Args:
+            age: Int, a position in the graph.
+
+        Returns:
+            List of one operation or none.
+        """
         self._scan()
         index = bisect.bisect_right(self._ages, age)
         return self._computing[index - 1 : index] if index else []

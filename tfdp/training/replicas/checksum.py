@@ -71,7 +71,15 @@ def combined(sums: tf.Tensor) -> tf.Tensor:
 
 
 def _tensor_checksum(value: tf.Tensor, factors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Compute the checksum of one tensor from the weights of each level."""
+    """Compute the checksum of one tensor.
+
+    Args:
+        value: Tensor of static shape.
+        factors: Sequence of int64 tensors `[_ROW]`, the weights of each level.
+
+    Returns:
+        Scalar tensor, int64.
+    """
     words = _words(value)  # [num_words]
     sums: list[tf.Tensor] = []
     for begin in range(0, words.shape[0], _CHUNK):
@@ -94,7 +102,15 @@ def _words(value: tf.Tensor) -> tf.Tensor:
 
 
 def _sums_of_rows(numbers: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
-    """Compute weighted sums, modulo a prime, of each `_ROW` numbers and of the rest."""
+    """Compute weighted sums, modulo a prime, of each `_ROW` numbers and of the rest.
+
+    Args:
+        numbers: Int64 tensor `[count]`.
+        factors: Int64 tensor `[_ROW]`, the weights.
+
+    Returns:
+        Int64 tensor with a sum for each row, `[ceil(count / _ROW)]`.
+    """
     count = numbers.shape[0]
     whole = count // _ROW * _ROW
     sums = []

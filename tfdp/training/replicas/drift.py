@@ -28,7 +28,10 @@ def replicated_weights(model: Any) -> list:
 
 
 def compared_weights(model: Any) -> list:
-    """Return the weights that workers compare: replicated and recorded ones."""
+    """Return the weights that workers compare.
+
+    They are the replicated ones, and those whose assignments are recorded.
+    """
     replicated = replicated_weights(model)
     known = {id(weight) for weight in replicated}
     return [*replicated, *(w for w in recorded_weights(model) if id(w) not in known)]
@@ -182,7 +185,16 @@ def _raise_drift(
 
 
 def _all_gather(strategy: Any, topic: str, local: list) -> list:
-    """All-gather a list with an item for each local replica, ordered by rank."""
+    """All-gather a list with an item for each local replica.
+
+    Args:
+        strategy: A tfdp strategy.
+        topic: String, the name of the all-gather in messages.
+        local: List with an item for each local replica.
+
+    Returns:
+        List with the items of all replicas, ordered by rank.
+    """
     gathered = strategy.extended.worker_group.all_gather(topic, local)
     return [item for worker_items in gathered for item in worker_items]
 

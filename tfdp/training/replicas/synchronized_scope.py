@@ -135,7 +135,7 @@ class SynchronizedScope:
 
     Args:
         strategy: A tfdp strategy.
-        stock: The context manager of the stock strategy's scope.
+        stock: The context manager of the scope of TensorFlow's strategy.
         defers: Bool, whether parameters that are created inside are sharded at once.
             Defaults to `False`: as in the enclosing scope.
     """
@@ -179,9 +179,9 @@ def synchronize_new_variables(
 ) -> None:
     """Broadcast the first worker's values of variables created since the last call.
 
-    A stock strategy broadcasts each variable when it is created, and hangs if another
-    worker creates a different one. Here workers compare the new variables first and
-    then broadcast them together.
+    TensorFlow's strategy broadcasts each variable when it is created, and hangs if
+    another worker creates a different one. Here workers compare the new variables first
+    and then broadcast them together.
 
     Args:
         strategy: A tfdp strategy.

@@ -32,9 +32,9 @@ class _Array:
 class MirroredVariable(_Array, _compat.MirroredVariable):
     """Variable with a copy on every replica.
 
-    It adds conversions that Keras uses and stock mirrored variables lack, such as
-    `int(optimizer.iterations)`. It has the name of the stock class because Keras's own
-    tests look for that name.
+    It adds conversions that Keras uses and TensorFlow's mirrored variables lack, such
+    as `int(optimizer.iterations)`. It has the name of TensorFlow's class because
+    Keras's own tests look for that name.
     """
 
     # Whether each replica holds a part of the elements, not a copy of all.
@@ -50,7 +50,11 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
         return super()._update_replica(update_fn, value, **kwargs)
 
     def _in_program(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the local copy, in a traced program only."""
+        """Call a method of the local copy, while a step's program is traced.
+
+        Raises:
+            NotImplementedError: Outside of a traced program.
+        """
         if program_trace.current() is None:
             raise NotImplementedError(
                 f"`{method}` of a variable with a copy on every replica works in "
@@ -110,7 +114,8 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
 class StatisticVariable(MirroredVariable):
     """Moving statistic of local batches, averaged over replicas in each step.
 
-    With stock variables replicas drift apart, and saving takes replica 0's statistic.
+    With TensorFlow's variables replicas drift apart, and saving takes replica 0's
+    statistic.
     In a loop with local steps, each replica's statistic follows its own batches until
     the replicas are synchronized.
     """
@@ -125,7 +130,7 @@ class StatisticVariable(MirroredVariable):
 class MetricVariable(_Array, _compat.SyncOnReadVariable):
     """Metric state with a component on every replica, merged when it is read.
 
-    Components merge by sum, as in stock, unless the traced update of the metric
+    Components merge by sum, as in TensorFlow, unless the traced update of the metric
     combines values by maximum or minimum.
     """
 
@@ -160,8 +165,8 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
             if before == "sum" != self.merge and self._begins_with is not None:
                 self._begin_whole(self._begins_with)
         elif not in_replica and self.merge != "sum":
-            # The stock method divides the value by the number of replicas, as is right
-            # for sums only.
+            # TensorFlow's method divides the value by the number of replicas, which is
+            # right for sums only.
             for component in self.values:
                 component.assign(value)
             return self
@@ -196,7 +201,7 @@ class MetricVariable(_Array, _compat.SyncOnReadVariable):
     def _assign_parts(self, total: tf.Tensor) -> Any:
         """Divide an integer among the replicas; the first gets the remainder.
 
-        The stock method drops the remainder: 1 on two replicas would be read as 0.
+        TensorFlow's method drops the remainder: 1 on two replicas would be read as 0.
         """
         num_replicas = self.distribute_strategy.num_replicas_in_sync
         first_rank = self.distribute_strategy.extended.first_rank
@@ -226,7 +231,14 @@ STATISTIC_MAPPING = {
 
 
 def class_mapping(kwargs: dict[str, Any]) -> dict:
-    """Return the classes for creating a variable, by its creation arguments."""
+    """Return the classes for creating a variable, by its creation arguments.
+
+    Args:
+        kwargs: Dict, the arguments of the variable's creator.
+
+    Returns:
+        `CLASS_MAPPING` or `STATISTIC_MAPPING`, in the form of TensorFlow's own mapping.
+    """
     name = (kwargs.get("name") or "").split(":")[0].rsplit("/", 1)[-1]
     is_statistic = (
         not kwargs.get("trainable", True)

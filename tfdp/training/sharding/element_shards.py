@@ -154,12 +154,21 @@ class ElementShards(OwnedState):
             return update(values, gradient, rate)
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
-        """Return the values that the replica owns, one tensor for each average."""
+        """Return the values that the replica owns, one tensor for each average.
+
+        Args:
+            variables: List of the Keras variables of the plan.
+        """
         rows = [self._plan.buckets[number].rows[self.owner] for number in self.buckets]
         return [pack([_segment_value(s, variables) for s in row]) for row in rows]
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
-        """Move the averages towards the variables."""
+        """Move the averages towards the variables.
+
+        Args:
+            optimizer: Keras optimizer with the settings of the averages.
+            variables: List of the Keras variables of the plan.
+        """
         views = [TensorView(value) for value in self.own_values(variables)]
         averages = self._own_averages
         stand_in = _compat.stand_in(optimizer, _model_variables_moving_average=averages)

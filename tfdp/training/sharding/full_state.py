@@ -111,7 +111,8 @@ def _redistribute_sum(
             total = Member(host_group, 0).all_reduce(total)
         return tf.reshape(total, values[0].shape) / num_replicas
 
-    if not parts[0].shape.rank:  # a scalar has no rows
+    # A scalar has no rows.
+    if not parts[0].shape.rank:
         value = mean([part.read_value() for part in parts])
         for part in parts:
             part.assign(value)
@@ -127,7 +128,15 @@ def _redistribute_sum(
 
 
 def _row_ranges(shape: tuple[int, ...], item_bytes: int) -> Iterator[tf.Tensor]:
-    """Divide the rows of a tensor into ranges of about `_SUM_BYTES`."""
+    """Divide the rows of a tensor into ranges of about `_SUM_BYTES`.
+
+    Args:
+        shape: Tuple of ints, shape of the tensor.
+        item_bytes: Int, bytes of an element.
+
+    Yields:
+        Int tensor, the indices of adjacent rows.
+    """
     num_rows = shape[0]
     row_bytes = max(1, int(np.prod(shape[1:], dtype=np.int64)) * item_bytes)
     step = max(1, _SUM_BYTES // row_bytes)

@@ -161,7 +161,7 @@ class WholeGradientCollectives(ShardCollectives):
         tensors: Mapping[int, tf.Tensor],
         weight: tf.Tensor | None,
     ) -> Slices:
-        """See `ShardCollectives`."""
+        """Sum gradients by all-reduce, and keep this replica's slice of each bucket."""
         if tensors:
             self._gather_before(tensors.values())
         reduced = self.reducer.reduce_gradients(
@@ -196,7 +196,7 @@ class EagerShardCollectives(WholeGradientCollectives):
         return unpack_rows(dataclasses.replace(plan, buckets=joined), flats)
 
     def all_reduce(self, tensor: tf.Tensor) -> tf.Tensor:
-        """See `ShardCollectives`."""
+        """Sum a small tensor over the owners of different slices."""
         return self.reducer.sum([self._counted_once(tensor)])[0]
 
     def _counted_once(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -218,7 +218,16 @@ def collectives_class(extended: Any) -> type[ShardCollectives]:
 
 
 def _own_slices(plan: ShardPlan, owner: int, sums: Mapping[int, tf.Tensor]) -> Slices:
-    """Return an owner's slice of each bucket from summed gradients."""
+    """Cut an owner's slice of each bucket out of summed gradients.
+
+    Args:
+        plan: `ShardPlan`.
+        owner: Int, the owner of the slices.
+        sums: Dict from position to a whole gradient.
+
+    Returns:
+        List with a slice of each bucket, or `None` for a bucket without gradients.
+    """
     slices: Slices = [None] * len(plan.buckets)
     for number, bucket in enumerate(plan.buckets):
         present = sorted(bucket.indices & sums.keys())

@@ -99,7 +99,12 @@ class ShardedGradients:
         return dataclasses.replace(self, slices=slices, sparse=sparse)
 
     def without_rows(self, plan: ShardPlan, owner: int) -> ShardedGradients:
-        """Return the gradients with sparse ones added to the slices as elements."""
+        """Return the gradients with sparse ones added to the slices as elements.
+
+        Args:
+            plan: `ShardPlan`.
+            owner: Int, the owner of the slices.
+        """
         if not self.sparse:
             return self
         whole = {i: tf.convert_to_tensor(rows) for i, rows in self.sparse.items()}
@@ -205,6 +210,11 @@ def _squares_and_flags(
     group: ShardedParamGroup, sums: ShardedGradients, owner: int
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Measure the gradients in an owner's slices, variable by variable.
+
+    Args:
+        group: `ShardedParamGroup`.
+        sums: `ShardedGradients` of the group.
+        owner: Int, the owner of the slices.
 
     Returns:
         Tuple of two tensors `[num_variables]`: the owner's addend of each variable's

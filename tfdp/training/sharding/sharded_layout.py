@@ -88,7 +88,15 @@ class ShardedLayout(StateLayout):
     def slices_of(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tuple[list[tf.Tensor], list[int]]:
-        """Return the slices of reduced gradients to accumulate, and their positions."""
+        """Return the slices of reduced gradients to accumulate, and their positions.
+
+        Args:
+            groups: Sequence of `ParamGroup`.
+            sums: List of `ShardedGradients`, one for each group.
+
+        Returns:
+            Tuple of the list of slices and the list of their accumulators' positions.
+        """
         tensors, positions = [], []
         for group, item in zip(groups, sums, strict=True):
             first = self._first_slices[id(group.optimizer)]
@@ -143,7 +151,10 @@ class ShardedLayout(StateLayout):
     def own_squares(
         self, groups: Sequence[ParamGroup], sums: list[ShardedGradients]
     ) -> tf.Tensor:
-        """Return the squares of the owned slices, divided by the number of copies."""
+        """Return the squares of the owned slices, divided by the number of copies.
+
+        The sum over all replicas is the squared norm of the gradients.
+        """
         collectives = self._collectives
         squares = [
             own_squares(self._sharded(group), item, collectives.owner)

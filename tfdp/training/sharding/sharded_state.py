@@ -289,7 +289,13 @@ class ShardedState:
         )
 
     def _create_shards(self, optimizer: Any, plan: ShardPlan) -> ShardedParamGroup:
-        """Create the shards of one inner optimizer on each local replica."""
+        """Create the shards of one inner optimizer on each local replica.
+
+        Args:
+            optimizer: Keras optimizer without inner optimizers.
+            plan: `ShardPlan` of its state. With sharded parameters, a plan with their
+                ranges replaces it.
+        """
         variables = _compat.trained_by(optimizer)
         if self._gathers is not None:
             plan = plan_of_parameters(plan, variables, self._gathers)

@@ -138,11 +138,27 @@ def variable_name(index: int, variables: Sequence[Any]) -> str:
 
     The index and the names without numbers are stable. Keras's full path is not: it
     numbers layers over all models of a process, and may begin with the model's name.
+
+    Args:
+        index: Int, index of the variable.
+        variables: Sequence of Keras variables.
+
+    Returns:
+        String, such as `"0/dense/kernel"`.
     """
     names = path_of(variables[index]).split("/")[-2:]
     return "/".join([str(index), *(_NUMBER.sub("", name) for name in names)])
 
 
 def slot_name(attribute: str, index: int, variables: Sequence[Any]) -> str:
-    """Name the slot that an attribute holds for one of several variables."""
+    """Name the slot that an attribute holds for one of several variables.
+
+    Args:
+        attribute: String, name of the optimizer's attribute.
+        index: Int, index of the variable.
+        variables: Sequence of Keras variables.
+
+    Returns:
+        String, such as `"momentums/0/dense/kernel"`.
+    """
     return f"{attribute.strip('_')}/{variable_name(index, variables)}"

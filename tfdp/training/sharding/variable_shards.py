@@ -38,7 +38,8 @@ class VariableShards(OwnedState):
             owned = [_compat.copy_of(variable) for variable in owned]
             self._copies = dict(zip(self.owned, owned, strict=True))
         self.clone = _compat.plain_clone(optimizer)
-        if hasattr(optimizer, "exclude_alike"):  # the exclusions are not in the config
+        # The config of an optimizer, from which it is cloned, has no exclusions.
+        if hasattr(optimizer, "exclude_alike"):
             wholes = [variables[index] for index in self.owned]
             optimizer.exclude_alike(self.clone, wholes, owned)
         before = _settings_of(self.clone)
@@ -63,7 +64,7 @@ class VariableShards(OwnedState):
         variables: list[Any],
         rate: Any,
     ) -> list[tf.Tensor | None]:
-        """See `ElementShards`."""
+        """Decay and update the owned variables; arguments are as in `ElementShards`."""
         updated_indices = [index for index in self.owned if index in gradients.present]
         whole = self.gradients(gradients, variables)
         clone = self._clone_with_settings(optimizer, variables)
@@ -92,7 +93,15 @@ class VariableShards(OwnedState):
     def gradients(
         self, gradients: ShardedGradients, variables: list[Any]
     ) -> dict[int, Any]:
-        """Assemble the gradients of the owned variables from the buckets."""
+        """Assemble the gradients of the owned variables from the buckets.
+
+        Args:
+            gradients: `ShardedGradients`.
+            variables: List of the Keras variables of the plan.
+
+        Returns:
+            Dict from position to a whole gradient, a tensor or `tf.IndexedSlices`.
+        """
         parts = gradients.parts(self._plan, self.owner)
         whole: dict[int, Any] = {
             index: _assemble(parts.get(index, []), variables[index])
@@ -103,17 +112,17 @@ class VariableShards(OwnedState):
         return whole
 
     def average(self, optimizer: Any, variables: list[Any]) -> None:
-        """See `ElementShards`."""
+        """Move the averages towards the variables."""
         owned = self.own_values(variables)
         _compat.move_averages(self._clone_with_settings(optimizer, variables), owned)
 
     def own_values(self, variables: list[Any]) -> list[tf.Tensor]:
-        """See `ElementShards`."""
+        """Return the values of the owned variables, one tensor for each average."""
         parts = [_compat.local_part(variables[index]) for index in self.owned]
         return [part.read_value() for part in parts]
 
     def averages(self) -> list[tf.Tensor]:
-        """See `ElementShards`."""
+        """Return the averages as the replica's slice of every bucket."""
         averages = self._own_averages
         values = {
             index: tf.convert_to_tensor(average)

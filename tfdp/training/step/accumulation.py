@@ -218,6 +218,7 @@ class LocalAccumulation(Accumulator):
         self._num_groups = num_groups
 
     def _add(self, gradients: list[tf.Tensor]) -> None:
+        """Add this replica's gradients to its own sums."""
         self._state.add(gradients, self._positions)
 
     def _release(self) -> Totals:
@@ -297,9 +298,11 @@ class KerasAccumulation(Accumulator):
             total.assign_add(tf.cast(added, total.dtype), read_value=False)
 
     def _is_due(self) -> tf.Tensor:
+        """Return whether this micro-batch is the last one, by Keras's counter."""
         return tf.equal((_read(self._counter) + 1) % self._steps, 0)
 
     def _release(self) -> Totals:
+        """Return the sums with the number of micro-batches, and reset the sums."""
         sums = [total.read_value() for total in self._sums]
         with tf.control_dependencies(sums):
             for variable in self._all_sums:

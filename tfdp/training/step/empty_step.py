@@ -22,7 +22,10 @@ from tfdp.training.step.step import Step
 
 
 class Updates:
-    """Updates of a traced step, by optimizer, for the empty step."""
+    """Updates of a traced step, by optimizer, for the empty step.
+
+    The empty step is Keras's step without data at the end of data of unknown length.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[int, Callable[[], Step]] = {}

@@ -140,7 +140,13 @@ class FlatParameterRange(TensorView):
 def _scattered(
     operation: Callable, view: TensorView, rows: tf.IndexedSlices
 ) -> tf.Tensor:
-    """Return the value of a view after a scatter operation."""
+    """Return the value of a view after a scatter operation.
+
+    Args:
+        operation: Function of TensorFlow, such as `tf.tensor_scatter_nd_add`.
+        view: `TensorView`.
+        rows: `tf.IndexedSlices` of single elements.
+    """
     indices = rows.indices[:, tf.newaxis]  # [elements, 1]
     return operation(view.read_value(), indices, tf.cast(rows.values, view.dtype))
 

@@ -86,7 +86,14 @@ def with_schedule(optimizer: Any, rate: Any) -> tuple[Any, Any]:
 
 
 def _update(optimizer: Any, gradients: list, variables: list, rate: Any) -> None:
-    """Update variables one by one, or all in a function that XLA compiles."""
+    """Update variables one by one, or all in a function that XLA compiles.
+
+    Args:
+        optimizer: Keras optimizer without inner optimizers.
+        gradients: List of tensors and `tf.IndexedSlices`.
+        variables: List of Keras variables.
+        rate: Scalar tensor, the learning rate.
+    """
 
     def update(gradients: list, rate: Any) -> None:
         """Decay and update the variables; XLA passes gradients and rate."""
@@ -155,7 +162,14 @@ def plan_groups(
 def _update_group(
     optimizer: Any, gradients: list, variables: list[Any], rate: Any
 ) -> None:
-    """Decay and update small variables, planned as a group, as one flat parameter."""
+    """Decay and update small variables, planned as a group, as one flat parameter.
+
+    Args:
+        optimizer: Keras optimizer without inner optimizers.
+        gradients: List of tensors.
+        variables: List of Keras variables.
+        rate: Scalar tensor, the learning rate.
+    """
     parts = [_compat.local_part(variable) for variable in variables]
     with tf.device(parts[0].device):
         view = FlatParameter(parts)

@@ -14,7 +14,8 @@ steps on its own.
 
 In the functions below, `is_due` is whether this micro-batch completes an update, and
 `is_kept` is false if the update was skipped because of an overflow. Each is a bool if
-it is known while the step is traced, and otherwise a scalar bool tensor.
+it is known while the step is traced, and otherwise a scalar bool tensor. `sums` are
+the reduced gradients, one item of `StateLayout.reduce` for each parameter group.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def take_empty_step(step: Step) -> None:
         step: `Step`.
     """
     if step.scale is not None or step.trains_alone:
-        return  # Without gradients Keras does not know that they are finite.
+        # With a loss scale Keras updates only if the gradients are finite, which it
+        # cannot know without gradients.
+        return
     release, is_due = step.accumulator.take_nothing()
 
     def update() -> None:
@@ -118,7 +121,13 @@ def _reduce(step: Step, totals: Totals) -> list:
 
 
 def _unscale(step: Step, sums: list, totals: Totals) -> list:
-    """Divide the sums by the number of micro-batches and by the loss scale."""
+    """Divide reduced gradients by the number of micro-batches and by the loss scale.
+
+    Args:
+        step: `Step`.
+        sums: List of the reduced gradients of each parameter group.
+        totals: `Totals`, which have the number of micro-batches.
+    """
     divisor = _divisor(step, totals)
     return sums if divisor is None else [item.divided_by(divisor) for item in sums]
 
@@ -167,7 +176,13 @@ def _skip(step: Step, statistics: GradientStatistics) -> None:
 
 
 def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
-    """Clip the sums of each group as its optimizer is set to."""
+    """Clip the reduced gradients of each group as its optimizer is set to.
+
+    Args:
+        step: `Step`.
+        sums: List of the reduced gradients of each parameter group.
+        statistics: `GradientStatistics` of the sums.
+    """
     return [
         step.layout.clip(group, reduced, statistics)
         for group, reduced in zip(step.param_groups, sums, strict=True)
@@ -187,7 +202,12 @@ def _decay_and_update(step: Step, gradients: list) -> None:
 
 
 def _average(step: Step, is_kept: tf.Tensor | bool) -> None:
-    """Update the moving averages after every micro-batch, as Keras does."""
+    """Update the moving averages after every micro-batch, as Keras does.
+
+    Args:
+        step: `Step`.
+        is_kept: Scalar bool tensor, or bool, false if an update was skipped.
+    """
     for group in step.param_groups:
         if group.optimizer.use_ema:
             _cond(is_kept, functools.partial(_average_group, step.layout, group))
@@ -203,7 +223,12 @@ def _average_group(layout: StateLayout, group: ParamGroup) -> None:
 
 
 def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
-    """Apply the constraints after every micro-batch, as Keras does."""
+    """Apply the constraints after every micro-batch, as Keras does.
+
+    Args:
+        step: `Step`.
+        is_kept: Scalar bool tensor, or bool, false if an update was skipped.
+    """
     for variable in step.variables:
         if variable.constraint is not None:
             _cond(is_kept, functools.partial(step.layout.constrain, variable))
@@ -226,6 +251,10 @@ def _update_if(
     is_due: tf.Tensor | None, update: Callable[[], tf.Tensor | bool]
 ) -> tuple[tf.Tensor | bool, tf.Tensor | bool]:
     """Run an update if it is due.
+
+    Args:
+        is_due: Scalar bool tensor, or `None` if an update is always due.
+        update: Callable that makes an update, and returns whether it was not skipped.
 
     Returns:
         Tuple of whether an update was made, and whether no update was skipped.

@@ -50,6 +50,9 @@ class StateLayout:
     """Operations of a step that depend on where variables and slots are stored.
 
     In this class every replica holds all variables and slots, as Keras creates them.
+    Methods for one parameter group receive the `ParamGroup`, `sums` as `reduce` returns
+    them, the Keras `variables` that have gradients, and `rate`, a scalar tensor or
+    `None` for the optimizer's own learning rate.
 
     Args:
         reducer: `GradientReducer`.
@@ -68,6 +71,14 @@ class StateLayout:
         weight: tf.Tensor | None,
     ) -> Any:
         """Sum the gradients of a group over all replicas, bucket by bucket.
+
+        Args:
+            group: `ParamGroup`.
+            gradients: List of this replica's tensors and `tf.IndexedSlices`.
+            variables: List of their Keras variables.
+            may_sum: Bool, whether rows of sparse gradients with the same index may be
+                summed before the update.
+            weight: Scalar tensor, a factor of the gradients, or `None` for 1.
 
         Returns:
             `ReducedGradients`, or another class with `divided_by`.
@@ -115,6 +126,10 @@ class StateLayout:
         """Multiply the momentum slots of a group, which contain the learning rate.
 
         Source: Goyal et al. 2017, https://arxiv.org/abs/1706.02677, remark 2.
+
+        Args:
+            group: `ParamGroup`.
+            factor: Scalar tensor, the new learning rate divided by the previous one.
         """
         slots = [_compat.local_part(m) for m in self._momentums(group) if m is not None]
 

@@ -60,10 +60,12 @@ class StepFeature:
 
     @property
     def variables(self) -> list:
+        """List of the Keras variables that the feature has created."""
         return []
 
     @property
     def counters(self) -> dict[str, Any]:
+        """Dict of the variables that logs show and backups save, by name."""
         return {}
 
     def check(self, optimizer: Any) -> None:

@@ -104,7 +104,10 @@ class CompiledStep:
     ) -> _Traced | None:
         """Trace the compiled part of a step; warn and return `None` if XLA cannot.
 
-        The arguments are those of `_trace`.
+        Args:
+            args: Tuple of nested structures of tensors.
+            part: `BatchWeight` of the replica, or `None`.
+            numbers: List of the two tensors of `part`; empty without a `BatchWeight`.
         """
         reason = ""
         # On one replica there are no collectives, so the update can be compiled too, as

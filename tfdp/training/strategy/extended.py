@@ -1,7 +1,7 @@
 """Extended classes of the two strategies.
 
 They override the methods by which tf.distribute reduces tensors and creates and
-updates variables. All other methods are TensorFlow's.
+updates variables. All other methods are TensorFlow's, called stock methods below.
 """
 
 from __future__ import annotations
@@ -403,17 +403,31 @@ def next_stock_key_base() -> int:
 
 
 def _nodes(topology: Topology, positions: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the positions in the group of the replicas of each node."""
+    """Return the positions in the group of the replicas of each node.
+
+    Args:
+        topology: `Topology`, which has the ranks of the replicas of each node.
+        positions: Sequence of ints, the position in the group of each replica by rank.
+    """
     return tuple(tuple(positions[rank] for rank in node) for node in topology.nodes)
 
 
 def _worker_ranks(positions: Sequence[int], num_local: int) -> list[int]:
-    """Return the rank of the worker at each position of the group."""
+    """Return the rank of the worker at each position of the group.
+
+    Args:
+        positions: Sequence of ints, the position in the group of each replica by rank.
+        num_local: Int, number of replicas of a worker.
+    """
     ranks = sorted(range(len(positions)), key=positions.__getitem__)
     return [rank // num_local for rank in ranks]
 
 
 def _host(device: str) -> str:
-    """Return the name of the CPU of a device's worker."""
+    """Return the name of the CPU of a device's worker.
+
+    Args:
+        device: String, a full name, such as `"/job:worker/task:1/device:GPU:0"`.
+    """
     spec = tf.DeviceSpec.from_string(device)
     return spec.replace(device_type="CPU", device_index=0).to_string()

@@ -57,7 +57,8 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         for replica in range(strategy.extended.num_local)
     ]
     if first_tensor(local[0]) is None:
-        return fn, args  # a function of a callback or of an optimizer, not a step
+        # Without data it is a function of a callback or of an optimizer, not a step.
+        return fn, args
     parts = batch_weights.weigh_batches(
         local, merging_group(strategy), strategy.num_replicas_in_sync, total
     )
@@ -101,7 +102,8 @@ def _divided_step(
             differs from that of the batch.
     """
     if strategy.extended.balance is not None:
-        total = None  # the load balancer divides rows unevenly
+        # The load balancer divides rows unevenly.
+        total = None
     are_alike = batch_weights.have_equal_rows(local, merging_group(strategy))
     divided = DividedStep(strategy, loop, fn, others)
     # The answer must be the same for all replicas, and the first replica's step may
@@ -147,7 +149,12 @@ def _eager_step(
 ) -> Callable:
     """Return a replica's step for eager execution.
 
-    The arguments are those of `_divided_step`.
+    Args:
+        strategy: A tfdp strategy.
+        loop: `Loop` of Keras that the step belongs to.
+        fn: Callable, the replica function that Keras has passed.
+        local: List of the arguments of each local replica.
+        parts: List of the `BatchWeight` of each local replica.
     """
     loop.batch_weights = [part.weight for part in parts]
     step = EagerStep(
@@ -211,7 +218,7 @@ def _wait_for_data(model: Any, fn: Callable) -> Callable:
 
 
 def _local_samples(batch: Any) -> tf.Tensor | None:
-    """Return the number of rows of a batch, or `None` if it has no tensor."""
+    """Return the number of rows of a batch, float32, or `None` without a tensor."""
     first = first_tensor(batch)
     return None if first is None else num_rows(first)
 

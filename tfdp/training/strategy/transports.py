@@ -72,7 +72,8 @@ def new_transport(
         mesh = _mesh(options, worker_group, host, interfaces)
         new_group, connect = functools.partial(new_communicator, mesh), mesh.connect
     transport = ProcessTransport(name, worker_group.rank, new_group, connect)
-    forks.at_exit(_close_at_exit)  # runs before the exit functions of communicators
+    # Transports are closed before the exit functions of communicators run.
+    forks.at_exit(_close_at_exit)
     _transports.add(transport)
     return transport
 
@@ -192,7 +193,14 @@ def _mesh(
     host: str,
     interfaces: tuple[str | None, ...],
 ) -> Mesh:
-    """Return the mesh of connections to all workers, created on first use."""
+    """Return the mesh of connections to all workers, created on first use.
+
+    Args:
+        options: `CommunicationOptions`.
+        worker_group: `WorkerGroup` between the workers.
+        host: String, this worker's host as the cluster names it.
+        interfaces: Tuple of all workers' interfaces, strings or `None`, by rank.
+    """
     if interfaces not in _meshes:
         # The key-value store is lost if the first worker exits.
         with worker_group.guard():
@@ -218,11 +226,15 @@ class _Store:
         self._prefix = prefix
 
     def put(self, key: str, text: str) -> None:
-        """See `Store`."""
+        """Set the text of a key."""
         _compat.set_key_value(f"{self._prefix}/{key}", text)
 
     def get(self, key: str, timeout_seconds: float) -> str:
-        """See `Store`."""
+        """Return the text of a key; wait until a worker has set it.
+
+        Raises:
+            TimeoutError: If no worker sets it within `timeout_seconds`.
+        """
         try:
             return _compat.get_key_value(f"{self._prefix}/{key}", timeout_seconds)
         except tf.errors.DeadlineExceededError:
