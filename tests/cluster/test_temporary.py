@@ -140,6 +140,6 @@ def test_a_save_removes_the_files_of_workers_that_are_no_more(folder):
         aged(saving._temporary_path("model.keras", f"worker{rank}"))
     mine = [aged(".model.worker.keras"), aged(".model.worker3.keras.old")]
     pattern = saving._temporary_path("model.keras", "worker(rank)")
-    saving._remove_left_over(pattern, 2)
+    saving._remove_stale_files(pattern, 2)
     left = [".model.worker0.keras", ".model.worker1.keras", *mine]
     assert sorted(os.listdir(folder)) == sorted(left)

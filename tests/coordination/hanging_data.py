@@ -79,7 +79,7 @@ def main(
     options = tfdp.CommunicationOptions(timeout_seconds=timeout_seconds)
     strategy = tfdp.auto_strategy(communication=options)
     if as_on_gpus:
-        distribute._reads_on_cpus = lambda strategy: False
+        distribute.is_read_on_cpus = lambda strategy, options: False
     waits = strategy.extended.worker_group.rank in ranks
     source = Source(at if waits else NUM_BATCHES, busy_seconds)
     with strategy.scope():

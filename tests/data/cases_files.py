@@ -94,7 +94,7 @@ def steps_of_both(env: Env, how: str = "join") -> tf.data.Dataset:
     owners = balance_files(sizes, 2)
     parts = [
         rows_of(
-            file_shards._dataset(
+            file_shards._dataset_of_shard(
                 names, owners, file_shards.FileShard(2, rank, "of"), seed=3
             )
         ).batch(BATCH // 2)

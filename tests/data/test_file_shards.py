@@ -51,7 +51,7 @@ def of_worker(
     monkeypatch: pytest.MonkeyPatch, rank: int, num_workers: int, *given: Any, **options
 ) -> tf.data.Dataset:
     group = Alike(rank, num_workers)
-    monkeypatch.setattr(file_shards, "_worker_group", lambda: group)
+    monkeypatch.setattr(file_shards, "_workers_sharing_files", lambda: group)
     return tfdp.data.shard_files(*given, **options)
 
 

@@ -37,7 +37,7 @@ class Pair(WorkerGroup):
 def agreed(name: str, other: list, rank: int = 0, **options) -> tuple:
     group = Pair(other, rank)
     chosen = CommunicationOptions(**options)
-    return transports._agreed(name, chosen, group, "localhost")
+    return transports._agree_on_transport(name, chosen, group, "localhost")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -62,7 +62,9 @@ def test_workers_that_see_other_things_take_what_all_can(own, other, expected, r
 def test_a_worker_without_an_address_is_an_error_of_all(rank):
     group = Pair(["direct", None, "it resolves elsewhere"], rank)
     with pytest.raises(ValueError, match="cannot be reached: it resolves") as caught:
-        transports._agreed("direct", CommunicationOptions(), group, "localhost")
+        transports._agree_on_transport(
+            "direct", CommunicationOptions(), group, "localhost"
+        )
     assert str(caught.value).startswith(f"Worker {1 - rank} ")
     assert group.has_left
 
@@ -71,7 +73,7 @@ def test_an_interface_that_is_not_here_is_told_to_the_others():
     group = Pair(["direct", None, ""])
     options = CommunicationOptions(interface="eth77")
     with pytest.raises(ValueError, match="Worker 0 cannot be reached: `interface`"):
-        transports._agreed("direct", options, group, "localhost")
+        transports._agree_on_transport("direct", options, group, "localhost")
 
 
 def test_each_worker_has_an_interface_of_its_own():
