@@ -33,7 +33,7 @@ MANY = {
     ("launch/cli/forecast.py", "{forecast.num_bytes} bytes"),
     ("launch/cli/plan.py", "{_MOST_REPLICAS} replicas"),
     ("launch/cli/launch.py", "{num_workers} workers"),
-    ("communication/cluster/launchers.py", "{own.size} processes"),
+    ("communication/cluster/launchers.py", "{rank.size} processes"),
     ("training/data/distribute.py", "{num_workers} workers"),
     ("training/data/same_datasets.py", "{listed} batches"),
     ("features/tuning/rebalancing.py", "{num_rows} rows"),
