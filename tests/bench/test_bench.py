@@ -266,7 +266,7 @@ def test_an_option_takes_many_values_until_something_else_comes(
         ("collectives -n 4 --algorithms hierarchical", "--node-size"),
         ("collectives -n 2 -D 20 --dtype bfloat16", "not exact in bfloat16"),
         ("collectives -n 2 --blocks 1", "at least 2. Received: 1"),
-        ("collectives -n 2 --json nowhere/x.json", "a folder that is not there"),
+        ("collectives -n 2 --json nowhere/x.json", "the file does not exist"),
         ("collectives -n 2 --json .", "is a folder"),
         ("compare -n 1", "at least 2 workers. Received: -n 1"),
         ("compare --models 1 x", "Received: x"),

@@ -388,7 +388,7 @@ def test_when_one_worker_fails_all_say_so_and_the_previous_one_stays(
     assert len({str(reply) for reply in replies}) == 1
     for words in (
         "worker 1: [Errno 28] No space left on device",
-        "What the directory held before is intact",
+        "The previous contents of the directory are intact",
         f"Received: directory={str(tmp_path)!r}",
     ):
         assert words in str(replies[0])
@@ -452,7 +452,7 @@ DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
     "truncated": (lambda path: path.write_bytes(path.read_bytes()[:-1]), " bytes inst"),
     "empty": (lambda path: path.write_bytes(b""), "has 0 bytes instead of"),
     "longer": (lambda path: path.write_bytes(path.read_bytes() + b"x"), " bytes inst"),
-    "altered": (lambda path: _flip(path), "was altered: its checksum does not fit"),
+    "altered": (lambda path: _flip(path), "was altered: its checksum does not match"),
 }
 
 
@@ -554,7 +554,7 @@ def test_a_checkpoint_of_another_model_names_the_first_difference(
     save(values(), tmp_path)
     replies, workers = restore(model, tmp_path)
     assert {type(reply) for reply in replies} == {ValueError}
-    assert f"it is of another model. {words}" in str(replies[0])
+    assert f"it belongs to another model. {words}" in str(replies[0])
     check_nothing_loaded(workers)
 
 
@@ -574,7 +574,7 @@ def test_workers_that_share_no_directory_are_told_to(tmp_path):
     places = [tmp_path / "first", tmp_path / "second"]
     replies = on_workers(api.save_state, states, places)
     assert {type(reply) for reply in replies} == {ValueError}
-    assert "worker 1: it does not see the folder that worker 0" in str(replies[0])
+    assert "worker 1: the folder that worker 0 created is not" in str(replies[0])
     assert folders(places[0]) == []
 
 
@@ -617,7 +617,7 @@ def test_an_index_of_a_later_format_is_refused(tmp_path):
     ("extents", "words"),
     [
         ([(0, 0, 4), (0, 5, 9)], "missing, at 4"),
-        ([(0, 0, 4), (0, 3, 9)], "there twice, at 4"),
+        ([(0, 0, 4), (0, 3, 9)], "duplicated, at 4"),
         ([(0, 0, 4)], "missing, at 4"),
         ([(0, 0, 10)], "too many, at 10"),
         ([], "missing, at 0"),
@@ -642,8 +642,8 @@ def test_convert_answers_wrong_arguments_in_one_sentence(tmp_path, capsys):
     (tmp_path / "folder.keras").mkdir()
     for arguments, words in (
         (("plain", "m.h5"), "must end in .keras. Received: "),
-        (("plain", "no/m.keras"), "The folder of the file is not there"),
-        (("plain", "folder.keras"), "There is a directory of that name"),
+        (("plain", "no/m.keras"), "The folder of the file does not exist"),
+        (("plain", "folder.keras"), "The name is that of a directory"),
         (("plain", "there.keras"), "give --force to replace it. Received: "),
         (("none", "m.keras"), "There is no checkpoint in"),
         (("there.keras", "m.keras"), "DIR is a file; give the directory that"),
@@ -834,7 +834,7 @@ def test_two_workers_without_a_shared_directory_both_say_so(saved_by_two):
     for answer in answers:
         said = answer.value[1]
         assert said.startswith("ValueError: ")
-        assert "worker 1: it does not see the folder" in said
+        assert "worker 1: the folder that worker 0 created is" in said
 
 
 @pytest.mark.processes

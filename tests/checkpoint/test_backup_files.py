@@ -131,7 +131,7 @@ def test_a_probe_that_a_killed_start_has_left_is_no_backup_and_is_removed(tmp_pa
 def test_a_damaged_backup_is_named_and_the_one_before_is_taken(backups, undisturbed):
     damage(backups / "step-7")
     watch = Cut()
-    with pytest.warns(UserWarning, match=r"'step-6', since newer ones are damaged"):
+    with pytest.warns(UserWarning, match=r"'step-6', since newer backups are damaged"):
         found = fit(arrays(**PLAIN), BackupAndRestore(backups, 1), watch)
     assert watch.seen[0] == (1, 1)
     assert_same(found, undisturbed)
@@ -148,7 +148,7 @@ def test_if_no_backup_is_whole_nothing_is_loaded_and_nothing_deleted(backups):
     before = names(backups)
     for name in before:
         damage(backups / name)
-    with pytest.raises(ValueError, match=r"No backup in .* is whole.*step-6: "):
+    with pytest.raises(ValueError, match=r"All backups in .* are damaged.*step-6: "):
         fit(arrays(**PLAIN), BackupAndRestore(backups, 1))
     assert names(backups) == before
 
@@ -210,7 +210,7 @@ def test_a_backup_of_another_run_or_model_is_refused(backups):
         fit(arrays(**PLAIN, batch_size=5), BackupAndRestore(backups, 1))
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("adam", "mse", jit_compile=False)
-    with pytest.raises(ValueError, match=r"it is of another model\. '"):
+    with pytest.raises(ValueError, match=r"it belongs to another model\. '"):
         model.fit(**arrays(**PLAIN), callbacks=[BackupAndRestore(backups, 1)])
     model.compile("sgd", "mse", jit_compile=False)
     with pytest.raises(ValueError, match="another run, in which `optimizer` was"):
@@ -391,7 +391,7 @@ def test_sigterm_saves_and_exits_with_a_code_of_its_own(undisturbed, tmp_path, c
     assert watch.seen[0] == (1, 2)
     said = capfd.readouterr().err
     assert "tfdp: resumed at step 3 of epoch 2, from " in said
-    assert "the last digits are not those of a run without interruption" in said
+    assert "the last digits differ from those of a run without interruption" in said
     assert_same(found, undisturbed)
 
 

@@ -265,4 +265,4 @@ def test_every_worker_refuses_a_backup_of_another_model(tmp_path):
     other = train(TWO_WORKERS, tmp_path, units=7, **options)
     assert [answer["error"] for answer in other.answers] == ["ValueError"] * 2
     for answer in other.answers:
-        assert "it is of another model" in answer["text"]
+        assert "it belongs to another model" in answer["text"]

@@ -166,7 +166,7 @@ def test_only_regular_files_are_read(folder, kind, ending):
     (path,) = [p for p in folder.rglob("*") if p.name.endswith(ending)]
     shutil.copy(path, str(path) + ".moved")
     IRREGULAR[kind](path)
-    assert "no regular file" in refused(folder)
+    assert "not a regular file" in refused(folder)
 
 
 def test_a_folder_of_data_that_is_a_link_is_refused(folder, tmp_path):
@@ -299,7 +299,9 @@ def test_training_goes_on_from_the_backup_before_a_forged_one(model, backups, na
     forge(backups / "step-5", FORGED_BACKUPS[name])
     watch = Observer(5)
     with (
-        pytest.warns(UserWarning, match=r"'step-4', since newer ones are damaged") as w,
+        pytest.warns(
+            UserWarning, match=r"'step-4', since newer backups are damaged"
+        ) as w,
         pytest.raises(Cut),
     ):
         fit(model, backups, watch)
@@ -310,7 +312,7 @@ def test_training_goes_on_from_the_backup_before_a_forged_one(model, backups, na
 def test_an_index_that_is_a_folder_is_damage(model, backups):
     _folder(backups / "step-5" / "index.json")
     with (
-        pytest.warns(UserWarning, match="it is no regular file"),
+        pytest.warns(UserWarning, match="it is not a regular file"),
         pytest.raises(Cut),
     ):
         fit(model, backups, Observer(5))
@@ -330,7 +332,7 @@ def test_a_state_that_a_callback_cannot_take_is_said(model, backups):
         lambda c: c["run"]["callbacks"].update({name: {"own": [1]}}),
     )
     with pytest.raises(
-        ValueError, match=r"Own-1 cannot take the state that the backup"
+        ValueError, match=r"Own-1 cannot restore its state from the backup"
     ):
         fit(model, backups, Own())
 

@@ -117,7 +117,7 @@ class Gone(Exception):
     """What a client raises when the store does not answer."""
 
 
-@pytest.mark.filterwarnings("ignore:The checkpoint was saved, and what older")
+@pytest.mark.filterwarnings("ignore:The checkpoint was saved, but files of older")
 @pytest.mark.parametrize(
     ("error", "is_after"),
     [(Killed(), False), standard(Killed(), True), standard(Gone("no route"), False)],
@@ -186,7 +186,7 @@ def test_what_one_worker_may_not_put_all_are_told_of(store):
     for words in (
         "The checkpoint was not saved: worker 1: 'bucket://runs/latest/data-",
         "/worker-1-1.data-00000-of-00001' cannot be written (PermissionError: Access "
-        "Denied). What the directory held before is intact.",
+        "Denied). The previous contents of the directory are intact.",
         f"Received: directory={URL!r}",
     ):
         assert words in str(replies[0])
@@ -253,13 +253,13 @@ def test_what_worker_0_does_not_see_is_no_checkpoint(store):
     bucket.install(store, _refuse("head", "worker-1.json", FileNotFoundError("none")))
     replies = save(values(), URL)
     assert {type(reply) for reply in replies} == {ValueError}
-    assert "it does not see what worker 1 has written" in str(replies[0])
+    assert "the files that worker 1 wrote are not visible here" in str(replies[0])
 
 
 def test_objects_that_may_not_be_removed_are_told_of_and_the_save_counts(store):
     save(values(0), URL, 1)
     bucket.install(store, _refuse("delete", "", PermissionError("Access Denied")))
-    with pytest.warns(UserWarning, match=r"older ones have left .* was not removed"):
+    with pytest.warns(UserWarning, match=r"files of older ones were not removed"):
         assert save(values(1), URL, 1) == [None]
     bucket.install(store)
     assert holds(values(1), URL)
@@ -287,7 +287,7 @@ def test_a_store_that_vanishes_while_tensors_are_read_says_what_that_leaves(stor
     bucket.install(store, hook)
     (reply,), _ = restore(values(), URL, 1)
     assert isinstance(reply, OSError)
-    assert "(Gone: no route). The model may hold some of it" in str(reply)
+    assert "(Gone: no route). Some variables may have been overwritten" in str(reply)
 
 
 @pytest.mark.parametrize("damage", ["missing", "altered"])
@@ -335,10 +335,10 @@ def _without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
             "gcsfs",
             r"`gs://` cannot be imported \(.*; `pip install gcsfs`",
         ),
-        ("wandb://b/run", "wandbfs", r"what speaks to `wandb://` cannot be imported"),
-        ("new://b/run", "", "fsspec knows no `new://`"),
-        ("file:///tmp/run", "", "is no object store; mount it, and give the directory"),
-        ("s3://", "", "is to be followed by the name of a bucket"),
+        ("wandb://b/run", "wandbfs", r"client of `wandb://` cannot be imported"),
+        ("new://b/run", "", "fsspec does not support `new://`"),
+        ("file:///tmp/run", "", "is not an object store; mount it, and give the dir"),
+        ("s3://", "", "must be followed by the name of a bucket"),
         (str(Path("s3://b/run")), "", "a URL has two slashes; give it as a string"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_damaged_backup_is_set_aside_and_the_one_before_is_taken(store):
     lost = next(n for n in bucket.objects(store) if "step-7" in n and ".data" in n)
     bucket.objects(store)[lost].unlink()
     watch = Cut(2)
-    with pytest.warns(UserWarning, match=r"'step-6', since newer ones are damaged"):
+    with pytest.warns(UserWarning, match=r"'step-6', since newer backups are damaged"):
         cut_run(URL, watch, step=2, keep=1)
     assert watch.seen[0] == (1, 1)
     assert steps(store) == ["step-7", "step-7.damaged"]

@@ -77,7 +77,9 @@ def test_each_worker_is_shown_with_its_share_and_one_sentence_of_advice(tmp_path
     assert max(told.values()) > 50, found.output
     # The last `map` stands behind `batch`.
     assert "each worker prepares all rows, not only its own" in found.output
-    assert "Left out of `fit`, since they write files: ModelCheckpoint." in found.output
+    assert (
+        "Removed from `fit`, since they write files: ModelCheckpoint." in found.output
+    )
     # It ended in the second epoch, after what the first one would have saved.
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
@@ -152,18 +154,18 @@ def test_a_script_that_takes_too_long_is_ended(tmp_path):
         tmp_path, "time.sleep(600)", *("--timeout", "6", "--input", "SCRIPT")
     )
     assert found.code == 2
-    assert "Its time was over before its first step" in found.output
+    assert "--timeout ended the script before its first step" in found.output
     assert found.output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--input"], "Give the script that is to be run"),
-        (["train.py"], "A script is run with --input only"),
+        (["--input"], "Give the script to run"),
+        (["train.py"], "A script needs --input"),
         (["-n", "2"], "an option of --input, which was not given. Received: -n 2"),
         (["--timeout", "9", "--steps", "3"], "Received: --steps 3, --timeout 9"),
-        (["--input", "nothing.py"], "The script to run is not there"),
+        (["--input", "nothing.py"], "The script does not exist"),
         (["--input", "-n", "100000", "SCRIPT"], "too many workers"),
     ],
 )

@@ -168,5 +168,5 @@ def test_what_nobody_has_read_is_told_in_json(tmp_path):
         assert screen.close(DEADLINE_SECONDS)
     told, after = entries((tmp_path / "output").read_text())
     assert told["level"] == "warning"
-    assert "; 2 lines are not shown here but kept in the logs" in told["message"]
+    assert "; 2 lines are only in the logs" in told["message"]
     assert after["message"] == "after"

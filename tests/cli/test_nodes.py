@@ -137,8 +137,9 @@ def test_a_worker_that_fails_ends_all_nodes_with_one_sentence(nodes, rank):
         assert output.count("failed with exit code 7") == 1
         node = 1 if rank == 2 else 0
         assert f"tfdp: worker {rank} on node {node} (" in output
-        assert "; the workers of all nodes were stopped. All that it wrote:" in output
-        assert f"/worker-{rank}.log, there" in output
+        assert "; the workers of all nodes were stopped. Full output of" in output
+        assert f"of worker {rank}, there: " in output
+        assert f"/worker-{rank}.log" in output
     nodes.assert_nothing_is_left()
 
 
@@ -172,7 +173,7 @@ def test_a_node_that_is_killed_ends_the_others_and_is_named(nodes):
     code, output = ended(first)
     assert code == 69
     assert output.count("tfdp: node 1 (") == 1
-    assert "was lost: it has ended its connection; the workers of all" in output
+    assert "was lost: it has closed its connection; the workers of all" in output
     nodes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
@@ -183,7 +184,7 @@ def test_a_node_0_that_is_killed_ends_the_others(nodes):
     first.kill()
     code, output = ended(second)
     assert code == 69
-    assert f"tfdp: node 0 at {nodes.place} has ended its connection" in output
+    assert f"tfdp: node 0 at {nodes.place} has closed its connection" in output
     nodes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
@@ -193,7 +194,7 @@ def test_a_node_that_comes_back_joins_at_the_next_start(nodes):
     line = ("-n", "1", "--max-restarts", "1", "script.py")
     first, second = nodes.both_ready(*line, word="waits")
     second.kill()
-    read_until(first, "to come back; 1 of 2 nodes is here")
+    read_until(first, "to come back; 1 of 2 nodes has joined")
     again = nodes.node(*line)
     code, output = ended(first)
     assert (code, lines_of(output, 0)[-1]) == (0, "done 2")
@@ -268,7 +269,7 @@ def test_who_waits_for_others_can_be_interrupted_and_gives_up_in_time(nodes):
     assert process.wait(STOPS_WITHIN_SECONDS) == 130
     code, output = ended(nodes.node("-n", "1", "--join-timeout", "1", "script.py"))
     assert code == 69
-    assert "tfdp: waited 1 s for 2 nodes, and 1 came: node 0 (" in output
+    assert "tfdp: waited 1 s for 2 nodes, but 1 joined: node 0 (" in output
     line = ("--node-rank", "1", "--join-timeout", "1", "-n", "1", "script.py")
     code, output = ended(nodes.node(*line))
     assert code == 69
@@ -301,7 +302,7 @@ def test_the_line_that_node_0_prints_gives_the_others_the_secret(nodes):
     code, output = ended(nodes.node("--node-rank", "1", "-n", "1", "script.py"))
     assert code == 2
     assert output.count("\n") == 1
-    assert "and has no secret to show there: paste the line" in output
+    assert "and does not have the job's secret: paste the line" in output
     first = nodes.node("-n", "1", "script.py")
     output = read_until(first, "export TFDP_JOB_SECRET_FILE=")
     line = output.splitlines()[-1]
@@ -360,7 +361,7 @@ def test_a_node_that_does_not_fit_gets_one_sentence_and_the_others_wait(nodes):
     }
     refused = [
         (nodes.node("--node-rank", "0", "-n", "1", "script.py"), "Node 0 cannot open"),
-        (nodes.node("-n", "1", "script.py", env=other), "The secret of this node is"),
+        (nodes.node("-n", "1", "script.py", env=other), "The secret of this node"),
         (
             nodes.python(f"{OTHER_VERSION}main({['run', *line]!r})"),
             "has tfdp 9.9. Install the same version on all machines.",

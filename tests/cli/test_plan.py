@@ -172,7 +172,7 @@ def test_adasum_between_nodes_makes_rows_dense_as_in_training(models):
     [
         ("text.keras", "The file is not a saved Keras model"),
         ("zip.keras", "Keras cannot load the model ("),
-        ("own.keras", "(Could not locate class 'Own'); for one with classes of its"),
+        ("own.keras", "(Could not locate class 'Own'); for a model with custom"),
         ("code.keras", "`Lambda` layer whose `function` is a Python lambda)"),
         ("nothing.keras", "The model has no variables to train."),
     ],
@@ -210,7 +210,7 @@ def test_a_model_that_cannot_be_planned_gets_one_sentence(models, name, words):
         (("--algorithm", "hierarchical:star"), "Received: hierarchical:star"),
         (
             ("--algorithm", "adasum", "--compression", "int8"),
-            '`algorithm="adasum"` is no sum',
+            '`algorithm="adasum"` does not support compressors',
         ),
         (
             ("--algorithm", "hierarchical:tree,adasum"),

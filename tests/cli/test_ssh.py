@@ -103,7 +103,7 @@ def test_arguments_that_no_host_would_read_are_told(launcher):
     words = ["x" * 100_000] * 11
     result = launcher.run("--hosts", "a:1,b:1", "script.py", *words)
     assert result.returncode == 2
-    assert "are too long for --hosts: give it a file" in result.stdout
+    assert "are too long for --hosts: pass them in a file" in result.stdout
     assert re.search(r"Received: 1,100,\d{3} bytes", result.stdout)
 
 
@@ -260,8 +260,8 @@ def launchers_of(pid: int) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("hosts", "options", "words"),
     [
-        ("a:1,lost:1", (), "No host of the name lost is known here (ssh: Could not"),
-        ("a:1,closed:1", (), "closed wants a password, or a key that ssh has not"),
+        ("a:1,lost:1", (), "The host name lost does not resolve here (ssh: Could"),
+        ("a:1,closed:1", (), "closed requires a password or a key that ssh does"),
         ("a:1", ("--remote-python", "/no/python"), "a has no Python at /no/python"),
     ],
 )
@@ -296,7 +296,7 @@ def test_without_ssh_the_user_is_told_so(launcher):
     launcher.environment["PATH"] = str(launcher.folder)
     result = launcher.run("--hosts", "a:1,b:1", "script.py")
     assert result.returncode == 2
-    assert "need the command ssh, which is not here" in result.stdout
+    assert "need the command ssh, which is not installed" in result.stdout
 
 
 def test_the_command_of_ssh_quotes_what_it_carries():
@@ -320,7 +320,7 @@ def test_the_command_of_ssh_quotes_what_it_carries():
 @pytest.mark.parametrize(
     ("code", "said", "words"),
     [
-        (255, ["Host key verification failed."], "The key of b is not known"),
+        (255, ["Host key verification failed."], "The host key of b is not known"),
         (255, ["connect to host b port 22: Connection timed out"], "cannot be reached"),
         (255, [], "b cannot be reached by ssh (no reason given)"),
         (96, [], "b has no folder /work"),
@@ -328,7 +328,7 @@ def test_the_command_of_ssh_quotes_what_it_carries():
         (
             1,
             ["ValueError: x"],
-            "The launcher on b has ended with code 1: ValueError: x",
+            "The launcher on b exited with code 1: ValueError: x",
         ),
     ],
 )

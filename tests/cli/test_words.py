@@ -61,7 +61,7 @@ def test_one_dropped_line_is_one(tmp_path):
         output._num_dropped = 1
         assert output.drain(10.0)
     text = (tmp_path / "output").read_text()
-    assert "; 1 line is not shown here but kept in the logs" in text
+    assert "; 1 line is only in the logs" in text
 
 
 def test_counted_puts_numbers_before_nouns():

@@ -96,7 +96,7 @@ WRONG = [
     (of_sagemaker("{}"), "SM_HOSTS must be a JSON list"),
     (of_sagemaker([]), "SM_HOSTS must be a JSON list"),
     (of_sagemaker(["algo-1", 2]), r"SM_HOSTS must .* Received: \['algo-1', 2\]"),
-    (of_sagemaker(["algo-1"] * 2), "each one once"),
+    (of_sagemaker(["algo-1"] * 2), "names each host once"),
     (of_sagemaker(HOSTS, None), "SM_CURRENT_HOST must be one of .* Received: None"),
     (of_sagemaker(HOSTS, "algo-4"), "algo-2, algo-10, algo-1; .* Received: 'algo-4'"),
     ({"CLUSTER_SPEC": '{"workerpool0'}, "CLUSTER_SPEC is not valid JSON"),

@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_with_other_kernels_is_told_of_its_last_digits(kernel
     assert cpu_kernels.change_since(saved) == cpu_kernels.change_since({}) == ""
     kernels.setattr(_compat, "uses_onednn", lambda: True)
     said = cpu_kernels.change_since(saved)
-    assert "saved with oneDNN's kernels off, and goes on with them on" in said
+    assert "saved with oneDNN's kernels off, and continues with them on" in said
 
 
 @pytest.mark.parametrize(

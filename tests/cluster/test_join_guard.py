@@ -65,7 +65,7 @@ def test_where_all_answer_one_of_them_stands_still():
     ):
         _, errors = worker.communicate("60\n", timeout=30)
     assert worker.returncode == -signal.SIGKILL
-    assert "to join the cluster: one of them stands still" in errors
+    assert "to join the cluster: one of them hangs" in errors
 
 
 def test_a_worker_that_has_joined_has_no_guard_any_more():

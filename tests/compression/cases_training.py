@@ -242,7 +242,7 @@ def residuals_of_other_replicas_are_dropped_with_one_sentence(env: Env) -> dict:
     common.fit(source, x, y)
     tfdp.checkpoint.save(source, env.tmp / "directory")
     cases = (
-        (2, options, "they are those of 4 replicas, and there are 2 now"),
+        (2, options, "they were saved by 4 replicas, and this run has 2"),
         (4, None, "gradients are not compressed now"),
     )
     for num_replicas, communication, reason in cases:

@@ -101,7 +101,7 @@ def test_a_wrong_secret_is_known_at_once(bed):
     bed.dial()
     bed.accepted.get(timeout=DEADLINE_SECONDS)
     assert bed.accepted.empty()
-    assert "it has not the secret of this job" in bed.refused[0]
+    assert "it does not have this job's secret" in bed.refused[0]
 
 
 def test_silent_and_slow_ends_are_closed_after_one_deadline(bed, monkeypatch):
@@ -123,7 +123,7 @@ def test_a_flood_of_silent_ends_keeps_nobody_out(bed, monkeypatch):
         bed.outsider()
     for _ in range(2):
         bed.dial_until_in()
-    assert any("too many others" in line for line in bed.refused)
+    assert any("too many connections" in line for line in bed.refused)
     assert len(bed.refused) < 20
 
 
@@ -226,7 +226,7 @@ def test_a_lack_of_files_is_told_and_waited_for():
             time.sleep(0.001)
         server.is_full = False
         authenticate(outsider, dial_steps(SECRET, "test"), DEADLINE_SECONDS)
-    assert "may open no more files" in bed.lacks[0]
+    assert "cannot open more files" in bed.lacks[0]
 
 
 def test_an_end_that_says_nothing_fails_those_who_dial():

@@ -75,9 +75,9 @@ def test_ends_with_one_secret_have_the_claim_and_a_key_for_each_direction(piece)
 def test_the_end_that_dials_is_told_that_its_secret_is_wrong():
     listens, dials = End(listener()), End(dialler("another secret"))
     claim = dials.feed(listens.sent)
-    with pytest.raises(UnauthenticatedPeer, match="has not the secret"):
+    with pytest.raises(UnauthenticatedPeer, match="does not have this job's secret"):
         listens.feed(claim)
-    with pytest.raises(UnauthenticatedPeer, match="has not the secret"):
+    with pytest.raises(UnauthenticatedPeer, match="does not have this job's secret"):
         dials.feed(listens.sent[GREETING_BYTES:])
 
 
@@ -158,5 +158,5 @@ def test_no_end_asks_for_more_than_its_next_message():
 
 def test_the_end_of_a_connection_ends_a_handshake():
     for steps in (listener(), dialler()):
-        with pytest.raises(ConnectionFailed, match="it ended the connection"):
+        with pytest.raises(ConnectionFailed, match="it closed the connection"):
             End(steps).steps.send(b"")

@@ -32,7 +32,7 @@ def test_who_evaluates_alone_is_told_so(tmp_path):
     assert result.answers[0]["error"] == "WorkerLost", result.output[-3000:]
     text = result.answers[0]["text"]
     assert text.startswith("Worker 1 ("), text
-    assert "has come to the end of its script, and this one waits for it" in text
+    assert "has ended its script while this worker waits for it" in text
     assert "at 'the settings of evaluate'" in text
 
 

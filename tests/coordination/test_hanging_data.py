@@ -47,8 +47,8 @@ def run(launcher: Launcher, where: tuple, kind: str, at: int, **more) -> tuple:
             "generator",
             4,
             {},
-            "The generator `batches` has given no batch, and computed nothing, for 6 s "
-            "at step 5 of epoch 1 of fit. See what it waits for",
+            "The generator `batches` has yielded no batch and used no CPU for 6 s at "
+            "step 5 of epoch 1 of fit. Check what it waits for",
         ),
         standard(ONE_PROCESS, "py_dataset", 4, {}, "The `PyDataset` `Batches` has"),
         standard(
@@ -56,12 +56,12 @@ def run(launcher: Launcher, where: tuple, kind: str, at: int, **more) -> tuple:
             "dataset",
             4,
             {"as_on_gpus": True},
-            "The `tf.data.Dataset` that calls Python has given no batch, and computed",
+            "The `tf.data.Dataset` that calls Python has yielded no batch and used",
         ),
         # Keras takes the first batch of a generator by itself.
-        standard(TWO_WORKERS, "generator", 0, {}, "The generator `batches` has given"),
+        standard(TWO_WORKERS, "generator", 0, {}, "generator `batches` has yielded"),
         standard(
-            TWO_WORKERS, "dataset", 4, {"evaluates": True}, "at step 5 of evaluate. See"
+            TWO_WORKERS, "dataset", 4, {"evaluates": True}, "at step 5 of evaluate. "
         ),
         standard(
             TWO_WORKERS, "dataset", 6, {"steps_per_epoch": 4, "epochs": 2}, "step 3 of"
@@ -82,8 +82,8 @@ def test_a_source_that_hangs_everywhere_is_named_and_ends_the_job(
 def test_a_source_that_hangs_on_one_worker_is_named_by_the_others(launcher, rank):
     code, output = run(launcher, TWO_WORKERS, "generator", 4, ranks=[rank])
     assert code == 69, output
-    assert "The generator `batches` has given no batch" in output
-    assert "its data source, the generator `batches`, has given no batch" in output
+    assert "The generator `batches` has yielded no batch" in output
+    assert "its data source, the generator `batches`, has yielded no batch" in output
     assert f"Worker {rank} (" in output
     assert f"Worker {1 - rank} (" not in output
     assert f"tfdp: worker {rank} failed with exit code 69" in output
@@ -99,7 +99,7 @@ def test_a_source_that_computes_for_longer_than_the_timeout_is_waited_for(
     code, output = run(launcher, where, "generator", 4, **more)
     assert code == 0, output
     assert output.count("is through") == int(where[1])
-    assert "has given no batch" not in output
+    assert "has yielded no batch" not in output
 
 
 class Time:
@@ -151,8 +151,8 @@ def test_a_source_lives_while_it_uses_a_processor(monkeypatch):
             watch.update()
             assert (watch.failure(0) is not None) == (second > 37)
     failure = watch.failure(0)
-    assert failure.own.startswith("The dataset has given no batch, and computed")
-    assert failure.cause.endswith("nothing, for 12 s")
+    assert failure.own.startswith("The dataset has yielded no batch and used")
+    assert failure.cause.endswith("no CPU for 12 s")
 
 
 COMPUTES = """

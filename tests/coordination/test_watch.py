@@ -89,7 +89,7 @@ def test_who_stands_still_is_lost_at_the_limit_and_not_before(clock: Clock):
     assert known.cause(1) == ""
     clock.now += 2
     assert known.cause(1).startswith("no sign of life for 61 s")
-    assert known.cause(1).endswith("stands still at step 3 of epoch 1 of fit")
+    assert known.cause(1).endswith("hangs at step 3 of epoch 1 of fit")
     known.record_probe(1, refused=False, accepted=False)
     assert "its host does not answer" in known.cause(1)
 
@@ -156,8 +156,8 @@ def test_who_stood_still_for_too_long_blames_itself(monkeypatch):
     watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], 8.0)
     monkeypatch.setattr(watchdog_module.clock, "pause_within", lambda seconds: 9.0)
     watchdog._blame(1, "its process has ended")
-    assert watchdog._failure == WorkerFailure(0, "it stood still for 9 s")
-    assert "given this one up: it stood still for 9 s" in watchdog._message(
+    assert watchdog._failure == WorkerFailure(0, "it was suspended for 9 s")
+    assert "declared this worker lost: it was suspended for 9 s" in watchdog._message(
         watchdog._failure, "fit"
     )
 
@@ -255,7 +255,7 @@ def test_who_has_left_a_step_is_given_up_by_those_that_wait_in_it(
     is_lost = bool(idle_seconds and error)
     assert (watchdog._failure is not None) == is_lost
     if is_lost:
-        assert "and is at evaluate" in watchdog._failure.cause
+        assert "it is at evaluate" in watchdog._failure.cause
 
 
 def test_a_process_is_idle_while_it_uses_next_to_no_processor(monkeypatch, clock):

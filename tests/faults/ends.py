@@ -9,7 +9,7 @@ DEATH_SECONDS = 10.0
 _BEGINNINGS = (
     "tfdp: Worker ",
     "tfdp: The other workers ",
-    "tfdp: The workers run other collectives",
+    "tfdp: The workers run different collectives",
 )
 
 

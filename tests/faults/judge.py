@@ -62,7 +62,7 @@ def problem_of_second(fault: Fault, outcome: Outcome, undisturbed: dict) -> str:
             return f"worker {rank}: {told(end)}"
         wanted = [f"{name}: " for name in outcome.damaged]
         if wanted and not all(
-            text in end.log for text in ["newer ones are damaged", *wanted]
+            text in end.log for text in ["newer backups are damaged", *wanted]
         ):
             return f"worker {rank} does not name {wanted}"
     return ""
@@ -119,7 +119,7 @@ def _problem_of_refusal(outcome: Outcome) -> str:
     """Where no backup is whole every worker says so, and goes on from none."""
     assert outcome.second is not None
     for rank, end in enumerate(outcome.second.ends):
-        wanted = ["ValueError: No backup in ", *(f"{n}: " for n in outcome.damaged)]
+        wanted = ["ValueError: All backups in ", *(f"{n}: " for n in outcome.damaged)]
         if end.code != 1 or not all(text in end.error for text in wanted):
             return f"worker {rank}: {told(end)}"
     return ""

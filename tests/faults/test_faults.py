@@ -119,7 +119,7 @@ def check_standing_still(rank: int) -> None:
     outcome = check(JobPlan(2, fault, timeout_seconds=6.0))
     said = sentence_of(outcome.first, 1 - rank)
     assert "no sign of life for" in said
-    assert "stands still" in said
+    assert "its process exists but hangs" in said
 
 
 def test_a_first_worker_that_stands_still_is_named_within_the_timeout():
@@ -179,7 +179,7 @@ def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(kind: st
     assert "while bucket 0 was reduced: " in said[0]
     assert {
         "kill": "its process has ended (its port refuses connections)",
-        "stop": "stands still",
+        "stop": "its process exists but hangs",
         "raise": "its script has ended, after ArithmeticError: the script's own error",
     }[kind] in said[0]
     assert end.error.startswith("UnavailableError: Worker 1 has left its collectives: ")
@@ -280,7 +280,7 @@ def test_workers_that_make_different_calls_end_after_the_timeout(calls: tuple):
     plan = JobPlan(2, fault, timeout_seconds=4.0, script="calls", calls=calls)
     outcome = check(plan)
     # `evaluate` meets the other workers before its first step, and says so itself.
-    said = "run the same calls" if "evaluate" in calls else "run other collectives"
+    said = "run the same calls" if "evaluate" in calls else "run different collectives"
     assert all(said in end.log + end.error for end in outcome.first.ends)
 
 

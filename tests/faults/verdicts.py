@@ -26,7 +26,7 @@ _ALIKE = ({"steps", "sum"}, {"steps that gather", "gather"})
 _BEAT_SECONDS = 2.0
 _OWN_ERRORS = (
     *("ValueError", "RuntimeError", "TimeoutError", "WorkerLost"),
-    "UnavailableError: The workers run other collectives",
+    "UnavailableError: The workers run different collectives",
 )
 
 
@@ -62,7 +62,7 @@ def of_pause(plan: JobPlan, life: Life, undisturbed: dict) -> str:
     if fault.hits_all or fault.seconds < 0.75 * timeout - _BEAT_SECONDS:
         return all_told
     own = sentence_of(life, fault.rank)
-    is_known = "given this one up" in own or "its script has ended" in own
+    is_known = "declared this worker lost" in own or "its script has ended" in own
     others = [rank for rank in range(plan.num_workers) if rank != fault.rank]
     if is_known and all(_names(life, rank, [fault.rank]) for rank in others):
         return ""

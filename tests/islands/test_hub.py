@@ -200,7 +200,7 @@ def test_unauthenticated_peers_change_nothing(open_hub, monkeypatch):
     monkeypatch.setattr("tfdp.communication.connection.acceptor._PROOF_SECONDS", 1)
     hub = open_hub(2)
     with pytest.raises(
-        RuntimeError, match="not the hub of these islands: it has not the secret"
+        RuntimeError, match="not the hub of these islands: it does not have"
     ):
         Member(island(hub, 0, secret="another secret!!"))
     for data in (b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 64, b""):
@@ -345,7 +345,7 @@ def test_a_hub_that_may_open_no_more_files_says_so_once(capsys, monkeypatch):
         while server.num_asked < 5:
             time.sleep(0.001)
     said = capsys.readouterr().err
-    assert said.count("no island can connect: This process may open no more files") == 1
+    assert said.count("no island can connect: This process cannot open more files") == 1
 
 
 def wait_until(is_so: collections.abc.Callable[[], object]) -> None:

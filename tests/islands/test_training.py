@@ -145,7 +145,7 @@ def test_an_island_that_is_killed_stops_no_other_and_comes_back(launcher):
     code, output = ended(process)
     assert code == 0, output
     assert "island 1 was killed by SIGKILL" in output
-    assert "it starts again in 1 s (restart 1 of 1), and the others go on" in output
+    assert "it starts again in 1 s (restart 1 of 1), and the others continue" in output
     own = steps(folder, 0)
     assert len({pid for pid, _ in own}) == 1
     assert len(own) == 55  # no inner step is lost
@@ -163,7 +163,7 @@ def test_an_island_that_is_lost_for_good_is_told_by_the_exit_code(launcher):
     os.kill(wait_for_steps(launcher.folder, 0, 4), signal.SIGKILL)
     code, output = ended(process)
     assert code == 128 + signal.SIGKILL
-    assert "it does not start again, and the others go on" in output
+    assert "it does not start again, and the others continue" in output
     assert len(steps(launcher.folder, 1)) == 33
     assert history(launcher.folder, 1)["islands"][-1] == 1
 

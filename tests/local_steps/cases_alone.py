@@ -396,7 +396,7 @@ def local_steps_of_several_optimizers_say_so(env: Env) -> dict:
             model.compile("sgd", "mse")
         with (
             pytest.warns(match="`model.first_optimizer` and `model.second_optimizer`"),
-            pytest.raises(ValueError, match="have one optimizer, the one that the"),
+            pytest.raises(ValueError, match="support one optimizer, the one that"),
         ):
             common.fit(model, *common.regression_data(), callbacks=[callback])
     return {}

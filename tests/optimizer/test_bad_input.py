@@ -128,7 +128,7 @@ def test_units_are_the_old_name_of_gather_groups():
     for kind in (Optimizer, callbacks.ShardedOptimizer):
         given = (sgd(),) if kind is Optimizer else (3,)
         sharded = {"sharding": "parameters"} if kind is Optimizer else {}
-        with pytest.warns(UserWarning, match="`units` is `gather_groups` now"):
+        with pytest.warns(UserWarning, match="`units` is deprecated"):
             old = kind(*given, units=["dense"], **sharded)
         new = kind(*given, gather_groups=["dense"], **sharded)
         with pytest.raises(ValueError, match="Give `gather_groups` alone"):

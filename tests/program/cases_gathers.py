@@ -169,7 +169,7 @@ def workers_whose_steps_differ_are_told(env: Env) -> None:
     x, y = common.regression_data()
     model = common.build_in_scope(env, build)
     text = _error(lambda: common.fit(model, x, y))
-    assert "Workers would wait for each other in the first step of `fit`" in text, text
+    assert "Workers would hang in the first step of `fit`" in text, text
     assert f"`Svd` ({__file__}:" in text.partition(" on worker 0")[0], text
     assert f"{__file__}:" in text.partition(" on worker 0")[2], text
 

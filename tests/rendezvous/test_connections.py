@@ -95,7 +95,7 @@ def test_nodes_with_the_secret_meet_and_start_together(bed):
 def test_a_wrong_secret_is_told_at_once_and_the_job_waits_on(bed):
     member = bed.member(secret="f" * 16, node_rank=1)
     text = next_of(member, "refused")["text"]
-    assert text.startswith("The secret of this node is not that of node 0 at 127.0.0.1")
+    assert text.startswith("The secret of this node differs from that of node 0 at")
     meet(bed)
 
 
@@ -122,14 +122,14 @@ def answers(listener: socket.socket, reply: bytes) -> None:
 @pytest.mark.parametrize(
     ("reply", "words"),
     [
-        (b"SSH-2.0-OpenSSH_9.2\r\n", "is no rendezvous of `tfdp run`"),
-        (b'{"a": 1}\n', "is no rendezvous of `tfdp run`"),
-        (b"x" * 2_000_000, "is no rendezvous of `tfdp run`"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", "is not a rendezvous of `tfdp run`"),
+        (b'{"a": 1}\n', "is not a rendezvous of `tfdp run`"),
+        (b"x" * 2_000_000, "is not a rendezvous of `tfdp run`"),
         (GREETING.replace(b"/1", b"/2"), "another version .* protocol '2', here '1'"),
-        (b"tfdp/1 hub".ljust(64), "is no rendezvous of `tfdp run`"),
+        (b"tfdp/1 hub".ljust(64), "is not a rendezvous of `tfdp run`"),
         (
             GREETING + bytes(32),
-            "The secret of this node is not that of node 0",
+            "The secret of this node differs from that of node 0",
         ),
     ],
 )
@@ -296,14 +296,14 @@ def test_who_alters_a_message_on_the_way_ends_the_connection(bed):
         return data.replace(b'"num_workers":2', b'"num_workers":3')
 
     with between(bed, alter) as member:
-        assert "has ended its connection" in next_of(member, "lost")["text"]
+        assert "has closed its connection" in next_of(member, "lost")["text"]
     meet(bed)
 
 
 def test_a_node_0_that_has_gone_is_known_at_once(bed):
     _, second = meet(bed)
     bed.server.close()
-    assert "has ended its connection" in next_of(second, "lost")["text"]
+    assert "has closed its connection" in next_of(second, "lost")["text"]
 
 
 def make_impatient(monkeypatch, thread: str) -> None:
@@ -346,7 +346,7 @@ def test_who_waits_hears_of_an_error_that_nobody_has_foreseen(bed, monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(member_module, "authenticate_stream", broken)
-    assert "is not heard any more" in next_of(bed.member(), "lost")["text"]
+    assert "the connection to node 0 at" in next_of(bed.member(), "lost")["text"]
 
 
 def test_a_member_ends_though_a_cancellation_was_swallowed(bed, monkeypatch):
@@ -396,12 +396,14 @@ def test_a_name_that_only_this_machine_understands_is_opened_to_others(monkeypat
 
 def test_a_name_that_nobody_knows_is_told():
     with pytest.raises(
-        RendezvousError, match=r"is not known here .* Received: no\.such"
+        RendezvousError, match=r"does not resolve here .* Received: no\.such"
     ):
         listen("no.such.host.invalid", 29400, is_node_0=False)
     # What no resolver is asked for, since it is no name.
     for host in ("a..b", "a" * 64):
-        with pytest.raises(RendezvousError, match=rf"it is no name.*Received: {host}"):
+        with pytest.raises(
+            RendezvousError, match=rf"not a valid host name.*Received: {host}"
+        ):
             listen(host, 29400, is_node_0=False)
 
 

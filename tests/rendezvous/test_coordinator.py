@@ -194,7 +194,7 @@ def test_of_many_nodes_that_came_the_first_are_named():
     coordinator.tick()
     text = links[0].last("end")["text"]
     assert text.count("(host, 10.0.0.2)") == 8
-    assert "and 19 came: a node (host, 10.0.0.2)" in text
+    assert "but 19 joined: a node (host, 10.0.0.2)" in text
     assert "(host, 10.0.0.2), 11 more. Start the same" in text
 
 
@@ -219,7 +219,7 @@ def test_ranks_that_are_wished_are_given_and_the_others_as_nodes_come():
         ({"python": "3.12"}, "Node 0 has Python 3.11, other has Python 3.12"),
         ({"nodes": 3}, "started with --nodes 2, other with --nodes 3"),
         ({"program": "other.py"}, "Node 0 runs train.py, other runs other.py"),
-        ({"rebalance": True}, "other alone has --rebalance"),
+        ({"rebalance": True}, "Only other has --rebalance"),
         ({"num_workers": 9000}, "at most 8,192 workers in all. Received: -n 9000"),
     ],
 )
@@ -245,12 +245,12 @@ def test_nodes_that_do_not_come_are_counted():
     course.join(0)
     course.pass_time(JOIN_SECONDS - 1)
     assert course.links[0].last("notice")["text"] == (
-        "waiting for 1 more node; 1 of 2 nodes is here"
+        "waiting for 1 more node; 1 of 2 nodes has joined"
     )
     course.pass_time(1)
     end = course.links[0].last("end")
     assert end["code"] == NODE_LOST
-    assert end["text"].startswith("waited 60 s for 2 nodes, and 1 came: node 0 (host")
+    assert end["text"].startswith("waited 60 s for 2 nodes, but 1 joined: node 0 (host")
 
 
 def test_a_node_that_leaves_before_the_start_makes_room_for_another():
@@ -263,7 +263,7 @@ def test_a_node_that_leaves_before_the_start_makes_room_for_another():
     course.join(1, num_workers=2)
     course.pass_time()
     # And one that goes while ports are asked for.
-    course.coordinator.register_disconnect(course.links[1], "has ended its connection")
+    course.coordinator.register_disconnect(course.links[1], "has closed its connection")
     course.pass_time()
     assert course.coordinator.phase is Phase.GATHERING
     course.links[1] = Link()
@@ -279,7 +279,7 @@ def test_a_worker_that_fails_stops_all_with_one_sentence():
     texts = {link.last("stop")["text"] for link in course.links}
     assert texts == {
         "worker 3 on node 1 (host, 10.0.0.2) failed with exit code 7; the workers of "
-        "all nodes were stopped. All that it wrote: log, there"
+        "all nodes were stopped. Full output of worker 3, there: log"
     }
     course.pass_time(5)
     assert "end" not in course.links[0].kinds()  # workers still run
@@ -325,7 +325,7 @@ def test_a_node_that_does_not_stop_its_workers_is_not_waited_for_for_ever(restar
     course.pass_time(0.1)
     told = course.links[0].last("notice")["text"]
     words = "node 1 (host, 10.0.0.2) has not stopped its workers within 70 s"
-    assert told == f"{words}; nobody waits for it any more"
+    assert told == f"{words}; the job continues without it"
     assert course.links[1].last("end")["code"] == 7
     assert course.links[1].last("end")["text"] == words
     if not restarts:
@@ -366,7 +366,7 @@ def test_a_node_that_goes_once_its_workers_are_done_is_not_missed():
     course = Course()
     course.start()
     course.say(1, "done", code=0)
-    course.coordinator.register_disconnect(course.links[1], "has ended its connection")
+    course.coordinator.register_disconnect(course.links[1], "has closed its connection")
     course.say(0, "done", code=0)
     course.pass_time()
     assert course.links[0].last("end")["code"] == 0
@@ -397,7 +397,7 @@ def test_all_start_again_together_and_with_new_ports():
 def test_a_node_that_comes_back_joins_at_the_next_start():
     course = Course(restarts=1)
     course.start()
-    course.coordinator.register_disconnect(course.links[1], "has ended its connection")
+    course.coordinator.register_disconnect(course.links[1], "has closed its connection")
     course.say(0, "stopped", code=69)
     course.pass_time()
     course.pass_time(3)
@@ -419,7 +419,7 @@ def test_a_node_that_comes_back_joins_at_the_next_start():
 def test_a_node_that_does_not_come_back_ends_the_job():
     course = Course(restarts=1)
     course.start()
-    course.coordinator.register_disconnect(course.links[1], "has ended its connection")
+    course.coordinator.register_disconnect(course.links[1], "has closed its connection")
     course.say(0, "stopped", code=69)
     course.pass_time()
     course.pass_time(3)
@@ -427,7 +427,7 @@ def test_a_node_that_does_not_come_back_ends_the_job():
     end = course.links[0].last("end")
     assert end["code"] == NODE_LOST
     assert "and 1 have come back" not in end["text"]
-    assert "waited 60 s for 2 nodes, and 1 is here" in end["text"]
+    assert "waited 60 s for 2 nodes, but 1 is connected" in end["text"]
 
 
 def test_a_node_that_comes_back_before_its_silence_was_noticed_takes_its_place():

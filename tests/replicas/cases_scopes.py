@@ -112,7 +112,7 @@ def models_of_one_worker(env: Env) -> dict:
                     if not names_at_exit:
                         model.evaluate(x, y, verbose=0)
             text = str(caught.value)
-            assert "outside of `strategy.scope()` what one of them needs alone" in text
+            assert "create what only one of them needs outside" in text
             assert f"worker {1 - rank} creates nothing" in text
             assert f"worker {rank} creates '" in text
     return assert_trains(env, model)
@@ -230,7 +230,7 @@ def callbacks_of_one_worker(env: Env) -> dict:
                 caught = str(error)
             assert (caught is not None) == keeps, caught
             if caught is not None:
-                assert "what one of them needs alone" in caught
+                assert "create what only one of them needs outside" in caught
                 assert "worker 1 creates nothing" in caught
         found[f"eager {run_eagerly}"] = assert_trains(env, model)
     return {f"{key} {name}": v for key, of in found.items() for name, v in of.items()}

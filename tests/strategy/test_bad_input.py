@@ -354,7 +354,7 @@ def test_fewer_replicas_after_keras_was_used_are_warned_of():
     replicas, (text,) = answer.value
     assert replicas == 1
     start = r"TensorFlow has already started, at .*:\d+: `keras.Sequential\(.*`: "
-    assert re.match(start + "training has 1 replica and not 2", text)
+    assert re.match(start + "training uses 1 replica instead of 2", text)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "2", None])

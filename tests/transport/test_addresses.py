@@ -59,7 +59,7 @@ def test_a_host_name_of_another_host_is_named_with_its_addresses(monkeypatch):
     message = str(caught.value)
     assert message.startswith(
         "The host of this worker, 'a-host', resolves to 192.0.2.7, 192.0.2.8 here, "
-        "which is no address of this host; its own are 127.0.0.1"
+        "which is not an address of this host; its addresses are 127.0.0.1"
     )
     assert "interface=" in message
 
@@ -70,7 +70,7 @@ def test_a_host_name_that_does_not_resolve_is_named():
 
 
 def test_no_worker_listens_on_all_interfaces():
-    with pytest.raises(TransportError, match="no address of this host"):
+    with pytest.raises(TransportError, match="not an address of this host"):
         listening_address("0.0.0.0", None)
 
 
@@ -157,7 +157,7 @@ def test_a_port_that_cannot_be_reached_is_named_with_both_ends(ip):
 
 def test_a_loopback_address_of_another_host_is_named():
     where, message = run(2, cannot_reach, "127.0.0.1", "elsewhere")
-    assert message.startswith(f"Worker 0 listens at {where} only, which no other host")
+    assert message.startswith(f"Worker 0 listens only at {where}, which no other host")
     assert "'a-host'" in message
 
 

@@ -98,7 +98,7 @@ def test_members_that_call_other_collectives_are_told_so_on_all(num_ranks, case)
     for name, text, seconds in seen(job(num_ranks), case, num_ranks):
         # A member may hear of it from another one, before it meets it itself.
         assert name in ("TransportError", "PeerLost")
-        assert "The workers run other collectives: worker " in text
+        assert "The workers run different collectives: worker " in text
         assert seconds < 5.0
 
 

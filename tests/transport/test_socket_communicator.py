@@ -181,7 +181,7 @@ def disagree(worker: Worker, size: int, how: str) -> str:
         call = functools.partial(communicator.all_gather, array, bounds, 1)
     if how == "tag" and is_other:
         call = functools.partial(communicator.all_reduce, array, 2)
-    with pytest.raises(TransportError, match="run other collectives") as caught:
+    with pytest.raises(TransportError, match="run different collectives") as caught:
         call()
     return str(caught.value)
 

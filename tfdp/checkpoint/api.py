@@ -31,9 +31,11 @@ from tfdp.training.replicas.synchronized_scope import synchronize_new_variables
 from tfdp.training.sharding.state_tensors import StateTensor
 
 # Sentences of error messages about the state after a failure.
-_INTACT = "What the directory held before is intact."
+_INTACT = "The previous contents of the directory are intact."
 _NOTHING_LOADED = "Nothing was loaded."
-_PARTLY_LOADED = "The model may hold some of it; restore again before you go on."
+_PARTLY_LOADED = (
+    "Some variables may have been overwritten; restore again before you continue."
+)
 
 
 def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
@@ -203,8 +205,8 @@ def restore_state(
     if not worker_group.all_equal("checkpoint.restore: which", index.token):
         worker_group.leave()
         raise ValueError(
-            "The workers found different checkpoints. Give all of them one "
-            "directory, and do not save into it meanwhile. "
+            "The workers found different checkpoints. Give all of them the same "
+            "directory, and do not save into it while they restore. "
             f"Received: directory={path!r}"
         )
     load = functools.partial(reading.read_shards, load_plan, index, folder)

@@ -114,8 +114,8 @@ class Backups:
         backup = self._storage.below(f"step-{step}")
         if backup.is_link:
             raise ValueError(
-                "A backup is not written through a link. Remove it, or give another "
-                f"directory. Received: {backup.path!r}"
+                "A backup is not written through a link. Remove the link, or give "
+                f"another directory. Received: {backup.path!r}"
             )
         save_state(state, backup.path, self._worker_group, serialize, run=run)
         if self._worker_group.is_chief:
@@ -159,8 +159,9 @@ class Backups:
         if damaged:
             self._worker_group.leave()
             raise ValueError(
-                f"No backup in {self.directory!r} is whole. To train from the start, "
-                f"give another directory or delete it. Received: {_describe(damaged)}"
+                f"All backups in {self.directory!r} are damaged. To train from the "
+                "start, delete this directory or give another one. "
+                f"Received: {_describe(damaged)}"
             )
         return None
 
@@ -179,7 +180,7 @@ class Backups:
         backup = self._storage.below(f"step-{step}")
         folder = backup.below(index.token)
         read = functools.partial(reading.read_shards, load_plan, index, folder)
-        aftermath = "The model may hold some of it; start the script again."
+        aftermath = "Some variables may have been overwritten; restart the script."
         run_on_all_workers(
             self._worker_group, backup.path, "restored", aftermath, "its tensors", read
         )
@@ -237,7 +238,7 @@ class Backups:
             files.verify_files(index.shards, folder, contents=False)
             load_plan = make_plan(index)
             if name != f"step-{index.run['steps']}":
-                raise ValueError(f"it says that it is of step {index.run['steps']}")
+                raise ValueError(f"its index is that of step {index.run['steps']}")
             shards = reading.needed_shards(load_plan.tensors, index)
             files.verify_files(shards, folder)
             found, text = (index, load_plan), f"{index.token} {load_plan.label}"
@@ -273,9 +274,9 @@ class Backups:
             if kind == _INCOMPATIBLE:
                 self._worker_group.leave()
                 raise ValueError(
-                    f"Training cannot go on from this backup: {text}. "
-                    f"{_NOTHING_LOADED} Run what made it, or give another directory. "
-                    f"Received: {path!r}"
+                    f"Training cannot resume from this backup: {text}. "
+                    f"{_NOTHING_LOADED} Run the script that wrote it, or give another "
+                    f"directory. Received: {path!r}"
                 )
             if kind == _UNREADABLE:  # the store failed; the backup may be intact
                 self._worker_group.leave()
@@ -302,8 +303,9 @@ class Backups:
             "what is damaged", "", storage_timeout(self._worker_group)
         )
         user_code.warn(
-            f"Training goes on from the backup {used!r}, since newer ones are damaged. "
-            f"They stay as '{damaged[0][0]}.damaged'. Received: {_describe(damaged)}"
+            f"Training resumes from the backup {used!r}, since newer backups are "
+            f"damaged. They are renamed to '{damaged[0][0]}.damaged'. "
+            f"Received: {_describe(damaged)}"
         )
 
     def _prune(self, newest: str) -> None:
@@ -320,7 +322,7 @@ def _check_probe(storage: Storage, name: str) -> None:
     """Raise if this worker does not see the probe file that worker 0 has written."""
     if not storage.has(name):
         raise ValueError(
-            "it does not see what worker 0 has written there; give a directory that "
+            "the file that worker 0 wrote is not visible here; give a directory that "
             "all workers share"
         )
 

@@ -217,7 +217,7 @@ def _call_set_state(callback: Any, key: str, state: Any) -> None:
         callback.set_state(from_json(state))
     except Exception as error:
         raise ValueError(
-            f"The callback {key} cannot take the state that the backup has of it: "
+            f"The callback {key} cannot restore its state from the backup: "
             f"{type(error).__name__}: {error}"
         ) from error
 

@@ -106,11 +106,11 @@ def _fault_of_contents(file: File, fetch: Fetch) -> str | None:
         path = os.path.join(fetch([file.name]), file.name)
         with open_regular(path) as opened:
             if checksum(opened) != file.checksum:
-                return "was altered: its checksum does not fit"
+                return "was altered: its checksum does not match"
     except FileNotFoundError:
         return "is missing"
     except NotRegularFile:
-        return "is no regular file"
+        return "is not a regular file"
     except StoreError:
         raise  # the store failed; the file may be intact
     except OSError as error:

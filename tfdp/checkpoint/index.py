@@ -186,7 +186,7 @@ def check_complete(tensors: Sequence[TensorMetadata], shards: Iterable[Shard]) -
         entry = tensors[extent.tensor]
         begin = reached[extent.tensor]
         if extent.start != begin or extent.stop <= begin:
-            fault = "missing" if extent.start > begin else "there twice"
+            fault = "missing" if extent.start > begin else "duplicated"
             raise ValueError(f"Elements of {entry.name!r} are {fault}, at {begin}.")
         reached[extent.tensor] = extent.stop
     for entry, begin in zip(tensors, reached, strict=True):
@@ -245,15 +245,15 @@ def _check_shard(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
         or not (number.isascii() and number.isdecimal())
         or names != tuple(shard.prefix + ending for ending in FILE_ENDINGS)
     ):
-        raise ValueError("it names files as no save does")
+        raise ValueError("it lists files with names that no save writes")
     num_bytes = sum(
         (extent.stop - extent.start) * _ITEM_BYTES[tensors[extent.tensor].dtype]
         for extent in shard.extents
     )
     if num_bytes != shard.files[1].num_bytes:
         raise ValueError(
-            f"the elements in {names[1]!r} have {pluralize(num_bytes, 'byte')}, and "
-            f"the file {shard.files[1].num_bytes:,}"
+            f"the elements in {names[1]!r} have {pluralize(num_bytes, 'byte')}, but "
+            f"the file has {shard.files[1].num_bytes:,}"
         )
 
 

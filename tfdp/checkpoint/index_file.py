@@ -145,12 +145,12 @@ def _content_of(text: str) -> Any:
         version, content = body["format"], body["content"]
         is_whole = body["checksum"] == _checksum(content)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError("it is truncated or no index of a checkpoint") from error
+        raise ValueError("it is truncated or not an index of a checkpoint") from error
     schema.check(version, schema.COUNT, "format")
     if version != FORMAT:
         raise UnknownFormat(f"it has format {version}, and this tfdp reads {FORMAT}")
     if not is_whole:
-        raise ValueError("it was altered: its checksum does not fit")
+        raise ValueError("it was altered: its checksum does not match")
     return content
 
 
@@ -179,7 +179,7 @@ def load_index(directory: str) -> Index:
         raise ValueError(f"{directory!r} is not a directory.") from error
     except UnknownFormat as error:
         raise UnknownFormat(
-            f"The file {path!r} is damaged, or of a newer tfdp: {error}."
+            f"The file {path!r} is damaged, or a newer tfdp wrote it: {error}."
         ) from error
     except ValueError as error:  # `UnicodeDecodeError` is one, too
         raise ValueError(f"The file {path!r} is damaged: {error}.") from error

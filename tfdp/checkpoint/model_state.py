@@ -199,9 +199,9 @@ def _check_no_accumulation(name: str, optimizer: Any) -> None:
     steps = max([steps or 1, *(p.gradient_accumulation_steps or 1 for p in parts)])
     if steps > 1:
         raise ValueError(
-            "Backups and checkpoints have the accumulated gradients of "
-            "`model.optimizer` only. Let the model's other optimizers make an update "
-            f"of each batch. Received: {name!r} with {steps} micro-batches"
+            "Backups and checkpoints save the accumulated gradients of "
+            "`model.optimizer` only. Let the model's other optimizers update after "
+            f"each batch. Received: {name!r} with {steps} micro-batches"
         )
 
 

@@ -96,7 +96,7 @@ class ObjectStore(Storage):
         protocol, _, rest = path.partition("://")
         if not rest.strip("/"):
             raise ValueError(
-                f"`{protocol}://` is to be followed by the name of a bucket"
+                f"`{protocol}://` must be followed by the name of a bucket"
             )
         _check_protocol(protocol)
 
@@ -357,7 +357,7 @@ def _check_protocol(protocol: str) -> None:
     """Raise unless fsspec and its package for a protocol are installed."""
     if protocol in _FILE_SYSTEMS or "::" in protocol:
         raise ValueError(
-            f"`{protocol}://` is no object store; mount it, and give the directory"
+            f"`{protocol}://` is not an object store; mount it, and give the directory"
         )
     package = _PACKAGES.get(protocol, "")
     try:
@@ -373,10 +373,10 @@ def _check_protocol(protocol: str) -> None:
         why = _in_one_line(error.__cause__ or error)
         what_to_do = f"; `pip install {package}`" if package else ""
         raise ValueError(
-            f"what speaks to `{protocol}://` cannot be imported ({why}){what_to_do}"
+            f"the client of `{protocol}://` cannot be imported ({why}){what_to_do}"
         ) from error
     except ValueError as error:
-        raise ValueError(f"fsspec knows no `{protocol}://`") from error
+        raise ValueError(f"fsspec does not support `{protocol}://`") from error
 
 
 def _in_one_line(error: BaseException) -> str:

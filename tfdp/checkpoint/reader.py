@@ -54,7 +54,7 @@ def check_model(index: Index, load_plan: LoadPlan) -> None:
     saved = [entry for entry in index.tensors if entry.name not in load_plan.left_out]
     difference = first_difference(saved, files.metadata_of(load_plan.tensors))
     if difference:
-        raise ValueError(f"it is of another model. {difference}")
+        raise ValueError(f"it belongs to another model. {difference}")
 
 
 def needed_shards(state: Sequence[StateTensor], index: Index) -> list[Shard]:

@@ -78,8 +78,8 @@ def plan_residuals(model: Any, index: Index) -> LoadPlan:
     reason = ""
     if saved and count != replicas.count:
         reason = (
-            f"they are those of {pluralize(count, 'replica')}, and there "
-            f"{'is' if replicas.count == 1 else 'are'} {replicas.count} now"
+            f"they were saved by {pluralize(count, 'replica')}, and this run has "
+            f"{replicas.count}"
         )
     elif saved and not _compresses(model):
         reason = "gradients are not compressed now"
@@ -107,8 +107,8 @@ def _finish(model: Any, restored: RestoredResiduals, reason: str) -> None:
     strategy.extended.reducer.residuals.restore(restored)
     if reason and strategy.extended.worker_group.is_chief:
         user_code.warn(
-            "The errors of compressed gradients that were saved are dropped, and "
-            f"begin at zero: {reason}."
+            "The saved residuals of compressed gradients are dropped, and begin at "
+            f"zero: {reason}."
         )
 
 

@@ -127,4 +127,4 @@ def check_run(run: Any) -> None:
     per_epoch = run["identity"]["steps_per_epoch"]
     taken = run["data"]["taken"]
     if len(taken) > epochs or (per_epoch and sum(taken) > epochs * (per_epoch + 1)):
-        schema.refuse(taken, "run.data.taken", "what epochs before can have taken")
+        schema.refuse(taken, "run.data.taken", "what earlier epochs can have taken")

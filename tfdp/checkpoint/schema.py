@@ -41,7 +41,7 @@ def refuse(value: Any, where: str, wanted: str) -> None:
         where: String, its place in the file.
         wanted: String, what the value must be.
     """
-    raise Malformed(f"its {where} must be {wanted}, and is {_shown(value)}")
+    raise Malformed(f"its {where} must be {wanted}, but is {_shown(value)}")
 
 
 def check(value: Any, schema: Any, where: str) -> None:
@@ -88,7 +88,7 @@ def _check_fields(value: Any, schema: dict[str, Any], where: str) -> None:
     fields = {key.removesuffix("?"): each for key, each in schema.items()}
     for key, item in value.items():
         if key not in fields:
-            refuse(key, f"field in {where}", "one that is known")
+            refuse(key, f"field in {where}", "a known one")
         check(item, fields[key], f"{where}.{key}")
     for key in schema:
         if key not in value and not key.endswith("?"):

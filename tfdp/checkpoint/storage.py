@@ -92,7 +92,7 @@ class Storage:
                 if not entry.is_file(follow_symlinks=False):
                     raise ValueError(
                         f"The folder {self.name!r} has {entry.name!a} in it, which is "
-                        "no regular file."
+                        "not a regular file."
                     )
                 sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
         return sizes

@@ -55,17 +55,18 @@ _SUMS = f"{RUN_PREFIX}/{ACCUMULATED_PREFIX}"
 # them. A checkpoint may lack them too: a callback may enable loss scaling later.
 _OPTIONAL = {
     f"{LOSS_SCALE_PREFIX}/": (
-        "The checkpoint has a loss scale and the optimizer has none, so that it is "
-        "left out. To go on with it, scale the loss before `restore`: "
+        "The loss scale of the checkpoint was not restored: the optimizer has none. "
+        "To continue with it, scale the loss before `restore`: "
         '`DistributedOptimizer(..., loss_scale="dynamic")`.'
     ),
     f"{OUTER_PREFIX}/": (
-        "The checkpoint has the outer optimizer of `DiLoCo`, which the model does not "
-        "use, so that it is left out."
+        "The outer optimizer of `DiLoCo` in the checkpoint was not restored: the model "
+        "does not use `DiLoCo`."
     ),
     f"{_SUMS}/": (
-        "This is a backup from between the micro-batches of an update. What they had "
-        "accumulated is left out; `BackupAndRestore` in `fit` goes on with it."
+        "This backup was saved between the micro-batches of an update. Their "
+        "accumulated gradients were not restored; `BackupAndRestore` in `fit` restores "
+        "them."
     ),
 }
 
@@ -92,7 +93,7 @@ def plan_checkpoint(model: keras.Model, index: Index) -> LoadPlan:
     accumulated = accumulated_state(model)
     if not accumulated and any(n.startswith(f"{ACCUMULATED_PREFIX}/") for n in saved):
         raise ValueError(
-            "it was saved between the micro-batches of an update, and the optimizer "
+            "it was saved between the micro-batches of an update, but the optimizer "
             "does not accumulate; give it `accumulation_steps` before `restore`"
         )
     tensors, left_out = _match_other_optimizers(model_state(model), saved)
@@ -215,7 +216,7 @@ def _check_other_optimizers_built(model: keras.Model, saved: Sequence[str]) -> N
     for name, optimizer in other_optimizers(model).items():
         if name in names and not optimizer.built:
             raise ValueError(
-                "The state of another optimizer of the model was saved, and it has no "
+                "The state of another optimizer of the model was saved, but it has no "
                 "variables yet. Build it first, in the scope, for the variables that "
                 f"it trains. Received: the attribute {name!r}"
             )
@@ -236,13 +237,17 @@ def _match_other_optimizers(
     own = {_other_optimizer(tensor.name) for tensor in tensors} | {None}
     theirs = {_other_optimizer(name) for name in saved} | {None}
     for names, text in (
-        (theirs - own, "is left out: it is not there, or built by its first step"),
-        (own - theirs, "was not saved, and goes on as it is"),
+        (
+            theirs - own,
+            "was not restored: the optimizer does not exist, or is built by its first "
+            "step",
+        ),
+        (own - theirs, "was not saved; it keeps its current values"),
     ):
         if names:
             listed = ", ".join(repr(name) for name in sorted(map(str, names)))
             user_code.warn(
-                f"The state of another optimizer of the model {text}: {listed}."
+                f"The state of another optimizer of the model ({listed}) {text}."
             )
     kept = [tensor for tensor in tensors if _other_optimizer(tensor.name) in theirs]
     return kept, [name for name in saved if _other_optimizer(name) not in own]

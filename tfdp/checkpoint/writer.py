@@ -79,8 +79,8 @@ def remove_old_folders(storage: Storage, keep: str) -> None:
                 folder.remove()
     except StoreError as error:
         user_code.warn(
-            "The checkpoint was saved, and what older ones have left in the object "
-            f"store was not removed: {error}. The next save tries again. "
+            "The checkpoint was saved, but files of older ones were not removed from "
+            f"the object store: {error}. The next save tries again. "
             f"Received: directory={storage.path!r}"
         )
     except OSError:
@@ -138,7 +138,7 @@ def write_local_shards(
     """
     if not folder.is_folder():
         raise ValueError(
-            "it does not see the folder that worker 0 has made; give a directory "
+            "the folder that worker 0 created is not visible here; give a directory "
             "that all workers share"
         )
     shards = write_shards(state, folder, worker)
@@ -162,8 +162,8 @@ def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
             text = folder.read_text(name, INDEX_BYTES)
         except FileNotFoundError as error:
             raise ValueError(
-                f"it does not see what worker {worker} has written; give a directory "
-                "that all workers share"
+                f"the files that worker {worker} wrote are not visible here; give a "
+                "directory that all workers share"
             ) from error
         shards.extend(shards_from_json(json.loads(text)))
         # If the store fails, a later save removes the list with its folder.

@@ -242,7 +242,7 @@ def _check_keys(name: str, value: Mapping[str, Any]) -> None:
     """Raise if a dict by level is empty, or has keys that are no levels."""
     if not value or not set(value) <= set(_LEVELS):
         raise ValueError(
-            f'`{name}` as a dict has the keys "inner" and "outer", or one of them. '
+            f'`{name}` as a dict must have the key "inner" or "outer", or both. '
             f"Received: {name}={value!r}"
         )
 
@@ -285,7 +285,7 @@ def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
         not getattr(outer, "cuts_buckets", True) and not is_alone
     ):
         raise ValueError(
-            "A compressor of whole buckets works on both levels, "
+            "A compressor of whole buckets must work on both levels, "
             '`compression=compressor`, or across nodes, `{"outer": compressor}`. '
             f"Received: compression={dict(levels)!r}"
         )
@@ -304,8 +304,8 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
     given = compression.values() if isinstance(compression, Mapping) else [compression]
     if any(map(_feeds_back, given)):
         raise ValueError(
-            '`algorithm="adasum"` is no sum, and what a compressor leaves out is fed '
-            'back to a sum. Use `compression="fp16"` or "bf16". Received: '
+            '`algorithm="adasum"` does not support compressors with residuals, which '
+            'are added to a sum. Use `compression="fp16"` or "bf16". Received: '
             f"algorithm={algorithm!r}, compression={compression!r}"
         )
 
@@ -323,9 +323,9 @@ def _check_no_residuals(levels: tuple[Any, Any]) -> None:
     """
     if any(map(_feeds_back, levels)):
         raise ValueError(
-            "A compressor keeps what it leaves out for each bucket, so that buckets "
-            'have to stay. With `bucket_mb="auto"` compress to "fp16" or "bf16", or '
-            f"give a size. Received: compression={levels!r}, inside nodes and across"
+            "A compressor keeps a residual for each bucket, so buckets must not "
+            'change. With `bucket_mb="auto"` compress to "fp16" or "bf16", or give a '
+            f"size. Received: compression={levels!r}, inside nodes and across"
         )
 
 

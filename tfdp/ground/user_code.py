@@ -98,7 +98,7 @@ def place_of(frame: types.FrameType | None) -> str:
     while frame is not None and not _is_of_user(frame):
         frame = frame.f_back
     if frame is None:
-        return "a line that is not known"
+        return "an unknown line"
     return describe_line(frame.f_code.co_filename, frame.f_lineno)
 
 

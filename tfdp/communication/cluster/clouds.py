@@ -56,8 +56,8 @@ def read_sagemaker(environ: Mapping[str, str]) -> dict[str, Any] | None:
         return None
     if not _are_distinct_names(hosts):
         raise ValueError(
-            f"{where[0]} must be a JSON list of the names of all hosts, each one once, "
-            f"as SageMaker writes it; or set TF_CONFIG. Received: {describe(hosts)}"
+            f"{where[0]} must be a JSON list that names each host once, as SageMaker "
+            f"writes it; or set TF_CONFIG. Received: {describe(hosts)}"
         )
     if own not in hosts:
         raise ValueError(
@@ -131,7 +131,7 @@ def _parse(text: str, name: str, cloud: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{name} is not valid JSON ({error}), as {cloud} writes it; or set "
+            f"{name} is not valid JSON ({error}). Set it as {cloud} does, or set "
             f"TF_CONFIG. Received: {shorten(text)}"
         ) from error
 

@@ -109,8 +109,8 @@ def change_since(made_by: Mapping[str, str]) -> str:
     if saved in (None, current):
         return ""
     return (
-        f"the run was saved with oneDNN's kernels {saved}, and goes on with them "
-        f"{current} ({VARIABLE}): the last digits are not those of a run without "
+        f"the run was saved with oneDNN's kernels {saved}, and continues with them "
+        f"{current} ({VARIABLE}): the last digits differ from those of a run without "
         "interruption"
     )
 

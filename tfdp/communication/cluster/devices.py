@@ -87,7 +87,7 @@ def set_logical_cpus(count: int) -> list[str]:
         devices = "device" if len(existing) == 1 else "devices"
         raise ValueError(
             f"TensorFlow has already started, with {len(existing)} logical CPU "
-            f"{devices}, {user_code.start_of_tensorflow()}. Ask for them before any "
+            f"{devices}, {user_code.start_of_tensorflow()}. Create them before any "
             f"other use of TensorFlow. Received: {count}"
         )
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -118,10 +118,10 @@ def default_cpus(count: int | None) -> None:
         if wanted > len(_device_names("CPU")):
             user_code.warn(
                 "TensorFlow has already started, "
-                f"{user_code.start_of_tensorflow()}: training has 1 replica and not "
-                f"{wanted}, since the CPU can no longer be divided. Make the strategy "
-                "before any other use of TensorFlow and Keras; in a notebook, restart "
-                "the kernel first."
+                f"{user_code.start_of_tensorflow()}: training uses 1 replica instead "
+                f"of {wanted}, since the CPU can no longer be divided. Create the "
+                "strategy before any other use of TensorFlow and Keras; in a notebook, "
+                "restart the kernel first."
             )
         return
     set_logical_cpus(wanted)

@@ -92,10 +92,10 @@ def explain(others: Sequence[str], limit_seconds: float) -> str:
     """
     pairs = [other.split("=", 1) for other in others]
     lost = [f"worker {r} ({at})" for r, at in pairs if not _accepts_connections(at)]
-    cause = f"{', '.join(lost)} does not answer" if lost else "one of them stands still"
+    cause = f"{', '.join(lost)} does not answer" if lost else "one of them hangs"
     return (
-        f"Waited {limit_seconds:.0f} s to join the cluster: {cause}. All workers were "
-        "there before: see the end of their output, and start all of them again."
+        f"Waited {limit_seconds:.0f} s to join the cluster: {cause}. All workers had "
+        "started. Check the end of their output, and restart all of them."
     )
 
 

@@ -103,7 +103,7 @@ def _check_threads() -> None:
     if used + needed > limit:
         raise ValueError(
             f"This user may have {pluralize(limit, 'thread')} (`ulimit -u`) and has "
-            f"{used}, and a worker needs {needed}. Raise the limit where the workers "
+            f"{used}, but a worker needs {needed}. Raise the limit where the workers "
             "are started, or stop other processes."
         )
 
@@ -118,7 +118,7 @@ def _check_files(num_workers: int, *, one_host: bool, connects: bool) -> None:
     )
     if needed > limit:
         raise ValueError(
-            f"This worker may open {pluralize(limit, 'file')} (`ulimit -n`), and needs "
+            f"This worker may open {pluralize(limit, 'file')} (`ulimit -n`), but needs "
             f"{needed} to train with {pluralize(num_workers, 'worker')}. "
             f"{_remedy(needed)}"
         )
@@ -137,7 +137,7 @@ def lack_of_files(error: OSError) -> str | None:
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"This process may open no more files: {error.strerror}, and its limit is "
+        f"This process cannot open more files: {error.strerror}, and its limit is "
         f"{limit} (`ulimit -n`). {_remedy(2 * limit)}"
     )
 
@@ -149,4 +149,4 @@ def _remedy(needed: int) -> str:
         needed: Int, number of files; the limit in the advice is a larger power of two.
     """
     enough = 1 << max(10, needed.bit_length())
-    return f"Raise the limit where the workers are started, by `ulimit -n {enough}`."
+    return f"Raise the limit where the workers are started: `ulimit -n {enough}`."

@@ -261,9 +261,9 @@ def _unreachable(
     at = min(sizes)[1]
     tried = ", ".join(place.addresses) or "none"
     return (
-        f"The host of rank {rank} has no address at which all other hosts reach it; "
-        f"from that of rank {at} the fewest answered. Open the ports from 10000 on "
-        "between the hosts, or set TF_CONFIG. "
+        f"The host of rank {rank} has no address that all other hosts can reach; the "
+        f"host of rank {at} reached the fewest. Open all ports from 10000 between the "
+        "hosts, or set TF_CONFIG. "
         f"Received: addresses {tried}, port {place.port}"
     )
 

@@ -272,14 +272,14 @@ class _Inbox:
             waited = time.monotonic() - begin
             if timeout_seconds is not None and waited >= timeout_seconds:
                 raise TimeoutError(
-                    f"Waited {timeout_seconds:.0f} s for {_format_ranks(missing)} of "
-                    "the MPI job, which did not come to make a strategy. Start the "
-                    "same script on all ranks, and see how the output of those ends."
+                    f"{_format_ranks(missing).capitalize()} of the MPI job did not "
+                    f"create a strategy within {timeout_seconds:.0f} s. Start the same "
+                    "script on all ranks, and check the end of their output."
                 )
             if waited >= _WARN_AFTER_SECONDS:
                 user_code.warn(
-                    f"Waiting for {_format_ranks(missing)} of the MPI job to make a "
-                    "strategy.",
+                    f"Waiting for {_format_ranks(missing)} of the MPI job to create "
+                    "a strategy.",
                     once_for=self,
                     topic="waiting",
                 )

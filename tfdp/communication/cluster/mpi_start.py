@@ -98,7 +98,7 @@ def import_mpi() -> Any:
     """
     if not has_mpi4py():
         raise ValueError(
-            "mpi4py is needed to speak MPI, and is not installed. Install it: "
+            "MPI requires mpi4py, which is not installed. Install it: "
             "pip install tfdp[mpi]"
         )
     if "mpi4py.MPI" in sys.modules:
@@ -194,8 +194,8 @@ def _initialize(
     place = f"rank {launched.rank} of {launched.size}" if launched else "this process"
     sentence = (
         f"Waited {limit:.0f} s for MPI to start ({place}): not all processes of the "
-        "job have come. Start the same script on all of them, and see how the output "
-        "of the others ends."
+        "job have started it. Start the same script in all of them, and check the end "
+        "of their output."
     )
     with start_deadline(sentence, limit):
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
@@ -215,9 +215,9 @@ def _lock_of(mpi: Any, library: str) -> contextlib.AbstractContextManager:
         return threading.RLock()
     name = "funneled" if level == mpi.THREAD_FUNNELED else "single"
     raise ValueError(
-        "MPI has to allow calls from several threads. Build it with threads, or, if "
-        "the script starts MPI itself, ask for the level MPI.THREAD_MULTIPLE, which "
-        f"is mpi4py's default. Received: level {name!r} of {library}"
+        "MPI must allow calls from several threads. Build it with thread support or, "
+        "if the script initializes MPI itself, request the level MPI.THREAD_MULTIPLE, "
+        f"mpi4py's default. Received: level {name!r} of {library}"
     )
 
 
@@ -234,7 +234,7 @@ def _check_programs(programs: Sequence[str]) -> None:
         first = programs[0]
         rank, other = next((r, p) for r, p in enumerate(programs) if p != first)
         raise ValueError(
-            "The ranks of an MPI job must all run one program: mpiexec -n "
+            "All ranks of an MPI job must run the same program: mpiexec -n "
             f"{len(programs)} python train.py. Received: rank 0 runs {first!r}, rank "
             f"{rank} runs {other!r}"
         )

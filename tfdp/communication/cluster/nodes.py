@@ -65,7 +65,7 @@ def topology_of(
     num_replicas = len(hosts) * replicas_per_worker
     if node_size is not None and nodes is not None:
         raise ValueError(
-            "`node_size` and `nodes` both say what a node is; give one of them. "
+            "`node_size` and `nodes` both define the nodes; give one of them. "
             f"Received: node_size={node_size!r}, nodes={nodes!r}"
         )
     if node_size is not None:
@@ -90,8 +90,8 @@ def _check_node_size(node_size: int, num_replicas: int) -> None:
     checked_integer("node_size", node_size, 1)
     if num_replicas % node_size:
         raise ValueError(
-            f"`node_size` must divide the number of replicas, {num_replicas}; leave "
-            "it out to have the nodes found from the workers' hosts. "
+            f"`node_size` must divide the number of replicas, {num_replicas}; remove "
+            "it to derive the nodes from the workers' hosts. "
             f"Received: node_size={node_size}"
         )
 

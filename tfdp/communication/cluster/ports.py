@@ -140,9 +140,9 @@ def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[i
             unknown = [r for r in missing if found[r] is ProbeResult.UNKNOWN_HOST]
             if unknown:
                 user_code.warn(
-                    "No host of that name is known here: "
-                    f"{describe_workers(cluster, unknown)}. Check TF_CONFIG; the name "
-                    "may also be that of a machine that is yet to start.",
+                    "The host name does not resolve here: "
+                    f"{describe_workers(cluster, unknown)}. Check TF_CONFIG; the "
+                    "machine may also not have started yet.",
                     once_for=cluster,
                     topic="unknown hosts",
                 )

@@ -86,8 +86,8 @@ def _tasks_per_node(
     counts = expand_tasks_per_node(environ.get(name, ""))
     if len(counts) != num_nodes or sum(counts) != num_tasks:
         raise ValueError(
-            "The Slurm variables do not fit together: SLURM_STEP_TASKS_PER_NODE "
-            f"has to give {pluralize(num_tasks, 'task')} on "
+            "The Slurm variables are inconsistent: SLURM_STEP_TASKS_PER_NODE "
+            f"must list {pluralize(num_tasks, 'task')} on "
             f"{pluralize(num_nodes, 'node')}; set TF_CONFIG instead. "
             f"Received: {environ.get(name)!r}"
         )

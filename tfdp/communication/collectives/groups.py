@@ -360,8 +360,8 @@ class ProcessGroup:
             range(self.size)
         ):
             raise ValueError(
-                f"A group of {pluralize(self.size, 'replica')} is split into parts "
-                f"that have each position from 0 to {self.size - 1} at most once. "
+                f"The parts of a group of {pluralize(self.size, 'replica')} must hold "
+                f"each position from 0 to {self.size - 1} at most once. "
                 f"Received: {parts}"
             )
         local = list(self.local_positions)

@@ -132,7 +132,7 @@ def _check_loop(num_local: int) -> None:
     """
     if num_local > 1 and _compat.in_loop_of_replica():
         raise ValueError(
-            "An update or an all-reduce inside a loop inside `strategy.run` waits for "
-            "ever where a process has several replicas. Put the loop around "
+            "An update or an all-reduce inside a loop inside `strategy.run` waits "
+            "indefinitely if a process has several replicas. Put the loop around "
             "`strategy.run` instead."
         )

@@ -180,7 +180,7 @@ class Acceptor:
         now = time.monotonic()
         for peer in list(self._unauthenticated):
             if now >= peer.deadline:
-                self._refuse(peer, "it says nothing")
+                self._refuse(peer, "authentication timed out")
 
     def _accept(self, listening: socket.socket) -> None:
         """Accept a connection, and start its handshake."""
@@ -205,7 +205,7 @@ class Acceptor:
             # dial at once would displace each other; if the newest, silent peers would
             # keep all out.
             victim = random.choice(tuple(self._unauthenticated))
-            self._refuse(victim, "it says nothing, and too many others do")
+            self._refuse(victim, "too many connections are not authenticated")
         if peer in self._unauthenticated:
             self._proceed(peer)
 
@@ -217,7 +217,7 @@ class Acceptor:
             self._refuse(peer, str(error))
             return
         except OSError:
-            self._refuse(peer, "it ended the connection")
+            self._refuse(peer, "it closed the connection")
             return
         if authenticated is not None:
             self._selector.unregister(peer)

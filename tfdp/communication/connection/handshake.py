@@ -40,7 +40,7 @@ class UnauthenticatedPeer(Exception):
         reason: String. Defaults to a wrong secret.
     """
 
-    def __init__(self, reason: str = "it has not the secret of this job") -> None:
+    def __init__(self, reason: str = "it does not have this job's secret") -> None:
         super().__init__(reason)
 
 
@@ -227,7 +227,7 @@ def _receive(num_bytes: int, begin: bytes = b"") -> Generator[int, bytes | None,
     while len(received) < num_bytes:
         part = yield num_bytes - len(received)
         if not part:
-            raise ConnectionFailed("it ended the connection")
+            raise ConnectionFailed("it closed the connection")
         received += part
         if not begin.startswith(received[: len(begin)]):
             raise WrongService(received)

@@ -33,8 +33,8 @@ from tfdp.ground.plans.topology import Topology
 # the name of the variable.
 _AUTO_NUMBER = re.compile(r"_\d+(?=[/:_]|$)")
 _LET_NOTHING_CHOOSE = (
-    "Let nothing that differs between workers, such as a rank or Python's `random`, "
-    "choose what a step computes."
+    "What a step computes must not depend on anything that differs between workers, "
+    "such as a rank or Python's `random`."
 )
 # Largest number of characters of a value in the description of a difference.
 _LONGEST_VALUE = 60
@@ -84,7 +84,7 @@ def check_same_setup(
             if value != first[name]:
                 raise worker_group.error(
                     f"Workers have different {name}: worker 0 has {first[name]}, "
-                    f"worker {rank} has {value}. Start all workers alike."
+                    f"worker {rank} has {value}. Use the same on all."
                 )
     return [device for message in messages for device in message["devices"]]
 
@@ -148,8 +148,8 @@ def check_same_variables(
     )
     if verb == "creates":
         raise worker_group.error(
-            "Workers have different models. Build the same one on every worker, and "
-            "outside of `strategy.scope()` what one of them needs alone. "
+            "Workers have different models. Build the same one on every worker; "
+            "create what only one of them needs outside of `strategy.scope()`. "
             f"{text}"
         )
     raise worker_group.error(
@@ -170,8 +170,8 @@ def left_scope_message(rank: int, line: str, signatures: list[list]) -> str:
     return (
         f"Worker {rank} has left the scope of {line} without the variables that this "
         f"worker creates there, first {name!r} with shape {tuple(shape)} and dtype "
-        f"{dtype}. Build the same model on every worker, and outside of "
-        "`strategy.scope()` what one of them needs alone."
+        f"{dtype}. Build the same model on every worker; create what only one of "
+        "them needs outside of `strategy.scope()`."
     )
 
 
@@ -242,9 +242,9 @@ def check_same_program(
     if (difference := _first_difference(steps)) is not None:
         rank, _, first, other = difference
         raise worker_group.error(
-            f"Workers would wait for each other in {topic}, which differs between them."
-            f" {_LET_NOTHING_CHOOSE} First operation that differs: {first} on worker "
-            f"0, {other} on worker {rank}."
+            f"Workers would hang in {topic}, which differs between them. "
+            f"{_LET_NOTHING_CHOOSE} First operation that differs: {first} on worker 0, "
+            f"{other} on worker {rank}."
         )
     # The conversions are equal on all workers, so the operations of some worker differ.
     rank = next(r for r, others in enumerate(all_counts) if others != all_counts[0])

@@ -210,17 +210,17 @@ def _deadline_message(cluster: Cluster, silent: list[int], limit: float) -> str:
     """
     if silent:
         return (
-            f"{describe_workers(cluster, silent)} met the other workers, and did not "
-            f"join the cluster within {limit:.0f} s: see how the output ends there, "
-            "and start all workers again."
+            f"{describe_workers(cluster, silent)} started but did not join the cluster "
+            f"within {limit:.0f} s. Check the end of the output there, and restart all "
+            "workers."
         )
     # Every worker joins at worker 0, and worker 0 waits for all others.
     others = [0] if cluster.rank else list(range(1, cluster.num_workers))
     return (
-        f"Waited {limit:.0f} s to join the cluster: all ports answer, and not all "
-        "workers have joined. Either a worker stands still, or another program listens "
-        f"on the port of {describe_workers(cluster, others)}: see who holds it, and "
-        "start all workers again."
+        f"Waited {limit:.0f} s to join the cluster: all ports answer, but not all "
+        "workers have joined. Either a worker hangs, or another program listens on the "
+        f"port of {describe_workers(cluster, others)}. Check which process holds it, "
+        "and restart all workers."
     )
 
 
@@ -235,8 +235,8 @@ def _ended_message(cluster: Cluster, ranks: list[int], error: Exception) -> str:
     names = describe_workers(cluster, ranks) or "One of the workers"
     reason = str(getattr(error, "message", error)).partition("\n")[0]
     return (
-        f"{names} ended while the workers joined the cluster ({reason}): see how "
-        "the output ends there, and start all workers again."
+        f"{names} exited while the workers joined the cluster ({reason}). Check the "
+        "end of the output there, and restart all workers."
     )
 
 

@@ -86,9 +86,9 @@ def listening_address(host: str, interface: str | None) -> str:
     if not local:
         raise TransportError(
             f"The host of this worker, {host!r}, resolves to "
-            f"{_format_addresses(found)} here, which is no address of this host; its "
-            f"own are {_format_own_addresses()}. Mend "
-            "TF_CONFIG or the name's entry, or choose one with "
+            f"{_format_addresses(found)} here, which is not an address of this host; "
+            f"its addresses are {_format_own_addresses()}. Correct TF_CONFIG or the "
+            "name's entry, or choose an address with "
             '`CommunicationOptions(interface="...")`.'
         )
     external = [address for address in local if not is_loopback(address)]
@@ -191,9 +191,9 @@ def _resolve(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise TransportError(
-            f"The host of this worker, {host!r}, does not resolve here: {error}. Mend "
-            "TF_CONFIG or the name's entry, or choose an address of this host with "
-            '`CommunicationOptions(interface="...")`.'
+            f"The host of this worker, {host!r}, does not resolve here: {error}. "
+            "Correct TF_CONFIG or the name's entry, or choose an address of this host "
+            'with `CommunicationOptions(interface="...")`.'
         ) from error
     addresses = dict.fromkeys(str(entry[4][0]) for entry in found)
     return sorted(addresses, key=_preference)
@@ -212,8 +212,8 @@ def _external_address(host: str, loopback: str) -> str:
     }
     if len(others) > 1:
         raise TransportError(
-            f"The host of this worker, {host!r}, resolves to {loopback} here, where no "
-            "other host reaches it, and this host has several other addresses: "
+            f"The host of this worker, {host!r}, resolves to {loopback} here, which no "
+            "other host can reach, and this host has several other addresses: "
             f"{_format_own_addresses()}. Choose one with "
             '`CommunicationOptions(interface="...")`.'
         )

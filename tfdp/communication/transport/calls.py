@@ -149,9 +149,9 @@ def check(received: bytes | memoryview, expected: Call, own: int, peer: int) -> 
     )
     differ = " with other bounds" if str(other) == str(expected) else ""
     raise TransportError(
-        f"The workers run other collectives: worker {peer} is at {other}{differ}, and "
-        f"worker {own} at {expected}. Every worker has to run the same steps of the "
-        "same program."
+        f"The workers run different collectives: worker {peer} is at {other}{differ}, "
+        f"and worker {own} at {expected}. Every worker has to run the same steps of "
+        "the same program."
     )
 
 
@@ -168,6 +168,6 @@ def _check_steps(received_tag: int, expected_tag: int, own: int, peer: int) -> N
     if theirs != ours:
         raise TransportError(
             f"{_STEPS_DIFFER}: {ours} of worker {own}'s steps so far, {theirs} of "
-            f"worker {peer}'s. A script that goes on after an error has to do so on "
+            f"worker {peer}'s. A script that continues after an error must do so on "
             "every worker."
         )

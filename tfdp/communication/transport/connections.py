@@ -194,9 +194,9 @@ class Connection:
         if not text:
             raise self.lost(None)
         raise TransportError(
-            f"Worker {self.peer} sent no open file where one is expected: the workers "
-            "do not run the same version of tfdp, or this process may open no more "
-            "files (`ulimit -n`)."
+            f"Worker {self.peer} sent no file descriptor where one was expected: the "
+            "workers do not run the same version of tfdp, or this process cannot open "
+            "more files (`ulimit -n`)."
         )
 
     def lost(self, error: OSError | None) -> Exception:

@@ -357,8 +357,8 @@ class Mesh:
                     continue
             raise TransportError(
                 f"Worker {peer} has not published its address within "
-                f"{self._timeout_seconds:g} s. Start every worker, and see the end of "
-                "its output."
+                f"{self._timeout_seconds:g} s. Start every worker, and check the end "
+                "of its output."
             )
 
     def _dial_lane(self, peer: int, lane: str, deadline: float) -> socket.socket:
@@ -424,9 +424,9 @@ class Mesh:
                 return sock
             except UnauthenticatedPeer:
                 raise TransportError(
-                    f"What listens at {addresses}, where worker {peer} said that it "
-                    "does, has not the secret of this job. Another job may have taken "
-                    "its port: start all workers again."
+                    f"The process that listens at {addresses}, the address of worker "
+                    f"{peer}, does not have this job's secret. Another job may have "
+                    "taken the port: restart all workers."
                 ) from None
             except ConnectionFailed as error:
                 if self._closed is not None:
@@ -532,16 +532,16 @@ class Mesh:
         """
         if is_loopback(addresses.ip) and addresses.machine != self.addresses.machine:
             return TransportError(
-                f"Worker {peer} listens at {addresses} only, which no other host "
-                f"reaches, since its host {addresses.host!r} resolves to that there. "
-                "Mend TF_CONFIG or the name's entry, or choose an address with "
+                f"Worker {peer} listens only at {addresses}, which no other host can "
+                f"reach: its host {addresses.host!r} resolves to that address there. "
+                "Correct TF_CONFIG or the name's entry, or choose an address with "
                 '`CommunicationOptions(interface="...")`.'
             )
         return TransportError(
             f"Worker {self.rank} ({self.addresses.ip}) cannot reach worker {peer} at "
             f"{addresses} within {self._timeout_seconds:g} s: {error}. Workers listen "
-            "on ports that the system chooses: let the firewall pass all TCP ports "
-            "between them, or choose another interface with "
+            "on ports that the system chooses: open all TCP ports between them in the "
+            "firewall, or choose another interface with "
             '`CommunicationOptions(interface="...")`.'
         )
 

@@ -369,7 +369,7 @@ def _create_comm(
     others = [each["lane"] for each in names if each["lane"] != text]
     if others:
         raise TransportError(
-            "The workers make different communicators at the same time. Received: "
+            "The workers create different communicators at the same time. Received: "
             f"{text!r} and {others[0]!r}"
         )
     # All members have joined, so that `Create_group`, a collective, does not wait.

@@ -412,8 +412,8 @@ def _log_lack_of_memory(reason: str) -> None:
     """Log once for each reason that sockets replace shared memory."""
     _logger.warning(
         "This worker gets no shared memory for the other workers of its host (%s): "
-        "they exchange their data over sockets instead, which takes more of the "
-        "processors' time. Give the job more memory to avoid it.",
+        "they exchange data over sockets instead, which uses more CPU time. Give the "
+        "job more memory to avoid this.",
         reason,
     )
 

@@ -178,7 +178,8 @@ class SocketCommunicator:
         elif isinstance(error, TransportError):
             ending = Ending(self._rank, str(error), is_error=True)
         else:
-            ending = Ending(self._rank, f"it met {type(error).__name__}: {error}")
+            cause = f"it failed with {type(error).__name__}: {error}"
+            ending = Ending(self._rank, cause)
         for link in self._links.values():
             link.close(ending.cause, ending if ending.cause else None)
 

@@ -134,10 +134,10 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
         # The error codes of `open` for a link, and for a socket.
         if error.errno not in (errno.ELOOP, errno.EMLINK, errno.ENXIO):
             raise
-        raise NotRegularFile("it is no regular file") from error
+        raise NotRegularFile("it is not a regular file") from error
     if not stat.S_ISREG(os.fstat(number).st_mode):
         os.close(number)
-        raise NotRegularFile("it is no regular file")
+        raise NotRegularFile("it is not a regular file")
     return os.fdopen(number, "rb")
 
 

@@ -87,8 +87,8 @@ def check_steps_alone(optimizer: Any) -> None:
     """
     if loop_uses_local_steps() and _loops[-1].model.optimizer is not optimizer:
         raise ValueError(
-            "Replicas that step alone have one optimizer, the one that the model was "
-            "compiled with. Leave out `LocalSGD` or `DiLoCo` for a model with several. "
+            "Local steps support one optimizer, the one that the model was compiled "
+            "with. Remove `LocalSGD` or `DiLoCo` for a model with several. "
             f"Received: an update by {optimizer.name!r}"
         )
 

@@ -225,8 +225,8 @@ def _hierarchical(algorithm: Algorithm, topology: Topology) -> tuple[Transfer, .
     if not topology.is_even:
         sizes = [len(ranks) for ranks in topology.nodes]
         raise ValueError(
-            "A hierarchical all-reduce needs equally many replicas on every node; "
-            f"use a flat algorithm. Received: nodes of {sizes} replicas"
+            "A hierarchical all-reduce needs the same number of replicas on every "
+            f"node; use a flat algorithm. Received: nodes of {sizes} replicas"
         )
     node_size = topology.replicas_per_node
     scatter, num_shards = _reduce_inside(algorithm.inner, node_size)

@@ -102,7 +102,7 @@ def groups_of(gather_groups: Sequence[str], units: Sequence[str] | None) -> Any:
             "Give `gather_groups` alone; `units` is its old name. "
             f"Received: gather_groups={gather_groups!r}, units={units!r}"
         )
-    user_code.warn("`units` is `gather_groups` now; the old name will go.")
+    user_code.warn("`units` is deprecated and will be removed. Use `gather_groups`.")
     return units
 
 

@@ -89,7 +89,7 @@ class Settings(ReplicaSettings):
         count = topology.num_replicas
         if count > MOST_REPLICAS_OF.get(self.dtype, count):
             raise ValueError(
-                f"The sums of so many replicas are not exact in {self.dtype}. "
+                f"Sums over this number of replicas are not exact in {self.dtype}. "
                 f"Received: {count} replicas"
             )
 

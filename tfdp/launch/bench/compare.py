@@ -78,7 +78,7 @@ def run(settings: Settings, files: output.Files) -> None:
     has_torch = content["torch"] is not None
     if not has_torch:
         output.new_console().print(
-            f"Without PyTorch, which {settings.torch_python} does not have: "
+            f"DDP is not measured, since {settings.torch_python} has no PyTorch: "
             f"{HOW_TO_GET_TORCH}.",
             soft_wrap=True,
         )

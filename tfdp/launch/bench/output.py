@@ -181,7 +181,7 @@ def check_available() -> None:
     if not has_matplotlib():
         raise ValueError(
             "A plot needs matplotlib, which is not installed: get it with "
-            f"`{_INSTALL}`, or ask for no plot."
+            f"`{_INSTALL}`, or give --no-plot."
         )
 
 

@@ -51,8 +51,8 @@ class ReplicaSettings:
             )
         if "hierarchical" in self.algorithms and not topology.has_levels:
             raise ValueError(
-                "The hierarchical algorithm needs several nodes with equally many, "
-                "at least 2, replicas; --node-size says how many count as one. "
+                "The hierarchical algorithm needs several nodes with the same number "
+                "of replicas, at least 2; --node-size sets the replicas of a node. "
                 f"Received: nodes of {[len(node) for node in topology.nodes]}"
             )
 

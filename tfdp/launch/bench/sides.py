@@ -134,7 +134,7 @@ class Side:
                 why = (
                     "ended"
                     if ready
-                    else f"was silent for {self.deadline_seconds:.0f} s"
+                    else f"did not answer for {self.deadline_seconds:.0f} s"
                 )
                 raise RuntimeError(f"Worker {rank} of {self.name} {why}:\n{last}")
             replies.append(json.loads(line))

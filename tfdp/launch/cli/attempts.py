@@ -165,7 +165,7 @@ def _failure_of(job: Job, code: int) -> Failure | None:
     if failed is None or code != shell_code(failed.exit_code or 0):
         return None
     if lost is not None:
-        return Failure(lost.rank, code, f"was lost, as worker {failed.rank} says,")
+        return Failure(lost.rank, code, f"was lost, as worker {failed.rank} reports,")
     return failed.failure
 
 

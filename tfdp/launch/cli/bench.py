@@ -73,7 +73,7 @@ def compare(**arguments: Any) -> None:
 @types.option("--max-bytes SIZE", "Largest size.", types.SIZE, default="16MB")
 @types.option(
     "--factor F",
-    "What a size is multiplied by to get the next.",
+    "Factor from one size to the next.",
     types.AT_LEAST_TWO,
     default=4,
 )

@@ -23,8 +23,8 @@ from tfdp.launch.cli import parameter_types as types
 workers = types.with_options(
     types.count_option(
         "-n --workers N",
-        "Local worker processes, on the CPU. Default: all workers of TF_CONFIG, "
-        "of the Slurm step or of the MPI job, each of which runs this command; else "
+        "Local worker processes, on the CPU. Default: all workers of TF_CONFIG, of "
+        "the Slurm step or of the MPI job, if this command runs on all of them; else "
         "this machine's devices.",
         name="num_workers",
     ),
@@ -66,14 +66,14 @@ models = types.with_options(
 files = types.with_options(
     types.output_option(
         "--json FILE",
-        "Where everything goes, as JSON. Default: a new file in ./tfdp-bench.",
+        "File for all results, as JSON. Default: a new file in ./tfdp-bench.",
     ),
     types.output_option(
         "--plot FILE",
-        "Where the picture goes, a PNG. Default: a new file in ./tfdp-bench, "
-        "if matplotlib is installed.",
+        "File for the plot, a PNG. Default: a new file in ./tfdp-bench, if "
+        "matplotlib is installed.",
     ),
-    types.option("--no-plot", "Draw no picture."),
+    types.option("--no-plot", "Draw no plot."),
 )
 
 
@@ -179,8 +179,8 @@ def _new_file(name: str, suffix: str) -> Path:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise click.UsageError(
-            f"The folder {folder} cannot be made ({error.strerror}); say with --json "
-            "and --plot where results go."
+            f"The folder {folder} cannot be created ({error.strerror}); give the files "
+            "of the results with --json and --plot."
         ) from error
     return folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}{suffix}"
 

@@ -23,7 +23,7 @@ Example:
 @click.command(epilog=_EXAMPLES)
 @click.argument("directory", metavar="DIR", type=types.FILE)
 @click.argument("output", metavar="MODEL.keras", type=types.FILE)
-@types.option("--force", "Replace MODEL.keras if it is there.")
+@types.option("--force", "Replace MODEL.keras if it exists.")
 def convert(directory: str, output: str, force: bool) -> None:
     """Turn the checkpoint in DIR into the ordinary file MODEL.keras.
 
@@ -51,11 +51,11 @@ def _check_output(output: str, force: bool) -> None:
     if not output.endswith(".keras"):
         fault = "The name of the file must end in .keras."
     elif not os.path.isdir(folder):
-        fault = "The folder of the file is not there; make it."
+        fault = "The folder of the file does not exist; create it."
     elif os.path.isdir(output):
-        fault = "There is a directory of that name; give that of a file."
+        fault = "The name is that of a directory; give the name of a file."
     elif os.path.exists(output) and not force:
-        fault = "The file is there already; give --force to replace it."
+        fault = "The file already exists; give --force to replace it."
     else:
         return
     raise click.UsageError(f"{fault} Received: {output}")
@@ -104,8 +104,8 @@ def _cannot_build(why: str, directory: str) -> click.UsageError:
         directory: String, the checkpoint.
     """
     return click.UsageError(
-        f"The model cannot be built without its script ({why}); for one with classes "
-        "of its own call `tfdp.checkpoint.restore` and `model.save` there. "
+        f"The model cannot be built without its script ({why}); for a model with "
+        "custom classes call `tfdp.checkpoint.restore` and `model.save` there. "
         f"Received: {directory}"
     )
 

@@ -38,9 +38,9 @@ _MPI_SECONDS = 60.0
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
 _TRUST = (
     "TensorFlow's server listens on all interfaces, also when the cluster names "
-    "only localhost, and runs any graph that it is sent. It asks nobody who they "
-    "are: train on a trusted network only. Close the workers' ports to everybody "
-    "else by a firewall, a NetworkPolicy of Kubernetes, or a network namespace."
+    "only localhost, and runs any graph that it receives. It does not authenticate "
+    "clients: train on a trusted network only. Close the workers' ports to all other "
+    "hosts by a firewall, a NetworkPolicy of Kubernetes, or a network namespace."
 )
 
 
@@ -97,11 +97,11 @@ def doctor(
         check_input(script, args, num_workers or 1, steps or _STEPS, timeout)
         return
     if is_of_input:
-        raise click.UsageError("Give the script that is to be run. Received: --input")
+        raise click.UsageError("Give the script to run. Received: --input")
     if script is not None:
         raise click.UsageError(
-            "A script is run with --input only, which shows how long it waits for its "
-            f"data. Received: {script}"
+            "A script needs --input, which measures how long it waits for its data. "
+            f"Received: {script}"
         )
     options = {"-n": num_workers, "--steps": steps, "--timeout": timeout}
     if given := [f"{name} {value:g}" for name, value in options.items() if value]:

@@ -105,20 +105,20 @@ def _fault_of(
             click.echo(line, err=True)
         kept = shutil.copy(failed.log.path, tempfile.mkdtemp(prefix="tfdp-input-"))
         end = failed.describe_end()
-        return f"Worker {failed.rank} {end} {taken}. All that it wrote: {kept}"
+        return f"Worker {failed.rank} {end} {taken}. Its full output: {kept}"
     for problem in (each["problem"] for each in results if each["problem"]):
         return f"Its steps cannot be measured: {problem}"
     if steps >= _FEWEST_STEPS:
         return None
     if has_timed_out:
-        return f"Its time was over {taken}; give it more with --timeout"
+        return f"--timeout ended the script {taken}; give it more time"
     if not results:
         return (
-            "The script has ended without a call of `fit`, of which alone steps are "
+            "The script has ended without a call of `fit`; only steps of `fit` are "
             "measured"
         )
     return (
-        f"`fit` has ended too soon: {pluralize(steps, 'step')} could be measured, and "
+        f"`fit` has ended too soon: {pluralize(steps, 'step')} could be measured, but "
         f"{_FEWEST_STEPS} are needed; give it more data or epochs"
     )
 
@@ -147,4 +147,4 @@ def _show(results: Sequence[dict[str, Any]], script: str) -> None:
     console.print(advise(waits, Pipeline(**first["pipeline"])))
     if first["left_out"]:
         names = ", ".join(first["left_out"])
-        console.print(f"Left out of `fit`, since they write files: {names}.")
+        console.print(f"Removed from `fit`, since they write files: {names}.")

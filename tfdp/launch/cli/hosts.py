@@ -106,7 +106,7 @@ def _parse(word: str) -> Host:
     if match is None or count == 0:
         raise ValueError(
             "a host must be HOST or HOST:N, with N workers, as in host0:4,me@host1:4; "
-            f"{word[:80]!r} is none"
+            f"{word[:80]!r} is not"
         )
     return Host(match["name"].strip("[]"), match["user"], count)
 
@@ -121,12 +121,12 @@ def _checked(hosts: list[Host]) -> tuple[Host, ...]:
         if name in seen:
             raise ValueError(
                 f"each host must be named once, with all of its workers; {host.name!r} "
-                "is there twice"
+                "is named twice"
             )
         seen.add(name)
     if is_local_name(hosts[0].name) and not all(is_local_name(h.name) for h in hosts):
         raise ValueError(
             f"the first host must have a name by which the others reach it; "
-            f"{hosts[0].name!r} is each one's own"
+            f"on each host, {hosts[0].name!r} is that host itself"
         )
     return tuple(hosts)

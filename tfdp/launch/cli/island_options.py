@@ -51,14 +51,14 @@ class IslandOptions:
                 "--first-island": self.first,
             }
             for name in filter(given.get, given):
-                raise click.UsageError(f"{name} is for --islands. Add it.")
+                raise click.UsageError(f"{name} requires --islands. Add it.")
             return
         if not where.is_one_machine:
             others = [*others, "--hosts, --nodes and --rendezvous"]
         if others:
             raise click.UsageError(
-                f"--islands are jobs of their own, and know no {others[0]}: leave it "
-                "out. On several machines, run the same line on each, with --hub"
+                f"--islands cannot be combined with {others[0]}: remove it. On several "
+                "machines, run the same command on each, with --hub"
             )
         last = self.first + num_workers
         if last > (self.total or num_workers):
@@ -79,7 +79,7 @@ def _address(text: str) -> str:
     try:
         split_address(text)
     except ValueError:
-        raise ValueError("it is HOST:PORT") from None
+        raise ValueError("it must be HOST:PORT") from None
     return text
 
 
@@ -87,14 +87,14 @@ def _address(text: str) -> str:
 island_options = types.with_options(
     types.option(
         "--islands",
-        "Each worker is a job of its own, an island, and meets the others in the "
-        "outer steps of DiLoCo only: one that fails stops no other.",
+        "Each worker is a separate job, an island, and synchronizes with the others "
+        "in the outer steps of DiLoCo only: a failure of one does not stop the others.",
         name="is_used",
     ),
     types.option(
         "--hub HOST:PORT",
-        "Where islands of several machines meet; the machine with the first one "
-        "listens there.",
+        "Address at which islands of several machines synchronize; the machine with "
+        "the first one listens there.",
         types.Checked("address", _address),
     ),
     types.count_option(

@@ -356,7 +356,7 @@ class Job:
         if self._others is None:
             self._screen.message(
                 f"tfdp: worker {failed.rank} {failed.describe_end()}{because}{rest}. "
-                f"All that worker {cause.rank} wrote: {cause.log.path}",
+                f"Full output of worker {cause.rank}: {cause.log.path}",
                 "error",
                 rank=cause.rank,
             )
@@ -393,13 +393,13 @@ class Job:
         who, them = ("workers", "them") if len(self._workers) > 1 else ("worker", "it")
         why = f"{signal_name(signum)} received"
         self._screen.message(
-            f"tfdp: {why}, stopping the {who} (once more kills {them} at once)"
+            f"tfdp: {why}, stopping the {who} (a second one kills {them} at once)"
         )
         code = self._end_and_notify(why, 128 + signum, signum)
         if self.is_preempted:
             self._screen.message(
-                "tfdp: training was preempted and is saved; the same command goes on "
-                f"from there (exit code {PREEMPTED})"
+                "tfdp: training was preempted and is saved; run the same command to "
+                f"continue from there (exit code {PREEMPTED})"
             )
             return PREEMPTED
         return code

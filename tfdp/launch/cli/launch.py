@@ -126,7 +126,7 @@ def check_num_workers(num_workers: int) -> None:
     most, reason = min(bounds)
     if num_workers > most:
         raise ValueError(
-            f"These are too many workers for this machine, which holds {most}, "
+            f"These are too many workers for this machine, which can run {most}, "
             f"{reason}. Received: -n {num_workers}"
         )
 
@@ -185,14 +185,14 @@ def warn_of_surroundings(screen: Screen, num_workers: int, devices: int | None) 
     """
     if os.environ.get("TF_CONFIG"):
         screen.warn(
-            "tfdp: warning: TF_CONFIG was set already; the workers get another. Under "
-            "a cluster manager, run the script without `tfdp run`"
+            "tfdp: warning: TF_CONFIG is set, and is replaced for the workers. Under a "
+            "cluster manager, run the script without `tfdp run`"
         )
     num_gpus = len(visible_gpus())
     if devices is None and 0 < num_gpus < num_workers:
         screen.warn(
             f"tfdp: warning: there are {num_workers} workers but "
-            f"{pluralize(num_gpus, 'GPU')}, and NCCL wants one for each; set "
+            f"{pluralize(num_gpus, 'GPU')}, and NCCL needs one for each; set "
             "CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
 

@@ -94,14 +94,14 @@ class NodeOptions:
             self._check_nodes()
         else:
             self._refuse(
-                "{} is for a line that is run on each machine; --hosts and --hostfile "
-                "say by themselves how many there are",
+                "{} is for a command that is run on each machine; remove it, since "
+                "--hosts and --hostfile name all machines",
                 *("nodes", "node_rank"),
             )
         if min_workers is not None and not self.is_one_machine:
             raise click.UsageError(
-                "--min-workers leaves out workers of one machine; on several all start "
-                f"again together. Received: --min-workers {min_workers}"
+                "--min-workers needs a job on one machine; on several machines, all "
+                f"workers restart together. Received: --min-workers {min_workers}"
             )
 
     def _check_nodes(self) -> None:
@@ -109,7 +109,7 @@ class NodeOptions:
         nodes, rank = self.nodes, self.node_rank
         if self.remote_python is not None:
             raise click.UsageError(
-                "--remote-python is for the machines of --hosts or --hostfile. "
+                "--remote-python needs --hosts or --hostfile. "
                 f"Received: --remote-python {self.remote_python}"
             )
         if nodes is None:
@@ -165,22 +165,22 @@ def parse_address(text: str) -> RendezvousAddress:
 # Decorator that adds an option for each field of `NodeOptions`.
 node_options = types.with_options(
     types.count_option(
-        "--nodes N", "Number of machines; the same line is run on each of them."
+        "--nodes N", "Number of machines; the same command is run on each of them."
     ),
     types.option(
         "--node-rank K",
-        "Which of them this is. Default: the machine of --rendezvous is 0, the "
-        "others are ranked as they come.",
+        "Rank of this machine. Default: the machine of --rendezvous is 0, the "
+        "others are ranked in the order in which they join.",
         types.NUMBER_OF_TIMES,
     ),
     types.option(
         "--rendezvous HOST:PORT",
-        f"Where the machines meet: at node 0. Default port: {DEFAULT_PORT}.",
+        f"Address of node 0, to which all connect. Default port: {DEFAULT_PORT}.",
         types.Checked("place", parse_address),
     ),
     types.seconds_option(
         "--join-timeout S",
-        "Seconds to wait for machines that are not there. Default: 300.",
+        "Seconds to wait for machines that have not joined. Default: 300.",
     ),
     types.option(
         "--hosts HOST:N,...",

@@ -164,9 +164,9 @@ def join_nodes(
             resolve(*place)  # raises at once if the name is not known
             if secret is None:
                 raise RendezvousError(
-                    f"This machine is not node 0 of {place}, and has no secret to show "
-                    "there: paste the line that node 0 prints, or give all nodes a "
-                    f"file with the same secret. Received: no {VARIABLE}"
+                    f"This machine is not node 0 of {place}, and does not have the "
+                    "job's secret: paste the line that node 0 prints, or give all "
+                    f"nodes a file with the same secret. Received: no {VARIABLE}"
                 )
             screen.message(f"tfdp: this node joins {place}")
         else:

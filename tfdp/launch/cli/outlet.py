@@ -110,10 +110,7 @@ class Outlet:
         """Queue a line about dropped text, if any was dropped."""
         if self._num_dropped and self.error is None:
             lines = pluralize(self._num_dropped, "line is", "lines are")
-            text = (
-                f"tfdp: nobody read the output; {lines} not shown here but kept in the "
-                "logs"
-            )
+            text = f"tfdp: the output was not read in time; {lines} only in the logs"
             self._append(self._as_line(text))
         self._num_dropped = 0
 

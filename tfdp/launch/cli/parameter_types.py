@@ -30,8 +30,8 @@ _OTHER_LAUNCHERS = {
     r"-np\d*|--np|--num-proc|--nproc-per-node|-N|--gpus": _COUNT,
     r"-H.*|--host": "Give the machines with --hosts HOST:N,HOST:N",
     r"--nnodes": "Give the number of machines with --nodes",
-    r"--master-.*|--rdzv-.*": "Give the machines' meeting point with --rendezvous",
-    r"--standalone": "Leave it out: `tfdp run` needs no other service",
+    r"--master-.*|--rdzv-.*": "Give the address of node 0 with --rendezvous",
+    r"--standalone": "Remove it: `tfdp run` needs no other service",
 }
 _SIZE = re.compile(r"(?P<number>\d+(\.\d+)?) ?(?P<unit>[KMG]?B?)", re.IGNORECASE)
 
@@ -194,7 +194,7 @@ def _output_file(text: str) -> Path:
     if os.path.isdir(path):
         raise ValueError("the file is a folder")
     if not os.path.isdir(path.parent):
-        raise ValueError("the file lies in a folder that is not there")
+        raise ValueError("the folder of the file does not exist")
     exists = os.path.exists(path)
     is_too_long = len(os.fsencode(path.name)) > _LONGEST_NAME
     if is_too_long or not os.access(path if exists else path.parent, os.W_OK):

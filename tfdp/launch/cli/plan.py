@@ -64,8 +64,8 @@ Examples:
 )
 @types.option(
     "--backend",
-    "What moves the bytes, and --alpha and --beta where they are not given: nccl "
-    "over NVLink and 100 Gbit/s; ring, TensorFlow's own, over loopback and 10 Gbit/s; "
+    "Transport, and the defaults of --alpha and --beta: nccl over NVLink and 100 "
+    "Gbit/s; ring, TensorFlow's own, over loopback and 10 Gbit/s; "
     "direct and mpi, shared memory and 10 Gbit/s.",
     click.Choice(tuple(DEFAULT_LINKS)),
     default="nccl",
@@ -100,7 +100,7 @@ Examples:
 )
 @types.option(
     "--optimizer NAME",
-    "Whose slots take memory: a name that Keras's compile takes.",
+    "Optimizer whose slots take memory: a name that Keras's compile takes.",
     default="adam",
 )
 @types.option(
@@ -130,7 +130,7 @@ def plan(
     every replica keeps its batch.
     """
     if overlap is not None and step_ms is None:
-        raise click.UsageError("--overlap is a share of the time that --step-ms gives.")
+        raise click.UsageError("--overlap is a share of --step-ms. Give both.")
     topology = _topology(nodes, replicas_per_node)
     links = _links(alpha, beta, DEFAULT_LINKS[backend])
     # Raises for an algorithm and a compression that cannot be combined.
@@ -279,8 +279,8 @@ def _load_model(path: str) -> Any:
         return keras.saving.load_model(path, compile=False)
     except Exception as error:  # a broken file may raise anything
         raise click.UsageError(
-            f"Keras cannot load the model ({first_line(error).split('. ')[0]}); for "
-            "one with classes of its own call `strategy.communication_plan` in its "
+            f"Keras cannot load the model ({first_line(error).split('. ')[0]}); for a "
+            "model with custom classes call `strategy.communication_plan` in its "
             f"script. Received: {path}"
         ) from error
 

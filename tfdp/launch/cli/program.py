@@ -41,8 +41,8 @@ def _fault_of_module(name: str) -> str | None:
     if spec is not None and not os.path.isfile(name):
         return None
     return (
-        "There is no module of that name; give it as in `python -m`, or leave -m out "
-        "for a path"
+        "There is no module of that name; give it as in `python -m`, or remove -m for "
+        "a path"
     )
 
 
@@ -58,12 +58,12 @@ def _fault_of_script(script: str) -> str | None:
         )
     if not os.path.exists(script):
         return (
-            "The script to run is not there; give the path of a Python file, or -m "
-            "and the name of a module"
+            "The script does not exist; give the path of a Python file, or -m and the "
+            "name of a module"
         )
     if script.endswith(".ipynb"):
         return (
-            "A notebook is no script: convert it by `jupyter nbconvert --to script "
+            "A notebook is not a script: convert it by `jupyter nbconvert --to script "
             f"{shlex.quote(script)}`, or train in the notebook itself, on the devices "
             "of this machine, by `tfdp.auto_strategy()`"
         )

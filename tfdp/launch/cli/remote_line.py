@@ -93,9 +93,9 @@ def make_orders(
     """
     if shutil.which("ssh") is None:
         raise click.UsageError(
-            "--hosts and --hostfile need the command ssh, which is not here: install "
-            "openssh-client, or run the same line with --nodes on each machine. "
-            "Received: no ssh in PATH"
+            "--hosts and --hostfile need the command ssh, which is not installed: "
+            "install openssh-client, or run the same command with --nodes on each "
+            "machine. Received: no ssh in PATH"
         )
     # The free ports of the first host are not known; a port that is free on this
     # machine is likely to be free there.
@@ -123,8 +123,8 @@ def make_orders(
     longest = max(map(len, orders))
     if longest > MOST_BYTES:
         raise click.UsageError(
-            "The arguments of the script are too long for --hosts: give it a file of "
-            f"them, or a folder. Received: {pluralize(longest, 'byte')}"
+            "The arguments of the script are too long for --hosts: pass them in a "
+            f"file. Received: {pluralize(longest, 'byte')}"
         )
     return orders
 

@@ -101,7 +101,7 @@ under Kubernetes run the script itself.
 )
 @types.count_option(
     "--min-workers M",
-    "Go on with as few workers, if one fails again and again. Default: all.",
+    "Continue with as few workers, if one fails repeatedly. Default: all.",
 )
 @types.option("--rebalance", "Workers get rows of each batch by their measured speed.")
 @types.seconds_option(
@@ -201,8 +201,9 @@ def _restart_policy(
         return Restarts(num_workers, max_restarts, min_workers)
     if min_workers in (None, num_workers) or not max_restarts:
         raise click.UsageError(
-            "--grow-after needs --max-restarts, and --min-workers below -n: there are "
-            f"never fewer workers. Received: --max-restarts {max_restarts}, "
+            "--grow-after needs --max-restarts, and --min-workers below -n: otherwise "
+            "all workers always run. "
+            f"Received: --max-restarts {max_restarts}, "
             f"--min-workers {min_workers}, -n {num_workers}"
         )
     return Restarts(num_workers, max_restarts, min_workers, grow_after)

@@ -73,8 +73,8 @@ def run_islands(
     logs = open_logs(folder, [f"island-{i}.log" for i in indices], screen)
     with _hub(options, secret, total, indices) as (address, hub, ended):
         screen.message(
-            f"tfdp: starting {pluralize(count, 'island')} of {total}, which meet at "
-            f"{address}; logs in {folder}"
+            f"tfdp: starting {pluralize(count, 'island')} of {total}, which "
+            f"synchronize at {address}; logs in {folder}"
         )
         warn_of_surroundings(screen, count, settings.devices_per_worker)
         # Each island is the only worker of a cluster of its own.
@@ -144,8 +144,8 @@ def _drop_lost(hub: Hub | None, screen: Screen) -> None:
     for index in hub.forget_lost() if hub is not None else []:
         screen.message(
             f"tfdp: island {index} is lost: neither it nor its launcher has given a "
-            "sign of life for a minute. The others go on without it; the same line on "
-            "its machine brings it back",
+            "sign of life for a minute. The others continue; run the same command on "
+            "its machine to start it again",
             "warning",
         )
 
@@ -254,8 +254,8 @@ class IslandJob(Job):
             self._ended(worker.rank)
             follows = "it does not start again"
         self._screen.message(
-            f"tfdp: {who}; {follows}, and the others go on. All that it wrote: "
-            f"{worker.log.path}",
+            f"tfdp: {who}; {follows}, and the others continue. Full output of island "
+            f"{worker.rank}: {worker.log.path}",
             "warning",
             rank=worker.rank,
         )

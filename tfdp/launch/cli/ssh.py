@@ -124,7 +124,7 @@ def describe_failure(
             f"{name} has no tfdp, or another version of it, for {python}: install the "
             f"version of this machine there ({last})"
         )
-    return f"The launcher on {name} has ended with code {code}: {last}"
+    return f"The launcher on {name} exited with code {code}: {last}"
 
 
 def _describe_connection_failure(name: str, text: str, last: str) -> str:
@@ -137,15 +137,15 @@ def _describe_connection_failure(name: str, text: str, last: str) -> str:
     """
     if "Permission denied" in text:
         return (
-            f"{name} wants a password, or a key that ssh has not: `ssh-copy-id "
+            f"{name} requires a password or a key that ssh does not have: `ssh-copy-id "
             f"{name}`, or start ssh-agent, until `ssh -o BatchMode=yes {name}` logs in "
             f"({last})"
         )
     if "Host key verification failed" in text:
         return (
-            f"The key of {name} is not known, or has changed: log in once by "
-            f"`ssh {name}` and see what it says ({last})"
+            f"The host key of {name} is not known, or has changed: log in once by "
+            f"`ssh {name}` and check it ({last})"
         )
     if "Could not resolve" in text:
-        return f"No host of the name {name} is known here ({last})"
+        return f"The host name {name} does not resolve here ({last})"
     return f"{name} cannot be reached by ssh ({last})"

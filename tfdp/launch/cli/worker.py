@@ -245,10 +245,10 @@ class LogFile:
             # A hard link may name a file that belongs to something else.
             if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 os.close(self._fd)
-                raise OSError(0, "it is no regular file of its own")
+                raise OSError(0, "it is not a regular file with a single link")
         except OSError as error:
             raise ValueError(
-                f"A log cannot be written: {error.strerror}. Remove what is there, or "
+                f"A log cannot be written: {error.strerror}. Remove this file, or "
                 f"give another folder with --log-dir. Received: {path}"
             ) from error
 
@@ -263,7 +263,7 @@ class LogFile:
             if user_code.is_new("unwritten log", self):
                 self._warn(
                     f"tfdp: warning: {self.path} cannot be written ({error.strerror}); "
-                    "the job goes on"
+                    "the job continues"
                 )
 
     def close(self) -> None:

@@ -72,10 +72,11 @@ def resolve(host: str, port: int) -> list[tuple[int, tuple]]:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     # An empty label of a host name raises `UnicodeError`.
     except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no name"
+        invalid = "it is not a valid host name"
+        reason = error.strerror if isinstance(error, OSError) else invalid
         raise RendezvousError(
-            f"The host of --rendezvous is not known here ({reason}). Give the "
-            "name or the IP address of node 0 by which the other machines reach it. "
+            f"The host of --rendezvous does not resolve here ({reason}). Give the name "
+            "or the IP address of node 0 by which the other machines reach it. "
             f"Received: {host}"
         ) from error
     return list(dict.fromkeys((int(each[0]), tuple(each[4])) for each in infos))

@@ -215,9 +215,9 @@ class Channel:
             except asyncio.TimeoutError as error:
                 raise Lost(f"has not answered for {silent_seconds:.0f} s") from error
             except (OSError, asyncio.IncompleteReadError) as error:
-                raise Lost("has ended its connection") from error
+                raise Lost("has closed its connection") from error
             except (asyncio.LimitOverrunError, MalformedMessage) as error:
-                raise Lost("has sent what is no message") from error
+                raise Lost("has sent an invalid message") from error
             self._heard_at = time.monotonic()
             if message != _BEAT:
                 return message

@@ -124,7 +124,7 @@ class Coordinator:
         is_back = self._has_started
         node = self._roster.add(link, hello)
         if is_back:
-            self._send_notice(f"{node} has come back and joins at the next start")
+            self._send_notice(f"{node} has reconnected, and joins at the next start")
 
     def receive(self, link: Channel, message: Mapping[str, Any]) -> None:
         """Handle a message of a node.
@@ -188,8 +188,8 @@ class Coordinator:
             here = len(self._roster.nodes)
             self._send_notice(
                 f"waiting for {self._roster.describe_missing()}; {here} of "
-                f"{pluralize(self._num_nodes, 'node')} {'is' if here == 1 else 'are'} "
-                "here"
+                f"{pluralize(self._num_nodes, 'node')} "
+                f"{'has' if here == 1 else 'have'} joined"
             )
 
     def _advance_preparing(self, clock_seconds: float) -> None:
@@ -231,29 +231,29 @@ class Coordinator:
     def _give_up(self) -> None:
         """End the job because nodes are missing after `join_seconds`."""
         here = len(self._roster.nodes)
-        came = "came"
+        came = "joined"
         if self._has_started:
-            came = "is here" if here == 1 else "are here"
+            came = "is connected" if here == 1 else "are connected"
         self._end(
             self._code or NODE_LOST,
             f"waited {self._join_seconds:g} s for "
-            f"{pluralize(self._num_nodes, 'node')}, and {here} {came}: "
+            f"{pluralize(self._num_nodes, 'node')}, but {here} {came}: "
             f"{self._roster.describe_connected()}. Start the same `tfdp run` on the "
-            "others, and see whether they reach the rendezvous",
+            "others, and check that they reach the rendezvous",
         )
 
     def _replace_silent(self, rank: int) -> None:
         """Drop a silent node whose rank joins again by another connection."""
         old = self._roster.node_at_rank(rank)
         if old is not None and old.link.silent_seconds > DOUBTFUL_SECONDS:
-            self.register_disconnect(old.link, "has come back with another connection")
+            self.register_disconnect(old.link, "has opened another connection")
 
     def _drop(self, node: Node, seconds: float) -> None:
         """Drop a connected node that has not stopped its workers within `seconds`."""
         text = f"{node} has not stopped its workers within {seconds:.0f} s"
         node.link.send({"type": "end", "code": self._code, "text": text})
         self.register_disconnect(node.link, "has not stopped")
-        self._send_notice(f"{text}; nobody waits for it any more")
+        self._send_notice(f"{text}; the job continues without it")
 
     def _gather(self) -> None:
         """Begin to wait for nodes."""
@@ -352,7 +352,7 @@ class Coordinator:
         elif self.phase is Phase.STOPPING:
             self._code, self._failure = code, None
         else:
-            self._end(code, f"{shorten(why)} on {node}: the job does not go on")
+            self._end(code, f"{shorten(why)} on {node}: the job ends")
 
     def _stop(
         self, code: int, failure: Failure | None, text: str, **order: Any

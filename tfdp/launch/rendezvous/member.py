@@ -131,7 +131,7 @@ class Member:
             finally:
                 # Sent also after an unforeseen error, so that the launcher, which waits
                 # for a last message, does not wait indefinitely.
-                text = f"node 0 at {self._place} is not heard any more"
+                text = f"the connection to node 0 at {self._place} was lost"
                 self._put({"type": "lost", "text": text})
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
@@ -184,7 +184,7 @@ class Member:
                 raise Lost(
                     f"waited {self._join_seconds:g} s for node 0, and nothing answers "
                     f"at {self._place} ({reason}). Start the same `tfdp run` there, "
-                    "and see whether a firewall closes the port"
+                    "and check that no firewall closes the port"
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
@@ -214,12 +214,12 @@ def _describe_mismatch(error: UnauthenticatedPeer, place: str) -> str:
         )
     if isinstance(error, WrongService):
         return (
-            f"What listens at {place} is no rendezvous of `tfdp run`; give the address "
-            "of node 0, and a port that nothing else uses. "
+            f"The process that listens at {place} is not a rendezvous of `tfdp run`; "
+            "give the address of node 0, and a port that nothing else uses. "
             f"Received: {error.received[:40]!r}"
         )
     return (
-        f"The secret of this node is not that of node 0 at {place}: paste the line "
-        "that node 0 has printed, or give both the same file. "
+        f"The secret of this node differs from that of node 0 at {place}: paste the "
+        "line that node 0 has printed, or give both the same file. "
         "Received: another TFDP_JOB_SECRET_FILE"
     )

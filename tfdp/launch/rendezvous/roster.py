@@ -125,8 +125,8 @@ class Hello:
                 "Give all machines the same script."
             )
         if self.rebalance != first.rebalance:
-            who = "Node 0" if first.rebalance else host
-            return f"{who} alone has --rebalance. Give it to all machines, or to none."
+            who = "node 0" if first.rebalance else host
+            return f"Only {who} has --rebalance. Give it to all machines, or to none."
         return None
 
     def rank_out_of_range(self) -> str | None:
@@ -134,7 +134,7 @@ class Hello:
         if self.node_rank is None or 0 <= self.node_rank < self.nodes:
             return None
         return (
-            f"--node-rank must be from 0 to {self.nodes - 1}, for there "
+            f"--node-rank must be from 0 to {self.nodes - 1}, since there "
             f"{'is' if self.nodes == 1 else 'are'} {pluralize(self.nodes, 'node')}. "
             f"Received: --node-rank {self.node_rank}"
         )
@@ -219,7 +219,7 @@ class Roster:
         if holder is not None:
             return (
                 "Two nodes have the same rank. Give each machine its own --node-rank, "
-                f"or leave it out. Received: --node-rank {hello.node_rank} from "
+                f"or remove it. Received: --node-rank {hello.node_rank} from "
                 f"{host}, which is that of {holder}"
             )
         if self.is_complete:
@@ -406,7 +406,9 @@ class Reports:
     def sentence(self) -> str:
         """Describe the cause: the worker, its node, its reason and its log."""
         cause = self.cause()
-        log = f". All that it wrote: {shorten(cause.log)}, there" if cause.log else ""
+        log = ""
+        if cause.log:
+            log = f". Full output of worker {cause.rank}, there: {shorten(cause.log)}"
         return (
             f"worker {cause.rank} on {self._roster.node_name(cause.rank)} "
             f"{shorten(cause.reason)}{self._because(cause)}; the workers of all nodes "

@@ -65,14 +65,14 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str | None:
         ) from error
     if stat.S_ISREG(mode) and mode & stat.S_IROTH:
         raise RendezvousError(
-            "Everybody on this machine can read the job's secret: `chmod 600` its "
+            "All users of this machine can read the job's secret: `chmod 600` its "
             f"file. Received: {VARIABLE}={name}, of mode {stat.S_IMODE(mode):o}"
         )
     secret = data.decode("utf-8", errors="replace").strip()
     if len(secret) < _LEAST_CHARACTERS or len(data) > _MOST_BYTES:
         raise RendezvousError(
             f"The job's secret must have {_LEAST_CHARACTERS} to {_MOST_BYTES} "
-            "characters; `openssl rand -hex 16` makes one. "
+            "characters; `openssl rand -hex 16` creates one. "
             f"Received: {len(secret)} in {VARIABLE}={name}"
         )
     return secret

@@ -101,7 +101,7 @@ class Server:
         streams = await asyncio.open_connection(sock=sock, limit=MAX_REPORT_BYTES)
         channel = Channel(*streams, peer)
         beats = asyncio.create_task(channel.beat())
-        how = "has ended its connection"
+        how = "has closed its connection"
         try:
             hello = Hello.from_message(await channel.receive(_HELLO_SECONDS))
             self._coordinator.join(channel, hello)
@@ -112,7 +112,7 @@ class Server:
         except Lost as error:
             how = str(error)
         except MalformedMessage:
-            how = "has sent what is no message"
+            how = "has sent an invalid message"
         finally:
             beats.cancel()
             self._coordinator.register_disconnect(channel, how)

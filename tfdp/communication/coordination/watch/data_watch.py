@@ -63,14 +63,14 @@ class DataWatch:
         if self._limit_seconds is None or self.seconds <= self._limit_seconds:
             return None
         source = progress.source
-        what = f"has given no batch, and computed nothing, for {self.seconds:.0f} s"
+        what = f"has yielded no batch and used no CPU for {self.seconds:.0f} s"
         place = progress.current.name
         at = f" at {place}" if place else ""
         return WorkerFailure(
             rank,
             f"its data source, {source}, {what}",
-            own=f"{source[0].upper()}{source[1:]} {what}{at}. See what it waits for; a "
-            "longer `timeout_seconds` in `CommunicationOptions` waits longer.",
+            own=f"{source[0].upper()}{source[1:]} {what}{at}. Check what it waits for, "
+            "or set a longer `timeout_seconds` in `CommunicationOptions`.",
         )
 
 

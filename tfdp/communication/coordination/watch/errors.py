@@ -59,9 +59,9 @@ def failure_message(
     """
     if failure.cause == SCRIPT_ENDED and call:
         return (
-            f"Worker {failure.rank} ({address}) has come to the end of its script, and "
-            f"this one waits for it at {call!r}: every worker has to run the same "
-            "calls of Keras and tfdp, `evaluate` and `predict` too."
+            f"Worker {failure.rank} ({address}) has ended its script while this worker "
+            f"waits for it at {call!r}: every worker has to run the same calls of "
+            "Keras and tfdp, including `evaluate` and `predict`."
         )
     where = f" at {place}" if place else ""
     what = f", while {bucket} was reduced" if bucket else ""
@@ -69,8 +69,8 @@ def failure_message(
     cause = failure.cause.rstrip(".")
     return (
         f"Worker {failure.rank} ({address}) was lost{where}{what}: {cause}. "
-        "The others cannot go on without it: see the end of its output, and start "
-        "all workers again."
+        "The other workers cannot continue. Check the end of its output, and restart "
+        "all workers."
     )
 
 

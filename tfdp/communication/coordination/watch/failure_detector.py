@@ -145,7 +145,7 @@ class FailureDetector:
         place = status.progress.name if status.progress else ""
         at = f" at {place}" if place else ""
         what = (
-            f"its process is there, but stands still{at}"
+            f"its process exists but hangs{at}"
             if status.accepted
             else "its host does not answer: it is off, or cut off from the network"
         )

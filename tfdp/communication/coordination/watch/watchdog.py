@@ -260,7 +260,8 @@ class Watchdog(threading.Thread):
         if failure.rank == self._rank and failure.own:
             return failure.own
         if failure.rank == self._rank:
-            return f"The other workers have given this one up: {failure.cause}."
+            cause = failure.cause
+            return f"The other workers have declared this worker lost: {cause}."
         address = self._addresses[failure.rank]
         return failure_message(failure, address, place, bucket, call)
 
@@ -305,7 +306,7 @@ class Watchdog(threading.Thread):
         pause = clock.pause_within(limit)
         if pause > limit:
             # The other workers have meanwhile declared this one lost, and ended.
-            rank, cause = self._rank, f"it stood still for {pause:.0f} s"
+            rank, cause = self._rank, f"it was suspended for {pause:.0f} s"
         self._set_failure(WorkerFailure(rank, cause))
 
     def _set_failure(self, failure: WorkerFailure) -> None:
@@ -447,7 +448,7 @@ def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
     """
     where = other.name or NO_CALL
     return (
-        f"it has not come in {own.seconds:.0f} s, and is at {where}; a longer "
+        f"it has not arrived within {own.seconds:.0f} s; it is at {where}; a longer "
         "`timeout_seconds` in `CommunicationOptions` waits longer"
     )
 
