@@ -273,7 +273,7 @@ def test_a_forged_run_is_refused_in_one_sentence(interrupted, name):
     run = run_of(interrupted)
     check_run(run)
     FORGED_RUNS[name](run)
-    with pytest.raises(Malformed, match=r"^its [^\n]* must be [^\n]*, and is [^\n]*$"):
+    with pytest.raises(Malformed, match=r"^its [^\n]* must be [^\n]*, but is [^\n]*$"):
         check_run(run)
 
 

@@ -89,7 +89,7 @@ def test_reports_that_a_full_disk_cannot_hold_end_with_one_sentence(name, disk):
 
 def test_a_backup_that_a_full_disk_cannot_hold_leaves_those_before(disk):
     backup = tfdp.callbacks.BackupAndRestore(disk / "backups", save_freq=6)
-    with pytest.raises(OSError, match=r"[^\n]* No space left on device\. What [^\n]*"):
+    with pytest.raises(OSError, match=r"[^\n]* No space left on device\. The [^\n]*"):
         fit(disk, backup)
     assert (disk / "backups" / "step-6" / "index.json").exists()
     (disk / "filler").unlink()

@@ -191,4 +191,4 @@ def impostor(worker: Worker) -> str:
 
 
 def test_a_worker_does_not_trust_what_it_dials():
-    assert "where worker 0 said" in run(2, impostor, wire="tcp")[1]
+    assert "the address of worker 0, does not have" in run(2, impostor, wire="tcp")[1]

@@ -92,7 +92,7 @@ def _once(
     help="What starts the workers in place of `tfdp run`: it is followed by the "
     "interpreter, the script and its arguments.",
 )
-@click.option("--no-plot", is_flag=True, help="Draw no picture.")
+@click.option("--no-plot", is_flag=True, help="Draw no plot.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def buckets(

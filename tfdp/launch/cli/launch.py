@@ -126,7 +126,7 @@ def check_num_workers(num_workers: int) -> None:
     most, reason = min(bounds)
     if num_workers > most:
         raise ValueError(
-            f"These are too many workers for this machine, which can run {most}, "
+            f"These are too many workers for this machine, which holds {most}, "
             f"{reason}. Received: -n {num_workers}"
         )
 
