@@ -341,10 +341,10 @@ def wrong_files_are_refused_by_all(env: Env) -> dict:
     first, other = (rows_of(shard(pattern, seed=n)).batch(BATCH) for n in (0, 1))
     distribute = env.strategy.experimental_distribute_dataset
     for policy in Policy.FILE, Policy.DATA:
-        refused("Leave `auto_shard_policy` out", distribute, with_policy(first, policy))
+        refused("Remove `auto_shard_policy`", distribute, with_policy(first, policy))
         only_one = [with_policy(first, policy), first][env.rank]
-        refused("Leave `auto_shard_policy` out", distribute, only_one)
+        refused("Remove `auto_shard_policy`", distribute, only_one)
     refused("not the parts of one set", distribute, [first, other][env.rank])
     shorter = rows_of(shard(pattern)).map(lambda *row: row[:1]).batch(BATCH)
-    refused("of different elements", distribute, [first, shorter][env.rank])
+    refused("whose elements differ", distribute, [first, shorter][env.rank])
     return {}

@@ -221,7 +221,7 @@ def stop_at_the_shortest_of_known_lengths(env: Env) -> dict:
         if not env.is_reference:
             (text,) = told(caught, "Workers have different numbers")
             assert "batches: 3 on worker 0, 5 on worker 1. " in text, text
-            assert text.endswith("Left out are 2 of worker 1."), text
+            assert text.endswith("Dropped batches: 2 of worker 1."), text
         results["in pairs"] = counted(
             env, SHORTEST + 1, *data, steps_per_execution=2, is_known=False
         )

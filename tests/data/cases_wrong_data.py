@@ -53,7 +53,7 @@ def datasets_of_different_elements(env: Env) -> dict:
     for dataset, difference in _wrong_elements(env).values():
         for data in (dataset.batch(BATCH), dataset.batch(BATCH).with_options(off)):
             found = sentence_of(env, data)
-            assert "Workers have datasets of different elements" in found, found
+            assert "Workers have datasets whose elements differ" in found, found
             assert difference in found, found
     # What is not known on one worker is no difference.
     x, y = common.regression_data(4 * BATCH)

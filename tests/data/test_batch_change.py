@@ -57,14 +57,14 @@ def test_epochs_that_are_over_are_read_to_their_end_and_a_kept_iterator_is_not()
         (
             Batches(4, 128, None),
             Batches(2, 128, None),
-            "has to be 64 with 2 replicas and is",
+            "with 2 replicas the batch size must be 64, and is",
         ),
         (
             Batches(3, 32, None),
             Batches(2, 21, None),
-            "has to be 21.3333 with 2 replicas and is 21",
+            "with 2 replicas the batch size must be 21.3333, and is 21",
         ),
-        (Batches(4, None, None), Batches(2, None, None), "does not tell the size"),
+        (Batches(4, None, None), Batches(2, None, None), "of the data is unknown"),
         (Batches(4, 32, 9), Batches(2, 16, 9), "`steps_per_epoch` was 9 with batches"),
         (Batches(4, 32, 9), Batches(2, 16, None), "was 9 with batches of 32, and is N"),
     ],
@@ -299,6 +299,8 @@ def test_another_batch_than_the_replicas_need_is_refused(tmp_path):
     first = {"epochs": 1, "delete_at_end": False, "per_replica": 4}
     run(TWO, interrupted_fit.fit, tmp_path, {**options, **first})
     found = run(ONE, interrupted_fit.fit, tmp_path, {**options, "per_replica": 8})
-    assert "which has to be 4 with 1 replica and is 8" in found.answers[0]["text"]
+    assert (
+        "with 1 replica the batch size must be 4, and is 8" in found.answers[0]["text"]
+    )
     found = run(ONE, interrupted_fit.fit, tmp_path, {**options, "epochs": 2})
     assert found.weights is not None  # the same global batch, and the default

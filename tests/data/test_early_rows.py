@@ -183,7 +183,7 @@ def in_any_order(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.with_options(options)
 
 
-BEFORE_CACHE = "`map` stands before `cache`"
+BEFORE_CACHE = "`map` is before `cache`"
 LATE = {
     "shuffled": (lambda: rows().map(double).shuffle(9).batch(8), "`shuffle` after"),
     "chosen": (

@@ -133,7 +133,10 @@ def test_patterns_are_listed_together_and_files_read_with_their_own_sizes(
             "none-*",
             r"`pattern` of `shard_files` matches no file; .* pattern='.*none-\*'",
         ),
-        (["0*", "*5"], "matches a file 2 times, '.*05'; it has to match each file"),
+        (
+            ["0*", "*5"],
+            "matches a file 2 times, '.*05'; it must match at least one file",
+        ),
         ("99*", "matches no file"),
         ([], r"must be a string or a path, or a list of them. Received: pattern=\[\]"),
         (None, "Received: pattern=None"),

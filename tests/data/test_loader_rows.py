@@ -153,14 +153,14 @@ LATE = {
     "iterable": (lambda: loader(Endless()), "its dataset is iterable"),
     "own batches": (
         lambda: loader(batch_sampler=[[0, 1], [2]], batch_size=1),
-        "`batch_sampler` of its own",
+        "its own `batch_sampler`",
     ),
-    "no batches": (lambda: loader(batch_size=None), "`batch_sampler` of its own"),
+    "no batches": (lambda: loader(batch_size=None), "its own `batch_sampler`"),
     "own order": (lambda: loader(sampler=[3, 2, 1]), "it has a list"),
     "padded": (lambda: loader(collate_fn=collate), "its `collate_fn`"),
     "a subclass": (
         lambda: type("Own", (torch.utils.data.DataLoader,), {})(Rows()),
-        "of its own kind",
+        "is a subclass of `DataLoader`",
     ),
 }
 

@@ -306,7 +306,7 @@ UNREPEATABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "shuffled": (lambda: {"x": rows().shuffle(20).batch(4)}, "has no seed"),
     "generator": (
         lambda: {"x": endless(), "steps_per_epoch": STEPS},
-        "a Python generator begins anew",
+        "a Python generator restarts at its beginning",
     ),
     "from_generator": (lambda: {"x": of_generator()}, "a Python generator or function"),
     "numpy_function": (lambda: {"x": by_numpy()}, "a Python generator or function"),
@@ -321,7 +321,7 @@ UNREPEATABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
             .batch(4)
             .map(lambda x, y: (x, y), num_parallel_calls=2, deterministic=False)
         },
-        "asked for speed",
+        "`deterministic=False`",
     ),
     "PyDataset": (lambda: {"x": Batches()}, "a `PyDataset` is shuffled"),
     "PyDataset that changes": (

@@ -129,7 +129,7 @@ def test_only_a_class_with_both_methods_is_asked_for_rows():
     assert not supports_row_reads(Unrelated(*arrays))
     assert not supports_row_reads(OneArgument(*arrays))
     assert not supports_row_reads(arrays)
-    with pytest.warns(UserWarning, match=r"and no `num_rows\(index\)`"):
+    with pytest.warns(UserWarning, match=r"but no `num_rows\(index\)`"):
         assert not supports_row_reads(Uncounted(*arrays))
 
 

@@ -106,16 +106,16 @@ def change_for_replicas(then: Batches, now: Batches) -> BatchChange | None:
         return None
     if then.batch_size is None or now.batch_size is None:
         raise ValueError(
-            f"it is of {pluralize(then.replicas, 'replica')} and not {now.replicas}, "
-            "and the data does not tell the size of its batches, which has to change "
-            "with them"
+            f"it was saved by {pluralize(then.replicas, 'replica')}, not "
+            f"{now.replicas}, and the batch size of the data is unknown, and must "
+            "change with the number of replicas"
         )
     if now.batch_size * then.replicas != then.batch_size * now.replicas:
         needed = then.batch_size * now.replicas / then.replicas
         raise ValueError(
-            f"it is of {pluralize(then.replicas, 'replica')} with a batch size of "
-            f"{then.batch_size}, which has to be {needed:g} with "
-            f"{pluralize(now.replicas, 'replica')} and is {now.batch_size}"
+            f"it was saved by {pluralize(then.replicas, 'replica')} with a batch size "
+            f"of {then.batch_size}; with {pluralize(now.replicas, 'replica')} the "
+            f"batch size must be {needed:g}, and is {now.batch_size}"
         )
     change = BatchChange(then.batch_size, now.batch_size)
     _check_epochs(then, now, change)
@@ -157,8 +157,8 @@ def change_for_updates(
     if waiting > num_batches and not change.can_carry(waiting):
         raise ValueError(
             f"{pluralize(waiting, 'batch', 'batches')} of size {change.before} waited "
-            "for an update, from the epoch before too, and cannot be made of batches "
-            f"of {change.now}"
+            "for an update, some of them from the previous epoch, and are not a whole "
+            f"number of batches of {change.now}"
         )
     return change
 
@@ -173,7 +173,7 @@ def _check_epochs(then: Batches, now: Batches, change: BatchChange) -> None:
     """
     if not change.fits(then.steps_per_epoch, now.steps_per_epoch):
         raise ValueError(
-            "an epoch has to stay as many samples: `steps_per_epoch` was "
+            "an epoch must keep its number of samples: `steps_per_epoch` was "
             f"{then.steps_per_epoch} with batches of {change.before}, and is "
             f"{now.steps_per_epoch} with batches of {change.now}"
         )

@@ -56,7 +56,7 @@ def nondeterminism_of(
     if isinstance(source, keras.utils.PyDataset):
         return _nondeterminism_of_py_dataset(source, is_ordered)
     if callable(source):
-        return "a Python generator begins anew"
+        return "a Python generator restarts at its beginning"
     if _compat.is_torch_dataloader(source):
         is_plain = type(source.sampler).__name__ == "SequentialSampler"
         return None if is_plain else "a torch `DataLoader` is shuffled"
@@ -112,11 +112,11 @@ def _nondeterminism_of_dataset(
     if unseeded:
         return f"a {unseeded[0]} has no seed"
     if _compat.is_unordered(dataset):
-        return "the dataset is asked for speed, and not for one order (`deterministic`)"
+        return "the dataset has `deterministic=False`, so that its order varies"
     if chosen_seed in {seed for seed, _ in _compat.shuffle_seeds(dataset)}:
         return "the global seed, which `Dataset.shuffle` depends on, was not set"
     if _compat.calls_python(dataset):
-        return "a Python generator or function in the dataset has state of its own"
+        return "a Python generator or function in the dataset has its own state"
     for name, attributes in _compat.operations_in(dataset):
         if name not in RANDOM_OPS:
             continue

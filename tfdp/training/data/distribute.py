@@ -238,8 +238,8 @@ def _check_shards(
     if any(policies):
         raise group.error(
             "`shard_files` has divided the files among workers, and a policy would "
-            "divide them again. Leave `auto_shard_policy` out. "
-            f"Received: {next(filter(None, policies))}",
+            "divide them again. Remove `auto_shard_policy`. Received: "
+            f"{next(filter(None, policies))}",
         )
     expected = [
         FileShard(group.num_workers, rank, shard.digest).name
@@ -247,9 +247,9 @@ def _check_shards(
     ]
     if list(names) != expected:
         raise group.error(
-            "These are not the parts of one set of files. Call `shard_files` alike on "
-            "every worker, for the strategy that trains. "
-            f"Received: {list_by_worker(names)}",
+            "The datasets of the workers are not the parts of one set of files. Call "
+            "`shard_files` with the same arguments on every worker, for the strategy "
+            f"that trains. Received: {list_by_worker(names)}",
         )
     check_same_elements(group, specs)
     return list(lengths)

@@ -54,19 +54,19 @@ _ADVICE = {
     "EagerPyFunc": "use `tf.numpy_function` with `stateful=False` if it is pure",
     **dict.fromkeys(RANDOM_OPS, f"use {_STATELESS_RANDOM}"),
 }
-_PURE_ADVICE = "it has to give for an element the same wherever it is called"
+_PURE_ADVICE = "it must return the same result for an element on every worker"
 _BEFORE_BATCH_ADVICE = "put it before `batch` if it treats each element by itself"
 _AFTER_ADVICE = "put `map` after it, if that gives the same elements"
 _UNORDERED_REASON = (
-    "with `deterministic=False` its elements come in any order; leave that out"
+    "with `deterministic=False` its elements come in any order; remove that"
 )
 _GENERATOR_REASON = (
     "it draws from a Python generator; make a dataset of indices or names instead, and "
     "load in a `map`"
 )
 _CACHE_REASON = (
-    "its `map` stands before `cache`, which keeps all of them; put `cache` before "
-    "`map`, or leave it out, if preparing own rows in each pass costs less"
+    "its `map` is before `cache`, which keeps all rows; put `cache` before `map`, or "
+    "remove it, if preparing only the worker's own rows in each pass costs less"
 )
 # Matches before each capital letter but the first, to convert names to snake case.
 _INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")

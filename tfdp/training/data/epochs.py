@@ -140,8 +140,8 @@ def _is_divided_by_weight(strategy: Any, iterator: Any) -> bool:
     if isinstance(dataset, PerReplicaDataset) and dataset.batches is not None:
         return True
     user_code.warn(
-        "`--rebalance` has no effect on this data: it is divided among workers by "
-        "the dataset's own sharding, and not by tfdp. Batches of all workers, with "
+        "`--rebalance` has no effect on this data: it is divided among workers by the "
+        "dataset's own sharding, and not by tfdp. Only global batches, with "
         "`AutoShardPolicy.AUTO` or `DATA`, can be rebalanced."
     )
     return False
@@ -291,9 +291,8 @@ def _warn_of_dropped_batches(extended: Any, lengths: list[Length]) -> None:
         return
     user_code.warn(
         f"Workers have different numbers of batches: {list_by_worker(lengths)}. With "
-        '`uneven="stop"` '
-        "each pass of `fit` over the data ends for all of them with the shortest. "
-        f"Left out are {dropped}.",
+        '`uneven="stop"` each pass of `fit` over the data ends for all workers with '
+        f"the shortest data. Dropped batches: {dropped}.",
         once_for=extended,
     )
 
@@ -307,7 +306,7 @@ def _warn_of_no_end(strategy: Any, iterator: Any) -> None:
         user_code.warn(
             "The dataset never ends, and this pass over it has no number of steps: it "
             "runs until a callback stops it. Give `steps_per_epoch` to `fit`, `steps` "
-            "to `evaluate` and `predict`, or leave out `repeat()`."
+            "to `evaluate` and `predict`, or remove `repeat()`."
         )
 
 

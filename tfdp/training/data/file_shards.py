@@ -249,8 +249,9 @@ def _check_same_files(
     if worker is not None:
         where = f" on worker {worker}" if group.num_workers > 1 else ""
         raise group.error(
-            f"`pattern` of `shard_files` {problems[worker]}{where}; it has to match "
-            f"each file of the data once. Received: pattern={_patterns_text(patterns)}",
+            f"`pattern` of `shard_files` {problems[worker]}{where}; it must match at "
+            "least one file, and no file twice. Received: "
+            f"pattern={_patterns_text(patterns)}",
         )
     if len(set(digests)) > 1:
         difference = _describe_difference(group, files)
@@ -261,8 +262,8 @@ def _check_same_files(
         )
     if len(set(seeds)) > 1:
         raise group.error(
-            "Workers give `shard_files` different seeds, and with them different "
-            f"orders. Give all the same. Received: seed={list_by_worker(seeds)}",
+            "Workers give `shard_files` different seeds, so that their orders differ. "
+            f"Give every worker the same seed. Received: seed={list_by_worker(seeds)}",
         )
 
 
@@ -303,10 +304,10 @@ def _warn_of_few_files(group: WorkerGroup, num_files: int) -> None:
     """Warn that fewer files than workers exist, so that all workers read all files."""
     if group.is_chief:
         user_code.warn(
-            f"There are {pluralize(num_files, 'file')} for "
-            f"{pluralize(group.num_workers, 'worker')}: "
-            "all read all of it, and each takes its rows of every batch. For data that "
-            "is too large for that write at least as many files as workers."
+            f"`shard_files` found {pluralize(num_files, 'file')} for "
+            f"{pluralize(group.num_workers, 'worker')}: all workers read all files, "
+            "and each takes its rows of every batch. If the data is too large for "
+            "that, write at least one file per worker."
         )
 
 

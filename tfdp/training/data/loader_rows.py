@@ -36,9 +36,9 @@ _SAMPLERS = (
 # The number of batches that Keras reads to find the spec of a `DataLoader`.
 _BATCHES_FOR_SPEC = 2
 _RANDOM_ITEMS_REASON = (
-    "its dataset draws random numbers, which each worker would draw for its rows only; "
-    "seed them by the index of the item in a generator of their own, or augment in "
-    "layers of the model"
+    "its dataset draws random numbers, which each worker would draw for its own rows "
+    "only; draw them from a separate generator, seeded with the index of the item, or "
+    "augment in layers of the model"
 )
 
 
@@ -148,9 +148,9 @@ def _synchronize_generators(worker_group: WorkerGroup, loader: Any) -> None:
     if worker_group.any("shards of a DataLoader", sampler == "DistributedSampler"):
         user_code.warn(
             "This DataLoader is divided twice, so that some of its rows are never "
-            "read: each worker has a shard of its own, and takes its rows of each "
-            "batch of that. Leave `DistributedSampler` out, and batch by the global "
-            "batch size on every worker."
+            "read: each worker has its own shard, and trains on only a part of each "
+            "batch of it. Remove `DistributedSampler`, and batch by the global batch "
+            "size on every worker."
         )
     generators = _generators(loader)
     states = [generator.get_state().numpy().tobytes() for generator in generators]
@@ -167,21 +167,21 @@ def why_not_split_loader(loader: Any) -> str:
 
     data = torch.utils.data
     if type(loader) is not data.DataLoader:
-        return f"{type(loader).__name__} is a `DataLoader` of its own kind"
+        return f"{type(loader).__name__} is a subclass of `DataLoader`"
     if isinstance(loader.dataset, data.IterableDataset):
         return "its dataset is iterable; give it one with `__len__` and `__getitem__`"
     sampler = type(loader.sampler)
     if type(loader.batch_sampler) is not data.BatchSampler:
-        return "it has a `batch_sampler` of its own; give it `batch_size` and `shuffle`"
+        return "it has its own `batch_sampler`; give it `batch_size` and `shuffle`"
     if sampler not in [getattr(data, name) for name in _SAMPLERS]:
         return f"it has a {sampler.__name__}; give it `batch_size` and `shuffle`"
     if loader.collate_fn is not data.default_collate:
         return (
-            "its `collate_fn` may look at all rows of a batch; leave it out, and do "
-            "what it does in the dataset"
+            "its `collate_fn` may use all rows of a batch; remove it, and do its work "
+            "in the dataset"
         )
     if not getattr(loader, "in_order", True):
-        return "with `in_order=False` its batches come in any order; leave that out"
+        return "with `in_order=False` its batches come in any order; remove that"
     return ""
 
 

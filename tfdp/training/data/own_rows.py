@@ -209,8 +209,8 @@ def supports_row_reads(source: Any) -> bool:
         return True
     user_code.warn(
         f"Each worker reads whole batches of {type(source).__name__}, and not only its "
-        "own rows: it has `rows(index, start, stop)` and no `num_rows(index)`, which "
-        "returns the number of rows of a batch."
+        "own rows: it has `rows(index, start, stop)` but no `num_rows(index)`. Add it, "
+        "to return the number of rows of a batch."
     )
     return False
 

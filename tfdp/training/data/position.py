@@ -158,7 +158,10 @@ class DataPosition:
     def _local_batch_dependence(self) -> str | None:
         """Describe why the order of samples depends on the batch size, or `None`."""
         if self.iterator.steps_per_epoch and self._adapter.num_batches is not None:
-            return "the size of its batches has changed, and epochs end in its midst"
+            return (
+                "the size of its batches has changed, and `steps_per_epoch` ends "
+                "epochs before the end of the data"
+            )
         shuffles = getattr(self._adapter, "_shuffle", False)
         return batch_dependence_of(self._source, shuffles_batches=shuffles == "batch")
 
@@ -307,7 +310,7 @@ def _difference(then: Any, now: list[dict], change: BatchChange | None) -> str |
         then = [then] * len(now)
     if len(then) != len(now):
         had = pluralize(len(then), "worker")
-        return f"{had} had data of their own, and there are {len(now)}"
+        return f"{had} had their own data, and there are now {len(now)}"
     for before, after in zip(then, now, strict=True):
         for name, value in before.items():
             is_alike = after.get(name) == value

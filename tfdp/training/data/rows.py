@@ -14,8 +14,8 @@ import tensorflow as tf
 from tfdp.training.data.stages import as_map_function
 
 UNEQUAL_ROWS = (
-    "All parts of a batch must have the same number of rows, of which each replica "
-    "gets some."
+    "All parts of a batch must have the same number of rows, so that they can be "
+    "divided among the replicas."
 )
 # Separates the names of parts in the error message of a graph; the row counts follow.
 BETWEEN_NAMES = " | "
@@ -196,8 +196,8 @@ def check_parts(parts: dict[str, Any]) -> None:
     >>> check_parts({"x": tf.zeros([8, 3]), "y": tf.zeros([6])})
     Traceback (most recent call last):
     ...
-    ValueError: All parts of a batch must have the same number of rows, of which \
-each replica gets some. Received: x with 8 rows, y with 6
+    ValueError: All parts of a batch must have the same number of rows, so that \
+they can be divided among the replicas. Received: x with 8 rows, y with 6
     """
     rows = {name: tf.TensorShape(part.shape)[0] for name, part in parts.items()}
     known = {name: size for name, size in rows.items() if size is not None}

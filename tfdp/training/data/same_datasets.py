@@ -126,8 +126,8 @@ def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> Non
             collectives would wait for each other indefinitely.
     """
     problem = (
-        "Workers have datasets of different elements. Every worker has to make the "
-        "same pipeline."
+        "Workers have datasets whose elements differ in structure, type or shape. "
+        "Build the same pipeline on every worker."
     )
     parts = without_unknown_sizes(specs)
     parts_by_path = [
@@ -147,11 +147,11 @@ def _check_same_shuffle(seeds: list) -> None:
     unseeded = any([0, 0] in own for own in seeds)
     if unseeded or any(own != seeds[0] for own in seeds):
         raise ValueError(
-            "Workers would shuffle this dataset differently, so that samples are "
-            "read twice or not at all. Give `shuffle` the same `seed` on every "
-            "worker, or make the dataset after the strategy, which agrees on "
-            f"one. Received: the seeds {seeds[0]} on worker 0, {seeds[-1]} on "
-            f"worker {len(seeds) - 1}"
+            "Workers would shuffle this dataset differently, so that samples are read "
+            "twice or not at all. Give `shuffle` the same `seed` on every worker, or "
+            "create the dataset after the strategy, which sets a common seed. "
+            f"Received: the seeds {seeds[0]} on worker 0, {seeds[-1]} on worker "
+            f"{len(seeds) - 1}"
         )
 
 
@@ -170,9 +170,9 @@ def warn_of_shards(shards: Sequence[list]) -> None:
     calls = list_by_worker(map(_shard_calls, shards))
     user_code.warn(
         "This dataset is divided twice, so that some of its elements are never read: "
-        "each worker has a shard of its own, and takes its rows of each batch of that. "
-        "Leave `shard` out, and batch by the global batch size on every worker; or "
-        f"keep it and set `AutoShardPolicy.OFF`. Received: {calls}"
+        "each worker has its own shard, and trains on only a part of each batch of it. "
+        "Remove `shard`, and batch by the global batch size on every worker; or keep "
+        f"it and set `AutoShardPolicy.OFF`. Received: {calls}"
     )
 
 
@@ -214,8 +214,8 @@ def _lengths_differ(strategy: Any, lengths: list[int]) -> bool:
         listed = list_by_worker(map(Length.of_cardinality, lengths))
         user_code.warn(
             "Workers have datasets of different length; each should read the same "
-            "global batches. All go on until the longest ends, those without data "
-            f"with empty batches. Received batches: {listed}"
+            "global batches. All workers continue until the longest dataset ends; "
+            f"workers without data get empty batches. Received batches: {listed}"
         )
     return not same or lengths[0] == tf.data.UNKNOWN_CARDINALITY
 
@@ -234,8 +234,8 @@ def _have_same_rows(sizes: Sequence[dict[str, Any] | None]) -> bool:
         listed = list_by_worker(map(describe_sizes, known))
         user_code.warn(
             "Workers have datasets with batches of different sizes; each should read "
-            "the same global batches, of which it takes its rows, or data of its own "
-            f"with `AutoShardPolicy.OFF`. Received: {listed}"
+            "the same global batches, which tfdp divides, or its own data with "
+            f"`AutoShardPolicy.OFF`. Received: {listed}"
         )
     return same
 
