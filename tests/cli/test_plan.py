@@ -405,4 +405,6 @@ def test_what_has_no_effect_is_told_in_the_assumptions(capsys):
     routes, warned = plan.routes_of(buckets, options, cluster(1, 4), "nccl")
     assert str(routes[0]) == "ring"
     forecast.show(forecast_of(1, 4, routes=routes, warned=warned), as_json=False)
-    assert "works as 'ring': all replicas are on one node" in capsys.readouterr().out
+    assert (
+        "falls back to 'ring': all replicas are on one node" in capsys.readouterr().out
+    )

@@ -255,7 +255,7 @@ def residuals_of_other_replicas_are_dropped_with_one_sentence(env: Env) -> dict:
     other = tfdp.CommunicationOptions(compression=BlockQuantized(bits=4), links=SLOW)
     target = model_on(4, other)
     tfdp.checkpoint.restore(target, env.tmp / "directory")
-    with pytest.warns(UserWarning, match="of other buckets or of another compressor"):
+    with pytest.warns(UserWarning, match="to other buckets or another compressor"):
         common.fit(target, x, y)
     return {}
 

@@ -227,7 +227,7 @@ def what_was_made_outside_the_scope_is_named(env: Env) -> dict:
 
         what = "variable .*/kernel'" if model_outside else "optimizer 'adam"
         for run in (env.strategy.run, tf.function(env.strategy.run)):
-            with pytest.raises(ValueError, match=f"The {what}.* was made outside"):
+            with pytest.raises(ValueError, match=f"The {what}.* was created outside"):
                 run(step)
         if model_outside:
             with env.scope(), pytest.raises(ValueError, match=what):

@@ -80,7 +80,7 @@ def test_training_on_less_or_apart_is_warned_of_at_the_users_line(clusters):
             "outside by hand": "train_on_batch",
         }.items():
             text = texts.pop(name)
-            assert "each of the 2 workers trains a model of its own" in text
+            assert "each of the 2 workers trains a separate model" in text
             assert f"`{call}`" in text
         assert set(texts.values()) == {""}, texts
 

@@ -112,7 +112,7 @@ def test_sharding_twice_in_different_ways_is_refused():
     for names in ("gradients", "all"), ("optimizer", "node"), ("none", "all"):
         refused(
             lambda n=names: optimizer.shard(ShardingOptions(*n)),
-            "The optimizer is sharded already",
+            "The optimizer is already sharded",
             'sharding="optimizer", shard_scope="all"',
             f'Received: sharding="{names[0]}", shard_scope="{names[1]}"',
         )
@@ -120,7 +120,7 @@ def test_sharding_twice_in_different_ways_is_refused():
     model.compile(optimizer, "mse")
     refused(
         lambda: callbacks.ShardedOptimizer(2).set_model(model),
-        "The optimizer is sharded already",
+        "The optimizer is already sharded",
     )
 
 
@@ -160,7 +160,7 @@ def test_options_of_units_are_checked():
         refused(lambda o=options: callbacks.ShardedOptimizer(3, **o), text, received)
     refused(
         lambda: callbacks.ShardedOptimizer(2, prefetch=2),
-        "are for sharded parameters",
+        "need sharded parameters. Set",
         "prefetch=2",
     )
     for sharding in ("none", "optimizer", "gradients"):
@@ -208,7 +208,11 @@ def test_number_of_micro_batches_given_to_both_places_is_refused():
 def test_parts_that_accumulate_differently_are_refused():
     chosen = {"kernel": sgd(gradient_accumulation_steps=2)}
     multi = optimizers.MultiOptimizer(optimizers.OptimizerMap(sgd(), chosen))
-    refused(lambda: Optimizer(multi), "must accumulate alike", "[1, 2]")
+    refused(
+        lambda: Optimizer(multi),
+        "must have the same `gradient_accumulation_steps`",
+        "[1, 2]",
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,7 +276,7 @@ def test_callback_on_a_model_that_is_not_compiled_is_refused_on_one_device():
 
 # On both strategies, and on every worker.
 
-SCOPE = "outside `strategy.scope()`. Make a new one, inside the scope."
+SCOPE = "outside `strategy.scope()`. Create a new one, inside the scope."
 COMPILE = "Call `model.compile(optimizer=...)` first."
 EXPECTED = {
     "wrapped, built outside the scope": SCOPE,

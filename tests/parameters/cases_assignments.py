@@ -121,7 +121,7 @@ def consistency_check_names_what_one_worker_assigns(env: Env) -> dict:
     for batch, when in ((3, "at step 6 of `fit`"), (11, "after the last step")):
         check = tfdp.callbacks.ConsistencyCheck(every=3)
         with (
-            pytest.warns(UserWarning, match="leaves out 4 of 4 weights"),
+            pytest.warns(UserWarning, match="skips 4 of 4 weights"),
             pytest.raises(RuntimeError, match="Replicas have drifted apart") as caught,
         ):
             common.fit(model, *data, callbacks=[Assign(env, batch), check])

@@ -103,7 +103,9 @@ def deferred_models_are_saved_and_loaded_without_an_optimizer(env: Env) -> dict:
             np.testing.assert_array_equal(own, first)
     with env.scope():
         model.compile(optimizers.SGD(0.05), loss="mse")
-    with pytest.raises(ValueError, match=r'made in `strategy.scope\(init="deferred"\)'):
+    with pytest.raises(
+        ValueError, match=r'created in `strategy.scope\(init="deferred"\)'
+    ):
         common.fit(model, *data, batch_size=8)
     stage = tfdp.callbacks.ShardedOptimizer(stage=3)
     common.fit(model, *data, batch_size=8, callbacks=[stage])

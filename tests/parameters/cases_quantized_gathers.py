@@ -248,7 +248,7 @@ def constraints_of_rounded_weights_are_refused(env: Env) -> dict:
         dense = layers.Dense(64, **options)
         return keras.Sequential([keras.Input((6,)), dense, layers.Dense(1)])
 
-    with pytest.raises(ValueError, match="would keep what was rounded"):
+    with pytest.raises(ValueError, match="would keep the rounding error"):
         trained(env, lambda: build(kernel_constraint="non_neg"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

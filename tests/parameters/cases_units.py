@@ -143,7 +143,7 @@ def uneven_nodes_gather_again_from_all(env: Env) -> dict:
     if not env.is_reference:
         texts = {str(w.message) for w in caught if "reshard" in str(w.message)}
         (text,) = texts
-        assert text.startswith('`reshard_after_forward="node"` works as `True`')
+        assert text.startswith('`reshard_after_forward="node"` falls back to `True`')
     return {"weights": env.weights(model)}
 
 

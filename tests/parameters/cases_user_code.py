@@ -238,7 +238,7 @@ def keras_loops_of_sharded_parameters(env: Env) -> dict:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         results["XLA"] = trained(env, jit_compile=not env.is_reference)[1]
-    found = [w for w in told if "`jit_compile=True` is left out" in str(w.message)]
+    found = [w for w in told if "`jit_compile=True` is ignored" in str(w.message)]
     assert len(found) == (not env.is_reference)
     model = compiled(env)
     x, y = common.regression_data()
@@ -388,7 +388,7 @@ def consistency_check_says_what_it_leaves_out(env: Env) -> dict:
         model = common.mlp()
         model.compile(sharded(env, sgd, shard_scope="node"), loss="mse")
     check = tfdp.callbacks.ConsistencyCheck(every=3)
-    with pytest.warns(UserWarning, match="leaves out 4 of 4 weights: parameters that"):
+    with pytest.warns(UserWarning, match="skips 4 of 4 weights: parameters that"):
         common.fit(model, *common.regression_data(), callbacks=[check])
     return {}
 

@@ -123,7 +123,7 @@ def an_option_refuses_gathers(env: Env) -> None:
     before = [np.array(weight) for weight in model.get_weights()]
     with options(env, gathers="error"):
         text = _error(lambda: common.fit(model, x, y))
-    assert '`CommunicationOptions(gathers="error")` allows none' in text, text
+    assert '`CommunicationOptions(gathers="error")` forbids gathers' in text, text
     assert f"for `Svd` ({__file__}:" in text, text
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
@@ -143,7 +143,7 @@ def a_gather_that_does_not_fit_in_memory_is_refused(env: Env) -> None:
         checks.available_bytes = original
     assert "cannot gather" in text, text
     assert f"for `Svd` ({__file__}:" in text, text
-    assert "1,000 bytes are free" in text, text
+    assert "but has 1,000 bytes free" in text, text
 
 
 @case(

@@ -115,7 +115,9 @@ def test_of_many_replicas_some_are_named_and_the_rest_counted():
 def test_replicas_that_are_alike_again_are_named_all_the_same():
     names = ["replica 0", "replica 1", "replica 2"]
     text = describe_drift([5.0, 5.0, 6.0], [[1], [1], [1]], ["w"], names)
-    expected = "replica 2 differs from the other 2 in a variable that is alike again"
+    expected = (
+        "replica 2 differs from the other 2 in a variable whose values are equal again"
+    )
     assert text == expected
 
 

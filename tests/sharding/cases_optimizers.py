@@ -227,7 +227,7 @@ def uneven_nodes_share_one_state(env: Env) -> dict:
         results = _routed(env, Sharded(scope="node"), node_size=2)
     if not env.is_reference:
         (text,) = {str(w.message) for w in caught if "shard_scope" in str(w.message)}
-        assert text.startswith('`shard_scope="node"` works as "all"')
+        assert text.startswith('`shard_scope="node"` falls back to "all"')
     return results
 
 

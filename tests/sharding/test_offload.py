@@ -46,7 +46,7 @@ def test_whole_variables_take_as_much_as_the_largest_owner_has():
 def test_offload_needs_sharding_and_knows_the_cpu_only():
     import keras
 
-    with pytest.raises(ValueError, match="give `sharding` too"):
+    with pytest.raises(ValueError, match=r"needs sharded state\. Set `sharding`"):
         tfdp.DistributedOptimizer(keras.optimizers.Adam(), offload="cpu")
     with pytest.raises(ValueError, match="Received: offload='disk'"):
         tfdp.callbacks.ShardedOptimizer(offload="disk")

@@ -26,7 +26,7 @@ case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
 # In the standard tier on two workers, where gradients leave the process.
 WORKERS = ("two_workers", "mirrored")
-LEFT_OUT = "`jit_compile=True` is left out"
+IGNORED = "`jit_compile=True` is ignored"
 
 
 def _compiled(env: Env, build: Callable[[], keras.Model], **options: Any) -> Any:
@@ -50,7 +50,7 @@ def _told_that_fails(env: Env, loop: str, reason: str) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         yield
-    sentences = [str(w.message) for w in told if LEFT_OUT in str(w.message)]
+    sentences = [str(w.message) for w in told if IGNORED in str(w.message)]
     assert len(sentences) == (not env.is_reference), sentences
     for sentence in sentences:
         assert reason in sentence
@@ -446,5 +446,5 @@ def xla_not_with_collectives_in_the_model(env: Env) -> dict:
             ]
         )
 
-    reason = "a collective beside those of the gradients"
+    reason = "a collective other than those of the gradients"
     return _without(env, _compiled(env, build), reason, *common.regression_data(24))

@@ -178,14 +178,14 @@ def what_cannot_be_tuned_says_so_once(env: Env) -> dict:
     )
     sharded = [tfdp.callbacks.ShardedOptimizer()]
     assert _told(env, callbacks=sharded) == _stays(
-        env, "sharded state lies by its buckets, which have to stay"
+        env, "the layout of sharded state depends on its buckets, which cannot change"
     )
     unknown = tf.data.Dataset.from_generator(
         lambda: iter([data(1)]),
         output_signature=tuple(tf.TensorSpec([8, n], tf.float64) for n in (6, 1)),
     )
     assert _told(env, batches=(unknown,)) == _stays(
-        env, "its data does not tell the number of steps (`steps_per_epoch` does)"
+        env, "the number of steps of its data is unknown (set `steps_per_epoch`)"
     )
     return {}
 
@@ -200,7 +200,7 @@ def loops_of_a_users_own_have_the_default_buckets(env: Env) -> dict:
             assert env.strategy.extended.reducer.tuned_of(model.variables) is None
     texts = [text for text in map(_text, caught) if "bucket_mb" in text]
     assert len(texts) == env.is_chief
-    assert all("tunes the buckets of `fit`" in text for text in texts)
+    assert all("tunes buckets only in `fit`" in text for text in texts)
     return {}
 
 

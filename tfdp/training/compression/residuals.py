@@ -112,9 +112,8 @@ class RestoredResiduals:
         if found is None or not _fits(found, state):
             if self.values or found:
                 user_code.warn(
-                    "The errors of compressed gradients that were saved are dropped, "
-                    "and begin at zero: they are of other buckets or of another "
-                    "compressor.",
+                    "The saved errors of compressed gradients are dropped, and start "
+                    "at zero: they belong to other buckets or another compressor.",
                     once_for=self,
                 )
             return True

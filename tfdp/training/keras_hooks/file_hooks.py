@@ -69,7 +69,7 @@ def _save_with_plain_optimizer(
     extended = (strategy or strategy_of(model)).extended
     worker_group, host_group = extended.worker_group, extended.host_group
     worker_group.all_gather(
-        "saving a model of which each worker has a part, which all workers have to do"
+        "saving a sharded model, in which all workers must take part"
     )
     is_writer = worker_group.is_chief
     whole = None
@@ -125,7 +125,9 @@ def _check_file_on_all_workers(optimizer: Any, path: Any) -> None:
     """Raise if only some workers see a file, from which each reads its slices."""
     worker_group = _compat.strategy_of_optimizer(optimizer).extended.worker_group
     exists = os.path.exists(path) if isinstance(path, (str, os.PathLike)) else True
-    topic = "loading a file into a sharded optimizer, which all workers have to do"
+    topic = (
+        "loading a file into a sharded optimizer, in which all workers must take part"
+    )
     seen_by = worker_group.all_gather(topic, exists)
     if any(seen_by) and not all(seen_by):
         raise worker_group.error(

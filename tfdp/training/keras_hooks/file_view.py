@@ -333,7 +333,8 @@ def pop_accumulation_steps(optimizer: Any) -> int:
     steps = {group.gradient_accumulation_steps or 1 for group in parts}
     if len(steps) > 1:
         raise ValueError(
-            "The optimizers of a `MultiOptimizer` must accumulate alike. Received: "
+            "The optimizers of a `MultiOptimizer` must have the same "
+            "`gradient_accumulation_steps`. Received: "
             f"gradient_accumulation_steps={sorted(steps)}"
         )
     for group in parts:

@@ -261,8 +261,8 @@ def _check_arrays(worker_group: WorkerGroup, name: str, gathered: list[dict]) ->
         gathered: List of dicts, the facts of each worker, ordered by rank.
     """
     problem = (
-        f"Workers give `{name}` different arrays. Give every worker the same ones, of "
-        "which each takes its rows, or a `tf.data.Dataset` of its own with "
+        f"Workers give `{name}` different arrays. Give every worker the same arrays, "
+        "which tfdp divides, or a `tf.data.Dataset` of its own with "
         "`AutoShardPolicy.OFF`."
     )
     for parts in zip(*(each["arrays"] for each in gathered), strict=True):
@@ -340,10 +340,10 @@ def _check_assignments(
         if not problem and (not are_alike or record.is_mixed):
             described = [f"{entry[2]} on worker {r}" for r, entry in enumerate(entries)]
             problem = (
-                "Workers have assigned different values to a weight of which each "
-                "keeps or updates its own part. Assign the same to it on every worker, "
-                "by the same calls of `set_weights`, `assign` and `load_weights`. "
-                f"Received: {weight.path!r}, {', '.join(described)}"
+                "Workers have assigned different values to a sharded weight. Assign "
+                "the same values on every worker, by the same calls of `set_weights`, "
+                f"`assign` and `load_weights`. Received: {weight.path!r}, "
+                f"{', '.join(described)}"
             )
         record.compared(are_alike=are_alike)
     if problem:

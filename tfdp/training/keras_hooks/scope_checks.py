@@ -25,9 +25,9 @@ def check_outside_scope(model: Any, name: str) -> None:
     """
     if in_tfdp_scope():
         raise ValueError(
-            f"The model {model.name!r} was made outside `strategy.scope()`, so that "
-            "its variables are on one device. Make and compile it inside the "
-            f"scope. Received: a call of `{name}` inside the scope"
+            f"The model {model.name!r} was created outside `strategy.scope()`, so that "
+            "its variables are on one device. Create and compile it inside the scope. "
+            f"Received: a call of `{name}` inside the scope"
         )
 
 
@@ -42,10 +42,10 @@ def warn_of_separate_training(model: Any, name: str) -> None:
     if num_workers == 1 or _compat.strategy_of(model) is not None:
         return
     user_code.warn(
-        f"The model {model.name!r} was made outside `strategy.scope()`: each of the "
-        f"{num_workers} workers trains a model of its own, and none has what the "
-        "others learn. Make and compile it inside the scope. "
-        f"Received: a call of `{name}` outside the scope",
+        f"The model {model.name!r} was created outside `strategy.scope()`: each of the "
+        f"{num_workers} workers trains a separate model, without the updates of the "
+        f"others. Create and compile it inside the scope. Received: a call of `{name}` "
+        "outside the scope",
         once_for=model,
         topic="separate training",
     )
@@ -81,8 +81,8 @@ def bring_into_scope(optimizer: Any) -> None:
         return
     if optimizer.built or not tf.distribute.in_cross_replica_context():
         raise ValueError(
-            f"The optimizer {optimizer.name!r} was made outside "
-            "`strategy.scope()`. Make a new one, inside the scope."
+            f"The optimizer {optimizer.name!r} was created outside `strategy.scope()`. "
+            "Create a new one, inside the scope."
         )
     _compat.rehome_optimizer(optimizer, active)
 
@@ -97,7 +97,7 @@ def check_variables_in_scope(variables: Sequence[Any]) -> None:
         if _compat.is_on_one_device(variable):
             name = getattr(variable, "path", None) or variable.name
             raise ValueError(
-                f"The variable {name!r} was made outside `strategy.scope()`, so that "
-                "it is on one device. Make the model and its optimizer inside the "
-                "scope."
+                f"The variable {name!r} was created outside `strategy.scope()`, so "
+                "that it is on one device. Create the model and its optimizer inside "
+                "the scope."
             )

@@ -151,9 +151,8 @@ def describe_mismatch(names: list[list[str]]) -> str:
     if all(own == names[0] for own in names):
         return ""
     return (
-        "tfdp's callbacks take part on all workers: give every worker the same ones, "
-        "in the same order. "
-        f"Received: {names}, by worker"
+        "tfdp's callbacks must run on all workers. Give every worker the same ones, in "
+        f"the same order. Received: {names}, by worker"
     )
 
 

@@ -74,8 +74,8 @@ def check_accumulation(optimizer: Any) -> None:
     """
     if any(part.gradient_accumulation_steps for part in innermost(optimizer)):
         raise ValueError(
-            "A `MultiOptimizer` that is made by a function has its optimizers when it "
-            "is built. Leave out their `gradient_accumulation_steps`, and give "
+            "A `MultiOptimizer` whose `optimizer_map` is a function has no optimizers "
+            "before it is built. Remove their `gradient_accumulation_steps`, and give "
             "`accumulation_steps` to `DistributedOptimizer`."
         )
 

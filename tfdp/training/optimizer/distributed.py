@@ -367,10 +367,11 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             ("Adasum", self._combines_means),
         ]
         if found := [name for name, is_used in others if is_used]:
+            need = "need" if len(found) > 1 else "needs"
             raise ValueError(
-                "Replicas that step alone cannot be combined with "
-                f"{' and '.join(found)}: these need what all replicas have in every "
-                "step. Leave out `LocalSGD` or `DiLoCo`, or the other."
+                f"Local steps cannot be combined with {' and '.join(found)}, which "
+                f"{need} all replicas in every step. Remove `LocalSGD` or `DiLoCo`, or "
+                "the other."
             )
         return features.local_steps
 

@@ -137,8 +137,8 @@ class Features:
         """
         if self.local_step_options not in (None, options):
             raise ValueError(
-                "Give `fit` one of `LocalSGD` and `DiLoCo`, once: each says when the "
-                "replicas meet."
+                "Give `fit` only one `LocalSGD` or `DiLoCo`: each sets when the "
+                "replicas synchronize."
             )
         self.local_step_options, self.uses_local_steps = options, now
         self._make_local_steps = make

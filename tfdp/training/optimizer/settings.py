@@ -143,8 +143,9 @@ class OptimizerSettings:
         parts = innermost(self.inner_optimizer)
         if not parts:
             raise ValueError(
-                "A `MultiOptimizer` that is made by a function has its optimizers when "
-                "it is built. Call `exclude_from_weight_decay` of each of them."
+                "A `MultiOptimizer` whose `optimizer_map` is a function has no "
+                "optimizers before it is built. Call `exclude_from_weight_decay` of "
+                "each of its optimizers."
             )
         for part in parts:
             part.exclude_from_weight_decay(var_list=var_list, var_names=var_names)

@@ -97,7 +97,7 @@ class ShardableOptimizer(OptimizerSettings):
             return
         if current.sharding != "none":
             raise ValueError(
-                f"The optimizer is sharded already, in another way: {current.text}. "
+                f"The optimizer is already sharded with other options: {current.text}. "
                 f"Received: {options.text}"
             )
         self.sharding_options = options
@@ -143,9 +143,9 @@ class ShardableOptimizer(OptimizerSettings):
         variables = self.variables
         if self.is_sharded or len(weights) != len(variables):
             raise ValueError(
-                "`set_weights` of an optimizer takes a value for each of its "
-                "`variables`, which sharded state is no part of; use "
-                "`model.load_weights`, or `tfdp.checkpoint`, for that. Received: "
+                "`set_weights` of an optimizer takes one value for each of its "
+                "`variables`, which do not include sharded state. For that use "
+                "`model.load_weights`, or `tfdp.checkpoint`. Received: "
                 f"{pluralize(len(weights), 'value')}, for "
                 f"{pluralize(len(variables), 'variable')}"
             )
@@ -160,10 +160,9 @@ class ShardableOptimizer(OptimizerSettings):
         """
         if self.is_sharded or self.accumulated_steps:
             raise ValueError(
-                "A Keras file has no sharded state and no accumulated gradients of an "
-                "optimizer that a model has beside `model.optimizer`. Use "
-                "`tfdp.checkpoint`, or save after whole updates. "
-                f"Received: {self.name!r}"
+                "A Keras file cannot hold sharded state or accumulated gradients of an "
+                "optimizer other than `model.optimizer`. Use `tfdp.checkpoint`, or "
+                f"save after whole updates. Received: {self.name!r}"
             )
         super().save_own_variables(store)  # type: ignore[misc]
 
@@ -251,9 +250,9 @@ class ShardableOptimizer(OptimizerSettings):
         """Create the sharded state of the wrapped optimizer for these variables."""
         if self.sharding_options.shards_parameters and not tf.executing_eagerly():
             raise ValueError(
-                "A step builds an optimizer that shards parameters, which the step has "
-                "read whole. Build it before the first step, in the scope of the "
-                "strategy: `optimizer.build(model.trainable_variables)`."
+                "A step builds an optimizer that shards parameters, but the step has "
+                "already read them whole. Build it before the first step, in the scope "
+                "of the strategy: `optimizer.build(model.trainable_variables)`."
             )
         strategy = self._distribution_strategy
         # Slots may begin as copies of weights, which must be equal on all workers.

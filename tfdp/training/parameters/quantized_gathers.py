@@ -59,9 +59,10 @@ def check_constraints(variables: Sequence[Any], options: UnitOptions) -> None:
         if variable.constraint is not None and len(variable.shape) > 1:
             raise ValueError(
                 "A constraint is computed from a whole parameter, which "
-                f"`gather_compression={options.gather_compression!r}` rounds, and "
-                "would keep what was rounded. Leave out one of them. "
-                f"Received: {path_of(variable)!r} with {variable.constraint}"
+                f"`gather_compression={options.gather_compression!r}` rounds, so that "
+                "the parameter would keep the rounding error. Remove the constraint, "
+                f"or `gather_compression`. Received: {path_of(variable)!r} with "
+                f"{variable.constraint}"
             )
 
 

@@ -213,14 +213,14 @@ def shard_groups_of(
     has_nodes = selector.topology.num_nodes > 1
     if has_nodes and not is_even and scope == "node":
         user_code.warn(
-            '`shard_scope="node"` works as "all": it needs equally many replicas on '
-            "every node."
+            '`shard_scope="node"` falls back to "all": it needs the same number of '
+            "replicas on every node."
         )
         scope = "all"
     if has_nodes and not is_even and needs_two_levels:
         user_code.warn(
-            '`reshard_after_forward="node"` works as `True`: it needs equally many '
-            "replicas on every node."
+            '`reshard_after_forward="node"` falls back to `True`: it needs the same '
+            "number of replicas on every node."
         )
     levels = selector.is_hierarchical or (needs_two_levels and is_even)
     return ShardGroups(extended.group, scope, is_hierarchical=levels)

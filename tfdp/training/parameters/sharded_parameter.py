@@ -200,15 +200,16 @@ def check_reader(variables: Sequence[Any], reader: Any) -> None:
             continue
         if parameter.unit is None:
             raise ValueError(
-                'The model was made in `strategy.scope(init="deferred")`: each replica '
-                "has a part of its parameters. Give `compile` a "
+                'The model was created in `strategy.scope(init="deferred")`: each '
+                "replica has only a part of its parameters. Give `compile` a "
                 '`DistributedOptimizer(..., sharding="parameters")`, or `fit` '
                 f"`ShardedOptimizer(stage=3)`. Received: {parameter.name!r}"
             )
         raise ValueError(
-            "The model's parameters are sharded by another optimizer, in another "
-            'way. Give it one with `sharding="parameters"` and the same '
-            f"`shard_scope`, or build it anew. Received: {parameter.name!r}"
+            "The model's parameters are sharded by another optimizer, with other "
+            'options. Give the model an optimizer with `sharding="parameters"` and the '
+            "same `shard_scope`, or build the model again. Received: "
+            f"{parameter.name!r}"
         )
 
 

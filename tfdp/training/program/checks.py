@@ -74,8 +74,8 @@ def check_step(
     if extended.options.gathers == "error" and gathers.large:
         raise ValueError(
             f"{_describe_gathers(loop, gathers, gathers.large)}. "
-            '`CommunicationOptions(gathers="error")` allows none: change these lines '
-            "as docs/one_program.md says, or leave the option out."
+            '`CommunicationOptions(gathers="error")` forbids gathers. Change these '
+            "lines (see docs/one_program.md), or remove the option."
         )
     _warn_of_gathers(strategy, loop, gathers)
 
@@ -122,9 +122,9 @@ def _check_memory(
     if needed > available:
         raise ValueError(
             f"A step of `{loop.name}` of {loop.model.name!r} cannot gather "
-            f"{gather.describe(gathers.rows)}: that needs {megabytes(needed)} on each "
-            f"worker, and {megabytes(available)} are free. Use a smaller batch, or "
-            "change that line as docs/one_program.md says."
+            f"{gather.describe(gathers.rows)}: each worker needs {megabytes(needed)}, "
+            f"but has {megabytes(available)} free. Use a smaller batch, or change that "
+            "line (see docs/one_program.md)."
         )
 
 

@@ -47,9 +47,9 @@ def warn_of_division(
         return
     user_code.warn(
         f"A loss is divided by {num_replicas}, the number of replicas: {place}. In "
-        "`fit` and the like a step is that of one device, whose loss is not divided: "
-        "leave the division out, or read `strategy.num_replicas_in_sync` within the "
-        "step, where it is 1.",
+        "`fit`, `evaluate` and `predict` a step runs as on one device, so its loss "
+        "must not be divided. Remove the division, or read "
+        "`strategy.num_replicas_in_sync` within the step, where it is 1.",
         once_for=model,
         topic="division",
     )

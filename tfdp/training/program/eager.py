@@ -60,7 +60,7 @@ class EagerProgram(ProgramTrace):
         if not tf.executing_eagerly():
             raise ValueError(
                 "With `run_eagerly=True` a `tf.function` of the step makes an update. "
-                "Call the function without the decorator, or leave out "
+                "Call the function without the decorator, or remove "
                 "`run_eagerly=True`."
             )
         self.jobs.append((list(tensors), run, kind))

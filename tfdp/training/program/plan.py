@@ -209,7 +209,8 @@ def _check_conversion(op: Any, tensor: Any, fact: Fact) -> None:
     if tensor.dtype in (tf.variant, tf.resource) or is_text:
         raise CannotDivideError(
             op,
-            f"reads a {tensor.dtype.name} of all rows, which no collective carries",
+            f"needs a {tensor.dtype.name} tensor of the whole batch, which cannot be "
+            "gathered",
             "Use `tf.stack` in place of a `TensorArray`, and read strings in "
             "`dataset.map`.",
         )
@@ -448,7 +449,7 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
     else:
         raise CannotDivideError(
             view.op,
-            "changes in each pass what a replica holds of its variables",
+            "has loop variables whose division among replicas changes in each pass",
             "Use an operation on the whole batch in place of the loop.",
         )
     cond_plan = _plan_inside(cond, facts, scope)

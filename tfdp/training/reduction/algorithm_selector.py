@@ -226,7 +226,7 @@ def _check_floating(plan: BucketPlan, option: str) -> None:
     for bucket in plan:
         if not tf.as_dtype(bucket.dtype).is_floating:
             raise ValueError(
-                f"`{option}` is for gradients of floating point. Leave it out for "
+                f"`{option}` supports only floating-point gradients. Remove it for "
                 f"this model. Received: {bucket.entries[0].name!r} of {bucket.dtype}"
             )
 
@@ -252,12 +252,13 @@ def _fixed_algorithm(
     what = '`algorithm="hierarchical"`'
     if topology.num_nodes == 1:
         return Algorithm(wanted.inner), (
-            f"{what} works as {wanted.inner!r}: all replicas are on one node"
+            f"{what} falls back to {wanted.inner!r}: all replicas are on one node"
         )
     if not topology.is_even:
         return RING, (
-            f"{what} works as 'ring': it needs equally many replicas on every node, "
-            f"which have {', '.join(str(len(node)) for node in topology.nodes)}"
+            f"{what} falls back to 'ring': it needs the same number of replicas on "
+            "every node, but they have "
+            f"{', '.join(str(len(node)) for node in topology.nodes)}"
         )
     return wanted, ""
 
@@ -279,11 +280,12 @@ def _adasum_of_nodes(
     """
     if topology.num_nodes == 1:
         return RING, (
-            '`algorithm={"outer": "adasum"}` is a mean: all replicas are on one node'
+            '`algorithm={"outer": "adasum"}` falls back to a mean: all replicas are on '
+            "one node"
         )
     if not topology.is_even:
         raise ValueError(
-            "Adasum across nodes needs equally many replicas on every node. Use "
+            "Adasum across nodes needs the same number of replicas on every node. Use "
             '`algorithm="adasum"`, between all replicas. Received: nodes with '
             f"{', '.join(str(len(node)) for node in topology.nodes)}"
         )

@@ -203,9 +203,9 @@ class ReplicaReducer(GradientReducer):
             is_whole or self._must_reduce_across_replicas()
         ):
             raise ValueError(
-                "Adasum needs all replicas at once, and eager steps run one after the "
-                "other, or on the whole batch. Leave out `run_eagerly=True`, and "
-                "call `strategy.run` in a `tf.function`."
+                "Adasum combines the gradients of all replicas at once, but eager "
+                "steps run replicas one after another, or on the whole batch. Remove "
+                "`run_eagerly=True`, and call `strategy.run` in a `tf.function`."
             )
 
     def _must_reduce_across_replicas(self) -> bool:

@@ -197,7 +197,7 @@ class Reducer:
         if variables is not None and any(
             not route.levels.is_compressed for route in routes
         ):
-            self.warn_of_momentum("some of them are sent whole")
+            self.warn_of_momentum("some gradients are sent whole")
         if variables is not None and replica == 0:
             self._warn_of_own_loop()
             # Only a new plan is compared. A batch of another size may make only some of
@@ -317,8 +317,9 @@ class Reducer:
         if in_fit or not is_affected:
             return
         user_code.warn(
-            '`bucket_mb="auto"` tunes the buckets of `fit`. Other loops have those of '
-            "the default, or of what a `fit` of the same model has found.",
+            '`bucket_mb="auto"` tunes buckets only in `fit`. Other loops use the '
+            "default buckets, or those that an earlier `fit` of the same model has "
+            "found.",
             once_for=self,
         )
 
@@ -339,9 +340,9 @@ class Reducer:
         if not has_momentum:
             return
         user_code.warn(
-            "The `momentum` of `TopK` acts on gradients that are compressed, and here "
-            f"{reason}: these are trained without momentum. Give it to the optimizer, "
-            "and none to `TopK`.",
+            "The `momentum` of `TopK` applies only to compressed gradients, but "
+            f"{reason}. Uncompressed gradients train without momentum. Give `momentum` "
+            "to the optimizer instead of `TopK`.",
             once_for=self,
             topic="momentum",
         )

@@ -106,7 +106,8 @@ def describe_drift(
     differing = [index for index, column in enumerate(columns) if len(set(column)) > 1]
     if not differing:
         return (
-            f"{_describe_outliers(totals, replicas)} in a variable that is alike again"
+            f"{_describe_outliers(totals, replicas)} in a variable whose values are "
+            "equal again"
         )
     first = differing[0]
     return (
@@ -179,7 +180,7 @@ def _raise_drift(
     raise RuntimeError(
         f"Replicas have drifted apart, as seen {when}: {drift}. Every replica makes "
         "the same updates of the same weights, so that one computes wrongly, or "
-        "something changes the weights of some replicas only. Go on from an earlier "
+        "something changes the weights of some replicas only. Continue from an earlier "
         "checkpoint."
     )
 

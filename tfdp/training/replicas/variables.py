@@ -57,7 +57,7 @@ class MirroredVariable(_Array, _compat.MirroredVariable):
         """
         if program_trace.current() is None:
             raise NotImplementedError(
-                f"`{method}` of a variable with a copy on every replica works in "
+                f"`{method}` of a variable with a copy on every replica works only in "
                 "steps of `fit`, `evaluate` and `predict`. Use `assign` elsewhere."
             )
         local = self._get_on_device_or_primary()

@@ -55,22 +55,22 @@ class ShardingOptions:
             )
         if self.offload and not self.stage:
             raise ValueError(
-                "`offload` is for sharded state: give `sharding` too. "
-                f"Received: offload={self.offload!r}, sharding={self.sharding!r}"
+                "`offload` needs sharded state. Set `sharding`. Received: "
+                f"offload={self.offload!r}, sharding={self.sharding!r}"
             )
         if not self.shards_parameters and self.units.gather_compression:
             raise ValueError(
                 "`gather_compression` is for sharded parameters, stage 3. In other "
-                "stages the weights that are gathered are all that a replica has, and "
-                "updates that are smaller than what rounding takes would be lost. "
-                f"Received: gather_compression={self.units.gather_compression!r}, "
+                "stages the gathered weights are a replica's only copy, so rounding "
+                "would lose small updates. Received: "
+                f"gather_compression={self.units.gather_compression!r}, "
                 f"sharding={self.sharding!r}"
             )
         if not self.shards_parameters and self.units != DEFAULT_UNITS:
             raise ValueError(
-                "`gather_groups`, `reshard_after_forward` and `prefetch` are for "
-                'sharded parameters: give `sharding="parameters"`, stage 3, too. '
-                f"Received: {self.units.text}, sharding={self.sharding!r}"
+                "`gather_groups`, `reshard_after_forward` and `prefetch` need sharded "
+                'parameters. Set `sharding="parameters"`, stage 3. Received: '
+                f"{self.units.text}, sharding={self.sharding!r}"
             )
 
     @property

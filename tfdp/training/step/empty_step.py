@@ -58,8 +58,8 @@ class Updates:
         """
         if self._left_out is not None:
             user_code.warn(
-                f"The data ended where nobody knew, and {self._left_out} was left as "
-                "it is: plain Keras on one device changes it once more then, by a step "
+                f"The data of unknown length has ended, and {self._left_out} keeps its "
+                "value: plain Keras on one device would change it once more, in a step "
                 "without data. Give the length of the data, by "
                 "`tf.data.experimental.assert_cardinality`."
             )

@@ -120,7 +120,7 @@ class CompiledStep:
                 reason = str(error)
         name = self.loop.name
         user_code.warn(
-            f"`jit_compile=True` is left out: {reason}. `{name}` runs without XLA.",
+            f"`jit_compile=True` is ignored: {reason}. `{name}` runs without XLA.",
             once_for=self.loop.model,
             topic=f"XLA in {name}",
         )
@@ -206,8 +206,8 @@ def _check_variables(model: Any) -> None:
     """Raise if a model has sharded parameters."""
     if any(sharded_parameter(own) is not None for own in model.variables):
         raise CannotCompileError(
-            "parameters are sharded, and the collectives that gather them are not for "
-            "XLA"
+            "parameters are sharded, and XLA cannot compile the collectives that "
+            "gather them"
         )
 
 
@@ -216,7 +216,7 @@ def _check_collectives(graph: Any) -> None:
     for op in _compat.all_operations(graph):
         if is_collective(op):
             raise CannotCompileError(
-                "its step has a collective beside those of the gradients (a "
+                "its step has a collective other than those of the gradients (a "
                 "synchronized BatchNormalization, `tfdp.all_gather`, or a loss or log "
                 f"of the rows of all replicas: operation {op.name!r})"
             )

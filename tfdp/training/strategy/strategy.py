@@ -252,8 +252,8 @@ def _warn_of_processes_apart(cluster: Cluster | None) -> None:
     apart = unconnected_processes() if cluster is None else None
     if apart:
         user_code.warn(
-            f"{apart}, and no TF_CONFIG tells them of each other: each trains a model "
-            f"of its own. {_remedy()}, or start the script with `tfdp run`."
+            f"{apart}, and no TF_CONFIG connects them: each trains a separate model. "
+            f"{_remedy()}, or start the script with `tfdp run`."
         )
 
 
@@ -265,10 +265,12 @@ def _remedy() -> str:
     """
     if mpi_rank() is not None:
         return (
-            "Install mpi4py, through which tfdp finds the others (pip install "
-            "tfdp[mpi]), or set TF_CONFIG before the strategy is made"
+            "Install mpi4py, with which tfdp finds the other processes (pip install "
+            "tfdp[mpi]), or set TF_CONFIG before the strategy is created"
         )
-    return "Set TF_CONFIG before the strategy is made, as the guide for PyTorch shows"
+    return (
+        "Set TF_CONFIG before the strategy is created, as the guide for PyTorch shows"
+    )
 
 
 @_compat.filter_traceback

@@ -62,9 +62,8 @@ def _decide_shared_read(view: View) -> Decision:
     if result.dtype == tf.string or not result.shape.is_fully_defined():
         raise CannotDivideError(
             view.op,
-            "uses a state that was made outside of `strategy.scope()`, and that it "
-            "writes",
-            "Make it in the scope.",
+            "reads and writes a state created outside of `strategy.scope()`",
+            "Create it inside the scope.",
         )
     needs = [AS_HELD] + [WHOLE] * (len(view) - 1)
     return Decision(needs, view.part_outputs(), _build_shared_read)
