@@ -89,7 +89,8 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module 'tfdp' has no attribute {name!r}")
         if name in _MOVED:
             user_code.warn(
-                f"`tfdp.{name}` is `{module_name}.{name}` now; the old name will go."
+                f"`tfdp.{name}` is now `{module_name}.{name}`; the old name will be "
+                "removed."
             )
         module = importlib.import_module(module_name)
         value = module if module_name == f"tfdp.{name}" else getattr(module, name)

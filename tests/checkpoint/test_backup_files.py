@@ -188,7 +188,7 @@ def test_a_directory_that_cannot_be_is_said_before_training(tmp_path):
     ("change", "message"),
     [
         ({"format": 2}, "it has format 2, and this tfdp reads 1"),
-        ({"run": None}, "it is a checkpoint, and none of a run"),
+        ({"run": None}, "it is a checkpoint without the state of a run"),
     ],
 )
 def test_a_backup_that_is_none_or_is_newer_is_refused(change, message, backups):

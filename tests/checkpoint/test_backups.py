@@ -221,7 +221,7 @@ def test_preempted_workers_save_and_exit_with_a_code_of_their_own(
     kill = {"step": step, "at": rank, "number": int(number)}
     first = train(TWO_WORKERS, tmp_path, kill=kill, **options)
     assert first.codes == (PREEMPTED, PREEMPTED), first.output[-3000:]
-    assert "the same command goes on" in first.output
+    assert "Run the same command to resume" in first.output
     assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
 
 

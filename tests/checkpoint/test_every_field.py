@@ -236,7 +236,7 @@ def test_a_backup_from_beyond_the_last_epoch_is_loaded(interrupted, tmp_path, ca
     """From within the second epoch, by a script that now trains one."""
     model = build()
     fit(model, interrupted, epochs=1)
-    assert "nothing is left to train" in capfd.readouterr().err
+    assert "no epochs are left to train" in capfd.readouterr().err
     assert int(model.optimizer.iterations) == 5
 
 

@@ -118,7 +118,7 @@ def test_a_step_that_computes_does_not_wait(tmp_path):
         standard(
             "model.fit(data(99), verbose=0)",
             {"compiled": "steps_per_execution=3"},
-            "leave out `steps_per_execution`",
+            "remove `steps_per_execution`",
         ),
         standard(
             "strategy = tf.distribute.MirroredStrategy(['CPU:0'])\n"

@@ -174,5 +174,5 @@ def test_who_waits_for_long_says_so(hub, monkeypatch, capsys):
     "other", [tfdp.callbacks.LocalSGD(sync_every=3), tfdp.callbacks.DiLoCo(4)]
 )
 def test_an_island_has_one_callback_of_local_steps(hub, other):
-    with pytest.raises(ValueError, match="An island trains by one `DiLoCo`"):
+    with pytest.raises(ValueError, match="An island needs exactly one `DiLoCo`"):
         fit(tfdp.callbacks.DiLoCo(4), other)

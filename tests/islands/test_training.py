@@ -216,4 +216,4 @@ def test_islands_without_diloco_say_so(launcher):
     )
     code, output = ended(launcher.start("-n", "2", "--islands", "script.py"))
     assert code == 1
-    assert "which brings them together" in output
+    assert "which synchronizes the islands" in output

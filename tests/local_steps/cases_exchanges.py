@@ -137,7 +137,7 @@ def rounds_of_all_are_late_exchanges(env: Env) -> dict:
 @case("Rounds are for workers", compare=False, setups=("mirrored",), full_setups=())
 def rounds_of_one_worker_say_so(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(8, scope="replica", delay=2, min_participants=1)
-    with pytest.raises(ValueError, match="is for several workers that"):
+    with pytest.raises(ValueError, match="needs several workers that"):
         trained_alone(env, adam, callback)
     return {}
 

@@ -299,7 +299,7 @@ def local_sgd_refuses_what_needs_all_replicas(env: Env) -> dict:
         ([tfdp.callbacks.ShardedOptimizer()], "sharded state"),
         ([tfdp.callbacks.GradientNoiseScale()], "the gradient noise scale"),
         ([tfdp.callbacks.ConsistencyCheck()], "ConsistencyCheck"),
-        ([tfdp.callbacks.DiLoCo(scope="replica")], "one of `LocalSGD` and `DiLoCo`"),
+        ([tfdp.callbacks.DiLoCo(scope="replica")], "only one `LocalSGD` or `DiLoCo`"),
     ):
         with env.scope():
             model = first_model(adam)

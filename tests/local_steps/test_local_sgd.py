@@ -69,7 +69,7 @@ def built() -> keras.optimizers.Optimizer:
             "`patience_seconds` must be a number of seconds",
         ),
         ({"compression": "int3"}, "`compression` must be one of"),
-        ({"compression": {"outer": "int8"}}, "`compression` of `DiLoCo` is that"),
+        ({"compression": {"outer": "int8"}}, "`compression` of `DiLoCo` applies"),
         ({"outer_optimizer": "sgd"}, "`outer_optimizer` must be a Keras optimizer"),
         (
             {
@@ -77,12 +77,12 @@ def built() -> keras.optimizers.Optimizer:
                     keras.optimizers.SGD()
                 )
             },
-            "and no wrapper of others",
+            "not a wrapper of others",
         ),
         ({"outer_optimizer": built()}, "has been built for other variables already"),
         (
             {"outer_optimizer": keras.optimizers.SGD(0.7, use_ema=True)},
-            "makes one update of each exchange.* Leave out `use_ema`",
+            "makes one update for each exchange.* Remove `use_ema`",
         ),
     ],
 )
@@ -92,7 +92,9 @@ def test_bad_arguments_of_diloco_are_named(arguments: dict[str, Any], text: str)
 
 
 def test_what_is_of_late_outer_steps_only_is_ignored_aloud():
-    with pytest.warns(UserWarning, match="are for late outer steps, and are ignored"):
+    with pytest.warns(
+        UserWarning, match="have an effect only with a `delay`, and are ignored"
+    ):
         tfdp.callbacks.DiLoCo(scale_by_staleness=True)
 
 

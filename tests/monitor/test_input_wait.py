@@ -30,7 +30,7 @@ def wait(share: float) -> InputWait:
 @pytest.mark.parametrize(
     ("shares", "pipeline", "expected"),
     [
-        ([0.05, 0.19], {"has_serial_map": True}, "little is to gain"),
+        ([0.05, 0.19], {"has_serial_map": True}, "there is little to gain"),
         ([0.4], {}, "Training waits for its data for 40% of a step: give each worker"),
         ([0.4, 0.5], {}, "Worker 1 waits for its data for 50% of a step: give each"),
         (
@@ -46,7 +46,7 @@ def wait(share: float) -> InputWait:
             "make a `tf.data` pipeline",
         ),
         ([0.5], {"kind": PY_DATASET}, "more `workers`"),
-        ([0.5], {"kind": ARRAYS}, "Python between two steps"),
+        ([0.5], {"kind": ARRAYS}, "Python code between two steps"),
         ([0.5], {"has_serial_map": True, "has_map": True}, "`num_parallel_calls="),
         ([0.5], {"has_map": True}, "`cache()`"),
         ([0.5], {"has_map": True, "is_cached": True}, "a faster disk"),

@@ -250,9 +250,8 @@ class BackupAndRestore(StrategyCallback):
         """Print that training was saved on a preemption notice, and exit."""
         self._notice.is_answered = True
         self._say(
-            f"training was to stop, and is saved at step {self._total} in "
-            f"{self.directory}; the same command goes on from there. Exit code "
-            f"{PREEMPTED}."
+            f"received a preemption notice; saved training at step {self._total} in "
+            f"{self.directory}. Run the same command to resume. Exit code {PREEMPTED}."
         )
         raise SystemExit(PREEMPTED)
 
@@ -270,7 +269,7 @@ class BackupAndRestore(StrategyCallback):
         """
         run = index.run
         if run is None:
-            raise IncompatibleBackup("it is a checkpoint, and none of a run")
+            raise IncompatibleBackup("it is a checkpoint without the state of a run")
         if not isinstance(run, dict):
             schema.refuse(run, "run", "an object")
         schema.check(run.get("format"), schema.COUNT, "run.format")
@@ -327,7 +326,8 @@ class BackupAndRestore(StrategyCallback):
         _compat.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
         step = batches + 1 if difference is None else 1
         self._say(
-            f"nothing is left to train: the run saved in {self.directory} had ended"
+            f"the run saved in {self.directory} was already complete: no epochs are "
+            "left to train"
             if is_over
             else f"resumed at step {step} of epoch {run['epoch'] + 1}, from "
             f"{self.directory}"

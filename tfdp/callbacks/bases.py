@@ -68,7 +68,7 @@ class OptimizerCallback(keras.callbacks.Callback):
         if others:
             name = type(self).__name__
             user_code.warn(
-                f"`{name}` is for `model.optimizer`, the one of `compile`, and not for "
+                f"`{name}` applies only to `model.optimizer`, not to "
                 f"{' and '.join(f'`model.{other}`' for other in others)}. Make each of "
                 "these a `tfdp.DistributedOptimizer`, which has the same settings."
             )

@@ -89,7 +89,8 @@ class ConsistencyCheck(StrategyCallback):
         if features is not None and features.local_step_options is not None:
             raise ValueError(
                 "`ConsistencyCheck` compares weights that `LocalSGD` and `DiLoCo` let "
-                "differ between exchanges. Leave out one of them."
+                "differ between exchanges. Remove `ConsistencyCheck`, or the other "
+                "callback."
             )
         self._warn_about_sharded_weights()
         self._check("before the first step")
@@ -157,10 +158,10 @@ class ConsistencyCheck(StrategyCallback):
         sharded = [weight for weight in weights if weight.value.has_parts]
         if sharded:
             user_code.warn(
-                f"ConsistencyCheck leaves out {len(sharded)} of "
+                f"ConsistencyCheck skips {len(sharded)} of "
                 f"{pluralize(len(self.model.weights), 'weight')}: parameters that are "
-                "sharded, of which each replica has another part. It compares what "
-                "workers assign to them outside of steps."
+                "sharded, so that each replica has a different part. It still compares "
+                "what workers assign to them outside of steps."
             )
 
     def _check(self, when: str) -> None:

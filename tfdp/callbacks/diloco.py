@@ -132,8 +132,8 @@ class DiLoCo(LocalStepsCallback):
         )
         if not delay and (scale_by_staleness or mixing != 0.5):
             user_code.warn(
-                "`mixing` and `scale_by_staleness` are for late outer steps, and are "
-                f"ignored. Received: delay={delay!r}"
+                "`mixing` and `scale_by_staleness` have an effect only with a `delay`, "
+                f"and are ignored. Received: delay={delay!r}"
             )
         options = LocalStepsOptions(sync_every, outer, dynamic_steps)
         super().__init__(options, start_step=0)
@@ -212,8 +212,8 @@ class DiLoCo(LocalStepsCallback):
         """Agree with all workers on the fraction of inner steps that each makes."""
         if self.optimizer.accumulation_steps > 1:
             raise ValueError(
-                "`dynamic_steps` leaves out batches, each of which must be an update. "
-                "Leave out it, or gradient accumulation. Received: "
+                "`dynamic_steps` skips batches, so each batch must be one update. "
+                "Remove `dynamic_steps` or gradient accumulation. Received: "
                 f"accumulation_steps={self.optimizer.accumulation_steps}"
             )
         local_steps = self.optimizer.features.local_steps

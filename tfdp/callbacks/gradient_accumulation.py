@@ -63,8 +63,8 @@ class GradientAccumulation(OptimizerCallback):
         before = optimizer.accumulation_steps
         if before > 1 and before not in numbers and optimizer.features.plan is None:
             raise ValueError(
-                "The optimizer was made to accumulate, too. Give the number of batches "
-                "in one place, the optimizer or the callback. Received: "
+                "The optimizer already accumulates gradients. Give the number of "
+                "batches in one place, the optimizer or the callback. Received: "
                 f"accumulation_steps={before} and steps={steps}"
             )
         if max(numbers) > 1:

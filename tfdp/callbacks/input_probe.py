@@ -120,9 +120,11 @@ def _problem_of(model: Any, strategy: Any) -> str:
             "`tfdp.auto_strategy()`"
         )
     if model.run_eagerly:
-        return "the model runs eagerly; leave out `run_eagerly=True`"
+        return "the model runs eagerly; remove `run_eagerly=True`"
     if model.steps_per_execution != 1:
-        return "only one step at a time shows it; leave out `steps_per_execution`"
+        return (
+            "the wait is measured for one step at a time; remove `steps_per_execution`"
+        )
     return ""
 
 
@@ -184,8 +186,8 @@ def _obstacle_of_py_dataset(dataset: Any, strategy: Any) -> str:
     if not _has_other_workers(strategy) or supports_row_reads(dataset):
         return ""
     return (
-        "give the `PyDataset` the methods `rows` and `num_rows`, by which a worker "
-        "makes its own"
+        "give the `PyDataset` the methods `rows` and `num_rows`, with which a worker "
+        "prepares only its own rows"
     )
 
 

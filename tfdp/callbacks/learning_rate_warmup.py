@@ -104,7 +104,7 @@ class LearningRateWarmup(OptimizerCallback):
         super().on_train_begin(logs)
         if self.epochs is not None and self.params.get("steps") is None:
             raise ValueError(
-                "The data does not tell how many batches an epoch has. Give "
+                "The number of batches of an epoch is unknown. Give "
                 "`LearningRateWarmup(steps=...)` or `fit(steps_per_epoch=...)`."
             )
 

@@ -23,7 +23,7 @@ class LocalStepsCallback(OptimizerCallback):
 
     def __init__(self, options: LocalStepsOptions, start_step: int) -> None:
         super().__init__()
-        what = "updates that are made before"
+        what = "the number of updates before local steps begin"
         self.options = options
         self.start_step = checked_integer("start_step", start_step, 0, what)
         self._left = 0  # lower bound of the synchronous updates until local steps

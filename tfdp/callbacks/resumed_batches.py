@@ -127,8 +127,8 @@ class ResumedBatches:
         else:
             clear_accumulated(self._model)
         return (
-            f"training goes on with batches of {pluralize(change.now, 'sample')}, "
-            f"after {change.before}, and as many samples for an update as before."
+            f"training continues with batches of {pluralize(change.now, 'sample')} "
+            f"(before: {change.before}), and the same number of samples for an update."
         )
 
     def _scale_rates(self, change: BatchChange, saved: dict[str, Any] | None) -> str:
@@ -144,9 +144,9 @@ class ResumedBatches:
         is_scaled = scale_rates(self._model, change.ratio, saved)
         done = f"multiplied by {change.ratio:g}" if is_scaled else "the script's own"
         return (
-            f"training goes on with batches of {pluralize(change.now, 'sample')}, "
-            f"after {change.before}, for as many more or fewer replicas; the learning "
-            f"rate is {done}."
+            f"training continues with batches of {pluralize(change.now, 'sample')} "
+            f"(before: {change.before}), since the number of replicas changed; the "
+            f"learning rate is {done}."
         )
 
     def _change(self, run: dict[str, Any]) -> BatchChange | None:

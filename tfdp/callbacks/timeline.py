@@ -79,7 +79,7 @@ class Timeline(MeasuringCallback):
         """
         if num_steps is not None and num_steps < self.steps[1]:
             return (
-                "`Timeline` is to show steps that training does not reach. "
+                "Training ends before the last of the steps that `Timeline` records. "
                 f"Received: steps={self.steps}, and {pluralize(num_steps, 'step')} of "
                 "training"
             )
@@ -120,8 +120,8 @@ class Timeline(MeasuringCallback):
         if self.meter is None:
             return
         user_code.warn(
-            f"`Timeline` was to show {self._named_steps}, and training ended "
-            f"after {self.step}."
+            f"`Timeline` records {self._named_steps}, but training ended after step "
+            f"{self.step}."
         )
         self._write()
 
@@ -151,8 +151,8 @@ class Timeline(MeasuringCallback):
             write_json(self.path, chrome_trace(workers))
         else:
             user_code.warn(
-                f"`Timeline` has nothing to show of {self._named_steps}: that is of "
-                "the execution that was traced."
+                f"`Timeline` has no record of {self._named_steps}: the execution in "
+                "which steps are traced is not measured."
             )
 
 

@@ -168,9 +168,9 @@ class Member:
                 yield
             except GONE as error:
                 raise HubGone(
-                    f"The hub of the islands ({self._island.hub}) has gone: the "
-                    "launcher that ran it has ended, is suspended, or is cut off from "
-                    "the network. Start all again."
+                    f"The connection to the islands' hub ({self._island.hub}) was "
+                    "lost: the launcher that ran it has exited, is suspended, or is "
+                    "cut off from the network. Start all again."
                 ) from error
 
     def _beat(self) -> None:
@@ -270,14 +270,15 @@ def connect(island: Island, within_seconds: float) -> HubConnection:
             return HubConnection(sock)
         except UnauthenticatedPeer as error:
             raise RuntimeError(
-                f"What listens at {island.hub} is not the hub of these islands: "
-                f"{error}. Another job may have taken its port, or the secret's file "
+                f"The process that listens at {island.hub} is not the hub of these "
+                f"islands: {error}. Another job may use its port, or the secret file "
                 "or the version of tfdp differs."
             ) from error
         except (OSError, ConnectionFailed) as error:
             if time.monotonic() >= deadline:
                 raise RuntimeError(
-                    f"The hub of the islands ({island.hub}) cannot be reached: {error}."
-                    " See whether its launcher runs, and the firewall between."
+                    f"The hub of the islands ({island.hub}) cannot be reached: "
+                    f"{error}. Check that its launcher runs, and that no firewall "
+                    "blocks the connection."
                 ) from error
         time.sleep(_RETRY_SECONDS)

@@ -63,14 +63,14 @@ class Islands(Feature):
         )
         if fit.strategy is None or not has_exchange:
             raise ValueError(
-                "The workers of `tfdp run --islands` train with a strategy of tfdp and "
-                "`tfdp.callbacks.DiLoCo`, which brings them together. Add what is "
-                "missing, or leave out `--islands`."
+                "The workers of `tfdp run --islands` need a strategy of tfdp and the "
+                "callback `tfdp.callbacks.DiLoCo`, which synchronizes the islands. Add "
+                "what is missing, or remove `--islands`."
             )
         if sum(hasattr(callback, "steps_locally") for callback in callback_objects) > 1:
             raise ValueError(
-                "An island trains by one `DiLoCo`, whose exchanges are of all its "
-                "replicas. Leave out `LocalSGD`, and a second `DiLoCo`."
+                "An island needs exactly one `DiLoCo`, which exchanges for all its "
+                "replicas. Remove `LocalSGD`, and a second `DiLoCo`."
             )
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return
@@ -369,7 +369,8 @@ class IslandTraining:
             print(
                 f"tfdp: island {self._island.index} has waited for "
                 f"{_WARN_AFTER_SECONDS:g} s for the others in an exchange of `DiLoCo`; "
-                "with `min_participants` it would go on without those that are late.",
+                "with `min_participants` it would continue without those that are "
+                "late.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -454,6 +455,7 @@ def _check(options: LocalStepsOptions, island: Island) -> None:
     }
     if used := [f"`{name}`" for name, is_used in unsupported.items() if is_used]:
         raise ValueError(
-            "Islands exchange whole weights as they are, each at its own pace. Leave "
-            f"out {', '.join(used)}, or `--islands`."
+            f"Islands do not support {', '.join(used)}: they exchange whole weights, "
+            f"each at its own pace. Remove {'them' if used[1:] else 'it'}, or "
+            "`--islands`."
         )

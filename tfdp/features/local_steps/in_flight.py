@@ -267,7 +267,7 @@ def _round_endpoint(
     connect = getattr(transport, "connect", None)
     if not isinstance(transport, ProcessTransport) or connect is None:
         raise ValueError(
-            '`min_participants` is for several workers that `backend="direct"` '
+            '`min_participants` needs several workers that `backend="direct"` '
             f"connects. Received: {pluralize(worker_group.num_workers, 'worker')}, "
             f"with {transport.name!r}"
         )

@@ -133,8 +133,8 @@ class LocalSteps(StepFeature):
         if not is_tfdp(strategy) or len(strategy.extended.group.nodes) < 2:
             raise ValueError(
                 "All replicas are on one node, so that there is nothing to exchange "
-                'between nodes. Use `DiLoCo(scope="replica")`, or say with '
-                "`CommunicationOptions(node_size=...)` how many replicas count as one."
+                'between nodes. Use `DiLoCo(scope="replica")`, or set with '
+                "`CommunicationOptions(node_size=...)` how many replicas form a node."
             )
         return self._node_reducers.of_replica(strategy, replica_context())
 

@@ -56,8 +56,8 @@ class OuterOptions:
         wraps = hasattr(self.optimizer, "inner_optimizer") or is_multi(self.optimizer)
         if not is_keras or wraps:
             raise ValueError(
-                "`outer_optimizer` must be a Keras optimizer, and no wrapper of "
-                f"others. Received: outer_optimizer={self.optimizer!r}"
+                "`outer_optimizer` must be a Keras optimizer, not a wrapper of others. "
+                f"Received: outer_optimizer={self.optimizer!r}"
             )
         if self.optimizer.built:
             raise ValueError(
@@ -107,8 +107,9 @@ class OuterOptions:
         names = ("use_ema", "gradient_accumulation_steps", "loss_scale_factor")
         if used := [name for name in names if getattr(self.optimizer, name, None)]:
             raise ValueError(
-                "`outer_optimizer` makes one update of each exchange, whose result all "
-                f"go on from. Leave out {', '.join(f'`{name}`' for name in used)}."
+                "`outer_optimizer` makes one update for each exchange, and all "
+                "replicas continue from its result. Remove "
+                f"{', '.join(f'`{name}`' for name in used)}."
             )
 
     def _check_rounds(self) -> None:
@@ -125,9 +126,9 @@ class OuterOptions:
         """Raise unless `compression` is valid, and the same for all levels."""
         if isinstance(self.compression, Mapping):
             raise ValueError(
-                "`compression` of `DiLoCo` is that between nodes: one string or "
-                "`tfdp.compression.Compressor`. "
-                f"Received: compression={dict(self.compression)!r}"
+                "`compression` of `DiLoCo` applies between nodes: give one string or "
+                "one `tfdp.compression.Compressor`. Received: "
+                f"compression={dict(self.compression)!r}"
             )
         CommunicationOptions(compression=self.compression)
 
@@ -160,15 +161,15 @@ class LocalStepsOptions:
     is_dynamic: bool = False
 
     def __post_init__(self) -> None:
-        what = "updates from one exchange on"
+        what = "the number of updates from one exchange to the next"
         sync_every = checked_integer("sync_every", self.sync_every, 1, what)
         object.__setattr__(self, "sync_every", sync_every)
         is_dynamic = checked_bool("dynamic_steps", self.is_dynamic)
         object.__setattr__(self, "is_dynamic", is_dynamic)
         if self.num_fragments > self.sync_every:
             raise ValueError(
-                "`fragments` must be at most `sync_every`: one is exchanged after an "
-                f"update. Received: fragments={self.num_fragments}, "
+                "`fragments` must be at most `sync_every`: one fragment is exchanged "
+                f"after an update. Received: fragments={self.num_fragments}, "
                 f"sync_every={self.sync_every}"
             )
         if self.delay and self.delay >= self.sync_every // self.num_fragments:

@@ -54,7 +54,7 @@ class NodeReducers:
         if tf.executing_eagerly() and len(group.devices) > 1:
             raise ValueError(
                 "Replicas of one process cannot reduce within their node while they "
-                "run eagerly, one after the other. Leave out `run_eagerly=True`."
+                "run eagerly, one after the other. Remove `run_eagerly=True`."
             )
         if group.key not in self._reducers:
             self._reducers[group.key] = Reducer(

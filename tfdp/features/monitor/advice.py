@@ -84,7 +84,7 @@ def advise(
     if exposed < _LITTLE:
         return (
             f"The step is bound by compute: {exposed:.0%} of it is exposed "
-            "communication, so that little is to gain there."
+            "communication, so there is little to gain from less of it."
         )
     over = "over nodes" if facts.num_nodes > 1 else "between the replicas"
     return (
@@ -104,8 +104,8 @@ def _remedy(exposed: float, seconds: float, facts: Facts) -> str:
     num_buckets = max(1, facts.num_buckets)
     if facts.gathered_bytes > facts.gradient_bytes:
         return (
-            f"what it gathers for operations that need the whole batch is more than "
-            f"its gradients, the most {facts.largest_gather}; see docs/one_program.md"
+            "gathers for operations that need the whole batch have more bytes than the "
+            f"gradients, the largest {facts.largest_gather}; see docs/one_program.md"
         )
     mean_bytes, mean_seconds = facts.gradient_bytes / num_buckets, seconds / num_buckets
     is_latency = mean_bytes < _SMALL_BYTES and mean_seconds < _SHORT_SECONDS

@@ -59,16 +59,16 @@ class GradientNoise(StepFeature):
         """
         if optimizer.features.accumulation and optimizer.accumulates_sums:
             raise ValueError(
-                "The gradient noise scale needs what each replica accumulates itself, "
-                f"which `sharding={optimizer.sharding!r}` does not keep. Use "
-                '`sharding="optimizer"`, stage 1.'
+                "The gradient noise scale needs the gradients that each replica "
+                f"accumulates, which `sharding={optimizer.sharding!r}` does not keep. "
+                'Use `sharding="optimizer"`, stage 1.'
             )
         strategy = tf.distribute.get_strategy()
         if is_tfdp(strategy) and strategy.extended.reducer.combines_means:
             raise ValueError(
                 "The gradient noise scale compares a replica's gradient with the mean "
-                "of all, which Adasum does not compute. Leave out "
-                '`GradientNoiseScale`, or `algorithm="adasum"`.'
+                "of all, which Adasum does not compute. Remove `GradientNoiseScale`, "
+                'or `algorithm="adasum"`.'
             )
 
     def examine(
@@ -91,8 +91,8 @@ class GradientNoise(StepFeature):
             return
         if tf.executing_eagerly() and batch_weight.is_part_of_sum():
             raise ValueError(
-                "The gradient noise scale compares the gradients of replicas, and with "
-                "`run_eagerly=True` there is one, that of the whole batch. Leave out "
+                "The gradient noise scale compares the gradients of replicas, but with "
+                "`run_eagerly=True` there is only that of the whole batch. Remove "
                 "`GradientNoiseScale`, or `run_eagerly=True`."
             )
         samples, weight = batch_weight.num_samples(), batch_weight.current()

@@ -98,12 +98,12 @@ def advise(waits: Mapping[int, InputWait], pipeline: Pipeline) -> str:
     Example:
 
     >>> advise({0: InputWait(40, 0.2, 0.01)}, Pipeline())
-    'Data is there in time: little is to gain in the input pipeline.'
+    'Data arrives in time: there is little to gain in the input pipeline.'
     """
     rank = max(waits, key=lambda key: waits[key].share)
     share = waits[rank].share
     if share < _MUCH:
-        return "Data is there in time: little is to gain in the input pipeline."
+        return "Data arrives in time: there is little to gain in the input pipeline."
     others = [wait.share for key, wait in waits.items() if key != rank]
     is_apart = bool(others) and statistics.median(others) < _LITTLE
     who = f"Worker {rank} waits" if others else "Training waits"
@@ -131,14 +131,14 @@ def _remedy(pipeline: Pipeline) -> str:
         return "give the `DataLoader` more `num_workers`, or less to do for each batch"
     if pipeline.kind == ARRAYS:
         return (
-            "its arrays are in memory, so that this is Python between two steps; take "
-            "larger batches, or `steps_per_execution` in `compile`"
+            "its arrays are in memory, so the wait is Python code between two steps; "
+            "use larger batches, or `steps_per_execution` in `compile`"
         )
     if pipeline.has_serial_map:
         return "give each `map` `num_parallel_calls=tf.data.AUTOTUNE`"
     if pipeline.has_map and not pipeline.is_cached:
         return (
-            "`cache()` behind the part that is the same in each epoch keeps it, where "
-            "memory is enough; or give each worker more cores"
+            "put `cache()` after the part that is the same in each epoch, if memory is "
+            "sufficient; or give each worker more cores"
         )
     return "give each worker more cores or a faster disk, or prepare less for each row"

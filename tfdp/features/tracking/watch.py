@@ -193,8 +193,8 @@ def _watch_wandb(wandb: ModuleType) -> None:
     """Wrap `wandb.init`, and warn if it was called before."""
     if is_silent() and getattr(wandb, "run", None) is not None:
         user_code.warn(
-            "`wandb.init` was called before tfdp was imported: this worker has made a "
-            "run of its own. Import tfdp first."
+            "`wandb.init` was called before tfdp was imported: this worker has created "
+            "a separate run. Import tfdp first."
         )
     wrapt.wrap_function_wrapper(wandb, "init", _init)
 

@@ -334,9 +334,9 @@ def why_not_tunable(model: Any) -> str:
     if model.run_eagerly:
         return "with `run_eagerly=True` there is no traced step to try plans with"
     if getattr(optimizer, "is_sharded", False):
-        return "sharded state lies by its buckets, which have to stay"
+        return "the layout of sharded state depends on its buckets, which cannot change"
     if features is not None and features.local_step_options is not None:
-        return "replicas that step alone do not communicate in each step"
+        return "with local steps, replicas do not communicate in each step"
     if _compat.overridden(model, ("make_train_function",)):
         return "the model makes its own `train_function`"
     return ""
@@ -355,7 +355,7 @@ def why_too_short(num_steps: int | None, update_steps: int) -> str:
     'a trial of other plans needs a `fit` of 1,578 steps, and this one has 30'
     """
     if num_steps is None:
-        return "its data does not tell the number of steps (`steps_per_epoch` does)"
+        return "the number of steps of its data is unknown (set `steps_per_epoch`)"
     least = MIN_TRIALS_PER_FIT * max_trial_steps(update_steps)
     if num_steps < least:
         return (
