@@ -383,7 +383,7 @@ def test_sigterm_saves_and_exits_with_a_code_of_its_own(undisturbed, tmp_path, c
         fit(arrays(**PLAIN), Terminate(7), BackupAndRestore(tmp_path))
     assert ended.value.code == PREEMPTED
     assert signal.getsignal(signal.SIGTERM) is before
-    assert "saved at step 7" in capfd.readouterr().err
+    assert "saved training at step 7" in capfd.readouterr().err
     assert "step-7" in names(tmp_path)
     change_index(tmp_path / "step-7", versions={"oneDNN": "somewhere else"})
     watch = Cut()

@@ -263,7 +263,7 @@ def fewer_files_than_workers(env: Env) -> dict:
         files = tfdp.data.shard_files(pattern)
     texts = [str(each.message) for each in caught]
     is_told = env.is_chief and not env.is_reference
-    is_found = any("1 file for 2 workers: all read" in text for text in texts)
+    is_found = any("1 file for 2 workers: all workers read" in text for text in texts)
     assert is_found == is_told, texts
     return train(env, rows_of(files).batch(BATCH))
 
