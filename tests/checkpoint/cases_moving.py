@@ -116,6 +116,8 @@ def _register(number: int, name: str) -> None:
         f"moving checkpoints: {exactness.ROWS[name].title}",
         setups=("eight_devices",) if is_always else (),
         full_setups=() if is_always else ("eight_devices",),
+        same_as="sharded_files_go_on_in_plain_keras",
+        full_only=True,
         compare=False,
         # Eight replicas on two cores, traced for each number of them.
         deadline_seconds=280.0,
@@ -158,6 +160,8 @@ def _register_parameters(name: str, sharding: str, targets: list) -> None:
         f"moving checkpoints of sharded parameters: {exactness.ROWS[name].title}",
         setups=("eight_devices",) if name == "adamw" else (),
         full_setups=() if name == "adamw" else ("eight_devices",),
+        same_as="sharded_files_go_on_in_plain_keras",
+        full_only=True,
         compare=False,
         deadline_seconds=280.0,
     )

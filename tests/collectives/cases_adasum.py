@@ -19,7 +19,7 @@ from tests.collectives.cases_algorithms import (
 )
 from tests.collectives.cases_primitives import run
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tfdp.communication.collectives import adasum, adasum_across_nodes
 
 # One element, fewer than replicas, a prime number, and what lies in several halves.
@@ -65,7 +65,10 @@ def check_definition(
     )
 
 
-@algorithm_case("Adasum is what its definition says, for each tensor of a bucket")
+@algorithm_case(
+    "Adasum is what its definition says, for each tensor of a bucket",
+    quick_setup="mirrored",
+)
 def adasum_is_what_its_definition_says(env: Env) -> dict:
     wanted = np.concatenate(definition.combined_each(members_of(env, 1)))
     exact = sum(flat(rank).astype("float64") for rank in range(env.num_replicas))
@@ -95,6 +98,7 @@ def adasum_across_nodes_combines_the_sums_of_nodes(env: Env) -> dict:
     full_setups=(),
     compare=False,
 )
+@same_as("adasum_across_nodes_combines_the_sums_of_nodes")
 def adasum_across_nodes_in_any_order_of_positions(env: Env) -> dict:
     group = new_group(env)
     # As names of tasks are sorted: in each slice the nodes come in another order.
@@ -124,6 +128,7 @@ def _combined(env: Env, value: typing.Callable[[int], np.ndarray]) -> list[np.nd
 
 
 @algorithm_case("orthogonal gradients add up, parallel ones average")
+@same_as("adasum_is_what_its_definition_says")
 def orthogonal_gradients_add_up_and_parallel_ones_average(env: Env) -> dict:
     size = env.num_replicas
     across = np.eye(size, dtype="float32")
@@ -143,6 +148,7 @@ def orthogonal_gradients_add_up_and_parallel_ones_average(env: Env) -> dict:
 
 
 @algorithm_case("what is not finite on one replica is so for all, in its tensor only")
+@same_as("adasum_is_what_its_definition_says", full_only=True)
 def adasum_keeps_what_is_not_finite(env: Env) -> dict:
     group = new_group(env)
     for bad in (np.nan, np.inf, -np.inf):

@@ -57,10 +57,10 @@ LEVELS = (
 )
 
 
-def algorithm_case(covers: str) -> collections.abc.Callable:
+def algorithm_case(covers: str, **options: typing.Any) -> collections.abc.Callable:
     """Registers a case on all set-ups, and on one with TensorFlow's groups only."""
     # Eight replicas on two cores that others use are slow to trace.
-    options = {"compare": False, "full_setups": (), "deadline_seconds": 240.0}
+    options |= {"compare": False, "full_setups": (), "deadline_seconds": 240.0}
 
     def add(function: typing.Callable) -> typing.Callable:
         case(covers, setups=SETUPS, **options)(function)

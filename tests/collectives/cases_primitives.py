@@ -20,7 +20,7 @@ import pytest
 import tensorflow as tf
 
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tfdp.communication.collectives import (
     LaunchOrder,
     Member,
@@ -58,7 +58,8 @@ def by_tensorflow(function: typing.Callable) -> typing.Callable:
             _by_tensorflow.reset(token)
 
     run_by_tensorflow.__name__ += "_by_tensorflow"
-    return run_by_tensorflow
+    left_out = vars(function).get("left_out", {"same_as": function.__name__})
+    return same_as(left_out["same_as"])(run_by_tensorflow)
 
 
 def collective_case(covers: str) -> collections.abc.Callable:
@@ -576,6 +577,7 @@ def is_ordered(before: tf.Operation, after: tf.Operation) -> bool:
 
 
 @case("lengths that collectives are padded to", setups=("mirrored",), compare=False)
+@same_as("collectives_in_inner_functions")
 def padded_lengths_hold_the_length_and_waste_little(env: Env) -> dict:
     lengths = [*range(1, 2000), 10**6, 10**9 + 7]
     for length in lengths:

@@ -193,6 +193,13 @@ REDUCTIONS = {
     ),
     "halves": Reduction({"compression": Halves()}, lambda _: _HalvesInNumpy()),
 }
+SAME_AS = {
+    "4_bits": "4_bits_in_levels",
+    "8_bits_across_nodes": "4_bits_in_levels",
+    "low_rank_across_nodes": "low_rank",
+    "largest_elements_across_nodes": "largest_elements_with_momentum",
+    "halves": "8_bits",
+}
 
 
 def _register(name: str, reduction: Reduction) -> None:
@@ -201,7 +208,9 @@ def _register(name: str, reduction: Reduction) -> None:
         lambda env: check(env, reduction),
         f"sums of gradients in {name.replace('_', ' ')}, as NumPy defines them",
         setups=registry.ALL,
-        quick_setup="two_by_two" if "nodes" in name or "levels" in name else "",
+        quick_setup="two_by_two" if "levels" in name else "",
+        same_as=f"compressed_sums_of_{SAME_AS[name]}" if name in SAME_AS else "",
+        full_only=name == "8_bits_across_nodes",
         compare=False,
     )
 

@@ -79,12 +79,18 @@ def _register_training(name: str, tolerance: float, compressor: Any, **options: 
             # Bit for bit the same on all workers, and close to one device.
             return {"weights": env.weights(model), "loss": loss}
 
+    same_as = "training_with_int8_and_sharded_gradients"
+    if name.startswith("low_rank"):
+        same_as = "compressed_sums_of_low_rank"
+    is_quick = name == "int8_and_sharded_gradients"
     registry.register(
         f"training_with_{name}",
         train,
         f"compression: {name.replace('_', ' ')}",
         setups=registry.ALL,
         tol=tolerance,
+        same_as="" if is_quick else same_as,
+        full_only=not is_quick and name != "int8",
     )
 
 
@@ -187,6 +193,8 @@ def _register_state(name: str, sharding: str) -> None:
             f"{title.replace('_', ' ')} of {name}",
             setups=registry.ALL,
             quick_setup="mirrored",
+            same_as="" if name == "int8" else f"{title}_of_int8",
+            full_only=name != "int8" and function is go_on_from_a_checkpoint,
             compare=False,
         )
 
@@ -228,6 +236,7 @@ def eager_steps_of_sharded_state_are_compressed_as_others_are(env: Env) -> dict:
     full_setups=(),
     compare=False,
 )
+@registry.same_as("checkpoint_has_the_residuals_of_int8")
 def residuals_of_other_replicas_are_dropped_with_one_sentence(env: Env) -> dict:
     x, y = common.regression_data(32)
     options = tfdp.CommunicationOptions(compression="int8", links=SLOW)
@@ -281,6 +290,7 @@ def _sent_bytes(env: Env, compressor: Any) -> tuple[float, float, Any]:
 
 
 @case("bytes of compressed gradients", setups=registry.ALL, compare=False)
+@registry.same_as("compressed_sums_of_4_bits_in_levels", full_only=True)
 def compressed_gradients_send_as_many_bytes_as_planned(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -299,6 +309,7 @@ def compressed_gradients_send_as_many_bytes_as_planned(env: Env) -> dict:
 
 
 @case("a bucket that gains nothing", setups=("two_by_two",), compare=False)
+@registry.same_as("compression_is_off_where_it_would_not_gain")
 def compressor_is_off_where_it_would_not_gain(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -370,6 +381,7 @@ def wrong_results_of_a_compressor_are_told_on_every_worker(env: Env) -> dict:
 
 
 @case("sparse gradients beside compressed ones", setups=registry.ALL, tol=0.02)
+@registry.same_as("training_with_int8_and_sharded_gradients", full_only=True)
 def sparse_gradients_are_left_alone(env: Env) -> dict:
     def build() -> keras.Model:
         model = keras.Sequential(
@@ -394,6 +406,7 @@ def sparse_gradients_are_left_alone(env: Env) -> dict:
 
 
 @case("random rounding is right on average", setups=("two_by_two",), compare=False)
+@registry.same_as("checkpoint_has_the_residuals_of_int8")
 def random_rounding_is_right_on_average(env: Env) -> dict:
     if env.is_reference:
         return {}

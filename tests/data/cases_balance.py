@@ -17,7 +17,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.reduction.cases_plans import traced_step
 from tfdp.training.data.load_balancer import LoadBalancer
 from tfdp.training.program.step import DividedStep
@@ -122,6 +122,7 @@ def shifted(env: Env, model: keras.Model, *data, **options) -> dict:
     full_setups=("two_by_two",),
     side_by_side=False,
 )
+@same_as("rebalanced_run_goes_on", full_only=True)
 def rows_follow_speed(env: Env) -> dict:
     model = model_of(env)
     shown = io.StringIO()
@@ -259,6 +260,8 @@ def _register(name: str, kind: tuple) -> None:
         f"Rebalance: weights that change, with {name.replace('_', ' ')}",
         setups=("two_by_two",) if name in ALWAYS else (),
         full_setups=("two_workers",) if name in ALWAYS else MULTI,
+        same_as="rebalanced_run_goes_on",
+        full_only=name != "steps_per_execution",
     )
 
 
@@ -305,6 +308,7 @@ def rebalanced_run_goes_on(env: Env) -> dict:
     full_setups=(),
     compare=False,
 )
+@same_as("rows_are_those_of_the_weights")
 def rows_of_shuffled_arrays(env: Env) -> dict:
     tf.random.set_seed(None)
     seen: list[int] = []
@@ -324,6 +328,7 @@ def rows_of_shuffled_arrays(env: Env) -> dict:
     full_setups=(),
     compare=False,
 )
+@same_as("sharding_off_with_own_data_on_each_worker")
 def own_shards_are_left_alone(env: Env) -> dict:
     options = tf.data.Options()
     policy = tf.data.experimental.AutoShardPolicy.OFF
@@ -351,6 +356,7 @@ def own_shards_are_left_alone(env: Env) -> dict:
     full_setups=("two_by_two",),
     compare=False,
 )
+@same_as("rows_are_those_of_the_weights", full_only=True)
 def no_weights_without_rebalance(env: Env) -> dict:
     def kinds(step) -> set[str]:
         functions = step.graph._functions.values()

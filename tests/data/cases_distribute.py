@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tfdp.checkpoint.random_state import random_states, set_random_states
 from tfdp.ground import _compat
 from tfdp.ground.base import stand_in_seed
@@ -159,6 +159,7 @@ def generators_seeded_by_the_user_stay_as_they_are(env: Env) -> dict:
     compare=False,
     setups=("two_workers",),
 )
+@same_as("shuffling_without_seeds_gives_each_sample_once")
 def shuffled_arrays_of_other_seeds_give_each_sample_once(env: Env) -> dict:
     keras.utils.set_random_seed(100 + env.rank)
     history = common.fit(counted_model(env), _ids(), _ids(), shuffle=True, epochs=2)
@@ -184,6 +185,7 @@ def parse(record: tf.Tensor) -> tuple:
 
 
 @case("FILE sharding with fewer files than workers crashes")
+@same_as("a_file_per_worker", full_only=True)
 def one_file_for_all_workers(env: Env) -> dict:
     results = {}
     for policy in Policy.FILE, Policy.AUTO:
@@ -216,6 +218,7 @@ def a_file_per_worker(env: Env) -> dict:
     compare=False,
     setups=("two_workers",),
 )
+@same_as("sharding_off_with_own_data_on_each_worker")
 def sharding_off_with_the_same_data_everywhere(env: Env) -> dict:
     """Each worker reads all that it was given: no row is left out."""
     dataset = with_policy(common.batched(_ids(), _ids()), Policy.OFF)
@@ -312,6 +315,7 @@ def augmented_samples_are_those_of_one_device(env: Env) -> dict:
 
 
 @case("Datasets already distributed")
+@same_as("dataset_distributed_from_a_function")
 def dataset_already_distributed(env: Env) -> dict:
     model = common.build_in_scope(
         env, lambda: common.compiled(common.mlp(), metrics=["mae"])

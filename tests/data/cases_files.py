@@ -27,7 +27,7 @@ from tests.data.cases_distribute import (
 from tests.data.cases_uneven import Interrupt, Interrupted, counted, train, uneven
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.harness.results import flatten_results
 from tfdp.ground.plans.file_owners import balance_files
 from tfdp.training.data import file_shards
@@ -142,6 +142,7 @@ def own_files_train_as_one_device_on_the_same_rows(env: Env) -> dict:
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("own_files_train_as_one_device_on_the_same_rows")
 def own_files_in_other_loops(env: Env) -> dict:
 
     def own_rows() -> tf.data.Dataset:
@@ -168,6 +169,7 @@ def own_files_in_other_loops(env: Env) -> dict:
     setups=("mirrored",),
     full_setups=(),
 )
+@same_as("own_files_train_as_one_device_on_the_same_rows", full_only=True)
 def files_of_one_process(env: Env) -> dict:
     read: Read = collections.Counter()
     files = tfdp.data.shard_files(write_files(env), seed=3)
@@ -220,6 +222,7 @@ def _pairs(rows: tf.data.Dataset) -> tf.data.Dataset:
     full_setups=("two_by_two",),
     deadline_seconds=240.0,  # 15 s of processors, and many waits
 )
+@same_as("own_files_train_as_one_device_on_the_same_rows", full_only=True)
 def each_row_of_own_files_once(env: Env) -> dict:
     results = {}
     pattern = _write_ids(env, 5)
@@ -256,6 +259,7 @@ def each_row_of_own_files_once(env: Env) -> dict:
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("a_file_per_worker")
 def fewer_files_than_workers(env: Env) -> dict:
     pattern = write_files(env, (21,), name="one")
     with warnings.catch_warnings(record=True) as caught:
@@ -274,6 +278,7 @@ def fewer_files_than_workers(env: Env) -> dict:
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("checkpoints_at_one_path", full_only=True)
 def backup_within_an_epoch_of_own_files(env: Env) -> dict:
     num_read = tf.Variable(0)
 

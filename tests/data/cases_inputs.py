@@ -8,13 +8,14 @@ import tensorflow as tf
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 layers = keras.layers
 BATCH = common.BATCH_SIZE
 
 
 @case("uint8 input (two workers: crash)")
+@same_as("string_input", full_only=True)
 def uint8_input(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -80,6 +81,7 @@ def bool_input(env: Env) -> dict:
 
 
 @case("Crash: int64 input")
+@same_as("string_input")
 def int64_input(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -144,6 +146,7 @@ def _two_inputs() -> keras.Model:
 
 
 @case("Multiple inputs and outputs; tuple inputs")
+@same_as("dict_inputs")
 def tuple_inputs_and_outputs(env: Env) -> dict:
     def build():
         return common.compiled(_two_inputs(), loss=["mse", "mae"])
@@ -212,6 +215,7 @@ def generator_loses_no_batch(env: Env) -> dict:
 
 
 @case("Wrong numbers: generator input without `steps_per_epoch`")
+@same_as("generator_loses_no_batch")
 def generator_of_unknown_length(env: Env) -> dict:
     def build():
         return common.compiled(common.mlp())
@@ -232,6 +236,7 @@ def _aligned(array: np.ndarray) -> np.ndarray:
 
 
 @case("Wrong: the user's own label array is overwritten")
+@same_as("shuffled_data_gives_the_batches_of_one_device")
 def label_array_is_not_overwritten(env: Env) -> dict:
     def build():
         return common.compiled(common.mlp())

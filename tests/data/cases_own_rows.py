@@ -17,7 +17,7 @@ import tensorflow as tf
 from tests.data.cases_balance import Shift, rebalanced
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tfdp.ground import user_code
 from tfdp.training.data.own_rows import StoredRows
 from tfdp.training.data.rows import rows_of_worker
@@ -107,6 +107,7 @@ def py_dataset_of_rows(env: Env) -> dict:
     "The same, shuffled: workers draw other orders; `on_epoch_end`, `steps_per_epoch`",
     setups=MULTI,
 )
+@same_as("py_dataset_of_rows")
 def shuffled_py_dataset_of_rows(env: Env) -> dict:
     keras.utils.set_random_seed(7)
     data = Rows(*common.regression_data(NUM_ROWS))
@@ -123,6 +124,7 @@ def shuffled_py_dataset_of_rows(env: Env) -> dict:
 
 
 @case("The same, by threads; weights of classes", setups=MULTI)
+@same_as("py_dataset_of_rows", full_only=True)
 def py_dataset_of_rows_by_threads(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     y = (y > 0).astype("float32")
@@ -176,6 +178,7 @@ def _prepared(*arrays: np.ndarray) -> tf.data.Dataset:
 
 
 @case("Datasets with `map`: every worker prepares all rows", setups=MULTI)
+@same_as("each_worker_prepares_its_own_rows")
 def datasets_with_map(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     weight = np.linspace(0, 2, NUM_ROWS, dtype="float32")
@@ -210,6 +213,7 @@ def datasets_with_map(env: Env) -> dict:
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("py_dataset_of_rows", full_only=True)
 def a_late_filter_is_told_once(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     data = _prepared(x, y).filter(lambda x, y: y[0] < 1).batch(BATCH)
@@ -228,6 +232,7 @@ def a_late_filter_is_told_once(env: Env) -> dict:
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("py_dataset_of_rows", full_only=True)
 def own_rows_with_rebalance(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     data = {"dataset": _prepared(x, y).batch(BATCH), "rows": Rows(x, y)}
@@ -245,6 +250,7 @@ def own_rows_with_rebalance(env: Env) -> dict:
 
 
 @case("Memory maps and HDF5 datasets: every worker copies all of them", setups=MULTI)
+@same_as("py_dataset_of_rows")
 def arrays_in_files(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     folder = pathlib.Path(tempfile.mkdtemp())

@@ -14,7 +14,7 @@ from tests.data.cases_balance import rebalanced
 from tests.data.cases_distribute import Policy, with_policy
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 layers = keras.layers
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -89,6 +89,7 @@ def _named(found: dict) -> dict:
 
 
 @case("Several inputs without targets: one input arrived (arrays, all loops)")
+@same_as("dict_inputs")
 def structures_of_arrays(env: Env) -> dict:
     a, b = _arrays()
     x = [{"k": Pair(a, None)}, (b,)]
@@ -120,6 +121,7 @@ def _of_two_inputs(env: Env) -> keras.Model:
 
 
 @case("Several inputs without targets: one input arrived (batches)")
+@same_as("dict_inputs", full_only=True)
 def structures_of_batches(env: Env) -> dict:
     a, b = _arrays()
     functional, sums = _of_two_inputs(env), _sums(env, 1)
@@ -198,6 +200,7 @@ def _read_in_a_graph(data: typing.Any) -> typing.Any:
 
 
 @case("Structures through every way in which data is divided", compare=False)
+@same_as("dict_inputs", full_only=True)
 def structures_of_elements(env: Env) -> dict:
     if env.is_reference:
         return {}

@@ -27,7 +27,7 @@ from tests.data.cases_distribute import (
 )
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.harness.results import flatten_results
 from tfdp.ground import user_code
 
@@ -169,6 +169,7 @@ def told(caught: list, begin: str = "Workers have d") -> list[str]:
     setups=registry.BOTH,
     full_setups=("two_workers",),
 )
+@same_as("stop_at_the_shortest_of_known_lengths")
 def join_of_known_and_unknown_lengths(env: Env) -> dict:
     results = {}
     with uneven(env, "join") as caught:
@@ -249,6 +250,7 @@ class Listed(keras.utils.PyDataset):
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("stop_at_the_shortest_of_known_lengths")
 def stop_at_the_shortest_of_unknown_lengths(env: Env) -> dict:
     results = {}
     with uneven(env, "stop") as caught:
@@ -274,6 +276,7 @@ def stop_at_the_shortest_of_unknown_lengths(env: Env) -> dict:
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("files_of_different_sizes")
 def uneven_data_that_is_not_sharded(env: Env) -> dict:
     results = {}
     for how in "join", "stop":
@@ -425,6 +428,7 @@ class Interrupt(keras.callbacks.Callback):
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("checkpoints_at_one_path")
 def backup_within_an_epoch_that_stops(env: Env) -> dict:
     """Workers shuffle data of their own by seeds of their own, in epochs of 6 steps."""
 

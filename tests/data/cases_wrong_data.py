@@ -14,7 +14,7 @@ from tests.data.cases_own_rows import build, sentence_of
 from tests.data.cases_uneven import told, uneven
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 BATCH = common.BATCH_SIZE
 
@@ -75,6 +75,7 @@ def datasets_of_different_elements(env: Env) -> dict:
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("files_of_different_sizes", full_only=True)
 def a_dataset_shorter_than_a_batch_on_one_worker(env: Env) -> dict:
     x, y = common.regression_data(3 * BATCH)
     own = 3 if env.rank == 1 else len(x)
@@ -103,6 +104,7 @@ class StopAfter(keras.callbacks.Callback):
     compare=False,
     full_setups=(),
 )
+@same_as("datasets_of_different_elements")
 def a_dataset_without_an_end(env: Env) -> dict:
     data = _of(*common.regression_data(2 * BATCH)).repeat().batch(BATCH)
     with warnings.catch_warnings(record=True) as caught:

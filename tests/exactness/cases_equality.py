@@ -107,6 +107,13 @@ OPTIMIZERS = {
     "sgd": functools.partial(keras.optimizers.SGD, 0.05, momentum=0.9),
     "adamw": functools.partial(keras.optimizers.AdamW, 0.01),
 }
+SAME_AS = {
+    "mlp_with_adamw": "cnn_with_adamw",
+    "cnn_with_sgd": "mlp_with_sgd",
+    "embedding_lstm_with_adamw": "masked_lstm",
+    "transformer_with_adamw": "cnn_with_adamw",
+    "multi_output_with_adamw": "losses_of_several_outputs_with_sample_weights",
+}
 KEY_BIAS = {"*key*bias*": "softmax ignores it: its exact gradient is zero"}
 
 for _model in MODELS:
@@ -121,6 +128,7 @@ for _model in MODELS:
             "Plain training",
             # The slow models with one optimizer; the other one in the full tier.
             setups=registry.ALL if _name == "adamw" or _model in (mlp, cnn) else (),
-            quick_setup={mlp: "two_by_two", cnn: "two_workers"}.get(_model, ""),
+            same_as=SAME_AS.get(f"{_model.__name__}_with_{_name}", ""),
+            full_only=_model is transformer,
             skip=KEY_BIAS if _model is transformer else {},
         )

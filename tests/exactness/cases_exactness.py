@@ -358,11 +358,36 @@ COVERING |= {
     cell_name(row, column, dtype, "parameters"): (setup_name,)
     for row, (column, dtype, setup_name) in _SHARDED_PARAMETERS.items()
 }
+# Of these the quick tier runs one for each column, and two more.
+QUICK = (
+    ("adamw", "no_option", "float32", "none"),
+    ("sgd_momentum", "accumulation", "float64", "none"),
+    ("muon", "global_clipnorm", "float32", "gradients"),
+    ("rmsprop", "clipnorm", "float32", "none"),
+    ("adagrad", "clipvalue", "float32", "optimizer"),
+    ("lamb", "clipvalue", "float32", "parameters"),
+    ("schedule_free_adamw", "an_overflow_on_one_replica", "float32", "parameters"),
+    ("adamax", "ema", "float32", "optimizer"),
+    ("lion", "weight_decay", "float64", "none"),
+    ("sgd", "a_partial_batch", "float64", "none"),
+    ("loss_scale_optimizer", "everything", "float32", "none"),
+    ("multi_optimizer", "everything", "float32", "parameters"),
+)
+# What the standard tier leaves out, too.
+FULL_ONLY = (
+    cell_name("adafactor", "no_option", "float32", "gradients"),
+    cell_name("adamax", "ema", "float32"),
+    cell_name("multi_optimizer", "everything", "float64", "gradients"),
+)
 
 
 def _register(row_name: str, column_name: str, dtype: str, sharding: str) -> None:
     row, column = ROWS[row_name], COLUMNS[column_name]
     name = cell_name(row_name, column_name, dtype, sharding)
+    quick = [cell_name(*cell) for cell in QUICK if cell[1] == column_name]
+    same_as = quick[0]
+    if column_name == "an_overflow_on_one_replica":
+        same_as = "overflow_on_last_replica_skips_the_step_everywhere"
 
     def function(env: Env) -> dict:
         return run_cell(env, row, column, dtype, sharding)
@@ -373,6 +398,8 @@ def _register(row_name: str, column_name: str, dtype: str, sharding: str) -> Non
         f"{row.title}: {column.title}, sharding: {sharding}",
         setups=COVERING.get(name, ()),
         full_setups=_full_setups(row_name, column_name, dtype, sharding),
+        same_as="" if name in quick else same_as,
+        full_only=name in FULL_ONLY,
         tol=row.tolerance(dtype),
     )
 

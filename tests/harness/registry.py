@@ -7,8 +7,8 @@ import dataclasses
 import importlib
 import pathlib
 import typing
+import zlib
 
-from tests.harness import quick
 from tests.harness.setups import DISTRIBUTED
 
 Function = collections.abc.Callable[[typing.Any], dict]
@@ -33,6 +33,8 @@ class Case:
         setups: Names of the set-ups that it is meant for.
         full_setups: Names of further set-ups, for the full tier.
         quick_setup: Name of the one set-up of the quick tier, or `""`.
+        same_as: Name of the case that shows the same in the quick tier, which leaves
+            this one out, or `""`.
         full_only: Whether the standard tier leaves it out, too.
         compare: Whether results are compared with those of one device.
         reference_last: Run the reference after each set-up, in its directory,
@@ -54,6 +56,7 @@ class Case:
     setups: tuple[str, ...]
     full_setups: tuple[str, ...] = ()
     quick_setup: str = ""
+    same_as: str = ""
     full_only: bool = False
     compare: bool = True
     reference_last: bool = False
@@ -99,6 +102,8 @@ PAIR = ("mirrored", "two_workers")
 # Replicas beside each other and replicas on other workers at once: for what depends
 # on neither, and fails on one of the others only if it fails here.
 BOTH = ("two_by_two",)
+# With this one the quick tier runs the cases of most modules on each of their set-ups.
+SALT = 1060
 
 
 def register(
@@ -111,44 +116,44 @@ def register(
 ) -> None:
     """Adds a case.
 
-    Set-ups that are not given are left to the full tier. In the quick tier the first
-    cases of a module take turns at the set-ups, unless they name one (the cheap cases
-    the dear set-ups), and the others run in one process.
+    Set-ups that are not given are left to the full tier. The quick tier has one of
+    those that are, which follows from the name: so a new case moves no other.
     """
     if name in _CASES:
         raise ValueError(f"Two cases of one name. Received: name={name!r}")
     module = function.__module__.removeprefix("tests.")
-    if "full_setups" not in options:
-        options["full_setups"] = tuple(s for s in ALL if s not in setups)
-    new = Case(name, function, covers, module, setups, **options)
-    if quick.is_left_out(name):
-        full_only = quick.is_left_to_full(name)
-        new = dataclasses.replace(new, quick_setup="", full_only=full_only)
-    elif setups and not new.quick_setup:
-        new = dataclasses.replace(new, quick_setup=_quick_setup_of(new))
-    _CASES[name] = new
-
-
-def _quick_setup_of(new: Case) -> str:
-    """The set-up of the quick tier: one that the module has not been on, if any."""
-    taken = {
-        case.quick_setup
-        for case in _CASES.values()
-        if (case.module, case.setups) == (new.module, new.setups)
-    }
-    for setup in new.setups:
-        if setup not in taken:
-            return setup
-    # One process costs less than two, and other cases have been on all set-ups.
-    one_will_do = "mirrored" in new.setups or new.setups == BOTH
-    return "mirrored" if one_will_do else new.setups[0]
+    options.setdefault("full_setups", tuple(s for s in ALL if s not in setups))
+    if options.get("same_as"):
+        options["quick_setup"] = ""
+    elif setups and not options.get("quick_setup"):
+        number = zlib.crc32(f"{SALT}{name}".encode())
+        options["quick_setup"] = setups[number % len(setups)]
+    _CASES[name] = Case(name, function, covers, module, setups, **options)
 
 
 def case(covers: str, **options: typing.Any) -> collections.abc.Callable:
     """Registers the decorated function as a case of the same name."""
 
     def decorate(function: Function) -> Function:
-        register(function.__name__, function, covers, **options)
+        left_out = vars(function).get("left_out", {})
+        register(function.__name__, function, covers, **options | left_out)
+        return function
+
+    return decorate
+
+
+def same_as(other: str, *, full_only: bool = False) -> collections.abc.Callable:
+    """Leaves the case to higher tiers, for one of the quick tier that shows the same.
+
+    It stands below `@case`.
+
+    Args:
+        other: The name of that case.
+        full_only: Whether the standard tier leaves it out, too.
+    """
+
+    def decorate(function: Function) -> Function:
+        vars(function)["left_out"] = {"same_as": other, "full_only": full_only}
         return function
 
     return decorate

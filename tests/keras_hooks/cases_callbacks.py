@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 callbacks = keras.callbacks
 
@@ -42,11 +42,13 @@ def plateau_and_early_stopping(env: Env) -> dict:
 
 
 @case("LearningRateScheduler")
+@same_as("plateau_and_early_stopping")
 def learning_rate_scheduler(env: Env) -> dict:
     return _fit(env, callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1)))
 
 
 @case("SwapEMAWeights")
+@same_as("ema_overwrite_frequency", full_only=True)
 def swap_ema_weights(env: Env) -> dict:
     def build():
         optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7)
@@ -72,6 +74,7 @@ def tensorboard_writes_one_set_of_files(env: Env) -> dict:
 
 
 @case("TensorBoard: training goes on the same")
+@same_as("tensorboard_writes_one_set_of_files")
 def tensorboard_with_histograms(env: Env) -> dict:
     board = callbacks.TensorBoard(
         str(env.tmp / "logs"), histogram_freq=1, update_freq=2
@@ -99,6 +102,7 @@ def checkpoints_at_one_path(env: Env) -> dict:
 
 
 @case("One path on all workers: CSVLogger")
+@same_as("checkpoints_at_one_path", full_only=True)
 def csv_logger_at_one_path(env: Env) -> dict:
     path = env.tmp / "log.csv"
     results = _fit(env, callbacks.CSVLogger(str(path)))
@@ -128,6 +132,7 @@ class Interrupt(callbacks.Callback):
 
 
 @case("One path on all workers: BackupAndRestore")
+@same_as("checkpoints_at_one_path", full_only=True)
 def backup_and_restore_at_one_path(env: Env) -> dict:
     def backup():
         return callbacks.BackupAndRestore(str(env.tmp / "backup"))
@@ -191,6 +196,7 @@ def stop_training_on_one_worker(env: Env) -> dict:
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("stop_training_on_one_worker")
 def stop_training_within_an_epoch_on_one_worker(env: Env) -> dict:
     results = _fit(env, StopOnOneWorker(env, batch=1), epochs=4)
     assert len(results["history"]["loss"]) == 1

@@ -110,6 +110,7 @@ def step_with_a_mean(env: Env) -> dict:
 
 
 @case("The same, with a last batch of one row: others have none", setups=MIRRORED)
+@registry.same_as("step_with_a_mean")
 def step_with_a_mean_over_no_rows(env: Env) -> dict:
     return _train(env, _compiled(OwnLoss), *_regression(25))
 
@@ -146,6 +147,9 @@ class SumOfLossObject(OwnLoss):
         return 0.1 * losses.MeanSquaredError(reduction="sum")(y, y_pred)
 
 
+_REST = {"same_as": "step_with_a_mean", "full_only": True}
+
+
 def _step_case(name: str, covers: str, kind: type, **options: Any) -> None:
     def function(env: Env) -> dict:
         return _train(env, _compiled(kind), *_regression())
@@ -154,22 +158,13 @@ def _step_case(name: str, covers: str, kind: type, **options: Any) -> None:
     registry.register(name, function, covers, **options)
 
 
-_step_case(
-    "step_with_a_mean_and_a_penalty", "A penalty of weights", MeanOfRows, setups=BOTH
-)
-_step_case("step_with_a_sum", "A sum over the batch", SumOfRows, setups=BOTH)
-_step_case(
-    "step_with_a_loss_of_each_row",
-    "The gradient of a loss that is not reduced",
-    LossOfEachRow,
-    setups=BOTH,
-)
-_step_case(
-    "step_with_a_loss_object_that_sums",
-    '`reduction="sum"` in a custom step',
-    SumOfLossObject,
-    setups=BOTH,
-)
+for _name, _covers, _kind in (
+    ("mean_and_a_penalty", "A penalty of weights", MeanOfRows),
+    ("sum", "A sum over the batch", SumOfRows),
+    ("loss_of_each_row", "The gradient of a loss that is not reduced", LossOfEachRow),
+    ("loss_object_that_sums", '`reduction="sum"` in a custom step', SumOfLossObject),
+):
+    _step_case(f"step_with_a_{_name}", _covers, _kind, setups=BOTH, **_REST)
 
 
 class OwnComputeLoss(keras.Model):
@@ -230,6 +225,7 @@ def _first_example() -> keras.Model:
 
 
 @case("`compute_loss` and `update_state(loss)`", setups=BOTH, tol=1e-9)
+@registry.same_as("compute_loss_overridden", full_only=True)
 def step_with_compute_loss_in_float64(env: Env) -> dict:
     with precision("float64"):
         x, y = (array.astype("float64") for array in _regression())
@@ -237,6 +233,7 @@ def step_with_compute_loss_in_float64(env: Env) -> dict:
 
 
 @case("`sample_weight` and `class_weight` in a custom step")
+@registry.same_as("sample_weight", full_only=True)
 def step_with_weights_of_samples_and_classes(env: Env) -> dict:
     x, y = _regression()
     weight = np.linspace(0.1, 2.0, NUM_ROWS).astype("float32")
@@ -308,13 +305,18 @@ class TwiceApplied(OwnLoss):
 
 
 _step_case(
-    "step_with_two_ways_to_scale", "Keras's scaling and one by hand", MixedScaling
+    "step_with_two_ways_to_scale",
+    "Keras's scaling and one by hand",
+    MixedScaling,
+    same_as="average_loss_of_the_global_batch",
 )
 _step_case(
     "gradients_applied_twice",
     "`apply`, then `apply_gradients`",
     TwiceApplied,
     setups=BOTH,
+    same_as="gan_with_two_optimizers",
+    full_only=True,
 )
 
 
@@ -378,6 +380,7 @@ def average_loss_of_the_global_batch(env: Env) -> dict:
 
 
 @case("`tf.nn.scale_regularization_loss`", setups=MIRRORED)
+@registry.same_as("loss_divided_by_the_replicas")
 def scaled_regularization_loss(env: Env) -> dict:
     return _scaled_by_hand(env, ScaledRegularization)
 
@@ -487,11 +490,13 @@ def _adversaries(env: Env, kind: type, rate: float) -> dict:
 
 
 @case("A GAN: two optimizers, two trackers", setups=BOTH)
+@registry.same_as("gan_with_two_optimizers", full_only=True)
 def adversaries_with_two_optimizers(env: Env) -> dict:
     return _adversaries(env, Adversaries, 0.05)
 
 
 @case("WGAN-GP: a penalty by an inner tape")
+@registry.same_as("gan_with_two_optimizers")
 def adversaries_with_a_gradient_penalty(env: Env) -> dict:
     return _adversaries(env, WithGradientPenalty, 0.005)
 
@@ -541,6 +546,7 @@ class Autoencoder(keras.Model):
 
 
 @case("A VAE: reconstruction, divergence and their trackers", setups=BOTH)
+@registry.same_as("compute_loss_overridden")
 def variational_autoencoder(env: Env) -> dict:
     def build():
         model = Autoencoder()
@@ -566,6 +572,7 @@ class Endpoint(layers.Layer):
 
 
 @case("An endpoint layer: `add_loss` of a loss object, no other loss")
+@registry.same_as("add_loss")
 def endpoint_layer(env: Env) -> dict:
     def build():
         x = keras.Input((common.NUM_FEATURES,), name="x")
@@ -617,11 +624,13 @@ def _added(env: Env, kind: str) -> dict:
 
 
 @case("`add_loss` of a sum over the batch", setups=BOTH)
+@registry.same_as("add_loss", full_only=True)
 def add_loss_of_a_sum(env: Env) -> dict:
     return _added(env, "sum")
 
 
 @case("`add_loss` of a mean and of a penalty of weights", setups=BOTH)
+@registry.same_as("add_loss", full_only=True)
 def add_loss_of_a_mean_and_of_a_penalty(env: Env) -> dict:
     return {kind: _added(env, kind) for kind in ("mean", "weights")}
 
@@ -647,6 +656,7 @@ class Distilled(keras.Model):
 
 
 @case("Knowledge distillation", setups=BOTH)
+@registry.same_as("gan_with_two_optimizers", full_only=True)
 def knowledge_distillation(env: Env) -> dict:
     def build():
         student, teacher = (common.mlp(units, outputs=3) for units in (2, 5))
@@ -659,6 +669,7 @@ def knowledge_distillation(env: Env) -> dict:
 
 
 @case("A classifier on a frozen encoder that was trained before")
+@registry.same_as("layers_frozen_between_fits_without_recompiling")
 def classifier_on_a_frozen_encoder(env: Env) -> dict:
     """The second step of supervised contrastive learning."""
 
@@ -745,11 +756,13 @@ def _in_batch(env: Env, kind: type) -> dict:
 
 
 @case("`tfdp.all_gather`: a contrastive loss of the global batch", setups=registry.ALL)
+@registry.same_as("loss_that_is_a_function_of_sums", full_only=True)
 def contrastive_loss_of_gathered_rows(env: Env) -> dict:
     return _in_batch(env, InBatch)
 
 
 @case("`tfdp.all_gather`: own rows against all", setups=BOTH)
+@registry.same_as("loss_that_is_a_function_of_sums", full_only=True)
 def contrastive_loss_of_own_rows(env: Env) -> dict:
     return _in_batch(env, OwnRowsAgainstAll)
 
@@ -802,12 +815,14 @@ def _tokens_model(kind: type) -> Callable[[], keras.Model]:
 
 
 @case("Two updates in a step, with checks that wait for the first", setups=BOTH)
+@registry.same_as("gan_with_two_optimizers", full_only=True)
 def step_with_two_updates_and_checks(env: Env) -> dict:
     x = common.tokens(NUM_ROWS)
     return _train(env, _tokens_model(OneUpdateForEachTarget), x, x)
 
 
 @case("A masked mean by hand, with other numbers of words in each share", setups=BOTH)
+@registry.same_as("loss_that_is_a_function_of_sums")
 def masked_mean_by_hand(env: Env) -> dict:
     x = common.tokens(NUM_ROWS)
     x[:, 0] = np.maximum(x[:, 0], 1)

@@ -124,6 +124,7 @@ def _trained_for_files(env: Env, *chosen: Any) -> keras.Model:
     reference_last=True,
     setups=MIRRORED,
 )
+@registry.same_as("saved_files_open_in_plain_keras")
 def files_open_in_a_process_without_tfdp(env: Env) -> dict:
     if env.is_reference:
         return _in_a_process_without_tfdp(env.tmp)
@@ -142,6 +143,7 @@ def files_open_in_a_process_without_tfdp(env: Env) -> dict:
     reference_last=True,
     setups=("two_workers",),
 )
+@registry.same_as("saving_on_the_chief_alone")
 def files_of_the_chief_alone_hold_what_all_have_accumulated(env: Env) -> dict:
     if env.is_reference:
         return continue_plainly(env.tmp)
@@ -154,6 +156,7 @@ def files_of_the_chief_alone_hold_what_all_have_accumulated(env: Env) -> dict:
 
 
 @case("Files of plain Keras go on under the strategy, with callbacks and without")
+@registry.same_as("sharded_files_go_on_in_plain_keras")
 def plain_files_with_accumulators_go_on_under_the_strategy(env: Env) -> dict:
     x, y = common.regression_data()
     path = str(env.tmp / "plain.keras")
@@ -181,6 +184,7 @@ def plain_files_with_accumulators_go_on_under_the_strategy(env: Env) -> dict:
 
 
 @case("BackupAndRestore, interrupted with micro-batches that wait")
+@registry.same_as("backup_restores_sharded_state")
 def backup_restores_what_was_accumulated(env: Env) -> dict:
     x, y = common.regression_data(48)
 
@@ -213,6 +217,7 @@ def backup_restores_what_was_accumulated(env: Env) -> dict:
 
 
 @case("The `learning_rate` setter and Keras's callbacks act on it", setups=MIRRORED)
+@registry.same_as("other_callbacks_act_on_the_rate_after_warmup")
 def learning_rate_and_averages_obey_keras_callbacks(env: Env) -> dict:
     with env.scope():
         optimizer = sgd(use_ema=True, ema_momentum=0.7)
@@ -236,6 +241,7 @@ def learning_rate_and_averages_obey_keras_callbacks(env: Env) -> dict:
 
 
 @case("Switched on after `fit` was traced, and a model compiled anew", setups=MIRRORED)
+@registry.same_as("accumulation_steps_change_by_epoch_without_a_new_trace")
 def optimizer_switched_on_after_fit_is_traced_again(env: Env) -> dict:
     """Mean gradients of two batches are those of one of twice the size."""
     x, y = common.regression_data(32)
@@ -266,6 +272,7 @@ def optimizer_switched_on_after_fit_is_traced_again(env: Env) -> dict:
 
 
 @case("Two models of one process, trained by turns", setups=MIRRORED)
+@registry.same_as("two_strategies_reduce_in_one_function")
 def two_models_accumulate_by_turns(env: Env) -> dict:
     data = common.regression_data(24)
     models = []

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.keras_hooks.cases_metrics import Recorder
 
 BATCH = 7  # of 40 rows: replicas have different numbers of rows
@@ -139,6 +139,7 @@ def logs_of_several_steps_per_execution(env: Env) -> dict:
 
 
 @case("Wrong numbers: the same with XLA")
+@same_as("xla_in_all_loops")
 def logs_of_steps_that_xla_compiles(env: Env) -> dict:
     return _fit(env, jit_compile=True)
 

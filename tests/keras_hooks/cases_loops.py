@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 BATCH = common.BATCH_SIZE
 
@@ -96,16 +96,19 @@ def loop_with_an_optimizer_built_beforehand(env: Env) -> dict:
 
 
 @case("Crash: a custom loop whose optimizer builds lazily inside `strategy.run`")
+@same_as("loop_with_an_optimizer_built_beforehand")
 def loop_with_an_optimizer_built_lazily(env: Env) -> dict:
     return _loop(env, build_first=False, in_function=False)
 
 
 @case("Crash: a custom loop over a distributed dataset inside tf.function")
+@same_as("loop_with_an_optimizer_built_beforehand", full_only=True)
 def loop_inside_a_function(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=True)
 
 
 @case("A custom loop with an Embedding")
+@same_as("low_level_step")
 def loop_with_an_embedding(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=False, tokens=True)
 
@@ -164,6 +167,7 @@ INITIALIZERS = {
 
 
 @case("Wrong weights: a model that the first step builds", setups=registry.BOTH)
+@same_as("loop_with_an_optimizer_built_beforehand", full_only=True)
 def loop_whose_first_step_builds_the_model(env: Env) -> dict:
     def adam():
         return keras.optimizers.Adam(0.01)
@@ -178,6 +182,7 @@ def loop_whose_first_step_builds_the_model(env: Env) -> dict:
 
 
 @case("Wrong weights: optimizers that the first step builds", setups=registry.BOTH)
+@same_as("loop_with_an_optimizer_built_beforehand", full_only=True)
 def loop_whose_first_step_builds_the_optimizer(env: Env) -> dict:
     def accumulating():
         return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
@@ -333,6 +338,7 @@ def custom_train_step(env: Env) -> dict:
 
 
 @case("Wrong numbers: a `train_step` with its own loss, written the right way")
+@same_as("custom_train_step")
 def custom_train_step_with_its_own_loss(env: Env) -> dict:
     def build():
         return common.compiled(OwnLossStep(), loss=None)
@@ -417,6 +423,7 @@ def gan_with_two_optimizers(env: Env) -> dict:
 
 
 @case("Two strategies in one process do not collide", setups=registry.ALL)
+@same_as("two_strategies_reduce_in_one_function", full_only=True)
 def two_strategies_train_by_turns(env: Env) -> dict:
     models = []
     for strategy in env.strategy, env.new_strategy():

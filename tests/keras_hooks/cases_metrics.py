@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 metrics = keras.metrics
 
@@ -53,6 +53,7 @@ def _binary(env: Env, **options) -> dict:
 
 
 @case("Classification metrics, AUC, Precision, F1Score (a vector)")
+@same_as("regression_metrics", full_only=True)
 def binary_metrics(env: Env) -> dict:
     return _binary(env, validation_split=0.25)
 
@@ -133,6 +134,7 @@ class Watched(keras.layers.Layer):
 
 
 @case("Metrics held by layers")
+@same_as("metric_that_merges_by_max")
 def metric_held_by_a_layer(env: Env) -> dict:
     def build():
         model = keras.Sequential(

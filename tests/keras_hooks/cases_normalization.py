@@ -9,7 +9,7 @@ import tensorflow as tf
 from tests.exactness.cases_exactness import precision
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.reduction.cases_plans import collectives
 
 layers = keras.layers
@@ -67,6 +67,7 @@ def _train_masked(env: Env, dtype: str) -> dict:
 
 
 @case("Wrong numbers: synchronized BatchNormalization with a mask")
+@same_as("synchronized_batch_normalization", full_only=True)
 def synchronized_batch_normalization_with_a_mask(env: Env) -> dict:
     results = _train_masked(env, "float32")
     if not env.is_reference:
@@ -75,6 +76,7 @@ def synchronized_batch_normalization_with_a_mask(env: Env) -> dict:
 
 
 @case("Synchronized BatchNormalization with a mask, float64", tol=1e-9)
+@same_as("synchronized_batch_normalization")
 def synchronized_batch_normalization_with_a_mask_in_float64(env: Env) -> dict:
     return _train_masked(env, "float64")
 
@@ -124,6 +126,7 @@ def local_batch_normalization_averages_moving_statistics(env: Env) -> dict:
 
 
 @case("SpectralNormalization")
+@same_as("synchronized_batch_normalization", full_only=True)
 def spectral_normalization(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -139,6 +142,7 @@ def spectral_normalization(env: Env) -> dict:
 
 
 @case("Convolutions and pooling on replicas without samples", setups=registry.ALL)
+@same_as("batch_normalization_survives_a_tiny_batch", full_only=True)
 def convolutions_on_replicas_without_samples(env: Env) -> dict:
     def build():
         model = keras.Sequential(

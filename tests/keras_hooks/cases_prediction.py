@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 
 def _identity() -> keras.Model:
@@ -50,6 +50,7 @@ def predict_on_batch_returns_all_rows(env: Env) -> dict:
 
 
 @case("`predict` with several steps per execution, and with `steps`")
+@same_as("predict_returns_101_rows_in_order")
 def predict_with_several_steps_per_execution(env: Env) -> dict:
     with env.scope():
         model = _identity()

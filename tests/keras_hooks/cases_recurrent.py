@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case
+from tests.harness.registry import BOTH, case, same_as
 
 layers = keras.layers
 
@@ -32,6 +32,7 @@ def masked_lstm(env: Env) -> dict:
 
 
 @case("GRU", setups=BOTH)
+@same_as("masked_lstm", full_only=True)
 def gru(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -45,6 +46,7 @@ def gru(env: Env) -> dict:
 
 
 @case("Stateful RNN", setups=BOTH)
+@same_as("masked_lstm", full_only=True)
 def stateful_rnn(env: Env) -> dict:
     # A layer that keeps state has a row of it for each sample of its replica.
     rows = common.BATCH_SIZE // env.num_replicas

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 
 def _build() -> keras.Model:
@@ -114,6 +114,7 @@ def saving_on_the_chief_alone(env: Env) -> dict:
 
 
 @case("Files of plain Keras open under the strategy and training goes on")
+@same_as("saved_files_open_in_plain_keras", full_only=True)
 def plain_files_open_under_the_strategy(env: Env) -> dict:
     whole, weights = str(env.tmp / "m.keras"), str(env.tmp / "m.weights.h5")
     x, y = common.regression_data(32)
@@ -137,6 +138,7 @@ def plain_files_open_under_the_strategy(env: Env) -> dict:
 
 
 @case("`get_weights` and `set_weights`")
+@same_as("saved_files_open_in_plain_keras", full_only=True)
 def set_weights_under_the_strategy(env: Env) -> dict:
     model = common.build_in_scope(env, _build)
     values = [np.full(w.shape, 0.1 * (i + 1)) for i, w in enumerate(model.weights)]

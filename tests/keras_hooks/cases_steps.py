@@ -6,7 +6,7 @@ import keras
 
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 
 def _train(env: Env, num_samples: int, steps_per_execution: int, **options) -> dict:
@@ -26,16 +26,19 @@ def _train(env: Env, num_samples: int, steps_per_execution: int, **options) -> d
 
 
 @case("Crash: `steps_per_execution` > 1", setups=registry.ALL)
+@same_as("three_steps_per_execution_and_a_partial_batch")
 def two_steps_per_execution(env: Env) -> dict:
     return _train(env, 32, 2, epochs=2)
 
 
 @case("Crash: `steps_per_execution` > 1 that does not divide the epoch")
+@same_as("three_steps_per_execution_and_a_partial_batch", full_only=True)
 def three_steps_per_execution(env: Env) -> dict:
     return _train(env, 32, 3, epochs=2)
 
 
 @case("Crash: `steps_per_execution` > 1 with a partial batch")
+@same_as("three_steps_per_execution_and_a_partial_batch")
 def two_steps_per_execution_and_a_partial_batch(env: Env) -> dict:
     return _train(env, 20, 2)
 
@@ -56,6 +59,7 @@ def steps_per_epoch(env: Env) -> dict:
 
 
 @case("`int(optimizer.iterations)` raises under a strategy")
+@same_as("generator_loses_no_batch", full_only=True)
 def iterations_as_int(env: Env) -> dict:
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
     common.fit(model, *common.regression_data())
@@ -64,6 +68,7 @@ def iterations_as_int(env: Env) -> dict:
 
 
 @case("`run_eagerly`")
+@same_as("run_eagerly_with_embedding")
 def run_eagerly(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), run_eagerly=True, metrics=["mae"])

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 
 def _build() -> keras.Model:
@@ -33,12 +33,14 @@ def validation_data(env: Env) -> dict:
 
 
 @case("`validation_split`")
+@same_as("validation_data", full_only=True)
 def validation_split(env: Env) -> dict:
     data = common.regression_data()
     return common.train(env, _build, *data, validation_split=0.25)
 
 
 @case("`evaluate` (two workers: crash)", setups=registry.ALL)
+@same_as("validation_data")
 def evaluate(env: Env) -> dict:
     model = common.build_in_scope(env, _build)
     x, y = common.regression_data(37)
@@ -52,6 +54,7 @@ def evaluate(env: Env) -> dict:
 
 
 @case("A second `fit`, without and with recompiling")
+@same_as("checkpoints_at_one_path", full_only=True)
 def second_fit(env: Env) -> dict:
     model = common.build_in_scope(env, _build)
     data = common.regression_data()
@@ -69,6 +72,7 @@ def second_fit(env: Env) -> dict:
 
 
 @case("A layer frozen between two calls of `fit`")
+@same_as("layers_frozen_between_fits_without_recompiling")
 def second_fit_with_a_frozen_layer(env: Env) -> dict:
     model = common.build_in_scope(env, _build)
     data = common.regression_data()
@@ -126,6 +130,7 @@ class Slow(keras.callbacks.Callback):
     # How far a pipeline reads ahead depends on the time that it has.
     side_by_side=False,
 )
+@same_as("generator_loses_no_batch", full_only=True)
 def generators_are_read_as_far_as_on_one_device(env: Env) -> dict:
     model = common.build_in_scope(env, _build)
     calls = {

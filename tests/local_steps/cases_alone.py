@@ -144,6 +144,7 @@ def losses_of_replicas_alone_are_of_their_own_rows(env: Env) -> dict:
     setups=("two_by_two",),
     full_setups=(),
 )
+@registry.same_as("losses_of_replicas_alone_are_of_their_own_rows")
 def losses_of_nodes_are_of_their_own_rows(env: Env) -> dict:
     options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
     for build in masked, of_a_root, of_pairs, of_gathers:
@@ -185,6 +186,7 @@ def diloco_goes_on_from_weights_that_were_set(env: Env) -> dict:
 
 
 @case("Batches that are left over count as before", setups=registry.BOTH)
+@registry.same_as("left_over_batches_have_the_scale_that_replicas_agree_on")
 def left_over_batches_of_local_steps_are_those_of_one_device(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), sgd())
@@ -240,6 +242,7 @@ def left_over_batches_have_the_scale_that_replicas_agree_on(env: Env) -> dict:
 
 
 @case("A replica that skipped its update adds nothing to an average", compare=False)
+@registry.same_as("diloco_skips_an_overflow_in_its_node")
 def micro_batches_of_a_skipped_update_do_not_count(env: Env) -> dict:
     # The last replica overflows in the second of two micro-batches.
     x, y = common.regression_data(2 * common.BATCH_SIZE)

@@ -109,6 +109,7 @@ def diloco_makes_outer_steps_of_what_replicas_have_learned(env: Env) -> dict:
 
 
 @case("Fragments of the weights are exchanged one after the other", compare=False)
+@registry.same_as("diloco_makes_outer_steps_of_what_replicas_have_learned")
 def diloco_exchanges_fragments_in_turn(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", fragments=2)
     model, first = trained_alone(env, adam, callback)
@@ -219,6 +220,7 @@ def diloco_skips_an_overflow_in_its_node(env: Env) -> dict:
 
 
 @case("`sync_every=1` with SGD(1.0) is synchronous training", setups=registry.ALL)
+@registry.same_as("local_sgd_of_single_steps_is_synchronous")
 def diloco_of_single_steps_is_synchronous(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), optimizers.SGD(0.05))
@@ -271,6 +273,7 @@ def check_resumed(env: Env, make: Callable[[], keras.callbacks.Callback]) -> dic
 
 
 @case("A run that is killed between averages is resumed exactly", compare=False)
+@registry.same_as("diloco_is_resumed_exactly")
 def local_sgd_is_resumed_exactly(env: Env) -> dict:
     return check_resumed(env, lambda: tfdp.callbacks.LocalSGD(3, start_step=2))
 

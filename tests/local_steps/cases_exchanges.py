@@ -126,6 +126,7 @@ def diloco_uses_exchanges_later(env: Env) -> dict:
     setups=("two_workers", "two_by_two"),
     full_setups=(),
 )
+@registry.same_as("exchanges_go_on_without_a_late_worker")
 def rounds_of_all_are_late_exchanges(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(
         SYNC_EVERY, scope="replica", delay=2, min_participants=2, patience_seconds=60.0
@@ -143,6 +144,7 @@ def rounds_of_one_worker_say_so(env: Env) -> dict:
 
 
 @case("Late exchanges of fragments count less", compare=False, setups=registry.BOTH)
+@registry.same_as("diloco_uses_exchanges_later")
 def diloco_scales_late_exchanges_of_fragments(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(
         SYNC_EVERY,
@@ -254,6 +256,7 @@ def sent_bytes(env: Env, compression: object) -> float:
 
 
 @case("Bytes of compressed exchanges", compare=False, setups=registry.ALL)
+@registry.same_as("diloco_rounds_what_was_learned_with_error_feedback", full_only=True)
 def compressed_exchanges_send_a_quarter(env: Env) -> dict:
     # A quarter, the scales, and the last block of each slice.
     assert sent_bytes(env, "int8") < 0.3 * sent_bytes(env, None)
@@ -261,6 +264,7 @@ def compressed_exchanges_send_a_quarter(env: Env) -> dict:
 
 
 @case("A run with compressed, late exchanges is resumed exactly", compare=False)
+@registry.same_as("diloco_is_resumed_exactly", full_only=True)
 def compressed_late_exchanges_are_resumed_exactly(env: Env) -> dict:
     compression = BlockQuantized(block=16)
 
@@ -279,6 +283,7 @@ def compressed_late_exchanges_are_resumed_exactly(env: Env) -> dict:
     setups=("two_by_two",),
     full_setups=(),
 )
+@registry.same_as("diloco_rounds_what_was_learned_with_error_feedback")
 def diloco_compresses_across_nodes(env: Env) -> dict:
     with routed(env, links=SLOW, node_size=2):
         with env.scope():

@@ -158,6 +158,7 @@ def local_sgd_averages_what_models_have_learned_alone(env: Env) -> dict:
 
 
 @case("Post-local SGD: synchronous at first", compare=False)
+@registry.same_as("local_sgd_averages_what_models_have_learned_alone")
 def local_sgd_begins_after_synchronous_steps(env: Env) -> dict:
     callback = tfdp.callbacks.LocalSGD(sync_every=4, start_step=15)
     model, first = trained_alone(env, adam, callback)
@@ -192,6 +193,7 @@ def local_sgd_of_single_steps_is_synchronous(env: Env) -> dict:
 
 
 @case("Micro-batches are accumulated alone", compare=False)
+@registry.same_as("local_sgd_averages_what_models_have_learned_alone", full_only=True)
 def local_sgd_accumulates_micro_batches(env: Env) -> dict:
     accumulation = tfdp.callbacks.GradientAccumulation(3)
     callback = tfdp.callbacks.LocalSGD(sync_every=2)
@@ -271,6 +273,7 @@ def a_failed_fit_leaves_no_local_steps_behind(env: Env) -> dict:
 
 
 @case("An overflow is skipped where it is", compare=False, setups=registry.ALL)
+@registry.same_as("diloco_skips_an_overflow_in_its_node", full_only=True)
 def local_sgd_skips_an_overflow_where_it_is(env: Env) -> dict:
     scaling = tfdp.callbacks.LossScaling(initial_scale=16.0, growth_steps=4)
     with env.scope():

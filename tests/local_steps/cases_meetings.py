@@ -128,6 +128,7 @@ class StopOnOne(keras.callbacks.Callback):
     setups=WORKERS,
     full_setups=(),
 )
+@registry.same_as("a_late_worker_stops_nobody_before_an_exchange")
 def all_stop_at_the_next_exchange(env: Env) -> dict:
     with env.scope():
         model = first_model(adam)
@@ -171,6 +172,7 @@ class OwnLogs(keras.Model):
 
 
 @case("Logs of a step of one's own are those of all", compare=False, setups=WORKERS)
+@registry.same_as("inner_steps_launch_nothing")
 def logs_are_averaged_at_the_end_of_an_epoch(env: Env) -> dict:
     x, y = common.regression_data(2 * common.BATCH_SIZE)
     with env.scope():

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case
+from tests.harness.registry import BOTH, case, same_as
 
 layers = keras.layers
 regularizers = keras.regularizers
@@ -26,6 +26,7 @@ def regularizers_of_kernel_and_bias(env: Env) -> dict:
 
 
 @case("Activity regularizers", setups=BOTH)
+@same_as("regularizers_of_kernel_and_bias")
 def activity_regularizer(env: Env) -> dict:
     def build():
         model = common.mlp(activity_regularizer=regularizers.L2(0.1))
@@ -71,6 +72,7 @@ def add_loss(env: Env) -> dict:
 
 
 @case('`reduction="sum"`', setups=BOTH)
+@same_as("unequal_shares_with_sum_at_once")
 def reduction_sum(env: Env) -> dict:
     def build():
         loss = keras.losses.MeanSquaredError(reduction="sum")
@@ -91,6 +93,7 @@ def sample_weight(env: Env) -> dict:
 
 
 @case("`class_weight`", setups=BOTH)
+@same_as("sample_weight")
 def class_weight(env: Env) -> dict:
     def build():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -102,6 +105,7 @@ def class_weight(env: Env) -> dict:
 
 
 @case("Wrong numbers: a loss function that returns a scalar mean", setups=BOTH)
+@same_as("losses_that_return_a_number_and_that_do_not")
 def loss_that_returns_a_scalar(env: Env) -> dict:
     def mean_square(y_true, y_pred):
         return keras.ops.mean(keras.ops.square(y_true - y_pred))
@@ -142,6 +146,7 @@ def mask_that_reaches_the_loss(env: Env) -> dict:
 
 
 @case("Losses that look at the mask but divide by the whole count", setups=BOTH)
+@same_as("mask_that_reaches_the_loss", full_only=True)
 def mask_in_a_loss_over_the_batch_size(env: Env) -> dict:
     def build():
         model = keras.Sequential(

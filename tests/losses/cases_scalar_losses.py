@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 # The last of three batches has five samples: replicas hold three and two.
 NUM_SAMPLES = 2 * common.BATCH_SIZE + 5
@@ -53,6 +53,7 @@ def _weights_of_batches() -> np.ndarray:
 
 
 @case("Wrong numbers: a loss function that returns a number, partial batches")
+@same_as("losses_that_return_a_number_and_that_do_not")
 def loss_function_that_returns_a_number(env: Env) -> dict:
     return {
         "plain": trained(env, mean_square),
@@ -61,6 +62,7 @@ def loss_function_that_returns_a_number(env: Env) -> dict:
 
 
 @case("Wrong numbers: a loss class that returns a number, with every reduction")
+@same_as("losses_that_return_a_number_and_that_do_not", full_only=True)
 def loss_class_that_returns_a_number(env: Env) -> dict:
     return {
         str(reduction): trained(env, MeanSquare(reduction=reduction))
@@ -69,6 +71,7 @@ def loss_class_that_returns_a_number(env: Env) -> dict:
 
 
 @case("Wrong numbers: a loss that returns a number, with sample weights")
+@same_as("losses_of_several_outputs_with_sample_weights", full_only=True)
 def loss_that_returns_a_number_with_sample_weights(env: Env) -> dict:
     weights = _weights_of_batches()
     losses = {

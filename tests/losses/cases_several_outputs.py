@@ -9,7 +9,7 @@ import numpy as np
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 # The last of three batches has five samples: replicas hold three and two.
 NUM_SAMPLES = 2 * common.BATCH_SIZE + 5
@@ -65,6 +65,7 @@ def _trained(env: Env, weights: typing.Any = None, **options: typing.Any) -> dic
 
 
 @case("Wrong numbers: losses of single outputs, with a partial last batch")
+@same_as("losses_of_several_outputs_with_sample_weights", full_only=True)
 def losses_of_several_outputs(env: Env) -> dict:
     metrics = {"value": ["mae"], "kind": ["accuracy"]}
     return {
@@ -85,6 +86,7 @@ def losses_of_several_outputs_with_sample_weights(env: Env) -> dict:
 
 
 @case("Wrong numbers: losses of single outputs, each with its reduction")
+@same_as("unequal_shares_with_sum_at_once", full_only=True)
 def losses_of_several_outputs_with_reductions(env: Env) -> dict:
     reductions = ("sum", "mean", "mean_with_sample_weight")
     return {

@@ -87,6 +87,17 @@ KINDS: dict[str, tuple[Callable, Callable, Callable]] = {
     "sample_weight": (common.mlp, losses.MeanSquaredError, _weighted),
     "masked_mean": (_sequence, _crossentropy, _masked),
 }
+_PENALTIES = "mean_over_the_batch_and_penalties"
+_WEIGHTED = "mean_with_sample_weight"
+# The quick tier runs one of each kind; a mask is a weight of each sample, too.
+SAME_AS = {
+    f"{_PENALTIES}_accumulated": f"{_PENALTIES}_at_once",
+    "sum_accumulated": "sum_at_once",
+    f"{_WEIGHTED}_at_once": f"{_WEIGHTED}_accumulated",
+    "sample_weight_at_once": f"{_WEIGHTED}_accumulated",
+    "sample_weight_accumulated": f"{_WEIGHTED}_accumulated",
+    "masked_mean_accumulated": f"{_WEIGHTED}_accumulated",
+}
 
 
 def _register(name: str, kind: tuple, steps: int) -> None:
@@ -107,12 +118,15 @@ def _register(name: str, kind: tuple, steps: int) -> None:
         )
 
     title = "accumulated" if steps > 1 else "of each batch"
+    own = f"{name}_{'accumulated' if steps > 1 else 'at_once'}"
     registry.register(
-        f"unequal_shares_with_{name}_{'accumulated' if steps > 1 else 'at_once'}",
+        f"unequal_shares_with_{own}",
         function,
         f"A partial batch in unequal shares: {name}, {title}",
         # Neither the count nor the loss knows of workers, but at once they meet.
         setups=registry.PAIR if steps == 1 else ("mirrored",),
+        same_as=f"unequal_shares_with_{SAME_AS[own]}" if own in SAME_AS else "",
+        full_only=own in ("sum_accumulated", "masked_mean_accumulated"),
     )
 
 

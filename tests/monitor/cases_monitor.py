@@ -19,7 +19,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.monitor import tags
 from tests.monitor.perfetto import Bar, read_bars
 from tests.reduction.cases_plans import bucket_mb, traced_step
@@ -171,6 +171,7 @@ def monitor_ends_its_thread_with_a_fit_that_fails(env: Env) -> dict:
     setups=("two_workers",),
     compare=False,
 )
+@same_as("monitor_names_statistics", full_only=True)
 def monitor_follows_sharding_and_accumulation(env: Env) -> dict:
     inner = keras.optimizers.Adam(0.0)
     optimizer = tfdp.DistributedOptimizer(
@@ -194,6 +195,7 @@ def monitor_follows_sharding_and_accumulation(env: Env) -> dict:
     setups=("two_by_two",),
     compare=False,
 )
+@same_as("monitor_measures_what_one_device_computes")
 def monitor_tells_the_kinds_of_gathers_apart(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -228,6 +230,7 @@ def mean_norm(model: keras.Model, steps: tuple[int, ...]) -> float:
     full_setups=(),
     compare=False,
 )
+@same_as("monitor_names_statistics")
 def monitor_leaves_evaluation_alone(env: Env) -> dict:
     x, y = data()
 
@@ -365,6 +368,7 @@ def monitor_names_a_slow_worker(env: Env) -> dict:
     compare=False,
     side_by_side=False,
 )
+@same_as("monitor_names_a_slow_worker")
 def monitor_names_a_slow_worker_once_an_epoch(env: Env) -> dict:
     """Slow for three epochs, then never, then in one of three windows."""
 

@@ -12,6 +12,10 @@ from tests.harness.env import Env
 from tests.optimizer.cases_optimizers import train_tokens
 
 CLIPS = {"clipnorm": 0.02, "clipvalue": 0.01, "global_clipnorm": 0.05}
+SAME_AS = {
+    "clipnorm": "rmsprop_with_clipnorm_in_float32",
+    "clipvalue": "adagrad_with_clipvalue_in_float32_and_sharded_optimizer",
+}
 
 
 def _clip_case(name: str, limit: float, tokens: bool) -> None:
@@ -28,6 +32,7 @@ def _clip_case(name: str, limit: float, tokens: bool) -> None:
         f"{name}_of_{'embedding' if tokens else 'dense'}",
         function,
         f"Wrong numbers: `{name}` ({'Embedding' if tokens else 'dense'})",
+        same_as=SAME_AS.get(name, ""),
     )
 
 
@@ -69,5 +74,6 @@ def overflow_on_last_replica_skips_the_step_everywhere(env: Env) -> dict:
 @registry.case(
     "Hang and wrong numbers: inf on the first replica only, LossScaleOptimizer",
 )
+@registry.same_as("overflow_on_last_replica_skips_the_step_everywhere", full_only=True)
 def overflow_on_first_replica_skips_the_step_everywhere(env: Env) -> dict:
     return _overflow(env, 0)

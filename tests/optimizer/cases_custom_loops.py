@@ -132,6 +132,7 @@ def loop_inside_run_is_refused(env: Env) -> dict:
     full_setups=("two_workers",),
     compare=False,
 )
+@registry.same_as("loop_inside_a_replica_is_refused_or_right")
 def loop_inside_run_is_a_loop_around_it(env: Env) -> dict:
     """Each way to update gives the weights of as many updates one by one."""
     run = env.distribution.run

@@ -73,11 +73,14 @@ for _name, _optimizer in EVERY.items():
         "Plain training with every optimizer; Embedding with every optimizer",
         setups=registry.BOTH if _name in ALWAYS else (),
         tol=5e-5 if _name == "ftrl" else 1e-5,
+        same_as="embedding_with_adam",
+        full_only=_name != "sgd_with_momentum",
     )
 
 if hasattr(optimizers, "ScheduleFreeAdamW"):
 
     @registry.case("Plain training with every optimizer (of newer Keras)")
+    @registry.same_as("embedding_with_adam", full_only=True)
     def optimizer_schedule_free_adamw(env: Env) -> dict:
         # Built within `fit` on one device, Keras starts its slots from zeros and
         # not from the variables.
@@ -91,6 +94,8 @@ _register(
         optimizers.SGD, 0.1, momentum=0.9, use_ema=True, ema_momentum=0.8
     ),
     "EMA without overwrite",
+    same_as="ema_overwrite_frequency",
+    full_only=True,
 )
 _register(
     "ema_overwrite_frequency",
@@ -123,6 +128,7 @@ def loss_scale_factor(env: Env) -> dict:
 
 
 @registry.case("Learning-rate schedules")
+@registry.same_as("warmup_multiplies_a_schedule")
 def learning_rate_schedules(env: Env) -> dict:
     schedules = optimizers.schedules
     chosen = {
@@ -138,6 +144,7 @@ def learning_rate_schedules(env: Env) -> dict:
 
 
 @registry.case("LossScaleOptimizer without overflow")
+@registry.same_as("loss_scale_optimizer_with_everything_in_float32")
 def loss_scale_optimizer_without_overflow(env: Env) -> dict:
     with env.scope():
         inner = optimizers.SGD(0.1, momentum=0.9)

@@ -11,7 +11,7 @@ import pytest
 import tfdp
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.parameters.cases_user_code import compiled
 
 SETUPS = ("two_workers", "two_by_two")
@@ -115,6 +115,7 @@ class Assign(keras.callbacks.Callback):
 
 
 @case("Drift: what one worker assigns to a sharded parameter is named", **OPTIONS)
+@same_as("values_of_one_worker")
 def consistency_check_names_what_one_worker_assigns(env: Env) -> dict:
     model = compiled(env, common.mlp)
     data = common.regression_data()

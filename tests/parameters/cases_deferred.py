@@ -68,6 +68,7 @@ def deferred_parameters_begin_with_the_first_workers_values(env: Env) -> dict:
 
 
 @case("Deferred on one worker", setups=("two_workers",), compare=False)
+@registry.same_as("different_calls")
 def a_scope_that_defers_on_one_worker_only_is_refused(env: Env) -> dict:
     if env.setup.num_workers < 2:
         return {}
@@ -80,7 +81,12 @@ def a_scope_that_defers_on_one_worker_only_is_refused(env: Env) -> dict:
     return {}
 
 
-@case("Files before there is an optimizer", setups=registry.ALL, compare=False)
+@case(
+    "Files before there is an optimizer",
+    setups=registry.ALL,
+    compare=False,
+    quick_setup="two_workers",
+)
 def deferred_models_are_saved_and_loaded_without_an_optimizer(env: Env) -> dict:
     data = common.regression_data()
     keras.utils.set_random_seed(3)

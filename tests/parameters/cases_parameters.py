@@ -111,6 +111,7 @@ def _trained(env: Env, build: common.Build, data: tuple, loss: object) -> dict:
 
 
 @case("Convolution and loops", setups=registry.ALL)
+@registry.same_as("attention_of_sharded_parameters")
 def recurrent_models_of_sharded_parameters(env: Env) -> dict:
     return _trained(env, _recurrent, _series(), "mse")
 
@@ -121,6 +122,7 @@ def attention_of_sharded_parameters(env: Env) -> dict:
 
 
 @case("Tied weights", setups=registry.ALL)
+@registry.same_as("deferred_parameters_train_like_one_device")
 def tied_weights_of_sharded_parameters(env: Env) -> dict:
     entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return _trained(env, Tied, _words(), entropy)
@@ -137,7 +139,9 @@ def _traced(env: Env) -> tuple[keras.Model, list]:
     return model, traced
 
 
-@case("3 S (N - 1) / N bytes", setups=registry.ALL, compare=False)
+@case(
+    "3 S (N - 1) / N bytes", setups=registry.ALL, compare=False, quick_setup="mirrored"
+)
 def a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce(env: Env) -> dict:
     model, traced = _traced(env)
     replicas = env.num_replicas

@@ -112,6 +112,7 @@ def quantized_gathers_train_as_rounded_weights_do(env: Env) -> dict:
 
 
 @case("Ways to gather 8 bits", setups=("mirrored",), full_setups=(), compare=False)
+@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
 def quantized_gathers_are_the_same_kept_and_run_eagerly(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -130,6 +131,7 @@ def quantized_gathers_are_the_same_kept_and_run_eagerly(env: Env) -> dict:
     full_setups=(),
     compare=False,
 )
+@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
 def quantized_gathers_go_on_inside_of_nodes(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -150,6 +152,7 @@ def seen_by_replicas(env: Env, model: keras.Model) -> list[list[np.ndarray]]:
 
 
 @case("Replicas read the same bits", setups=registry.ALL, compare=False)
+@registry.same_as("quantized_gathers_train_as_rounded_weights_do", full_only=True)
 def replicas_read_the_same_rounded_weights(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -177,6 +180,7 @@ def half_precision() -> keras.Model:
 
 
 @case("Gathers of 8 bits in half precision", setups=("mirrored",), compare=False)
+@registry.same_as("quantized_gathers_send_a_quarter_of_the_bytes")
 def quantized_gathers_send_half_of_the_bytes_of_16_bits(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -208,7 +212,12 @@ def _wide() -> keras.Model:
     )
 
 
-@case("Bytes of gathers of 8 bits", setups=registry.ALL, compare=False)
+@case(
+    "Bytes of gathers of 8 bits",
+    setups=registry.ALL,
+    compare=False,
+    quick_setup="two_by_two",
+)
 def quantized_gathers_send_a_quarter_of_the_bytes(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -225,6 +234,7 @@ def quantized_gathers_send_a_quarter_of_the_bytes(env: Env) -> dict:
 
 
 @case("Files have weights that are not rounded", setups=registry.ALL, compare=False)
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def files_have_the_weights_that_are_kept(env: Env) -> dict:
     if env.is_reference:
         return {}

@@ -85,6 +85,7 @@ def frozen_layers_are_sharded_and_not_reduced(env: Env) -> dict:
 
 
 @case("Named layers are units", setups=("mirrored",))
+@registry.same_as("deferred_parameters_train_like_one_device", full_only=True)
 def each_named_layer_is_a_unit(env: Env) -> dict:
     model = _train(env, gather_groups=["second", "third"])
     if not env.is_reference:
@@ -100,6 +101,7 @@ def each_named_layer_is_a_unit(env: Env) -> dict:
 
 
 @case("Kept for the backward pass: 2 S (N - 1) / N", setups=registry.ALL)
+@registry.same_as("a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce")
 def units_are_kept_where_they_are_not_resharded(env: Env) -> dict:
     model, traced = _recorded(env, reshard_after_forward=False, prefetch=0)
     if not env.is_reference:
@@ -113,6 +115,7 @@ def units_are_kept_where_they_are_not_resharded(env: Env) -> dict:
 
 
 @case("Gathered again in the node only", setups=("two_by_two",), full_setups=())
+@registry.same_as("a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce")
 def units_are_gathered_again_inside_of_nodes(env: Env) -> dict:
     with routes.routed(env, algorithm="ring"):
         model, traced = _recorded(env, reshard_after_forward="node", prefetch=2)
@@ -135,6 +138,7 @@ def units_are_gathered_again_inside_of_nodes(env: Env) -> dict:
 
 
 @case("Nodes of unequal size", setups=("three_devices",), full_setups=())
+@registry.same_as("a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce")
 def uneven_nodes_gather_again_from_all(env: Env) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -148,6 +152,7 @@ def uneven_nodes_gather_again_from_all(env: Env) -> dict:
 
 
 @case("Parts in the memory of the host", setups=("mirrored", "two_workers"))
+@registry.same_as("deferred_parameters_train_like_one_device", full_only=True)
 def offloaded_parameters_are_gathered_from_the_host(env: Env) -> dict:
     model = _train(env, offload="cpu")
     return {"weights": env.weights(model)}
@@ -158,6 +163,7 @@ def offloaded_parameters_are_gathered_from_the_host(env: Env) -> dict:
     setups=("two_by_two",),
     full_setups=(),
 )
+@registry.same_as("a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce")
 def lopsided_units_are_summed_and_not_padded(env: Env) -> dict:
     model, traced = _recorded(env, inner=optimizers.Lamb)
     if not env.is_reference:

@@ -115,6 +115,7 @@ def _recomputing(env: Env, build: common.Build) -> common.Build:
 
 
 @case("RematScope: layers, and models of three kinds", setups=SETUPS)
+@registry.same_as("coupled_layers_of_sharded_parameters")
 def recomputed_layers_of_sharded_parameters(env: Env) -> dict:
     kinds = {"functional": _functional, "sequential": deep, "subclassed": Subclassed}
     results = {
@@ -196,6 +197,7 @@ def own_steps_of_sharded_parameters(env: Env) -> dict:
 
 
 @case("A loop of one's own in a tf.function", setups=SETUPS)
+@registry.same_as("own_steps_of_sharded_parameters")
 def own_loops_of_sharded_parameters(env: Env) -> dict:
     strategy = env.distribution
     keras.utils.set_random_seed(3)
@@ -229,6 +231,7 @@ def own_loops_of_sharded_parameters(env: Env) -> dict:
 
 
 @case("train_on_batch, run_eagerly, steps_per_execution", setups=SETUPS)
+@registry.same_as("own_steps_of_sharded_parameters")
 def keras_loops_of_sharded_parameters(env: Env) -> dict:
     results = {
         "eagerly": trained(env, common.mlp, run_eagerly=True)[1],
@@ -256,6 +259,7 @@ def keras_loops_of_sharded_parameters(env: Env) -> dict:
 
 
 @case("Two models, two optimizers", setups=SETUPS)
+@registry.same_as("gan_with_two_optimizers", full_only=True)
 def adversaries_with_sharded_parameters(env: Env) -> dict:
     keras.utils.set_random_seed(3)
     with env.scope():
@@ -303,6 +307,7 @@ class Assigning(Subclassed):
 
 
 @case("Variables assigned to within a step and outside of it", setups=SETUPS)
+@registry.same_as("own_steps_of_sharded_parameters")
 def sharded_parameters_are_assigned_to(env: Env) -> dict:
     data = common.regression_data()
     model, results = trained(env, Assigning)
@@ -327,6 +332,7 @@ class Reading(keras.callbacks.Callback):
 
 
 @case("A callback reads a weight, on all workers; a summary", setups=SETUPS)
+@registry.same_as("large_parameters_are_read_in_messages")
 def sharded_parameters_are_read_by_callbacks(env: Env) -> dict:
     reading = Reading()
     model = compiled(env)
@@ -358,6 +364,7 @@ def _train_with_sharded_parameters(env: Env, model: keras.Model) -> None:
 
 
 @case("Save, load, export, evaluate, predict", setups=SETUPS)
+@registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def sharded_models_are_used_as_any_other(env: Env) -> dict:
     data = common.regression_data()
     model, results = trained(env)

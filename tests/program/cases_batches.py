@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case
+from tests.harness.registry import BOTH, case, same_as
 
 layers = keras.layers
 # The last batch has fewer rows than there are replicas.
@@ -104,6 +104,7 @@ def ragged_and_sparse_batches(env: Env) -> dict:
 
 
 @case("Text and sparse encodings in the model", setups=BOTH)
+@same_as("ragged_and_sparse_batches")
 def text_and_sparse_encodings(env: Env) -> dict:
     words = np.array(WORDS)[TOKENS]
     weights = list(np.linspace(1, 2, 6))
@@ -473,6 +474,7 @@ def of_other_rows(env: Env, build: Callable, make: Callable, **options: Any) -> 
 
 
 @case("Parts whose numbers of rows are not known, or do not divide", setups=BOTH)
+@same_as("other_and_static_numbers_of_rows")
 def other_numbers_of_rows_that_do_not_divide(env: Env) -> dict:
     return {
         "merged": of_other_rows(env, OfGraphs, graphs),
@@ -484,6 +486,7 @@ def other_numbers_of_rows_that_do_not_divide(env: Env) -> dict:
 
 
 @case("Parts of other numbers of rows, eagerly", setups=("mirrored",), full_setups=BOTH)
+@same_as("other_and_static_numbers_of_rows")
 def other_numbers_of_rows_run_eagerly(env: Env) -> dict:
     return {
         "merged": of_other_rows(env, OfGraphs, graphs, run_eagerly=True),

@@ -11,7 +11,7 @@ import numpy as np
 from tests.exactness.cases_exactness import precision
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import ALL, case
+from tests.harness.registry import ALL, case, same_as
 
 layers = keras.layers
 # One row, a batch that does not divide, and one row again.
@@ -65,6 +65,7 @@ def flat(*stack: Any) -> Callable:
     setups=ALL,
     deadline_seconds=300.0,
 )
+@same_as("batch_normalization_survives_a_tiny_batch")
 def images_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         return branches(
@@ -116,6 +117,7 @@ def images_on_replicas_without_rows(env: Env) -> dict:
     deadline_seconds=300.0,
     tol=1e-9,
 )
+@same_as("synchronized_batch_normalization")
 def normalizations_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         return branches(
@@ -201,6 +203,7 @@ def sequences_on_replicas_without_rows(env: Env) -> dict:
     setups=ALL,
     deadline_seconds=300.0,
 )
+@same_as("sequences_on_replicas_without_rows")
 def augmentation_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         return branches(

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tfdp.training.program import checks
 
 layers = keras.layers
@@ -106,6 +106,7 @@ def what_a_step_gathers_is_told_once(env: Env) -> None:
 
 
 @case("A step that gathers nothing is not told of", compare=False, setups=registry.BOTH)
+@same_as("steps_of_common_models_convert_nothing")
 def a_step_that_gathers_nothing_is_not_told_of(env: Env) -> None:
     x, y = common.token_data()
     with logged() as told, options(env, gathers="error", sync_batch_norm=True):

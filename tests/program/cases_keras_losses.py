@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.exactness.cases_exactness import precision
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case
+from tests.harness.registry import BOTH, case, same_as
 from tests.program.heads import (
     BATCH_ROWS,
     MORE_ROWS,
@@ -64,6 +64,7 @@ def with_reductions(*names: str) -> dict[str, keras.losses.Loss]:
 
 
 @case("Losses of Keras, as they are and with other reductions", **_CASE)
+@same_as("losses_that_are_no_means", full_only=True)
 def losses_of_keras(env: Env) -> dict:
     with precision("float64"):
         chosen = {name: make() for name, make in OF_KERAS.items()}
@@ -75,6 +76,7 @@ def losses_of_keras(env: Env) -> dict:
 
 
 @case("Losses of Keras with weights of samples and classes", **_CASE)
+@same_as("losses_of_several_outputs_with_sample_weights")
 def losses_of_keras_with_weights(env: Env) -> dict:
     results: dict[str, Any] = {}
     with precision("float64"):
@@ -137,6 +139,7 @@ def segmentation_losses() -> dict[str, Any]:
 
 
 @case("Dice and Tversky over a batch of images", **_CASE)
+@same_as("losses_that_are_no_means", full_only=True)
 def losses_of_segmentation(env: Env) -> dict:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(NUM_ROWS, 6, 6, 2))
@@ -197,6 +200,7 @@ def scalar_of_tokens(y: Any, p: Any) -> Any:
 
 
 @case("Losses of sequences with and without Keras's mask", **_CASE)
+@same_as("mask_that_reaches_the_loss")
 def losses_of_masked_sequences(env: Env) -> dict:
     results = {}
     x, y = tokens()
@@ -232,6 +236,7 @@ def connectionist(y: Any, p: Any) -> Any:
 
 
 @case("CTC, with a replica that has no rows", setups=BOTH)
+@same_as("losses_that_are_no_means")
 def losses_of_unaligned_sequences(env: Env) -> dict:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(NUM_ROWS, 8, 4)).astype("float32")

@@ -1043,10 +1043,15 @@ register(
         of=[*STATISTICS, *DRAWS, *FUNCTIONS],
     ),
 )
-register("layers_of_statistics_of_a_batch", "layers that couple rows", STATISTICS)
-register("augmentations_draw_as_one_device", "augmentation layers", AUGMENTATIONS)
-register("layers_draw_as_one_device", "random numbers of layers", DRAWS)
-register("normalizations_are_those_of_one_device", "normalization", NORMALIZATIONS)
-register("recurrent_layers_and_wrappers", "recurrent layers", RECURRENT)
-register("functions_of_tensorflow_in_layers", "Lambda with anything", FUNCTIONS)
-register("control_flow_in_layers", "branches, loops, assertions", CONTROL)
+for _name, _covers, _programs in (
+    ("layers_of_statistics_of_a_batch", "layers that couple rows", STATISTICS),
+    ("augmentations_draw_as_one_device", "augmentation layers", AUGMENTATIONS),
+    ("layers_draw_as_one_device", "random numbers of layers", DRAWS),
+    ("normalizations_are_those_of_one_device", "normalization", NORMALIZATIONS),
+    ("recurrent_layers_and_wrappers", "recurrent layers", RECURRENT),
+    ("functions_of_tensorflow_in_layers", "Lambda with anything", FUNCTIONS),
+    ("control_flow_in_layers", "branches, loops, assertions", CONTROL),
+):
+    _full_only = _programs is not STATISTICS
+    _left_out = {"same_as": "programs_of_layers", "full_only": _full_only}
+    register(_name, _covers, _programs, **_left_out)

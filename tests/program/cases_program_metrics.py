@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.exactness.cases_exactness import precision
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case
+from tests.harness.registry import BOTH, case, same_as
 from tests.program.heads import BATCH_ROWS, MORE_ROWS, NUM_ROWS, features, labels
 
 layers, metrics, ops = keras.layers, keras.metrics, keras.ops
@@ -263,6 +263,7 @@ def measured(
 
 
 @case("Metric functions with one number for a batch", **_CASE)
+@same_as("metric_classes_that_are_no_sums", full_only=True)
 def metric_functions_of_a_batch(env: Env) -> dict:
     return measured(env, lambda: list(FUNCTIONS))
 
@@ -285,6 +286,7 @@ def metric_classes_that_are_no_sums(env: Env) -> dict:
 
 
 @case("Metrics of Keras by thresholds, confusion matrices and top-k", **_CASE)
+@same_as("regression_metrics")
 def metrics_of_keras(env: Env) -> dict:
     def make() -> list:
         return [
@@ -395,6 +397,7 @@ def sharpest_edge(y: Any, p: Any) -> Any:
 
 
 @case("Metrics that decode CTC, and of edges, with a replica without rows", setups=BOTH)
+@same_as("metric_classes_that_are_no_sums")
 def metrics_that_decode(env: Env) -> dict:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(NUM_ROWS, 8, 4)).astype("float32")

@@ -496,5 +496,11 @@ register(
     ),
     setups=("mirrored",),
 )
-register("states_that_layers_write", "variables that are not trained", LAYERS)
-register("states_that_steps_write", "variables that are not trained", STEPS)
+for _name, _programs in ("layers", LAYERS), ("steps", STEPS):
+    register(
+        f"states_that_{_name}_write",
+        "variables that are not trained",
+        _programs,
+        same_as="programs_of_states",
+        full_only=_programs is STEPS,
+    )

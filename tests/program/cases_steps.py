@@ -13,7 +13,7 @@ from keras import layers, ops
 
 import tfdp
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case
+from tests.harness.registry import BOTH, case, same_as
 from tests.program.programs import (
     BATCH_SIZE,
     FEATURES,
@@ -714,6 +714,7 @@ def scaled_loss_of_its_own_step(env: Env) -> dict:
     tol=2e-2,
     deadline_seconds=600.0,
 )
+@same_as("programs_of_steps", full_only=True)
 def steps_in_mixed_precision(env: Env) -> dict:
     results = {}
     for policy in ("mixed_bfloat16", "mixed_float16"):
@@ -859,9 +860,14 @@ register(
     ),
     setups=("two_workers",),
 )
-register("gradients_that_steps_change", "gradients changed by hand", GRADIENTS)
-register("updates_that_steps_make", "several and conditional updates", UPDATES)
-register("logs_that_steps_return", "vectors and raw values in logs", LOGS)
-register("steps_that_speak_of_replicas", "replica contexts in a step", REPLICAS)
-register("steps_with_scaled_losses", "scaled losses, overflow", PRECISION)
-register("steps_with_features_of_training", "with what tfdp adds", COMBINED)
+for _name, _covers, _programs in (
+    ("gradients_that_steps_change", "gradients changed by hand", GRADIENTS),
+    ("updates_that_steps_make", "several and conditional updates", UPDATES),
+    ("logs_that_steps_return", "vectors and raw values in logs", LOGS),
+    ("steps_that_speak_of_replicas", "replica contexts in a step", REPLICAS),
+    ("steps_with_scaled_losses", "scaled losses, overflow", PRECISION),
+    ("steps_with_features_of_training", "with what tfdp adds", COMBINED),
+):
+    _full_only = _programs is not GRADIENTS
+    _left_out = {"same_as": "programs_of_steps", "full_only": _full_only}
+    register(_name, _covers, _programs, **_left_out)

@@ -16,7 +16,7 @@ import tfdp
 from tests.collectives import adasum_definition as definition
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.reduction.cases_selection import SLOW, routed
 from tfdp.communication.collectives import timing
 from tfdp.training.reduction.fusion import make_plan
@@ -135,12 +135,24 @@ def check(
     return {str(index): weight for index, weight in enumerate(found)}
 
 
+# For cases of these names the quick tier runs others.
+SAME_AS = {
+    "with_accumulation": "between_nodes_with_both",
+    "with_a_loss_scale": "between_nodes_with_both",
+    "of_sharded_gradients": "of_a_sharded_optimizer",
+    "of_sharded_parameters": "of_a_sharded_optimizer",
+    "in_float16_between_nodes": "in_bfloat16_on_the_wire",
+}
+
+
 def _register(name: str, *args: typing.Any, **options: typing.Any) -> None:
     registry.register(
         f"adasum_{name}",
         lambda env: check(env, *args, **options),
         f"Adasum: {name.replace('_', ' ')}",
         setups=registry.ALL,
+        same_as=f"adasum_{SAME_AS[name]}" if name in SAME_AS else "",
+        full_only=name in ("with_accumulation", "of_sharded_parameters"),
         compare=False,
     )
 
@@ -177,6 +189,7 @@ _register(
     full_setups=(),
     compare=False,
 )
+@same_as("adasum_is_what_its_definition_says", full_only=True)
 def adasum_on_eight_replicas(env: Env) -> dict:
     return {
         str(algorithm): check(env, algorithm, data=common.regression_data(24))

@@ -15,7 +15,7 @@ import tfdp
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.launches import launches
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 layers = keras.layers
 # Small, so that small models have several.
@@ -120,6 +120,7 @@ def shown(plan) -> list:
 
 
 @case("plan: predicted and traced", setups=("mirrored",), compare=False)
+@same_as("step_has_one_all_reduce_for_each_bucket")
 def predicted_plan_is_the_one_traced(env: Env) -> dict:
     with bucket_mb(env, SMALL_MB):
         for build, data in DATA.items():

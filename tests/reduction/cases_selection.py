@@ -89,6 +89,11 @@ def _train_by(algorithm: typing.Any) -> collections.abc.Callable[[Env], dict]:
     return lambda env: train(env, algorithm=algorithm)
 
 
+_SAME_AS = {
+    "tree": "algorithms_add_every_dtype_and_length",
+    "halving_doubling": "algorithms_add_every_dtype_and_length",
+    "levels": "training_by_hierarchical",
+}
 for _name, _algorithm in {
     "ring": "ring",
     "tree": "tree",
@@ -101,6 +106,8 @@ for _name, _algorithm in {
         _train_by(_algorithm),
         f"training by {_name}",
         setups=registry.ALL,
+        same_as=_SAME_AS.get(_name, ""),
+        full_only=_name == "halving_doubling",
     )
 
 
@@ -233,7 +240,6 @@ def topology_is_found_from_hosts(env: Env) -> dict:
     setups=("two_by_two",),
     full_setups=(),
     compare=False,
-    quick_setup="two_by_two",
 )
 def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
     extended = env.strategy.extended

@@ -13,7 +13,7 @@ from tests.collectives.cases_primitives import each_replica, new_group
 from tests.exactness.cases_exactness import precision
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tfdp.communication.collectives.timing import Recorder
 from tfdp.training.reduction.sparse import reduce_indexed_slices
 
@@ -149,6 +149,7 @@ def duplicates_are_summed_before_they_travel(env: Env) -> dict:
 
 
 @sparse_case("sparse: replicas that touched no row, some or all")
+@same_as("few_rows_are_gathered")
 def replicas_without_rows(env: Env) -> dict:
     last = env.num_replicas - 1
     cases: list[Rows] = [
@@ -165,6 +166,7 @@ def replicas_without_rows(env: Env) -> dict:
 
 
 @sparse_case("sparse: every dtype of values and indices, in both forms")
+@same_as("embedding_with_adam", full_only=True)
 def sparse_dtypes(env: Env) -> dict:
     for dtype, index_dtype in [
         ("float16", "int32"),
@@ -211,6 +213,7 @@ def embedding_with_adam(env: Env) -> dict:
 
 
 @case("sparse: an Embedding trained with SGD equals one device", setups=("two_by_two",))
+@same_as("embedding_with_adam", full_only=True)
 def embedding_with_sgd(env: Env) -> dict:
     """SGD is linear, so that rows are summed before they travel."""
     with env.scope():
@@ -294,6 +297,7 @@ def rows_that_come_once(env: Env, dtype: str) -> dict:
     "sparse: rows that one device has once are added up",
     setups=registry.PAIR,
 )
+@same_as("embedding_with_adam", full_only=True)
 def rows_that_one_device_has_once(env: Env) -> dict:
     return rows_that_come_once(env, "float32")
 
@@ -304,5 +308,6 @@ def rows_that_one_device_has_once(env: Env) -> dict:
     tol=1e-9,
     skip={"*/history/*": "metrics are float32"},
 )
+@same_as("embedding_with_adam")
 def rows_that_one_device_has_once_in_float64(env: Env) -> dict:
     return rows_that_come_once(env, "float64")

@@ -12,7 +12,7 @@ import pytest
 import tfdp
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.reduction.cases_plans import collectives, step_of, traced_step
 from tfdp.training.replicas import drift_probe
 
@@ -83,6 +83,7 @@ def delicate() -> keras.Model:
 
 
 @case("Drift: no alarm with averages, dropout, statistics, accumulation", compare=False)
+@same_as("a_check_costs_no_collective_and_changes_no_weight")
 def replicas_that_are_alike_raise_no_alarm(env: Env) -> dict:
     adam = keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=2)
     with env.scope():
@@ -118,6 +119,7 @@ def embedded() -> keras.Model:
     setups=("two_workers",),
     compare=False,
 )
+@same_as("a_check_costs_no_collective_and_changes_no_weight", full_only=True)
 def replicas_with_sharded_state_raise_no_alarm(env: Env) -> dict:
     with env.scope():
         model = embedded()
@@ -294,6 +296,7 @@ class Shuffled(keras.utils.PyDataset):
     setups=("two_workers",),
     full_setups=("two_by_two",),
 )
+@same_as("different_calls")
 def labels_that_come_to_differ_are_found(env: Env) -> dict:
     def fit(data: typing.Any, **options: typing.Any) -> Steps:
         steps = Steps()

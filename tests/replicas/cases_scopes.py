@@ -10,7 +10,7 @@ import pytest
 import tfdp
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 TWO = {"setups": ("two_workers",), "full_setups": (), "compare": False}
 
@@ -53,6 +53,7 @@ def temporary() -> None:
 
 
 @case("Scopes: what one worker makes alone and drops changes nothing", **TWO)
+@same_as("saving_alone_inside_the_scope")
 def temporary_variables_of_one_worker(env: Env) -> dict:
     x, y = common.regression_data(16)
     for rank in range(2):
@@ -77,6 +78,7 @@ def temporary_variables_of_one_worker(env: Env) -> dict:
 
 
 @case("Scopes: garbage that one worker has collected, and another has not", **TWO)
+@same_as("models_of_one_worker")
 def garbage_of_one_worker(env: Env) -> dict:
     gc.disable()
     try:
@@ -119,6 +121,7 @@ def models_of_one_worker(env: Env) -> dict:
 
 
 @case("Scopes: one within the other, and loops inside, start from one state", **TWO)
+@same_as("saving_alone_inside_the_scope")
 def loops_inside_the_scope(env: Env) -> dict:
     x, y = common.regression_data(16)
 
@@ -148,6 +151,7 @@ def loops_inside_the_scope(env: Env) -> dict:
 
 
 @case("Scopes: an error inside that one worker handles is no hang", **TWO)
+@same_as("models_of_one_worker", full_only=True)
 def an_error_that_one_worker_handles(env: Env) -> dict:
     x, y = common.regression_data(16)
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))

@@ -66,6 +66,7 @@ def _sequential(*layers: Any) -> keras.Model:
     "buckets smaller than replicas are many, variables of no elements",
     setups=("mirrored",),
 )
+@registry.same_as("sharded_step_has_two_collectives_for_each_bucket", full_only=True)
 def hardly_anything_is_trained(env: Env) -> dict:
     dense = keras.layers.Dense
     models = {
@@ -96,6 +97,7 @@ def hardly_anything_is_trained(env: Env) -> dict:
 
 
 @case("slices that wait are each replica's own", setups=("two_workers",))
+@registry.same_as("backup_restores_sharded_state", full_only=True)
 def waiting_slices_survive_what_is_shared(env: Env) -> dict:
     x, y = common.regression_data(64)
     make = optimizers.Adam(0.01)
@@ -167,6 +169,7 @@ class OwnAdamW(optimizers.AdamW):
 
 
 @case("what belongs to no variable, with whole owners", setups=("mirrored",))
+@registry.same_as("sharded_step_has_two_collectives_for_each_bucket")
 def owner_without_a_gradient_counts_on(env: Env) -> dict:
     model = _compiled(env, common.mlp, OwnNadam(0.05), sharding="optimizer")
     x, y = (tf.constant(array[:8]) for array in common.regression_data(8))
@@ -200,6 +203,7 @@ def offload_heeds_names_that_are_excluded(env: Env) -> dict:
 
 
 @case("waiting slices and another loss scale", setups=("mirrored",), compare=False)
+@registry.same_as("backup_restores_sharded_state", full_only=True)
 def waiting_slices_take_the_scale_that_is_restored(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -224,6 +228,7 @@ def waiting_slices_take_the_scale_that_is_restored(env: Env) -> dict:
 
 
 @case("whole sums after ZeRO-2 took over", setups=("mirrored",), compare=False)
+@registry.same_as("each_replica_holds_its_share_of_the_slots", full_only=True)
 def sums_that_were_taken_over_are_freed(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -241,6 +246,7 @@ def sums_that_were_taken_over_are_freed(env: Env) -> dict:
 
 
 @case("ZeRO-2 switched on in the scope", setups=("two_workers",))
+@registry.same_as("backup_restores_sharded_state", full_only=True)
 def waiting_slices_survive_the_scope(env: Env) -> dict:
     x, y = common.regression_data(64)
     adam = optimizers.Adam(0.01)
@@ -256,6 +262,7 @@ def waiting_slices_survive_the_scope(env: Env) -> dict:
 
 
 @case("TensorBoard saves embeddings", setups=("two_workers",))
+@registry.same_as("sharded_files_go_on_in_plain_keras")
 def tensorboard_saves_embeddings_of_sharded_state(env: Env) -> dict:
     def build() -> keras.Model:
         layers = keras.layers

@@ -51,6 +51,7 @@ def _names(env: Env) -> list[str]:
     reference_last=True,
     setups=("two_by_two",),
 )
+@registry.same_as("sharded_files_go_on_in_plain_keras", full_only=True)
 def sharded_files_open_in_a_process_without_tfdp(env: Env) -> dict:
     if env.is_reference:
         return interchange._in_a_process_without_tfdp(env.tmp)
@@ -108,6 +109,7 @@ def worker_that_is_asked_alone_says_what_to_do(env: Env) -> dict:
 
 
 @case("Files of plain Keras go on sharded, and the other way round")
+@registry.same_as("sharded_files_go_on_in_plain_keras", full_only=True)
 def plain_files_go_on_sharded(env: Env) -> dict:
     x, y = common.regression_data()
     path, weights = str(env.tmp / "plain.keras"), str(env.tmp / "plain.weights.h5")
@@ -143,6 +145,7 @@ def plain_files_go_on_sharded(env: Env) -> dict:
 
 
 @case("A sharded file goes on unsharded on the same replicas")
+@registry.same_as("sharded_files_go_on_in_plain_keras", full_only=True)
 def sharded_file_goes_on_whole(env: Env) -> dict:
     x, y = common.regression_data()
     results = {}
@@ -204,6 +207,7 @@ def backup_restores_sharded_state(env: Env) -> dict:
     "A checkpoint while gradients wait that Keras itself accumulates on each worker",
     setups=("two_by_two",),
 )
+@registry.same_as("stage_2_by_callback_with_accumulation_and_loss_scaling")
 def gradients_that_wait_on_each_worker_are_summed(env: Env) -> dict:
     x, y = common.regression_data()
     model = _accumulating(env)

@@ -89,6 +89,8 @@ def _own_class(kind: type) -> None:
         f"own_class_with_{kind.__name__}",
         function,
         f"A user's own optimizer class: {kind.__doc__}",
+        same_as="own_optimizer_class_sees_whole_tensors",
+        full_only=kind is ListOfSlots,
     )
 
 
@@ -97,6 +99,7 @@ for _kind in ListOfSlots, DictOfSlots:
 
 
 @case("A user's own class that looks at whole tensors", setups=MIRRORED)
+@registry.same_as("own_optimizer_class_sees_whole_tensors", full_only=True)
 def own_class_without_slots_is_sharded(env: Env) -> dict:
     chosen = make(interchange.NormalizedDescent, 0.05)
     return train(env, Sharded(), chosen, common.mlp, *common.regression_data(64))
@@ -153,6 +156,8 @@ for _name, _function in {
         _function,
         "EMA of sharded state: " + _name.replace("_", " "),
         setups=SPREAD if "overwrite" in _name else MIRRORED,
+        same_as="adamax_with_ema_in_float32_and_sharded_optimizer",
+        full_only=True,
     )
 
 
@@ -161,6 +166,7 @@ for _name, _function in {
     setups=MIRRORED,
     full_setups=(),
 )
+@registry.same_as("ema_overwrite_frequency")
 def averages_are_swapped_in_for_validation(env: Env) -> dict:
     x, y = common.regression_data(32)
     chosen = make(optimizers.SGD, 0.05, use_ema=True, ema_momentum=0.7)
@@ -208,6 +214,10 @@ def _on_nodes(scope: str, stage: int, kind: type) -> None:
         function,
         f'ZeRO-{stage} with `shard_scope="{scope}"` across nodes',
         setups=("mirrored", "two_by_two") if stage == 1 else ("two_by_two",),
+        same_as=""
+        if stage == 1 and scope == "node"
+        else "adamw_in_stage_1_shared_by_node",
+        full_only=scope == "all",
     )
 
 
@@ -221,6 +231,7 @@ for _scope in "node", "all":
     setups=("three_devices",),
     full_setups=(),  # nodes of two are even elsewhere
 )
+@registry.same_as("adamw_in_stage_1_shared_by_node", full_only=True)
 def uneven_nodes_share_one_state(env: Env) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -241,6 +252,7 @@ def _compressed(dtype: str, **options: Any) -> None:
         f"Slices that travel in {dtype}: close to those of float32",
         setups=("mirrored", "two_by_two"),
         tol=0.02,
+        same_as="sharded_with_bf16_on_the_wire" if dtype == "fp16" else "",
     )
 
 

@@ -102,6 +102,7 @@ def sharded_step_has_two_collectives_for_each_bucket(env: Env) -> dict:
 
 
 @case("Micro-batches before the last: stage 1 is silent, stage 2 scatters")
+@registry.same_as("micro_batches_before_the_last_launch_no_collective")
 def micro_batches_of_sharded_state_communicate_as_little_as_can_be(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -156,6 +157,7 @@ def sharded_step_sends_as_many_bytes_as_an_all_reduce(env: Env) -> dict:
     full_setups=(),
     compare=False,
 )
+@registry.same_as("adamw_in_stage_1_shared_by_node", full_only=True)
 def slices_that_nodes_share_travel_in_two_levels(env: Env) -> dict:
     """Inside a node a scatter and a gather; across, the sum of a slice."""
     found = {}
@@ -237,6 +239,7 @@ def each_replica_holds_its_share_of_the_slots(env: Env) -> dict:
     setups=("mirrored",),
     full_setups=("two_workers",),
 )
+@registry.same_as("each_replica_holds_its_share_of_the_slots")
 def slots_that_keras_had_built_are_freed(env: Env) -> dict:
     data = common.regression_data(16)
     with env.scope():

@@ -150,12 +150,17 @@ def _everything(stage: int, by_callback: bool) -> None:
         data = common.regression_data(88)
         return train(env, switches, chosen, common.mlp, *data, epochs=2)
 
-    way = "callback" if by_callback else "constructor"
+    ways = "callback", "constructor"
+    way, other = ways if by_callback else reversed(ways)
+    name = "stage_{}_by_{}_with_accumulation_and_loss_scaling"
+    is_quick = stage == 1 + by_callback
     registry.register(
-        f"stage_{stage}_by_{way}_with_accumulation_and_loss_scaling",
+        name.format(stage, way),
         function,
         f"ZeRO-{stage} by {way}, accumulation, loss scaling, clipping",
-        setups=registry.ALL if stage == 1 + by_callback else MIRRORED,
+        setups=registry.ALL if is_quick else MIRRORED,
+        quick_setup="two_by_two" if stage == 2 else "",
+        same_as="" if is_quick else name.format(stage, other),
     )
 
 
@@ -165,6 +170,9 @@ for _stage in STAGES:
 
 
 @case("Neither accumulation nor scaling: both stages")
+@registry.same_as(
+    "adagrad_with_clipvalue_in_float32_and_sharded_optimizer", full_only=True
+)
 def sharded_state_alone_trains_like_one_device(env: Env) -> dict:
     results = {}
     for stage in STAGES:
@@ -213,6 +221,7 @@ def overflow_is_skipped_by_all_owners(env: Env) -> dict:
 
 
 @case("LearningRateWarmup, whose momentum follows the rate", setups=MIRRORED)
+@registry.same_as("momentum_follows_the_rate_in_warmup")
 def warmup_scales_sharded_momentum(env: Env) -> dict:
     """The callback works on one device too, so that this is the same warmup."""
     results = {}
@@ -234,6 +243,7 @@ class UserMomentum(optimizers.SGD):
 
 
 @case("Switched on between fits, while micro-batches wait", setups=SPREAD)
+@registry.same_as("backup_restores_sharded_state", full_only=True)
 def state_that_is_there_is_shared_out_within_a_window(env: Env) -> dict:
     # 11 batches: two updates, and 3 micro-batches wait when it is switched on.
     data = common.regression_data(88)
@@ -249,6 +259,7 @@ def state_that_is_there_is_shared_out_within_a_window(env: Env) -> dict:
 
 
 @case('`flush="epoch"`: leftovers, in both stages', setups=MIRRORED)
+@registry.same_as("flush_applies_leftovers_with_their_true_number")
 def flush_of_sharded_sums_applies_leftovers(env: Env) -> dict:
     # 11 micro-batches of 8: updates from 32, 32 and 24 samples.
     data = common.regression_data(88)
@@ -302,6 +313,8 @@ def _odd(name: str, kind: type, stage: int, steps: int) -> None:
         function,
         "Frozen, tied, without gradients, two dtypes, not divisible, " + name,
         setups=("mirrored", "two_by_two"),
+        same_as="odd_variables_with_lamb_in_stage_2" if stage == 1 else "",
+        full_only=stage == 1,
     )
 
 
@@ -332,6 +345,7 @@ def _half(policy: str) -> None:
         f"mixed_{policy} and {policy}",
         setups=MIRRORED,
         tol={"float16": 0.01, "bfloat16": 0.08}[policy],
+        same_as="policy_float16_of_sharded_variables" if policy == "bfloat16" else "",
     )
 
 
@@ -353,6 +367,7 @@ for _name in "float16", "bfloat16":
     "More replicas than variables, and than elements",
     setups=MANY,
 )
+@registry.same_as("sharded_step_has_two_collectives_for_each_bucket")
 def more_replicas_than_variables(env: Env) -> dict:
     def tiny() -> keras.Model:
         dense = layers.Dense(1, activation="tanh")
@@ -391,11 +406,13 @@ def _frozen_between_fits(env: Env, recompile: bool, stage: int) -> dict:
 
 
 @case("Layers frozen and unfrozen between fits, recompiled", setups=MIRRORED)
+@registry.same_as("layers_frozen_between_fits_without_recompiling", full_only=True)
 def sharded_layers_frozen_between_fits_with_recompiling(env: Env) -> dict:
     return _frozen_between_fits(env, recompile=True, stage=1)
 
 
 @case("Layers frozen and unfrozen between fits, not recompiled", setups=MIRRORED)
+@registry.same_as("layers_frozen_between_fits_without_recompiling")
 def sharded_layers_frozen_between_fits_without_recompiling(env: Env) -> dict:
     # 5 batches: one waits for the next fit, where less is trained.
     return _frozen_between_fits(env, recompile=False, stage=1)
@@ -426,6 +443,8 @@ def _embedding(name: str, chosen: Make, setups: tuple, **options: Any) -> None:
         function,
         f"Embedding: sparse gradients with duplicates, {name}",
         setups=setups,
+        same_as="" if name == "adam" else "sparse_gradients_of_sharded_adam",
+        full_only=name in ("adam_clipnorm", "lamb_global_clipnorm", "adam_in_stage_2"),
     )
 
 
@@ -460,6 +479,7 @@ def partial_batches_of_sharded_state(env: Env) -> dict:
 
 
 @case("`run_eagerly`, both stages and both layouts", setups=MIRRORED)
+@registry.same_as("run_eagerly_with_embedding", full_only=True)
 def sharded_state_run_eagerly(env: Env) -> dict:
     data = common.regression_data(32)
     results = {}
@@ -477,6 +497,7 @@ def sharded_state_run_eagerly(env: Env) -> dict:
 
 
 @case("`steps_per_execution=2`")
+@registry.same_as("adagrad_with_clipvalue_in_float32_and_sharded_optimizer")
 def sharded_state_with_steps_per_execution(env: Env) -> dict:
     # 9 batches: the boundary falls on either step of an execution.
     data, options = common.regression_data(72), {"steps_per_execution": 2}
@@ -512,6 +533,7 @@ def _loop(env: Env, build_first: bool) -> dict:
 
 
 @case("A loop of one's own, `optimizer.build` beforehand", setups=MIRRORED)
+@registry.same_as("loop_of_ones_own_builds_sharded_state")
 def loop_of_ones_own_with_sharded_state(env: Env) -> dict:
     return _loop(env, build_first=True)
 

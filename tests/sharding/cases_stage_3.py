@@ -80,7 +80,8 @@ def _register(case: registry.Case) -> None:
         for field in dataclasses.fields(case)
         if field.name not in ("name", "function", "covers", "module", "quick_setup")
     }
-    options |= {"setups": where}
+    options |= {"setups": where, "same_as": case.same_as or case.name}
+    options |= {"full_only": False}
     options |= {"full_setups": tuple(name for name in every if name not in where)}
     function.__module__ = __name__
     registry.register(f"{case.name}_at_stage_3", function, case.covers, **options)

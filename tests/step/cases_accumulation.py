@@ -226,6 +226,7 @@ def _with_unused() -> keras.Model:
 
 
 @case("Variables without a gradient, and not trainable ones", setups=MIRRORED)
+@registry.same_as("layers_frozen_between_fits_without_recompiling", full_only=True)
 def accumulation_leaves_variables_without_gradients_alone(env: Env) -> dict:
     data = common.regression_data(48)
     return train(env, Switches(2), sgd, _with_unused, *data)
@@ -256,6 +257,7 @@ def _frozen_between_fits(env: Env, recompile: bool) -> dict:
 
 
 @case("Layers frozen and unfrozen between fits, recompiled", setups=MIRRORED)
+@registry.same_as("layers_frozen_between_fits_without_recompiling")
 def layers_frozen_between_fits_with_recompiling(env: Env) -> dict:
     return _frozen_between_fits(env, recompile=True)
 
@@ -266,6 +268,7 @@ def layers_frozen_between_fits_without_recompiling(env: Env) -> dict:
 
 
 @case("Accumulation with `steps_per_execution=2`")
+@registry.same_as("three_steps_per_execution_and_a_partial_batch", full_only=True)
 def accumulation_with_steps_per_execution(env: Env) -> dict:
     # 9 batches: the boundary falls on either step of an execution.
     data = common.regression_data(72)
@@ -276,6 +279,7 @@ def accumulation_with_steps_per_execution(env: Env) -> dict:
 
 
 @case("Accumulation, clipping and loss scaling with `run_eagerly`")
+@registry.same_as("run_eagerly_with_embedding", full_only=True)
 def accumulation_and_loss_scaling_run_eagerly(env: Env) -> dict:
     def make(**options):
         return sgd(global_clipnorm=0.1, **options)
@@ -309,6 +313,7 @@ def _penalized() -> keras.Model:
 
 
 @case("A partial batch and empty replicas within a window", setups=registry.ALL)
+@registry.same_as("partial_last_batch_of_unequal_shares", full_only=True)
 def window_with_an_empty_replica_has_the_mean_of_its_batches(env: Env) -> dict:
     # Batches of 8, 8, 8 and 1: all replicas but one have none of the last, and the
     # mean that `ScaledPenalty` takes of nothing is NaN.
@@ -343,6 +348,8 @@ def _sparse_case(clip: str, limit: float) -> None:
         function,
         f"Sparse gradients with accumulation, loss scaling and `{clip}`",
         setups=MIRRORED,
+        same_as="embedding_with_adam",
+        full_only=True,
     )
 
 
@@ -355,6 +362,7 @@ for _clip, _limit in {
 
 
 @case("Accumulation of variables of several dtypes", setups=MIRRORED)
+@registry.same_as("float16_gradients_are_accumulated_in_float32")
 def accumulation_of_several_dtypes(env: Env) -> dict:
     def build():
         return keras.Sequential(
@@ -392,6 +400,7 @@ def float16_gradients_are_accumulated_in_float32(env: Env) -> dict:
 if hasattr(optimizers, "MultiOptimizer"):
 
     @case("Accumulation of a MultiOptimizer", setups=MIRRORED)
+    @registry.same_as("sharded_multi_optimizer", full_only=True)
     def accumulation_of_a_multi_optimizer(env: Env) -> dict:
         def make(**options):
             chosen = {"dense/.*": optimizers.Adam(0.01, **options)}
@@ -407,6 +416,7 @@ if hasattr(optimizers, "MultiOptimizer"):
 
 
 @case("Keras's `gradient_accumulation_steps` is taken over", setups=MIRRORED)
+@registry.same_as("gradient_accumulation_steps")
 def accumulation_given_to_the_wrapped_optimizer(env: Env) -> dict:
     def build():
         optimizer = adamw(gradient_accumulation_steps=3)

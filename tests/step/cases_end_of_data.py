@@ -14,7 +14,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 optimizers = keras.optimizers
 
@@ -65,6 +65,7 @@ def the_end_of_data_counts_as_in_keras(env: Env) -> dict:
 
 
 @case("Wrong numbers: the counter at the end of data, other optimizers")
+@same_as("the_end_of_data_counts_as_in_keras", full_only=True)
 def the_end_of_data_of_other_optimizers(env: Env) -> dict:
     def averaged():
         return adamw(use_ema=True, ema_overwrite_frequency=4)
@@ -80,6 +81,7 @@ def the_end_of_data_of_other_optimizers(env: Env) -> dict:
 
 
 @case("Wrong numbers: the counter at the end of data, loops of other lengths")
+@same_as("the_end_of_data_counts_as_in_keras")
 def the_end_of_data_is_found_in_any_loop(env: Env) -> dict:
     return {
         "fewer steps": _train(env, adamw, steps=3),
@@ -91,6 +93,7 @@ def the_end_of_data_is_found_in_any_loop(env: Env) -> dict:
 
 
 @case("Wrong numbers: the counter at the end of data, `DistributedOptimizer`")
+@same_as("the_end_of_data_counts_as_in_keras", full_only=True)
 def the_end_of_data_of_sharded_state(env: Env) -> dict:
     def wrapped(optimizer, **options):
         return lambda: tfdp.DistributedOptimizer(optimizer(), **options)

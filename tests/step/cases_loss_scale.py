@@ -147,6 +147,7 @@ def error_names_the_variables_without_finite_gradients(env: Env) -> dict:
 
 
 @case("`DistributedOptimizer(loss_scale=...)`: dynamic, a number", setups=MIRRORED)
+@registry.same_as("loss_scale_grows_as_in_keras")
 def loss_scale_of_the_constructor_changes_no_result(env: Env) -> dict:
     x, y = common.regression_data(32)
     results = {}
@@ -242,6 +243,7 @@ def mixed_float16_policy_scales_as_compile_says(env: Env) -> dict:
 
 
 @case("Policy `mixed_bfloat16`", tol=3e-2, setups=MIRRORED)
+@registry.same_as("mixed_float16_policy_scales_as_compile_says")
 def mixed_bfloat16_policy_needs_no_scale(env: Env) -> dict:
     return _mixed(env, "mixed_bfloat16")
 
@@ -266,6 +268,7 @@ def loss_scale_optimizer_is_taken_over_with_its_state(env: Env) -> dict:
 
 
 @case("An Embedding with loss scaling", setups=MIRRORED)
+@registry.same_as("embedding_with_adam")
 def embedding_with_loss_scaling(env: Env) -> dict:
     from tests.optimizer.cases_optimizers import token_model
 

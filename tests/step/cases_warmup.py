@@ -76,7 +76,12 @@ def _replicas(env: Env) -> int:
     return env.num_replicas
 
 
-@case("Straight from the base rate to N times it", setups=registry.ALL, compare=False)
+@case(
+    "Straight from the base rate to N times it",
+    setups=registry.ALL,
+    compare=False,
+    quick_setup="mirrored",
+)
 def warmup_raises_the_rate_in_a_straight_line(env: Env) -> dict:
     model = meter(env)
     moves = fit(model, Warmup(steps=8), batches=6, epochs=2)
@@ -89,6 +94,7 @@ def warmup_raises_the_rate_in_a_straight_line(env: Env) -> dict:
 
 
 @case("`epochs`, `scale_with_replicas=False`", setups=MIRRORED, compare=False)
+@registry.same_as("warmup_raises_the_rate_in_a_straight_line")
 def warmup_to_the_base_rate_itself(env: Env) -> dict:
     warmup = Warmup(epochs=1.5, scale_with_replicas=False)
     moves = fit(meter(env), warmup, batches=4, epochs=3)
@@ -166,11 +172,13 @@ def warmup_goes_on_where_it_was_saved(env: Env) -> dict:
 
 
 @case("Training resumed after the warmup", setups=MIRRORED, compare=False)
+@registry.same_as("warmup_goes_on_where_it_was_saved", full_only=True)
 def warmup_that_is_over_is_not_repeated_after_resuming(env: Env) -> dict:
     return _resumed(env, 8, whole=True)
 
 
 @case("Resumed with exactly the warmup done", setups=MIRRORED, compare=False)
+@registry.same_as("warmup_goes_on_where_it_was_saved")
 def warmup_resumed_at_its_last_update(env: Env) -> dict:
     return _resumed(env, 6, whole=False)
 
@@ -298,5 +306,6 @@ def gradient_noise_scale_is_that_of_the_replicas_gradients(env: Env) -> dict:
 
 
 @case("The same with accumulation and loss scaling", setups=MIRRORED, compare=False)
+@registry.same_as("gradient_noise_scale_is_that_of_the_replicas_gradients")
 def gradient_noise_scale_with_accumulation_and_loss_scaling(env: Env) -> dict:
     return _noise_scale(env, 2, initial_scale=64.0)

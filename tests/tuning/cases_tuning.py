@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import ALL, case
+from tests.harness.registry import ALL, case, same_as
 from tests.reduction.cases_plans import collectives, step_of
 from tfdp.features.tuning import callback, plan_cache, proposals, tuner
 from tfdp.ground import user_code
@@ -158,6 +158,7 @@ def _num_buckets(env: Env, model: keras.Model) -> int:
     setups=("two_by_two",),
     tol=1e-9,
 )
+@same_as("plans_that_change_in_fit_train_as_one_device_does")
 def plans_change_between_micro_batches(env: Env) -> dict:
     with tuned(env) as clock:
         model = new_model(env, clock)
@@ -169,6 +170,7 @@ def plans_change_between_micro_batches(env: Env) -> dict:
 
 
 @case("what keeps the default buckets", setups=("mirrored",), compare=False)
+@same_as("loops_of_a_users_own_have_the_default_buckets")
 def what_cannot_be_tuned_says_so_once(env: Env) -> dict:
     assert _told(env) == _stays(
         env, "a trial of other plans needs a `fit` of 222 steps, and this one has 30"
@@ -228,6 +230,7 @@ def _text(caught: warnings.WarningMessage) -> str:
 
 
 @case("a trial that is broken off", setups=("mirrored",), compare=False)
+@same_as("plans_that_change_in_fit_train_as_one_device_does", full_only=True)
 def trial_that_is_broken_off_leaves_the_default(env: Env) -> dict:
     class Stop(keras.callbacks.Callback):
         error: Exception | None = None
