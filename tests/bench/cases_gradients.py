@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tools.bench.barrier import barrier
 from tools.bench.gradients_worker import GradientReduction, make_gradients
 
@@ -18,6 +18,7 @@ SHAPES = {"first/kernel": (300_000,), "last/kernel": (1000, 1000), "last/bias": 
     full_setups=("two_by_two",),
     compare=False,
 )
+@same_as("step_has_one_all_reduce_for_each_bucket")
 def a_wrong_gradient_on_one_replica_is_counted_on_all(env: Env) -> dict:
     group = env.strategy.extended.group
     gradients = make_gradients(group, SHAPES)
