@@ -54,7 +54,9 @@ def test_a_notebook_completes_the_public_names_and_no_others():
 def test_names_that_have_moved_are_there_and_say_where_they_are(monkeypatch):
     for name in tfdp._MOVED:
         monkeypatch.delitem(vars(tfdp), name, raising=False)
-        with pytest.warns(UserWarning, match=rf"is now `tfdp.options.{name}`") as caught:
+        with pytest.warns(
+            UserWarning, match=rf"is now `tfdp.options.{name}`"
+        ) as caught:
             found = getattr(tfdp, name)
         assert found is getattr(tfdp.options, name)
         assert caught[0].filename == __file__
