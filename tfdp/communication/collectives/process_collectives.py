@@ -102,7 +102,10 @@ class ProcessCollectives:
         return [tensor for tensor, _ in outputs]
 
     def all_gather(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Concatenate the arrays by position. `source` is not used."""
+        """Concatenate all replicas' arrays in the order of their positions in the group.
+
+        `source` is not used; `tag` is that of `Communicator`.
+        """
         size = self.size
         result, data = _new_array(size * len(arrays[0]), arrays[0].dtype)
         rows = data.reshape(size, -1)

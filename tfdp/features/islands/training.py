@@ -376,7 +376,9 @@ class IslandTraining:
             )
         was_behind = exchange.result()
         if was_behind:
-            self._new_updates = 0  # the common weights replace those of these updates
+            self._new_updates = (
+                0  # the common weights replace those of the updates since
+            )
         self.staleness = max(self.staleness, self._updates - self._sent_at)
         weights = self._common = self._state.weights
         if mixing and not was_behind:

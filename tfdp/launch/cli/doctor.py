@@ -113,7 +113,7 @@ def doctor(
 
 
 def _show_set_up() -> None:
-    """Print all sections of a doctor without `--input`."""
+    """Print the report of `tfdp doctor` without `--input`: this machine's set-up."""
     with usage_errors(ValueError, TimeoutError):
         cluster = find_cluster(_MPI_SECONDS)
     console = new_console()

@@ -243,11 +243,13 @@ class ResidualStore:
 
 @dataclasses.dataclass(frozen=True)
 class BucketResiduals:
-    """States of one bucket on one replica.
+    """Residuals of one gradient bucket on one replica, for each level of its route.
+
+    A residual is what compression has left out, which the next step adds.
 
     Args:
-        store: `ResidualStore`.
-        key: `BucketKey`.
+        store: `ResidualStore` that holds their variables.
+        key: `BucketKey` under which the store finds them.
         variables: Tuple of Keras variables, those in the bucket.
         replica: Int, index among the local replicas.
     """

@@ -169,7 +169,8 @@ class AccumulatedGradients:
             index: Int, index of the variable.
         """
         if self.slices is not None:
-            # A slice is part of the sum over replicas already, and has one owner.
+            # Divisor 1: a slice holds the sum over all replicas and has one owner, so
+            # that it is saved once.
             sum_view, divisor = _view_of(*self.slices[index]), 1
         else:
             sum_view = self._local_sum(self.accumulation.sums[index])

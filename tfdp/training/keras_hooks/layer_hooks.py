@@ -247,7 +247,7 @@ def _seed_of_group(trace: Any, dtype: tf.DType) -> tf.Tensor:
     """
 
     def read() -> tf.Tensor:
-        """Return the offset of the group that runs the program."""
+        """Return the offset of the seed for the replicas that run this program."""
         group = training_group(tf.distribute.get_strategy())
         return tf.constant([group.ranks[0] * _SEED_STRIDE, 0], dtype)
 

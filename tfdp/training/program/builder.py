@@ -464,8 +464,8 @@ class Builder:
             return self.get(values), self.get(indices)
         whole = self.get(indices, WHOLE)
         if are_unique(indices):
-            # Each replica keeps a row for each index. The reduction adds up the rows of
-            # one index.
+            # Unique indices of a sparse gradient: each replica keeps its own row for an
+            # index, and the reduction adds the rows of equal indices.
             return self.get(values, PART), marked_unique(whole)
         whole_values = self.get(values, WHOLE)
         return (

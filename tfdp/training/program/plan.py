@@ -481,8 +481,8 @@ def _without_value(fact: Fact) -> Fact:
 def _converts(plan: Plan, scope: Scope) -> bool:
     """Return whether a planned graph gathers a tensor, or sums one over replicas."""
     if scope.effects.get(plan.graph):
-        # An update in this graph reduces gradients itself, and raises an error of its
-        # own where it cannot run inside of a loop.
+        # These are not counted as conversions of the graph: an update in it reduces
+        # gradients itself, and raises its own error where a loop does not allow that.
         return False
     decisions = [plan.decisions[op] for op in plan.live if op in plan.decisions]
     return any(True for _ in plan.conversions()) or any(

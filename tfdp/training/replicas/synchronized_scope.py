@@ -58,7 +58,10 @@ class NewVariables:
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Leave out variables that are created inside, maybe by this worker alone."""
+        """Neither compare nor broadcast variables that are created inside.
+
+        Only this worker may create them.
+        """
         outer, self._are_local = self._are_local, True
         try:
             yield

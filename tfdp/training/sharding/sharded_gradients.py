@@ -39,14 +39,15 @@ class ShardedGradients:
         return self.dense | self.sparse.keys()
 
     def parts(self, plan: ShardPlan, owner: int) -> dict[int, list[tf.Tensor]]:
-        """Return the elements of each variable in the slices of an owner, in order.
+        """Return the gradient elements that lie in the slices of an owner, in order.
 
         Args:
             plan: `ShardPlan`.
             owner: Int, the owner of the slices.
 
         Returns:
-            Dict from position to list of tensors.
+            Dict from the position of a variable to the flat tensors of its elements,
+            one for each slice.
         """
         elements: dict[int, list[tf.Tensor]] = {}
         for bucket, piece in zip(plan.buckets, self.slices, strict=True):

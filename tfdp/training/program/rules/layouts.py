@@ -379,7 +379,7 @@ def _join_rows(view: View, facts: Sequence[Fact], axis: int) -> Decision | None:
 
 
 def _build_joined_rows(builder: Any, op: Any, replica_inputs: list) -> list:
-    """Build a concatenation of whole inputs, and slice this replica's rows."""
+    """Concatenate inputs that hold all rows, and return this replica's rows of it."""
     (joined,), (result,) = builder.copy(op, replica_inputs), op.outputs
     builder.cache_whole(result, joined)
     return [builder.take_rows(result, joined)]
