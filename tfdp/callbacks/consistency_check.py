@@ -61,8 +61,8 @@ class ConsistencyCheck(StrategyCallback):
     compute wrongly.
     """
 
-    # Workers need not compare settings of this callback: the check of weights before the
-    # first step compares `every`.
+    # Workers need not compare settings of this callback: the check of weights before
+    # the first step compares `every`.
     compared: tuple[str, ...] = ()
 
     def __init__(self, every: int = 100) -> None:

@@ -102,7 +102,7 @@ class ProcessCollectives:
         return [tensor for tensor, _ in outputs]
 
     def all_gather(self, arrays: Arrays, source: int, tag: int) -> Tensors:
-        """Concatenate all replicas' arrays in the order of their positions in the group.
+        """Concatenate all replicas' arrays, ordered by their positions in the group.
 
         `source` is not used; `tag` is that of `Communicator`.
         """

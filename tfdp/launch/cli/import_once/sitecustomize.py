@@ -163,8 +163,9 @@ class _Preloaded:
     """
 
     def __init__(self, packages: list[str], environment: dict[str, str]) -> None:
-        # Keys are packages only: Python imports `keras` first, also for `from keras.layers
-        # import Dense`, and that import puts all modules of the package back.
+        # Keys are packages only: Python imports `keras` first, also for
+        # `from keras.layers import Dense`, and that import puts all modules of the
+        # package back.
         self._modules: dict[str, dict[str, Any]] = {name: {} for name in packages}
         for name, module in sys.modules.items():
             if (package := name.partition(".")[0]) in self._modules:

@@ -380,8 +380,8 @@ def _build_axes(builder: Any, op: Any, replica_inputs: list) -> list:
     program_axes = builder.copy(op, replica_inputs)
     if isinstance(builder.replica.rows.total, int) or xla.is_tracing():
         return program_axes
-    # In a batch of one row TensorFlow takes the axis of rows for a broadcast one, and adds
-    # it to the axes to sum over. The plan expects rows there, so it is removed.
+    # In a batch of one row TensorFlow takes the axis of rows for a broadcast one, and
+    # adds it to the axes to sum over. The plan expects rows there, so it is removed.
     return [
         _allowed_axes(axes, fact)
         for axes, fact in zip(program_axes, facts, strict=True)
