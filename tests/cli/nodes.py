@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from tests.cli.test_run import DEADLINE_SECONDS, Launcher
+from tests.cli.launcher import DEADLINE_SECONDS, Launcher
 from tfdp.communication.cluster import free_ports
 
 SECRET = "0123456789abcdef"

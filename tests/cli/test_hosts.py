@@ -14,6 +14,7 @@ import time
 import numpy as np
 import pytest
 
+from tests.cli.launcher import PRELUDE
 from tests.cli.nodes import ended, read_until
 from tests.cli.sshd_bed import (
     DEADLINE_SECONDS,
@@ -26,7 +27,6 @@ from tests.cli.sshd_bed import (
     why_not,
 )
 from tests.cli.test_island_launchers import SCRIPT as ISLAND
-from tests.cli.test_run import PRELUDE
 from tests.harness.commands import HEEDING, ROOT, run_python
 
 # Nothing else makes hosts while other tests look for what is left of them.

@@ -12,12 +12,11 @@ import textwrap
 
 import pytest
 
-from tests.cli.test_run import ROOT, STOPS_WITHIN_SECONDS, Launcher, launcher, lines_of
+from tests.cli.launcher import ROOT, STOPS_WITHIN_SECONDS, Launcher, lines_of
 from tfdp.launch.cli.import_once import parent
 from tfdp.launch.cli.import_once.script import Imports, imports_of
 from tfdp.launch.cli.signals import SignalPipe
 
-__all__ = ["launcher"]
 pytestmark = pytest.mark.processes
 
 TENSORFLOW = ["tensorflow", "keras"]

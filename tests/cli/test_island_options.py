@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import collections.abc
 import json
 import socket
 
 import pytest
 from click.testing import CliRunner
 
-from tests.cli.test_run import Launcher
 from tfdp.communication.cluster import Cluster
 from tfdp.communication.cluster.islands import Island
 from tfdp.launch.cli.main import cli
 
 HUB = ["--hub", "a:29500"]
-
-
-@pytest.fixture
-def launcher(tmp_path) -> collections.abc.Iterator[Launcher]:
-    launcher = Launcher(tmp_path)
-    yield launcher
-    launcher.close()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import subprocess
 
 import pytest
 
+from tests.cli.launcher import DEADLINE_SECONDS, logs_of
 from tests.cli.nodes import Nodes, ended
-from tests.cli.test_run import DEADLINE_SECONDS, logs_of
-from tests.cli.test_run import launcher as launcher
 from tests.cli.test_ssh import launcher as ssh_launcher  # noqa: F401  a fixture
 from tfdp.launch.cli.json_screen import JsonScreen
 

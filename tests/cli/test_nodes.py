@@ -11,13 +11,13 @@ import time
 
 import pytest
 
-from tests.cli.nodes import Nodes, ended, read_until
-from tests.cli.test_run import (
+from tests.cli.launcher import (
     DEADLINE_SECONDS,
     IGNORE_SIGNALS,
     STOPS_WITHIN_SECONDS,
     lines_of,
 )
+from tests.cli.nodes import Nodes, ended, read_until
 from tests.harness.tiers import full
 from tests.strategy.trained import check_answers
 from tfdp.communication.cluster import free_ports

@@ -17,15 +17,15 @@ import time
 import psutil
 import pytest
 
-from tests.cli.nodes import ended, read_until
-from tests.cli.test_nodes import FAILS, SECOND_TIME, WAITS
-from tests.cli.test_run import (
+from tests.cli.launcher import (
     DEADLINE_SECONDS,
     IGNORE_SIGNALS,
     STOPS_WITHIN_SECONDS,
     Launcher,
     lines_of,
 )
+from tests.cli.nodes import ended, read_until
+from tests.cli.test_nodes import FAILS, SECOND_TIME, WAITS
 from tfdp.communication.cluster import free_ports
 from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.remote_line import BEAT, order

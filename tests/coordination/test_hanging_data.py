@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.cli.test_run import Launcher
+from tests.cli.launcher import Launcher
 from tests.harness.tiers import full, standard
 from tfdp.communication.coordination import data_wait as module
 from tfdp.communication.coordination.data_wait import DataWait, ReadCounts

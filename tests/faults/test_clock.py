@@ -10,8 +10,8 @@ import subprocess
 
 import pytest
 
+from tests.cli.launcher import Launcher
 from tests.cli.nodes import ended
-from tests.cli.test_run import Launcher
 from tfdp.communication.cluster import Cluster
 from tfdp.communication.coordination import join
 from tfdp.features.monitor import meter as module

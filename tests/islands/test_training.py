@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.cli.test_run import Launcher
+from tests.cli.launcher import Launcher
 from tests.harness import common
 from tests.harness.tiers import standard
 from tfdp.communication.cluster import free_ports
