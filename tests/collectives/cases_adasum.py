@@ -67,7 +67,6 @@ def check_definition(
 
 @algorithm_case(
     "Adasum is what its definition says, for each tensor of a bucket",
-    quick_setup="mirrored",
 )
 def adasum_is_what_its_definition_says(env: Env) -> dict:
     wanted = np.concatenate(definition.combined_each(members_of(env, 1)))

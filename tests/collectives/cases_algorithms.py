@@ -110,9 +110,7 @@ def ready_made(env: Env) -> list[tuple[ProcessGroup, collections.abc.Callable]]:
     return found
 
 
-@algorithm_case(
-    "every algorithm adds tensors of every dtype and length", quick_setup="mirrored"
-)
+@algorithm_case("every algorithm adds tensors of every dtype and length")
 def algorithms_add_every_dtype_and_length(env: Env) -> dict:
     everything = [(d, 10) for d in DTYPES]
     everything += [("float32", n) for n in LENGTHS]

@@ -366,7 +366,6 @@ QUICK = (
     ("rmsprop", "clipnorm", "float32", "none"),
     ("adagrad", "clipvalue", "float32", "optimizer"),
     ("lamb", "clipvalue", "float32", "parameters"),
-    ("schedule_free_adamw", "an_overflow_on_one_replica", "float32", "parameters"),
     ("adamax", "ema", "float32", "optimizer"),
     ("lion", "weight_decay", "float64", "none"),
     ("sgd", "a_partial_batch", "float64", "none"),
@@ -385,9 +384,7 @@ def _register(row_name: str, column_name: str, dtype: str, sharding: str) -> Non
     row, column = ROWS[row_name], COLUMNS[column_name]
     name = cell_name(row_name, column_name, dtype, sharding)
     quick = [cell_name(*cell) for cell in QUICK if cell[1] == column_name]
-    same_as = quick[0]
-    if column_name == "an_overflow_on_one_replica":
-        same_as = "overflow_on_last_replica_skips_the_step_everywhere"
+    same_as = (quick or ["overflow_on_last_replica_skips_the_step_everywhere"])[0]
 
     def function(env: Env) -> dict:
         return run_cell(env, row, column, dtype, sharding)

@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import pathlib
 import typing
-import zlib
 
 from tests.harness.setups import DISTRIBUTED
 
@@ -102,8 +101,6 @@ PAIR = ("mirrored", "two_workers")
 # Replicas beside each other and replicas on other workers at once: for what depends
 # on neither, and fails on one of the others only if it fails here.
 BOTH = ("two_by_two",)
-# With this one the quick tier runs the cases of most modules on each of their set-ups.
-SALT = 1060
 
 
 def register(
@@ -116,8 +113,9 @@ def register(
 ) -> None:
     """Adds a case.
 
-    Set-ups that are not given are left to the full tier. The quick tier has one of
-    those that are, which follows from the name: so a new case moves no other.
+    Set-ups that are not given are left to the full tier. In the quick tier the first
+    cases of a module take turns at the set-ups, unless they name one (the cheap cases
+    the dear set-ups), and the others run in one process.
     """
     if name in _CASES:
         raise ValueError(f"Two cases of one name. Received: name={name!r}")
@@ -126,9 +124,26 @@ def register(
     if options.get("same_as"):
         options["quick_setup"] = ""
     elif setups and not options.get("quick_setup"):
-        number = zlib.crc32(f"{SALT}{name}".encode())
-        options["quick_setup"] = setups[number % len(setups)]
+        full_setups = options["full_setups"]
+        options["quick_setup"] = _quick_setup_of(module, setups, full_setups)
     _CASES[name] = Case(name, function, covers, module, setups, **options)
+
+
+def _quick_setup_of(
+    module: str, setups: tuple[str, ...], full_setups: tuple[str, ...]
+) -> str:
+    """The set-up of the quick tier: one that the module has not been on, if any."""
+    taken = {
+        case.quick_setup
+        for case in _CASES.values()
+        if (case.module, case.setups) == (module, setups)
+    }
+    for setup in setups:
+        if setup not in taken:
+            return setup
+    # One process costs less than two, and other cases have been on all set-ups.
+    others = full_setups if setups == BOTH else ()
+    return "mirrored" if "mirrored" in setups + others else setups[0]
 
 
 def case(covers: str, **options: typing.Any) -> collections.abc.Callable:

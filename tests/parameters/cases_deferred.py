@@ -85,7 +85,6 @@ def a_scope_that_defers_on_one_worker_only_is_refused(env: Env) -> dict:
     "Files before there is an optimizer",
     setups=registry.ALL,
     compare=False,
-    quick_setup="two_workers",
 )
 def deferred_models_are_saved_and_loaded_without_an_optimizer(env: Env) -> dict:
     data = common.regression_data()

@@ -139,9 +139,7 @@ def _traced(env: Env) -> tuple[keras.Model, list]:
     return model, traced
 
 
-@case(
-    "3 S (N - 1) / N bytes", setups=registry.ALL, compare=False, quick_setup="mirrored"
-)
+@case("3 S (N - 1) / N bytes", setups=registry.ALL, compare=False)
 def a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce(env: Env) -> dict:
     model, traced = _traced(env)
     replicas = env.num_replicas

@@ -216,7 +216,6 @@ def _wide() -> keras.Model:
     "Bytes of gathers of 8 bits",
     setups=registry.ALL,
     compare=False,
-    quick_setup="two_by_two",
 )
 def quantized_gathers_send_a_quarter_of_the_bytes(env: Env) -> dict:
     if env.is_reference:

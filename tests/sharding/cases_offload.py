@@ -64,7 +64,6 @@ def offloaded_state_is_updated_on_the_host(env: Env) -> dict:
     "memory of sharded state",
     setups=("mirrored", "two_by_two"),
     compare=False,
-    quick_setup="two_by_two",
 )
 def memory_report_is_what_the_variables_hold(env: Env) -> dict:
     if env.is_reference:

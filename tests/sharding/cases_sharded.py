@@ -159,7 +159,6 @@ def _everything(stage: int, by_callback: bool) -> None:
         function,
         f"ZeRO-{stage} by {way}, accumulation, loss scaling, clipping",
         setups=registry.ALL if is_quick else MIRRORED,
-        quick_setup="two_by_two" if stage == 2 else "",
         same_as="" if is_quick else name.format(stage, other),
     )
 

@@ -80,7 +80,6 @@ def _replicas(env: Env) -> int:
     "Straight from the base rate to N times it",
     setups=registry.ALL,
     compare=False,
-    quick_setup="mirrored",
 )
 def warmup_raises_the_rate_in_a_straight_line(env: Env) -> dict:
     model = meter(env)
