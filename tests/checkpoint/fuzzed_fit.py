@@ -64,7 +64,7 @@ class FuzzedFit:
         for item in said:
             warnings.warn_explicit(item.message, item.category, "", 0)
         began = watch.seen[0] if watch.seen else self._model.get_weights()
-        if any("newer ones are damaged" in str(item.message) for item in said):
+        if any("newer backups are damaged" in str(item.message) for item in said):
             is_right = _are_equal(began, self._weights[4])
             return fuzzing.REFUSED if is_right else "a wrong backup before it"
         # In the middle of an epoch, or at its begin again where the data has changed.

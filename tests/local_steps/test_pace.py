@@ -24,7 +24,7 @@ from tfdp.features.local_steps.pace import Pace
 def model_of(steps_per_execution: int) -> Any:
     counter = tf.Variable(0)
     features = types.SimpleNamespace(
-        alone=types.SimpleNamespace(updates=tf.Variable(0))
+        local_steps=types.SimpleNamespace(updates=tf.Variable(0))
     )
     strategy = types.SimpleNamespace(extended=types.SimpleNamespace(num_local=1))
     return types.SimpleNamespace(

@@ -197,7 +197,7 @@ def plan_shows_algorithm_and_predicted_time(env: Env) -> dict:
 
 @case("a hierarchy that is none", setups=("two_by_two",), full_setups=(), compare=False)
 def hierarchy_without_levels_says_so_once(env: Env) -> dict:
-    for node_size, word in ((4, "one node"), (3, "equally many")):
+    for node_size, word in ((4, "one node"), (3, "same number of replicas")):
         with routed(env, algorithm="hierarchical", node_size=node_size) as caught:
             routes = {
                 str(env.strategy.extended.algorithm_selector.select(size, "float32"))
