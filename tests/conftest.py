@@ -9,6 +9,8 @@ import tempfile
 
 import pytest
 
+# Before TensorFlow, so that tests have the same kernels on all processors.
+import tfdp  # noqa: F401  # isort: skip
 from tests.harness import costs, groups, tiers
 from tests.harness.pool import CaseFailed, ClusterPool
 from tests.harness.registry import Case, load_cases

@@ -50,7 +50,7 @@ def test_a_stranger_on_the_port_of_the_first_worker_is_named(stranger: socket.so
 
 def test_a_worker_that_stops_while_all_join_is_named():
     with (
-        pytest.raises(TimeoutError, match=r"^worker 0 \(.*\) ended.*Socket closed"),
+        pytest.raises(TimeoutError, match=r"^worker 0 \(.*\) exited.*Socket closed"),
         joining(second_worker("localhost:2")),
     ):
         raise tf.errors.UnavailableError(None, None, "Socket closed\nand more")
@@ -60,7 +60,7 @@ def test_a_worker_that_stops_and_still_answers_gets_one_sentence(
     stranger: socket.socket,
 ):
     with (
-        pytest.raises(TimeoutError, match=r"^One of the workers ended while") as told,
+        pytest.raises(TimeoutError, match=r"^One of the workers exited while") as told,
         joining(second_worker(address(stranger))),
     ):
         raise tf.errors.UnavailableError(None, None, "Socket closed\nand more")
