@@ -57,7 +57,7 @@ def check(value: Any, schema: Any, where: str) -> None:
     >>> check({"epoch": 5}, {"epoch": POSITIVE, "logs?": [number]}, "run")
     >>> check({"epoch": 0}, {"epoch": POSITIVE, "logs?": [number]}, "run")
     Traceback (most recent call last):
-    tfdp.checkpoint.schema.Malformed: its run.epoch must be an integer from 1, and is 0
+    tfdp.checkpoint.schema.Malformed: its run.epoch must be an integer from 1, but is 0
     """
     if callable(schema):
         schema(value, where)
