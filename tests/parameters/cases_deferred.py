@@ -99,7 +99,10 @@ def deferred_models_are_saved_and_loaded_without_an_optimizer(env: Env) -> dict:
         model = deep()
     model.load_weights(path)
     expected = plain.predict(data[0], verbose=0)
-    np.testing.assert_allclose(model.predict(data[0], verbose=0), expected, rtol=1e-6)
+    predicted = model.predict(data[0], verbose=0)
+    # The error of a tensor: a replica's rows are another batch size for the kernels.
+    atol = 1e-6 * np.abs(expected).max()
+    np.testing.assert_allclose(predicted, expected, rtol=0, atol=atol)
     again = env.tmp / f"again.{env.rank}.keras"
     model.save(again)
     if env.is_chief:
