@@ -260,9 +260,6 @@ class BackupAndRestore(StrategyCallback):
     def _plan_load(self, index: Index) -> LoadPlan:
         """Plan what to read of a backup.
 
-        Args:
-            index: `Index` of the backup.
-
         Raises:
             IncompatibleBackup: If the backup is not of this run.
             schema.Malformed: If the metadata of the backup is invalid.

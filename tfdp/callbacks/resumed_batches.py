@@ -152,9 +152,6 @@ class ResumedBatches:
     def _change(self, run: dict[str, Any]) -> BatchChange | None:
         """Compare the batches only, without the rest of the run's identity.
 
-        Args:
-            run: Dict, the run's metadata in the backup.
-
         Returns:
             `BatchChange`, or `None` if the batch is the same.
         """

@@ -340,9 +340,6 @@ def _steps_of(storage: Storage) -> list[int]:
 def _describe(damaged: list[tuple[str, str]]) -> str:
     """Format the names and faults of damaged backups as one line.
 
-    Args:
-        damaged: List of pairs of a backup's name and what is wrong with it.
-
     Returns:
         String such as `"step-8: it was altered; step-6: it is truncated"`.
     """

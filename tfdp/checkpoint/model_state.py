@@ -209,9 +209,6 @@ def _update_counter(group: Any) -> Any:
     """Return the counter of a Keras optimizer's updates, a variable or variable-like.
 
     Keras itself counts micro-batches if it accumulates gradients.
-
-    Args:
-        group: Keras optimizer.
     """
     counter = _compat.own_variables(group)[0]
     steps = group.gradient_accumulation_steps

@@ -267,12 +267,7 @@ def _other_optimizer(name: str) -> str | None:
 
 
 def _common_tensors(model: Any, arrays: dict[str, np.ndarray]) -> list[StateTensor]:
-    """Return the tensors that every backup has.
-
-    Args:
-        model: Built Keras model.
-        arrays: Dict from names to the arrays of callbacks.
-    """
+    """Return the tensors that every backup has."""
     tensors = model_state(model)
     for name, variable in _counters(model).items():
         tensors.append(replicated(model, f"{RUN_PREFIX}/counters/{name}", variable))

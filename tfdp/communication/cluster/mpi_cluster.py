@@ -269,12 +269,7 @@ def _unreachable(
 
 
 def _divide_gpus(rank: int, placements: Sequence[ProcessPlacement]) -> None:
-    """Give this process its part of the host's GPUs, if all processes see the same.
-
-    Args:
-        rank: Int, rank of this process.
-        placements: Sequence of `ProcessPlacement`, in the order of ranks.
-    """
+    """Give this process its part of the host's GPUs, if all processes see the same."""
     peers = [
         r for r, place in enumerate(placements) if place.host == placements[rank].host
     ]

@@ -202,12 +202,7 @@ def _initialize(
 
 
 def _lock_of(mpi: Any, library: str) -> contextlib.AbstractContextManager:
-    """Return the lock around calls of MPI that its level of thread support needs.
-
-    Args:
-        mpi: The module `mpi4py.MPI`.
-        library: String, name and version of the MPI library.
-    """
+    """Return the lock around calls of MPI that its level of thread support needs."""
     level = mpi.Query_thread()
     if level == mpi.THREAD_MULTIPLE:
         return contextlib.nullcontext()

@@ -398,11 +398,6 @@ class Mesh:
     def _dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
         """Dial repeatedly until the other worker answers.
 
-        Args:
-            peer: Int, rank of the worker.
-            lane: String, name of the connection.
-            deadline: Float, time by `time.monotonic`.
-
         Returns:
             `socket.socket`, connected and authenticated.
         """
@@ -454,11 +449,6 @@ class Mesh:
 
     def _wait_for_dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
         """Wait for the connection that a peer of higher rank dials.
-
-        Args:
-            peer: Int, rank of the worker.
-            lane: String, name of the connection.
-            deadline: Float, time by `time.monotonic`.
 
         Returns:
             `socket.socket`, connected and authenticated.

@@ -289,11 +289,7 @@ class MpiMessages:
     # Closing.
 
     def _lost(self, peers: Mapping[int, _Peer]) -> int | None:
-        """Return the index of a member that left with pending requests, or `None`.
-
-        Args:
-            peers: Mapping from a member's index to the state of the exchange with it.
-        """
+        """Return the index of a member that left with pending requests, or `None`."""
         for place in [p for p in self._goodbyes if p not in self._leave_reasons]:
             request, text = self._goodbyes[place]
             with self._job.lock:
@@ -313,11 +309,7 @@ class MpiMessages:
             return is_first
 
     def _fail(self, reason: str) -> None:
-        """Pass pending requests to the job, which keeps their memory, and close.
-
-        Args:
-            reason: String, sent to the other members.
-        """
+        """Pass pending requests to the job, which keeps their memory, and close."""
         pending, self._pending = self._pending, []
         if pending:
             sends = [each.request for each in pending if each.is_send]

@@ -358,13 +358,7 @@ class SocketCommunicator:
         )
 
     def _broadcast_chain(self, call: Call, array: Array, source: int) -> None:
-        """Forward segments along a chain of members that begins with the source.
-
-        Args:
-            call: `Call`, the same on all members.
-            array: Flat array, sent or received.
-            source: Int, index of the member that sends.
-        """
+        """Forward segments along a chain of members that begins with the source."""
         view = bytes_of(array)
         arrived = Gate()
         segments = [

@@ -225,12 +225,7 @@ class Exchanges:
     def _sums_of_sent(
         self, number: int, reducer: GradientReducer
     ) -> Sequence[tf.Tensor]:
-        """Return the means over all replicas of a fragment's gradients in flight.
-
-        Args:
-            number: Int, index of the fragment.
-            reducer: `GradientReducer` of all replicas.
-        """
+        """Return the means over all replicas of a fragment's gradients in flight."""
         sent = self._in_flight_of(number)
         if isinstance(sent, Background):
             return sent.collect(_local_replica())

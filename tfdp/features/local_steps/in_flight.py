@@ -255,13 +255,7 @@ class RoundExchange:
 def _round_endpoint(
     strategy: Any, least: int, patience_seconds: float
 ) -> RoundLeader | RoundFollower:
-    """Connect this worker for rounds: the first one leads, the others follow.
-
-    Args:
-        strategy: A tfdp strategy.
-        least: Int, the number of workers that a round needs.
-        patience_seconds: Float, how long a round waits for more workers.
-    """
+    """Connect this worker for rounds: the first one leads, the others follow."""
     extended = strategy.extended
     transport, worker_group = extended.group.transport, extended.worker_group
     connect = getattr(transport, "connect", None)

@@ -266,11 +266,7 @@ class BucketTuning(keras.callbacks.Callback):
         return selector.select_for(plan, may_compress=True)
 
     def _end(self, outcome: TrialResult) -> None:
-        """Apply and store the result of a trial, and print it.
-
-        Args:
-            outcome: `TrialResult`.
-        """
+        """Apply and store the result of a trial, and print it."""
         self._functions.clear()
         kept = KeptPlan(None)
         if outcome.winner is not None:

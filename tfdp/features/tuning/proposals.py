@@ -159,12 +159,7 @@ def _predict(
 
 
 def _signature(plan: BucketPlan, routes: Sequence[AlgorithmChoice]) -> tuple:
-    """Return a value that is equal for plans with the same buckets and algorithms.
-
-    Args:
-        plan: `BucketPlan`.
-        routes: Sequence of `AlgorithmChoice`, one for each bucket.
-    """
+    """Return a value that is equal for plans with the same buckets and algorithms."""
     return tuple(
         (tuple(entry.name for entry in bucket.entries), str(route))
         for bucket, route in zip(plan, routes, strict=True)

@@ -352,11 +352,7 @@ def block_steps(update_steps: int) -> int:
 
 
 def _updates_of_block(update_steps: int) -> int:
-    """Return the number of timed updates of a block.
-
-    Args:
-        update_steps: Int, see `Tuner`.
-    """
+    """Return the number of timed updates of a block."""
     return max(-(-BLOCK_STEPS // update_steps), _MIN_UPDATES)
 
 

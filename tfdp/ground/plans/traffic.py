@@ -148,11 +148,7 @@ def _flat(name: str, node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _ring(node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """Return the transfers of a ring; none for a single replica.
-
-    Args:
-        node_of: Array of ints, the node of each position.
-    """
+    """Return the transfers of a ring; none for a single replica."""
     size = len(node_of)
     if size == 1:
         return ()
@@ -162,11 +158,7 @@ def _ring(node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _reduce_to_first(node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """Return the transfers of a binomial tree towards the first position.
-
-    Args:
-        node_of: Array of ints, the node of each position.
-    """
+    """Return the transfers of a binomial tree towards the first position."""
     size, distance, transfers = len(node_of), 1, []
     while distance < size:
         senders = np.arange(distance, size, 2 * distance)
@@ -176,11 +168,7 @@ def _reduce_to_first(node_of: np.ndarray) -> tuple[Transfer, ...]:
 
 
 def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
-    """Return the transfers of recursive halving, and its number of shards.
-
-    Args:
-        node_of: Array of ints, the node of each position.
-    """
+    """Return the transfers of recursive halving, and its number of shards."""
     size = len(node_of)
     power = 1 << (size.bit_length() - 1)
     transfers = []
@@ -195,11 +183,7 @@ def _halve(node_of: np.ndarray) -> tuple[tuple[Transfer, ...], int]:
 
 
 def _combine_by_pairs(node_of: np.ndarray) -> tuple[Transfer, ...]:
-    """Return the transfers of Adasum: each halving is followed by a tiny ring.
-
-    Args:
-        node_of: Array of ints, the node of each position.
-    """
+    """Return the transfers of Adasum: each halving is followed by a tiny ring."""
     halves, power = _halve(node_of)
     up = list(halves[: len(halves) - (power.bit_length() - 1)])
     positions = np.arange(power)

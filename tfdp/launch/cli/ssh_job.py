@@ -323,11 +323,7 @@ class SshJob:
             worker.stop(signal.SIGTERM)
 
     def _forward_signals(self, clock_seconds: float) -> None:
-        """Forward received signals to all launchers.
-
-        Args:
-            clock_seconds: Float, current time by `time.monotonic()`.
-        """
+        """Forward received signals to all launchers."""
         for signum in self._signals.received[self._num_signals :]:
             self._num_signals += 1
             self._code = self._code or 128 + signum

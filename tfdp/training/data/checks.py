@@ -277,11 +277,7 @@ def _check_sample_arrays(data_by_name: dict[str, Any]) -> None:
 
 
 def _check_equal_rows(data_by_name: dict[str, Any]) -> None:
-    """Raise if arrays of a batch have different numbers of rows; ignore scalars.
-
-    Args:
-        data_by_name: Dict of nests of arrays by the name of the argument.
-    """
+    """Raise if arrays of a batch have different numbers of rows; ignore scalars."""
     parts = [parts_with_rows(part, name) for name, part in data_by_name.items()]
     check_parts({where: leaf for each in parts for where, leaf in each.items()})
 

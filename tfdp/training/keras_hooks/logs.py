@@ -46,11 +46,6 @@ def _logs_of_eager_step(strategy: Any, model: Any, outputs: Any) -> Any:
 
     With local steps they are weighted means of the logs of the replicas.
 
-    Args:
-        strategy: A tfdp strategy.
-        model: The Keras model.
-        outputs: Nest of per-replica values, the outputs of the step.
-
     Returns:
         Nest of the same structure, with one tensor for each value.
     """

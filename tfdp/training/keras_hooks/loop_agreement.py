@@ -134,10 +134,6 @@ def agree_on_batch(
 def _settings_of(model: Any, bound: inspect.BoundArguments) -> dict[str, Any]:
     """Return the settings of a loop that affect the number and kind of its steps.
 
-    Args:
-        model: The Keras model.
-        bound: `inspect.BoundArguments` of the call.
-
     Returns:
         Dict from the name of a setting to a value that workers can compare.
     """
@@ -175,9 +171,6 @@ def _describe_data(arguments: dict[str, Any]) -> list[dict[str, Any] | None]:
 def _validation_parts(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the parts of `validation_data` by their names in messages.
 
-    Args:
-        arguments: Dict, the arguments of the call by name.
-
     Returns:
         Dict from a name, such as `"validation_data[0]"`, to the part.
     """
@@ -191,9 +184,6 @@ def _values_of(arguments: dict[str, Any]) -> ArrayValues:
     """Return the values of the arrays for a loop and for its validation.
 
     Values are read at each call, because a script may shuffle an array in place.
-
-    Args:
-        arguments: Dict, the arguments of the call by name.
     """
     given = {name: arguments.get(name) for name in _DATA_ARGUMENTS}
     parts = named_arrays(given), named_arrays(_validation_parts(arguments))
@@ -274,14 +264,7 @@ def _check_arrays(worker_group: WorkerGroup, name: str, gathered: list[dict]) ->
 def _check_values(
     worker_group: WorkerGroup, name: str, gathered: list[dict], values: ArrayValues
 ) -> None:
-    """Raise if values of arrays differ by more than rounding.
-
-    Args:
-        worker_group: `WorkerGroup` between the workers.
-        name: String, name of the called method, for the message.
-        gathered: List of dicts, the facts of each worker, ordered by rank.
-        values: `ArrayValues` of this worker.
-    """
+    """Raise if values of arrays differ by more than rounding."""
     fingerprints = [each["values"] for each in gathered]
     topic = f"the settings of {name}"
     difference = find_difference(worker_group, topic, fingerprints, values)
@@ -356,14 +339,7 @@ def _check_configs(
     gathered: list[dict],
     own_configs: dict[str, Any],
 ) -> None:
-    """Raise if configs differ; workers send them only if their digests differ.
-
-    Args:
-        worker_group: `WorkerGroup` between the workers.
-        topic: String, the name of the all-gather in messages.
-        gathered: List of dicts, the facts of each worker, ordered by rank.
-        own_configs: Dict that `configs_of` returned on this worker.
-    """
+    """Raise if configs differ; workers send them only if their digests differ."""
     digests = [each["configs"] for each in gathered]
     other = next((r for r, each in enumerate(digests) if each != digests[0]), None)
     if other is None:

@@ -269,12 +269,7 @@ def communication_plan(strategy: Any, model: Any) -> CommunicationPlan:
 def _plan_of(
     reducer: Any, model: Any
 ) -> tuple[BucketPlan, tuple[AlgorithmChoice, ...], list[str], bool]:
-    """Return bucket plan, routes, sparse variables, and whether a step was traced.
-
-    Args:
-        reducer: `Reducer` of the strategy.
-        model: Keras model.
-    """
+    """Return bucket plan, routes, sparse variables, and whether a step was traced."""
     variables = model.trainable_variables
     for trained, plan, routes in reducer.plans.plans_of_subsets(variables):
         if plan.buckets:

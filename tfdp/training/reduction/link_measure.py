@@ -145,10 +145,6 @@ def _measure_samples(
 
     Algorithms differ in the number of messages and operations. These differences
     determine the cost of an operation, and whether replicas share a link.
-
-    Args:
-        algorithm_selector: `AlgorithmSelector`, with the topology.
-        group: `ProcessGroup` of all replicas.
     """
     algorithms = [Algorithm(name) for name in FLAT]
     topology = algorithm_selector.topology

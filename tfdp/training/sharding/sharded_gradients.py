@@ -212,11 +212,6 @@ def _squares_and_flags(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Measure the gradients in an owner's slices, variable by variable.
 
-    Args:
-        group: `ShardedParamGroup`.
-        sums: `ShardedGradients` of the group.
-        owner: Int, the owner of the slices.
-
     Returns:
         Tuple of two tensors `[num_variables]`: the owner's addend of each variable's
         squared norm, and the number of non-finite elements in its slices.

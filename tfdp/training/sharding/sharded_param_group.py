@@ -51,13 +51,7 @@ class OwnedState:
             self._build(optimizer, variables, replica)
 
     def _build(self, optimizer: Any, variables: list[Any], replica: int) -> None:
-        """Create the state, on the device; subclasses set `slots` and `singles`.
-
-        Args:
-            optimizer: Keras optimizer, the user's.
-            variables: List of the Keras variables of the plan.
-            replica: Int, the local replica that holds the slices.
-        """
+        """Create the state, on the device; subclasses set `slots` and `singles`."""
         raise NotImplementedError
 
     def set_averages(self, values: list[tf.Tensor]) -> None:

@@ -176,13 +176,7 @@ def _skip(step: Step, statistics: GradientStatistics) -> None:
 
 
 def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:
-    """Clip the reduced gradients of each group as its optimizer is set to.
-
-    Args:
-        step: `Step`.
-        sums: List of the reduced gradients of each parameter group.
-        statistics: `GradientStatistics` of the sums.
-    """
+    """Clip the reduced gradients of each group as its optimizer is set to."""
     return [
         step.layout.clip(group, reduced, statistics)
         for group, reduced in zip(step.param_groups, sums, strict=True)
@@ -223,12 +217,7 @@ def _average_group(layout: StateLayout, group: ParamGroup) -> None:
 
 
 def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
-    """Apply the constraints after every micro-batch, as Keras does.
-
-    Args:
-        step: `Step`.
-        is_kept: Scalar bool tensor, or bool, false if an update was skipped.
-    """
+    """Apply the constraints after every micro-batch, as Keras does."""
     for variable in step.variables:
         if variable.constraint is not None:
             _cond(is_kept, functools.partial(step.layout.constrain, variable))

@@ -147,15 +147,7 @@ def _divided_step(
 def _eager_step(
     strategy: Any, loop: loops.Loop, fn: Callable, local: list, parts: list[BatchWeight]
 ) -> Callable:
-    """Return a replica's step for eager execution.
-
-    Args:
-        strategy: A tfdp strategy.
-        loop: `Loop` of Keras that the step belongs to.
-        fn: Callable, the replica function that Keras has passed.
-        local: List of the arguments of each local replica.
-        parts: List of the `BatchWeight` of each local replica.
-    """
+    """Return a replica's step for eager execution."""
     loop.batch_weights = [part.weight for part in parts]
     step = EagerStep(
         strategy,

@@ -440,12 +440,7 @@ def _probe_ports(addresses: list[str]) -> list[ProbeResult]:
 
 
 def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
-    """Describe a straggler that has exceeded the timeout, as a clause.
-
-    Args:
-        own: `WorkerProgress` of this worker.
-        other: `WorkerProgress` of the straggler.
-    """
+    """Describe a straggler that has exceeded the timeout, as a clause."""
     where = other.name or NO_CALL
     return (
         f"it has not arrived within {own.seconds:.0f} s; it is at {where}; a longer "

@@ -50,12 +50,7 @@ def _element_shape(shape_input: Any) -> Any:
 
 
 def _need_of_item(listed: Fact, item: Fact) -> tuple[Need, Fact]:
-    """Return the form of an item to add to a list, and the list's new `Fact`.
-
-    Args:
-        listed: `Fact` of the list.
-        item: `Fact` of the item.
-    """
+    """Return the form of an item to add to a list, and the list's new `Fact`."""
     if listed.form is Form.EMPTY:
         if item.form is Form.SIZES:
             return WHOLE, whole(item.sizes, item.value if is_known(item) else None)
