@@ -25,7 +25,7 @@ PLAINER = {
     r"\bfor ever\b": "indefinitely, or without a timeout",
     r"\bso (?:many|much)\b(?! (?:\w+ )?that)": "the number of, or that many",
     r"\bin force\b": "active",
-    r"(?<!one )\bin turn\b": "one after another",
+    r"\bin turn\b": "one after another",
     r"\b(?:that|which|what|who) (?:is|are) there\b": "existing, or present",
     r"\bst(?:and|ands|ood) still\b": "is suspended, or is idle",
     r"(?:^|[.:;,] )who(?:ever)? (?:has|is|runs|does|reads|waits|wants)\b": (
@@ -73,9 +73,12 @@ def findings(path: Path) -> Iterator[Finding]:
         parts = [(1, _QUOTED.sub(_blank_lines, text))]
     for line, prose in parts:
         for pattern, plainer in PLAINER.items():
-            for found in re.finditer(pattern, prose, re.IGNORECASE):
+            # A phrase may be broken between two lines, also of a comment.
+            broken = pattern.replace(" ", r"\s+(?:#\s+)?")
+            for found in re.finditer(broken, prose, re.IGNORECASE):
                 offset = prose[: found.start()].count("\n")
-                phrase = " ".join(found.group().split()).lstrip(".:;, ")
+                words = found.group().replace("#", " ").split()
+                phrase = " ".join(words).lstrip(".:;, ")
                 yield Finding(path, line + offset, phrase, plainer)
 
 

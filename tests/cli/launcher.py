@@ -109,6 +109,19 @@ class Launcher:
             process.args, process.returncode, output, errors
         )
 
+    def signalled(
+        self, signum: signal.Signals, num_workers: int = 2
+    ) -> subprocess.CompletedProcess:
+        """Runs script.py, and sends the launcher a signal when all workers are ready.
+
+        Each worker says so by a file, `ready-RANK`.
+        """
+        process = self.start("-n", str(num_workers), "script.py")
+        self.wait_for(*(f"ready-{rank}" for rank in range(num_workers)))
+        process.send_signal(signum)
+        output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        return subprocess.CompletedProcess(process.args, process.returncode, output)
+
     def wait_for(self, *names: str) -> None:
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not all((self.folder / name).exists() for name in names):

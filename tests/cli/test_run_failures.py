@@ -10,10 +10,8 @@ import time
 import pytest
 
 from tests.cli.launcher import (
-    DEADLINE_SECONDS,
     IGNORE_SIGNALS,
     STOPS_WITHIN_SECONDS,
-    STUBBORN,
     WAKING_SLEEP,
     lines_of,
     logs_of,
@@ -160,12 +158,9 @@ def test_ctrl_c_of_a_script_that_does_not_catch_it_takes_two_lines(launcher):
         f"import atexit\natexit.register(print, {OF_PEERS!r}.strip())\n"
         f"pathlib.Path(f'ready-{{RANK}}').touch()\n{WAKING_SLEEP}"
     )
-    process = launcher.start("-n", "3", "script.py")
-    launcher.wait_for("ready-0", "ready-1", "ready-2")
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == 130
-    _, stopping, where = output.splitlines()
+    done = launcher.signalled(signal.SIGINT, num_workers=3)
+    assert done.returncode == 130
+    _, stopping, where = done.stdout.splitlines()
     assert stopping.startswith("tfdp: SIGINT received, stopping the workers")
     script = launcher.folder / "script.py"
     line = script.read_text().splitlines().index(WAKING_SLEEP) + 1
@@ -232,23 +227,6 @@ def test_a_launcher_that_is_preempted_tells_its_workers_and_passes_their_code_on
         time.sleep(600)
         """
     )
-    process = launcher.start("-n", "2", "script.py")
-    launcher.wait_for("ready-0", "ready-1")
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert process.returncode == PREEMPTED
-    assert "training was preempted and is saved" in output
-
-
-@pytest.mark.parametrize(
-    ("signum", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
-)
-def test_a_signal_to_the_launcher_leaves_no_process(launcher, signum, code):
-    launcher.script(STUBBORN)
-    process = launcher.start("-n", "2", "--grace", "0.5", "script.py")
-    launcher.wait_for("ready-0", "ready-1")
-    assert len(launcher.processes()) >= 8
-    process.send_signal(signum)
-    assert process.wait(STOPS_WITHIN_SECONDS) == code
-    launcher.assert_nothing_is_left()
+    done = launcher.signalled(signal.SIGTERM)
+    assert done.returncode == PREEMPTED
+    assert "training was preempted and is saved" in done.stdout

@@ -33,6 +33,17 @@ from tfdp.launch.cli.start import Starter
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.parametrize(("signum", "code"), END_SIGNALS)
+def test_a_signal_to_the_launcher_leaves_no_process(launcher, signum, code):
+    launcher.script(STUBBORN)
+    process = launcher.start("-n", "2", "--grace", "0.5", "script.py")
+    launcher.wait_for("ready-0", "ready-1")
+    assert len(launcher.processes()) >= 8
+    process.send_signal(signum)
+    assert process.wait(STOPS_WITHIN_SECONDS) == code
+    launcher.assert_nothing_is_left()
+
+
 def test_a_worker_may_save_its_work_when_asked_to_stop(launcher):
     launcher.script(
         """
@@ -45,12 +56,9 @@ def test_a_worker_may_save_its_work_when_asked_to_stop(launcher):
         time.sleep(600)
         """
     )
-    process = launcher.start("-n", "2", "script.py")
-    launcher.wait_for("ready-0", "ready-1")
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert lines_of(output, 0) == lines_of(output, 1) == ["saved"]
-    assert process.returncode == 143
+    done = launcher.signalled(signal.SIGTERM)
+    assert lines_of(done.stdout, 0) == lines_of(done.stdout, 1) == ["saved"]
+    assert done.returncode == 143
 
 
 def test_ctrl_c_raises_keyboard_interrupt_in_the_workers(launcher):
@@ -63,13 +71,10 @@ def test_ctrl_c_raises_keyboard_interrupt_in_the_workers(launcher):
             print("interrupted")
         """
     )
-    process = launcher.start("-n", "2", "script.py")
-    launcher.wait_for("ready-0", "ready-1")
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
-    assert lines_of(output, 0) == lines_of(output, 1) == ["interrupted"]
-    assert process.returncode == 130
-    assert "Traceback" not in output
+    done = launcher.signalled(signal.SIGINT)
+    assert lines_of(done.stdout, 0) == lines_of(done.stdout, 1) == ["interrupted"]
+    assert done.returncode == 130
+    assert "Traceback" not in done.stdout
 
 
 def test_a_second_ctrl_c_kills_at_once(launcher):
