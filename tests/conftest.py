@@ -86,19 +86,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             setup_name,
             id=f"{case.name}-{setup_name}",
             marks=[
-                *_tier(case, setup_name),
+                *([] if setup_name == case.quick_setup else [pytest.mark.full]),
                 *_expected_failure(case, setup_name, stock),
             ],
         )
         for case in load_cases(tuple(modules)).values()
-        for setup_name in case.setups + case.full_setups
+        for setup_name in case.setups
     ]
     metafunc.parametrize("case, setup_name", parameters)
-
-
-def _tier(case: Case, setup_name: str) -> list[pytest.MarkDecorator]:
-    tier = case.tier_on(setup_name)
-    return [] if tier == tiers.TIERS[0] else [getattr(pytest.mark, tier)]
 
 
 def _expected_failure(

@@ -14,8 +14,7 @@ SHAPES = {"first/kernel": (300_000,), "last/kernel": (1000, 1000), "last/bias": 
 
 @case(
     "sums of gradients are right, and what is wrong is counted",
-    setups=("mirrored",),
-    full_setups=("two_by_two",),
+    setups=("mirrored", "two_by_two"),
     compare=False,
 )
 @same_as("step_has_one_all_reduce_for_each_bucket")

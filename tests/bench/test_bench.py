@@ -179,7 +179,7 @@ def test_only_the_all_reduce_has_algorithms_and_all_results_are_checked():
     assert checked == [f"check {name}" for name in times]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_what_is_made_on_demand_is_kept_while_its_group_takes_turns():
     made = []
     arms = OnDemand(lambda name: made.append(name) or name, lambda name: name[0])
@@ -453,7 +453,7 @@ def run_bench(folder: Path, name: str, *arguments: str) -> tuple[str, dict]:
     return done.output, content
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.slow
 def test_collectives_between_two_workers_are_right_and_all_is_written(tmp_path):

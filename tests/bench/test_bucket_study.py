@@ -71,7 +71,7 @@ def cifar(tmp_path, monkeypatch) -> Path:
     return write_files(tmp_path)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_cifar_of_its_real_size_is_read_with_its_labels_and_channels(tmp_path):
     cifar = write_files(tmp_path)
     train, test = cifar_data.read_cifar(cifar)
@@ -85,7 +85,7 @@ def test_cifar_of_its_real_size_is_read_with_its_labels_and_channels(tmp_path):
     assert test.images[0, 1, 0].tolist() == [0, 0, 30]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_cifar_is_read_the_same_from_inside_its_folder_and_from_its_archive(cifar):
     packed = cifar / "packed"
     packed.mkdir()
@@ -418,7 +418,7 @@ def test_the_example_trains_on_two_workers_and_plain_keras_serves_what_it_saved(
     assert served.output.count("ms per image (p95") == 2
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_worker_without_cifar_says_so_and_does_not_wait_for_the_others(

@@ -84,7 +84,7 @@ def test_parameters_of_bert_large_by_part_are_those_of_its_checkpoint():
     ]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_shapes_are_those_of_the_models_of_keras():
     import keras
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_run_is_answered_by_one_sentence(
 # What is measured, for real.
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.slow
 def test_gradients_of_resnet50_send_what_a_ring_has_to(tmp_path):

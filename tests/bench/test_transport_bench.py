@@ -61,7 +61,7 @@ def test_figures_are_of_the_arms_that_they_name():
     assert not any("Gloo" in figure.name for figure in transport._figures(without))
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 def test_communicators_of_all_wires_are_timed_without_tensorflow(tmp_path):
     setup = {

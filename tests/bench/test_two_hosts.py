@@ -96,7 +96,7 @@ def bytes_sent(output: str) -> tuple[int, int]:
     return there, back
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_each_worker_finds_itself_on_its_host_by_its_tf_config(run):
     show = 'echo "$TF_CONFIG"; hostname -I; cat /sys/class/net/lo/operstate'
     done = run("--devices-per-worker", "3", "--", "sh", "-c", show)
@@ -115,7 +115,7 @@ def test_each_worker_finds_itself_on_its_host_by_its_tf_config(run):
     assert "exit codes of the workers: 0, 0, 0, 0" in done.stderr
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_the_counters_count_a_transfer_and_the_link_holds_its_rate(run):
     num_bytes = 4 * MB
     send = ["--", sys.executable, "-c", SEND, str(num_bytes)]

@@ -104,7 +104,6 @@ def _register(number: int, name: str) -> None:
     # In the full tier every optimizer moves by both kinds of file to some targets.
     pairs = list(itertools.product(TARGETS, KINDS))
     several = [pairs[number % len(pairs)], pairs[(number + 3) % len(pairs)]]
-    is_always = name in COVERING
 
     def function(env: Env) -> dict:
         move(env, exactness.ROWS[name], COVERING.get(name, several))
@@ -114,10 +113,8 @@ def _register(number: int, name: str) -> None:
         f"checkpoint_moves_with_{name}",
         function,
         f"moving checkpoints: {exactness.ROWS[name].title}",
-        setups=("eight_devices",) if is_always else (),
-        full_setups=() if is_always else ("eight_devices",),
+        setups=("eight_devices",),
         same_as="sharded_files_go_on_in_plain_keras",
-        full_only=True,
         compare=False,
         # Eight replicas on two cores, traced for each number of them.
         deadline_seconds=280.0,
@@ -158,10 +155,8 @@ def _register_parameters(name: str, sharding: str, targets: list) -> None:
         f"checkpoint_moves_with_parameters_of_{name}",
         function,
         f"moving checkpoints of sharded parameters: {exactness.ROWS[name].title}",
-        setups=("eight_devices",) if name == "adamw" else (),
-        full_setups=() if name == "adamw" else ("eight_devices",),
+        setups=("eight_devices",),
         same_as="sharded_files_go_on_in_plain_keras",
-        full_only=True,
         compare=False,
         deadline_seconds=280.0,
     )

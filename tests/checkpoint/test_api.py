@@ -22,7 +22,7 @@ from tests.checkpoint.forged import planned
 from tests.harness import forks
 from tests.harness.forks import run_script
 from tests.harness.tf_config import cluster_configs
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 from tfdp import checkpoint
 from tfdp.checkpoint import api, files, storage
 from tfdp.checkpoint import reader as reading
@@ -317,7 +317,7 @@ FULL = OSError(28, "No space left on device")
 @pytest.mark.parametrize(
     ("error", "is_after"),
     # Killed after one operation is killed before the next.
-    [(Killed(), False), (FULL, False), (FULL, True), standard(Killed(), True)],
+    [(Killed(), False), (FULL, False), (FULL, True), full(Killed(), True)],
 )
 def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(
     tmp_path, monkeypatch, error, is_after
@@ -435,7 +435,7 @@ print("RESTORED", set(elements.tolist()))
 """
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_disk_that_takes_no_more_is_said_and_the_previous_one_stays(tmp_path):
     done = run_script(FULL_DISK, tmp_path, deadline_seconds=DEADLINE_SECONDS)
@@ -713,7 +713,7 @@ print("CODE 0")
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "kind",
-    ["functional", standard("sequential")],
+    ["functional", full("sequential")],
 )
 def test_convert_writes_the_file_that_keras_trains_on_with(tmp_path, kind):
     paths = (str(tmp_path / "checkpoint"), str(tmp_path / "model.keras"))

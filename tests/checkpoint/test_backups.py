@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint import bucket, interrupted_fit
 from tests.harness.interrupted import Layout, Result, run
-from tests.harness.tiers import full, standard
+from tests.harness.tiers import full
 from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO = Layout(1, 2), Layout(2, 1), Layout(2, 2)
@@ -84,7 +84,7 @@ def test_a_killed_run_goes_on_exactly_wherever_it_was_killed(
     assert_same(found, undisturbed(layout, data=data))
 
 
-@pytest.mark.parametrize("data", [standard("map"), full("rows"), full("files")])
+@pytest.mark.parametrize("data", [full("map"), full("rows"), full("files")])
 def test_a_killed_run_goes_on_exactly_where_workers_read_their_own_rows(
     data, undisturbed, tmp_path
 ):
@@ -103,7 +103,7 @@ def test_accumulated_gradients_and_parameters_that_are_sharded_go_on_too(
 
 
 @pytest.mark.parametrize(
-    "layout", [standard(TWO_BY_TWO), full(ONE_PROCESS)], ids=lambda x: x.name
+    "layout", [full(TWO_BY_TWO), full(ONE_PROCESS)], ids=lambda x: x.name
 )
 def test_errors_of_compressed_gradients_go_on_too(layout, undisturbed, tmp_path):
     options = {"compression": "int8", "units": 200}
@@ -116,7 +116,7 @@ def test_errors_of_compressed_gradients_go_on_too(layout, undisturbed, tmp_path)
     )
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_run_goes_on_on_another_number_of_replicas_as_one_device_would(
     undisturbed, tmp_path
 ):
@@ -132,7 +132,7 @@ def test_a_run_goes_on_on_any_number_of_replicas(after, undisturbed, tmp_path):
 @pytest.mark.parametrize(
     ("before", "stages", "after"),
     [
-        standard(Layout(2, 1), (3, 1), Layout(1, 1)),
+        full(Layout(2, 1), (3, 1), Layout(1, 1)),
         full(FOUR_DEVICES, (3, 2), ONE_PROCESS),
         full(ONE_PROCESS, (3, 3), FOUR_DEVICES),
         full(ONE_PROCESS, (1, 3), TWO_WORKERS),
@@ -186,7 +186,7 @@ def test_a_crash_between_the_parts_and_the_index_leaves_the_backup_before(
 
 
 @pytest.mark.parametrize(
-    "layout", [full(ONE_PROCESS), standard(TWO_WORKERS), full(TWO_BY_TWO)]
+    "layout", [full(ONE_PROCESS), full(TWO_WORKERS), full(TWO_BY_TWO)]
 )
 def test_a_worker_that_is_killed_between_two_puts_goes_on_exactly(
     layout, undisturbed, tmp_path
@@ -210,7 +210,7 @@ def test_a_worker_that_is_killed_between_two_puts_goes_on_exactly(
     ("number", "step", "rank"),
     [
         (signal.SIGTERM, 0, None),
-        standard(signal.SIGTERM, 6, 1),
+        full(signal.SIGTERM, 6, 1),
         full(SAVE_SIGNAL, 6, 1),
     ],
 )
@@ -225,7 +225,7 @@ def test_preempted_workers_save_and_exit_with_a_code_of_their_own(
     assert_same(train(TWO_WORKERS, tmp_path, **options), undisturbed(TWO_WORKERS))
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_sigterm_at_the_very_end_of_fit_leaves_its_backups(undisturbed, tmp_path):
     options = {"directory": str(tmp_path / "backups"), "save_freq": "epoch"}
     kill = {"step": -1, "at": None, "number": int(signal.SIGTERM)}

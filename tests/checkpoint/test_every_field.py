@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint import forged, fuzzing
-from tests.harness.tiers import full, standard
+from tests.harness.tiers import full
 from tfdp import checkpoint
 from tfdp.checkpoint import index_file
 from tfdp.checkpoint.run_schema import check_run
@@ -288,7 +288,7 @@ def test_convert_refuses_what_is_no_model_in_one_sentence(converted, text, tmp_p
     assert (tmp_path / "model.keras").exists()
 
 
-@pytest.mark.parametrize("of_each", [40, standard(15), full(1)])
+@pytest.mark.parametrize("of_each", [40, full(15), full(1)])
 def test_convert_refuses_junk_in_any_field_of_a_model(converted, of_each):
     model, convert_one = converted
     refused = 0

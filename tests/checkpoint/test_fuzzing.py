@@ -21,7 +21,7 @@ def rows_of(kind: str, count: int, seed: int) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if row["result"]]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", fuzzing.KINDS)
 @pytest.mark.parametrize(("count", "seed"), [(40, 2), full(250, 3)])

@@ -14,7 +14,7 @@ import pytest
 import tfdp
 from tests.harness import forks
 from tests.harness.tf_config import cluster_configs
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 
 CLEAR = "/proc/self/clear_refs"
 DEADLINE_SECONDS = 120
@@ -96,8 +96,8 @@ def saved(directory: str, name: str, sharding: str) -> dict:
 @pytest.mark.parametrize(
     ("name", "sharding", "more_mb"),
     [
-        standard("Adam", "optimizer", 2 * LARGEST_MB),
-        standard("Lamb", "gradients", 0),
+        full("Adam", "optimizer", 2 * LARGEST_MB),
+        full("Lamb", "gradients", 0),
     ],
 )
 def test_saving_takes_less_memory_than_one_bucket(tmp_path, name, sharding, more_mb):

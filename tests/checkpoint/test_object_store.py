@@ -25,7 +25,7 @@ from tests.checkpoint.test_api import (
     save,
     values,
 )
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 from tfdp.checkpoint import api, files, object_store
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index
 from tfdp.checkpoint.reader import LoadPlan
@@ -120,7 +120,7 @@ class Gone(Exception):
 @pytest.mark.filterwarnings("ignore:The checkpoint was saved, but files of older")
 @pytest.mark.parametrize(
     ("error", "is_after"),
-    [(Killed(), False), standard(Killed(), True), standard(Gone("no route"), False)],
+    [(Killed(), False), full(Killed(), True), full(Gone("no route"), False)],
 )
 def test_a_save_that_is_cut_off_anywhere_leaves_a_whole_checkpoint(
     store, tmp_path, monkeypatch, error, is_after

@@ -18,7 +18,7 @@ import pytest
 from tests.checkpoint import bucket
 from tests.checkpoint.test_backup_files import PLAIN, cut_run
 from tests.data.test_position import Cut, arrays, assert_same, fit
-from tests.harness.tiers import full, standard
+from tests.harness.tiers import full
 from tfdp.callbacks import BackupAndRestore
 from tfdp.checkpoint import object_store
 from tfdp.checkpoint.index_file import load_index
@@ -207,7 +207,7 @@ def try_a_fault(store: Path, tmp_path: Path, hook: Faulty, undisturbed: Any) -> 
     return bool(said)
 
 
-@pytest.mark.parametrize("of_each", [20, standard(6), full(1)])
+@pytest.mark.parametrize("of_each", [20, full(6), full(1)])
 def test_a_request_that_gets_a_503_ends_the_run_in_a_sentence_and_loses_nothing(
     store, tmp_path, of_each
 ):
@@ -238,7 +238,7 @@ def test_a_store_that_is_slow_changes_nothing(store, tmp_path):
     assert not try_a_fault(store, tmp_path, Slow(-1), undisturbed)
 
 
-@pytest.mark.parametrize("verb", ["put", standard("delete"), standard("list")])
+@pytest.mark.parametrize("verb", ["put", full("delete"), full("list")])
 def test_a_store_that_does_not_answer_in_a_backup_ends_the_run(
     store, tmp_path, monkeypatch, verb
 ):

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.harness.commands import Finished, run_command
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 from tfdp.launch.cli.main import cli
 
 DEADLINE_SECONDS = 200
@@ -52,7 +52,7 @@ def shares(output: str) -> dict[int, int]:
 
 
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 def test_each_worker_is_shown_with_its_share_and_one_sentence_of_advice(tmp_path):
     found = doctor(
         tmp_path,
@@ -85,7 +85,7 @@ def test_each_worker_is_shown_with_its_share_and_one_sentence_of_advice(tmp_path
 
 
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_step_that_computes_does_not_wait(tmp_path):
     found = doctor(
         tmp_path,
@@ -113,14 +113,14 @@ def test_a_step_that_computes_does_not_wait(tmp_path):
             {},
             "Worker 0 failed with exit code 1 before",
         ),
-        standard("print('done')", {}, "The script has ended without a call of `fit`"),
-        standard("model.fit(data(4), verbose=0)", {}, "too soon: 3 steps could be"),
-        standard(
+        full("print('done')", {}, "The script has ended without a call of `fit`"),
+        full("model.fit(data(4), verbose=0)", {}, "too soon: 3 steps could be"),
+        full(
             "model.fit(data(99), verbose=0)",
             {"compiled": "steps_per_execution=3"},
             "remove `steps_per_execution`",
         ),
-        standard(
+        full(
             "strategy = tf.distribute.MirroredStrategy(['CPU:0'])\n"
             "model = keras.Sequential([keras.layers.Dense(1)])\n"
             "model.compile('sgd', 'mse')\n"
@@ -147,7 +147,7 @@ def test_what_cannot_be_measured_gets_one_sentence(tmp_path, script, options, se
         assert os.listdir(tmp_path) == ["train.py"]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_script_that_takes_too_long_is_ended(tmp_path):
     found = doctor(

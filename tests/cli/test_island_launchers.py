@@ -89,7 +89,7 @@ def test_a_hub_ends_when_the_launcher_of_the_other_machine_is_killed(machines):
     machines.assert_nothing_is_left(within_seconds=5.0)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_hub_waits_for_an_island_that_its_launcher_starts_again(machines):
     first, second = machines.begin("--max-restarts", "1")
     machines.kill_island(1)
@@ -109,7 +109,7 @@ def test_a_signal_that_ends_the_wait_for_other_machines_is_the_exit_code(machine
     assert ended(first)[0] == 128 + signal.SIGTERM
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_islands_and_their_launcher_end_when_that_of_the_hub_is_killed(machines):
     first, second = machines.begin("--max-restarts", "1")
     os.kill(first.pid, signal.SIGKILL)

@@ -100,7 +100,7 @@ def test_the_failing_worker_is_named_and_no_line_is_repeated(launcher):
     launcher.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_each_node_writes_its_number(tmp_path):
     nodes = Nodes(tmp_path)
     try:
@@ -118,7 +118,7 @@ def test_each_node_writes_its_number(tmp_path):
         nodes.close()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_hosts_write_on_one_terminal(ssh_launcher):  # noqa: F811
     ssh_launcher.script('print("\\0" * 60_000)' + OUTPUT + FAILS)
     code, output, words = run(ssh_launcher, "--hosts", "chatty:1,b:1")

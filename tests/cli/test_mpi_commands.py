@@ -8,7 +8,7 @@ import pytest
 
 from tests.harness.mpi import needs_mpi, run_ranks
 
-pytestmark = [needs_mpi, pytest.mark.processes, pytest.mark.slow, pytest.mark.standard]
+pytestmark = [needs_mpi, pytest.mark.processes, pytest.mark.slow, pytest.mark.full]
 
 DEADLINE_SECONDS = 120.0
 

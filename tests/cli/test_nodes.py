@@ -50,7 +50,7 @@ def test_nodes_meet_at_an_ipv6_address(nodes):
     assert [address.rpartition(":")[0] for address in shown[0]] == ["[::1]"] * 2
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.skipif(bool(hosts_bed.missing()), reason=hosts_bed.missing())
 @pytest.mark.parametrize("kind", ["addresses", full("training")])
 def test_hosts_that_have_ipv6_only_are_one_cluster(nodes, kind):
@@ -127,7 +127,7 @@ def test_two_nodes_get_one_cluster_and_show_their_own_workers(nodes):
     nodes.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.standard)])
+@pytest.mark.parametrize("rank", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_worker_that_fails_ends_all_nodes_with_one_sentence(nodes, rank):
     nodes.script(FAILS)
     first = nodes.node("--node-rank", "0", "-n", "2", "script.py", str(rank))
@@ -143,7 +143,7 @@ def test_a_worker_that_fails_ends_all_nodes_with_one_sentence(nodes, rank):
     nodes.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_all_nodes_start_again_together(nodes):
     nodes.script(
         SECOND_TIME.replace(
@@ -165,7 +165,7 @@ def test_all_nodes_start_again_together(nodes):
     nodes.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_node_that_is_killed_ends_the_others_and_is_named(nodes):
     nodes.script(WAITS)
     first, second = nodes.both_ready("-n", "1", "script.py")
@@ -177,7 +177,7 @@ def test_a_node_that_is_killed_ends_the_others_and_is_named(nodes):
     nodes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_node_0_that_is_killed_ends_the_others(nodes):
     nodes.script(WAITS)
     first, second = nodes.both_ready("-n", "1", "script.py")
@@ -188,7 +188,7 @@ def test_a_node_0_that_is_killed_ends_the_others(nodes):
     nodes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_node_that_comes_back_joins_at_the_next_start(nodes):
     nodes.script(SECOND_TIME)
     line = ("-n", "1", "--max-restarts", "1", "script.py")
@@ -202,7 +202,7 @@ def test_a_node_that_comes_back_joins_at_the_next_start(nodes):
     assert (code, lines_of(output, 1)[-1]) == (0, "done 2")
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("signum", "node"), [(signal.SIGINT, 1), (signal.SIGTERM, 0), (signal.SIGHUP, 1)]
 )
@@ -219,7 +219,7 @@ def test_a_signal_to_one_launcher_ends_all(nodes, signum, node):
     nodes.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_second_ctrl_c_kills_the_workers_of_a_node_at_once(nodes):
     nodes.script(IGNORE_SIGNALS + WAITS)
     started = nodes.both_ready("-n", "1", "--grace", "600", "script.py")
@@ -234,7 +234,7 @@ def test_a_second_ctrl_c_kills_the_workers_of_a_node_at_once(nodes):
     nodes.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize("node", [0, 1])
 def test_training_that_was_saved_ends_all_nodes_with_code_75(nodes, node):
     nodes.script(
@@ -248,7 +248,7 @@ def test_training_that_was_saved_ends_all_nodes_with_code_75(nodes, node):
     assert all("restart " not in output for _, output in outputs)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_node_that_is_done_can_end_the_others(nodes):
     nodes.script("if RANK == 0:\n    time.sleep(600)\nprint('done')")
     started = nodes.start_both("-n", "1", "script.py")
@@ -260,7 +260,7 @@ def test_a_node_that_is_done_can_end_the_others(nodes):
     nodes.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_who_waits_for_others_can_be_interrupted_and_gives_up_in_time(nodes):
     nodes.script(WAITS)
     process = nodes.node("-n", "1", "script.py")
@@ -282,7 +282,7 @@ def test_who_waits_for_others_can_be_interrupted_and_gives_up_in_time(nodes):
     assert process.wait(STOPS_WITHIN_SECONDS) == 130
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_the_timeout_of_one_node_ends_all(nodes):
     nodes.script(WAITS)
     first = nodes.node("-n", "1", "script.py")
@@ -295,7 +295,7 @@ def test_the_timeout_of_one_node_ends_all(nodes):
     nodes.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_the_line_that_node_0_prints_gives_the_others_the_secret(nodes):
     nodes.script("print('hello', RANK)")
     del nodes.environment["TFDP_JOB_SECRET_FILE"]
@@ -329,7 +329,7 @@ from tfdp.launch.cli.main import main
 """
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_node_whose_clock_is_an_hour_ahead_joins_and_fails_like_any(nodes):
     nodes.script(FAILS.replace('wait_for("ready-2")', "None"))
     first = nodes.node("-n", "1", "script.py", "1")
@@ -347,7 +347,7 @@ OTHER_VERSION = (
 )
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_node_that_does_not_fit_gets_one_sentence_and_the_others_wait(nodes):
     nodes.script("print('hello', RANK)")
     first = nodes.node("-n", "1", "script.py")

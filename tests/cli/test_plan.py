@@ -134,7 +134,7 @@ def test_json_holds_the_buckets_of_the_model_and_sums_that_fit(models):
 _KINDS = ("kernel", "bias")
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 def test_the_table_says_what_it_predicts_and_what_it_assumes(models):
     result = run_plan(
@@ -156,7 +156,7 @@ def test_the_table_says_what_it_predicts_and_what_it_assumes(models):
         assert words in result.output, result.output
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 def test_adasum_between_nodes_makes_rows_dense_as_in_training(models):
     algorithm = ("--algorithm", "hierarchical:ring,adasum")

@@ -62,7 +62,7 @@ def launcher(tmp_path) -> collections.abc.Iterator[Launcher]:
     launcher.close()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_all_hosts_show_their_workers_on_one_terminal(launcher):
     launcher.script("print(json.dumps([CONFIG, sys.argv[1:]]))")
     arguments = ["-D", "2", "--rebalance", "script.py", "a b", "-n", "$HOME"]
@@ -87,7 +87,7 @@ def test_all_hosts_show_their_workers_on_one_terminal(launcher):
     launcher.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_arguments_longer_than_a_pipe_holds_reach_all_hosts(launcher):
     launcher.script("print(len(sys.argv), sum(map(len, sys.argv)))")
     words = ["x" * 50_000] * 6
@@ -97,7 +97,7 @@ def test_arguments_longer_than_a_pipe_holds_reach_all_hosts(launcher):
     assert lines_of(result.stdout, 0) == lines_of(result.stdout, 1) == [expected]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_arguments_that_no_host_would_read_are_told(launcher):
     launcher.script("")
     words = ["x" * 100_000] * 11
@@ -107,7 +107,7 @@ def test_arguments_that_no_host_would_read_are_told(launcher):
     assert re.search(r"Received: 1,100,\d{3} bytes", result.stdout)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_worker_that_fails_ends_all_hosts_with_one_sentence(launcher):
     launcher.script(FAILS)
     result = launcher.run("--hosts", "a:2,b:1", "script.py", "2")
@@ -117,7 +117,7 @@ def test_a_worker_that_fails_ends_all_hosts_with_one_sentence(launcher):
     launcher.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_all_hosts_start_again_together(launcher):
     # Neither ends before the other has said its word.
     launcher.script(
@@ -137,7 +137,7 @@ def test_all_hosts_start_again_together(launcher):
     launcher.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_hosts(launcher, signum):
     launcher.script(WAITS)
@@ -152,7 +152,7 @@ def test_a_signal_ends_all_hosts(launcher, signum):
     launcher.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_second_ctrl_c_kills_on_all_hosts_at_once(launcher):
     launcher.script(IGNORE_SIGNALS + WAITS)
     process = launcher.start("--hosts", "a:1,b:1", "--grace", "600", "script.py")
@@ -167,7 +167,7 @@ def test_a_second_ctrl_c_kills_on_all_hosts_at_once(launcher):
     launcher.assert_nothing_is_left()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_nothing_is_left_when_the_terminals_launcher_is_killed(launcher):
     launcher.script(WAITS)
     process = launcher.start("--hosts", "a:1,b:1", "script.py")
@@ -185,7 +185,7 @@ remote.main()
 """
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_connection_that_is_silent_ends_what_runs_behind_it(launcher):
     launcher.script(WAITS)
     process = subprocess.Popen(
@@ -212,7 +212,7 @@ def test_a_connection_that_is_silent_ends_what_runs_behind_it(launcher):
     process.stdout.close()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_host_that_is_killed_is_named_and_ends_all(launcher, host):
     launcher.script(WAITS)
@@ -226,7 +226,7 @@ def test_a_host_that_is_killed_is_named_and_ends_all(launcher, host):
     launcher.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 # The other has a process of ssh's that holds its output open, as a ProxyCommand may.
 @pytest.mark.parametrize("host", ["b", "held"])
 def test_a_host_that_was_lost_is_started_again_and_joins(launcher, host):
@@ -256,7 +256,7 @@ def launchers_of(pid: int) -> list[psutil.Process]:
     return sorted(found, key=lambda child: child.pid)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("hosts", "options", "words"),
     [
@@ -274,7 +274,7 @@ def test_a_host_that_cannot_be_used_is_told_at_once(launcher, hosts, options, wo
     launcher.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_host_with_another_version_or_no_tfdp_is_told(launcher):
     launcher.script(WAITS)
     python = launcher.folder / "python"

@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness.commands import run_command
 from tests.harness.mpi import answers, is_open_mpi, needs_mpi, run_ranks, why_not
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 from tfdp.communication.cluster import (
     Cluster,
     count_workers,
@@ -331,9 +331,7 @@ def test_the_ranks_of_a_job_agree_on_their_addresses(mode):
 
 @needs_mpi
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("mode", "num_answers"), [("dies", 2), standard("comes_not", 1)]
-)
+@pytest.mark.parametrize(("mode", "num_answers"), [("dies", 2), full("comes_not", 1)])
 def test_a_job_that_fails_leaves_no_shared_memory_and_no_file_of_another(
     mode, num_answers
 ):
@@ -367,7 +365,7 @@ def _text_of(path: Path) -> str:
 
 @needs_mpi
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_rank_that_does_not_start_mpi_ends_the_job_in_time_with_a_sentence():
     before = set(os.listdir("/dev/shm"))
     finished = run(2, "has_no_mpi")
@@ -379,7 +377,7 @@ def test_a_rank_that_does_not_start_mpi_ends_the_job_in_time_with_a_sentence():
 
 @needs_mpi
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_rank_that_makes_no_strategy_is_named_in_time():
     finished = run(2, "comes_not")
     (answer,) = answers(finished)
@@ -391,7 +389,7 @@ def test_a_rank_that_makes_no_strategy_is_named_in_time():
 
 @needs_mpi
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 def test_an_mpi_library_that_cannot_be_loaded_is_said_in_a_sentence():
     finished = run_command(
         *(sys.executable, "-m", "tests.cluster.mpi_agreement", "all"),
@@ -405,7 +403,7 @@ def test_an_mpi_library_that_cannot_be_loaded_is_said_in_a_sentence():
 
 @needs_mpi
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 def test_an_mpi_that_allows_one_thread_only_is_refused():
     finished = run(2, "funneled")
     assert finished.code != 0
@@ -415,7 +413,7 @@ def test_an_mpi_that_allows_one_thread_only_is_refused():
 
 @needs_mpi
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 def test_ranks_that_run_different_programs_are_told_so(tmp_path):
     for name in ("train.py", "serve.py"):
         program = "from tests.cluster.mpi_agreement import main; main()"
@@ -434,7 +432,7 @@ def test_ranks_that_run_different_programs_are_told_so(tmp_path):
 
 @needs_mpi
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.skipif(
     bool(why_not()) or not is_open_mpi(), reason="needs Open MPI, which has slots"
 )

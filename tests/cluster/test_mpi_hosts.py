@@ -20,7 +20,7 @@ PROCESS_GROUP = "hosts"
 pytestmark = [
     needs_mpi,
     pytest.mark.processes,
-    pytest.mark.standard,
+    pytest.mark.full,
     pytest.mark.skipif(bool(hosts_bed.missing()), reason=hosts_bed.missing()),
     pytest.mark.skipif(
         not why_not() and is_open_mpi(),

@@ -19,7 +19,7 @@ import pytest
 
 from tests.harness.commands import HEEDING, ROOT
 from tests.harness.mpi import ENVIRONMENT, is_open_mpi, needs_mpi, options
-from tests.harness.tiers import full, standard
+from tests.harness.tiers import full
 from tfdp.communication.coordination.preemption import PREEMPTED
 
 pytestmark = [needs_mpi, pytest.mark.processes]
@@ -124,9 +124,9 @@ def check_nothing_is_left(answers: list[dict[str, Any]]) -> None:
     "number",
     [
         signal.SIGHUP,
-        standard(signal.SIGTERM),
-        standard(signal.SIGINT),
-        standard(signal.SIGKILL),
+        full(signal.SIGTERM),
+        full(signal.SIGINT),
+        full(signal.SIGKILL),
     ],
     ids=lambda number: number.name,
 )
@@ -141,7 +141,7 @@ def test_a_signal_to_the_launcher_ends_all_ranks_with_an_error(number):
 @pytest.mark.parametrize(
     ("number", "code"),
     [
-        standard(signal.SIGTERM, PREEMPTED),
+        full(signal.SIGTERM, PREEMPTED),
         full(signal.SIGINT, None),
         full(signal.SIGHUP, None),
     ],

@@ -94,7 +94,6 @@ def adasum_across_nodes_combines_the_sums_of_nodes(env: Env) -> dict:
 @case(
     "Adasum across nodes whose positions are mixed",
     setups=("eight_devices",),
-    full_setups=(),
     compare=False,
 )
 @same_as("adasum_across_nodes_combines_the_sums_of_nodes")
@@ -147,7 +146,7 @@ def orthogonal_gradients_add_up_and_parallel_ones_average(env: Env) -> dict:
 
 
 @algorithm_case("what is not finite on one replica is so for all, in its tensor only")
-@same_as("adasum_is_what_its_definition_says", full_only=True)
+@same_as("adasum_is_what_its_definition_says")
 def adasum_keeps_what_is_not_finite(env: Env) -> dict:
     group = new_group(env)
     for bad in (np.nan, np.inf, -np.inf):
@@ -168,7 +167,6 @@ def adasum_keeps_what_is_not_finite(env: Env) -> dict:
 @case(
     "what Adasum launches and sends",
     setups=("eight_devices",),
-    full_setups=(),
     compare=False,
 )
 def adasum_sends_halves_and_three_numbers_for_each_tensor(env: Env) -> dict:

@@ -21,7 +21,7 @@ from tests.collectives.cases_primitives import (
     run,
 )
 from tests.harness.env import Env
-from tests.harness.registry import ALL, BOTH, case
+from tests.harness.registry import case
 from tfdp.communication.collectives import (
     LaunchOrder,
     Level,
@@ -60,11 +60,11 @@ LEVELS = (
 def algorithm_case(covers: str, **options: typing.Any) -> collections.abc.Callable:
     """Registers a case on all set-ups, and on one with TensorFlow's groups only."""
     # Eight replicas on two cores that others use are slow to trace.
-    options |= {"compare": False, "full_setups": (), "deadline_seconds": 240.0}
+    options |= {"compare": False, "deadline_seconds": 240.0}
 
     def add(function: typing.Callable) -> typing.Callable:
         case(covers, setups=SETUPS, **options)(function)
-        case(covers, setups=BOTH, **options)(by_tensorflow(function))
+        case(covers, setups=("two_by_two",), **options)(by_tensorflow(function))
         return function
 
     return add
@@ -215,7 +215,6 @@ def algorithms_in_loops_and_conditionals(env: Env) -> dict:
 @case(
     "algorithms keep one launch order on every replica",
     setups=("eight_devices",),
-    full_setups=(),
     compare=False,
 )
 def algorithms_keep_one_launch_order_on_every_replica(env: Env) -> dict:
@@ -296,7 +295,6 @@ def sent_by(env: Env, algorithm, group: ProcessGroup, length: int) -> dict:
 @case(
     "what algorithms launch and send",
     setups=("eight_devices",),
-    full_setups=(),
     compare=False,
 )
 def algorithms_launch_so_many_collectives_of_so_many_bytes(env: Env) -> dict:
@@ -323,7 +321,7 @@ def algorithms_launch_so_many_collectives_of_so_many_bytes(env: Env) -> dict:
     return {}
 
 
-@case("sums that the transport rounds", setups=ALL, compare=False)
+@case("sums that the transport rounds", compare=False)
 def sums_that_the_transport_rounds_are_those_of_each_level(env: Env) -> dict:
     size = env.num_replicas
     flat, nodes = new_group(env), new_group(env)
@@ -346,7 +344,7 @@ def sums_that_the_transport_rounds_are_those_of_each_level(env: Env) -> dict:
     return {}
 
 
-@case("compressed sums", setups=ALL, compare=False)
+@case("compressed sums", compare=False)
 def compressed_sums_are_rounded_once_and_overflow_to_infinity(env: Env) -> dict:
     group = new_group(env)
     # In bfloat16, 256 + 1 is 256: a sum of many would stand still.
@@ -371,7 +369,6 @@ def compressed_sums_are_rounded_once_and_overflow_to_infinity(env: Env) -> dict:
 @case(
     "groups of some replicas",
     setups=("eight_devices",),
-    full_setups=(),
     compare=False,
 )
 def groups_of_some_replicas_reduce_by_themselves(env: Env) -> dict:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.collectives.cases_primitives import BETWEEN, each_replica, new_group
+from tests.collectives.cases_primitives import each_replica, new_group
 from tests.harness.env import Env
 from tests.harness.registry import case
 from tfdp.communication.collectives import Member, ProcessGroup
@@ -91,7 +91,6 @@ def check_exact(env: Env, step: Step, number: int) -> None:
 
 @case(
     "a step that fails on all replicas, each at another place: the next is exact",
-    setups=("mirrored", "two_workers"),
     compare=False,
 )
 def steps_after_one_that_failed_are_exact(env: Env) -> dict:
@@ -106,8 +105,7 @@ def steps_after_one_that_failed_are_exact(env: Env) -> dict:
 
 @case(
     "a step that fails before its collectives on one worker: the others are told",
-    setups=BETWEEN,
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
     compare=False,
 )
 def step_that_fails_on_one_worker_fails_on_all(env: Env) -> dict:
@@ -122,8 +120,7 @@ def step_that_fails_on_one_worker_fails_on_all(env: Env) -> dict:
 
 @case(
     "a step that fails after its collectives on one worker: the others are told",
-    setups=BETWEEN,
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
     compare=False,
 )
 def worker_that_goes_on_alone_is_told_in_its_next_step(env: Env) -> dict:

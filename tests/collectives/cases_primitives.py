@@ -20,7 +20,7 @@ import pytest
 import tensorflow as tf
 
 from tests.harness.env import Env
-from tests.harness.registry import case, same_as
+from tests.harness.registry import ALL, case, same_as
 from tfdp.communication.collectives import (
     LaunchOrder,
     Member,
@@ -33,13 +33,12 @@ from tfdp.communication.collectives import (
 )
 from tfdp.communication.collectives.instance_keys import SIZES
 
-SETUPS = ("mirrored", "three_devices", "two_workers")
+SETUPS = (*ALL, "three_devices")
 REDUCED = ("float16", "float32", "float64", "int32", "int64", "bfloat16")
 GATHERED = ("float16", "float32", "float64", "int32", "int64")
 # Empty, one, fewer than a ring has pieces, prime, round, and larger than a message.
 LENGTHS = (0, 1, 2, 7, 16, 1009, 4096, 300_007)
 ROWS = (1, 3, 5, 257)
-BETWEEN = ("two_workers",)
 
 Fn = collections.abc.Callable[[int, int], typing.Any]
 # Whether the groups of a case are TensorFlow's, and not those of the strategy.
@@ -67,7 +66,7 @@ def collective_case(covers: str) -> collections.abc.Callable:
 
     def add(function: typing.Callable) -> typing.Callable:
         case(covers, setups=SETUPS, compare=False)(function)
-        case(covers, setups=BETWEEN, compare=False)(by_tensorflow(function))
+        case(covers, compare=False)(by_tensorflow(function))
         return function
 
     return add
@@ -507,7 +506,7 @@ def eager_collectives(env: Env) -> dict:
 
 @case(
     "channels are chains, in the same order on every replica",
-    setups=SETUPS,
+    setups=("mirrored", "three_devices", "two_workers", "two_by_two"),
     compare=False,
 )
 def launch_order_is_the_same_on_every_replica(env: Env) -> dict:
@@ -576,7 +575,7 @@ def is_ordered(before: tf.Operation, after: tf.Operation) -> bool:
     return False
 
 
-@case("lengths that collectives are padded to", setups=("mirrored",), compare=False)
+@case("lengths that collectives are padded to", compare=False)
 @same_as("collectives_in_inner_functions")
 def padded_lengths_hold_the_length_and_waste_little(env: Env) -> dict:
     lengths = [*range(1, 2000), 10**6, 10**9 + 7]
@@ -589,7 +588,7 @@ def padded_lengths_hold_the_length_and_waste_little(env: Env) -> dict:
     return {}
 
 
-@case("the threads of a group end with it", setups=SETUPS[:1] + BETWEEN, compare=False)
+@case("the threads of a group end with it", compare=False)
 def threads_end_with_their_group(env: Env) -> dict:
     threads = _threads_of_a_group(env)
     assert threads
@@ -611,7 +610,7 @@ def _threads_of_a_group(env: Env) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
 
 
-@case("a group of one replica", setups=("mirrored",), compare=False)
+@case("a group of one replica", compare=False)
 def group_of_one_replica_communicates_nothing(env: Env) -> dict:
     order = LaunchOrder(env.strategy.extended.worker_devices[:1])
     group = ProcessGroup(order, 1, TensorFlowTransport())
@@ -633,7 +632,7 @@ def group_of_one_replica_communicates_nothing(env: Env) -> dict:
     return {}
 
 
-@case("a group asked for no channels", setups=("mirrored",), compare=False)
+@case("a group asked for no channels", compare=False)
 def launch_order_without_channels_is_refused(env: Env) -> dict:
     with pytest.raises(ValueError, match="Received: num_channels=0"):
         LaunchOrder(["CPU:0"], 0)

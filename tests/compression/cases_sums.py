@@ -207,10 +207,8 @@ def _register(name: str, reduction: Reduction) -> None:
         f"compressed_sums_of_{name}",
         lambda env: check(env, reduction),
         f"sums of gradients in {name.replace('_', ' ')}, as NumPy defines them",
-        setups=registry.ALL,
         quick_setup="two_by_two" if "nodes" in name or "levels" in name else "",
         same_as=f"compressed_sums_of_{SAME_AS[name]}" if name in SAME_AS else "",
-        full_only=name == "8_bits_across_nodes",
         compare=False,
     )
 

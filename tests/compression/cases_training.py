@@ -87,10 +87,8 @@ def _register_training(name: str, tolerance: float, compressor: Any, **options: 
         f"training_with_{name}",
         train,
         f"compression: {name.replace('_', ' ')}",
-        setups=registry.ALL,
         tol=tolerance,
         same_as="" if is_quick else same_as,
-        full_only=not is_quick and name != "int8",
     )
 
 
@@ -115,7 +113,7 @@ _register_training(
 )
 
 
-@case("a loss scale does not matter to residuals", setups=registry.ALL, compare=False)
+@case("a loss scale does not matter to residuals", compare=False)
 def residuals_are_those_of_gradients_without_a_scale(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -191,10 +189,7 @@ def _register_state(name: str, sharding: str) -> None:
             f"{title}_of_{name}",
             _of(function, name, sharding),
             f"{title.replace('_', ' ')} of {name}",
-            setups=registry.ALL,
-            quick_setup="mirrored",
             same_as="" if name == "int8" else f"{title}_of_int8",
-            full_only=name != "int8" and function is go_on_from_a_checkpoint,
             compare=False,
         )
 
@@ -206,7 +201,6 @@ for _name, _sharding in SHARDINGS.items():
 @case(
     "eager steps of sharded state, compressed",
     setups=("two_workers",),
-    full_setups=(),
     compare=False,
 )
 def eager_steps_of_sharded_state_are_compressed_as_others_are(env: Env) -> dict:
@@ -233,7 +227,6 @@ def eager_steps_of_sharded_state_are_compressed_as_others_are(env: Env) -> dict:
 @case(
     "residuals of other replicas",
     setups=("eight_devices",),
-    full_setups=(),
     compare=False,
 )
 @registry.same_as("checkpoint_has_the_residuals_of_int8")
@@ -289,8 +282,8 @@ def _sent_bytes(env: Env, compressor: Any) -> tuple[float, float, Any]:
     return sent, plan.wire_bytes, plan
 
 
-@case("bytes of compressed gradients", setups=registry.ALL, compare=False)
-@registry.same_as("compressed_sums_of_4_bits_in_levels", full_only=True)
+@case("bytes of compressed gradients", compare=False)
+@registry.same_as("compressed_sums_of_4_bits_in_levels")
 def compressed_gradients_send_as_many_bytes_as_planned(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -308,7 +301,7 @@ def compressed_gradients_send_as_many_bytes_as_planned(env: Env) -> dict:
     return {}
 
 
-@case("a bucket that gains nothing", setups=("two_by_two",), compare=False)
+@case("a bucket that gains nothing", compare=False)
 @registry.same_as("compression_is_off_where_it_would_not_gain")
 def compressor_is_off_where_it_would_not_gain(env: Env) -> dict:
     if env.is_reference:
@@ -323,7 +316,7 @@ def compressor_is_off_where_it_would_not_gain(env: Env) -> dict:
     return {}
 
 
-@case("Momentum of a compressor", setups=("two_by_two",), compare=False)
+@case("Momentum of a compressor", compare=False)
 def momentum_correction_has_all_buckets_or_says_so(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -363,7 +356,7 @@ class NoPair(Compressor):
         return group.all_reduce(bucket.flat)
 
 
-@case("compressors that are wrong", setups=registry.ALL, compare=False)
+@case("compressors that are wrong", compare=False)
 def wrong_results_of_a_compressor_are_told_on_every_worker(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -380,8 +373,8 @@ def wrong_results_of_a_compressor_are_told_on_every_worker(env: Env) -> dict:
     return {}
 
 
-@case("sparse gradients beside compressed ones", setups=registry.ALL, tol=0.02)
-@registry.same_as("training_with_int8_and_sharded_gradients", full_only=True)
+@case("sparse gradients beside compressed ones", tol=0.02)
+@registry.same_as("training_with_int8_and_sharded_gradients")
 def sparse_gradients_are_left_alone(env: Env) -> dict:
     def build() -> keras.Model:
         model = keras.Sequential(
@@ -405,7 +398,7 @@ def sparse_gradients_are_left_alone(env: Env) -> dict:
     return {"history": history, "weights": env.weights(model)}
 
 
-@case("random rounding is right on average", setups=("two_by_two",), compare=False)
+@case("random rounding is right on average", compare=False)
 @registry.same_as("checkpoint_has_the_residuals_of_int8")
 def random_rounding_is_right_on_average(env: Env) -> dict:
     if env.is_reference:

@@ -53,7 +53,7 @@ def raise_inside_the_scope(layout: Layout, rank: int) -> dict:
 
 
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 def test_an_error_of_one_worker_inside_the_scope_is_named_by_the_other(tmp_path):
     with within(60):
         result = run(Layout(2, 1), raise_inside_the_scope, tmp_path, {})
@@ -84,7 +84,7 @@ def create_inside_the_scope(layout: Layout, rank: int, creator: int) -> dict:
 
 
 @pytest.mark.processes
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize("creator", [1, full(0)])
 def test_who_creates_variables_alone_is_told_so_and_named_by_the_other(
     tmp_path, creator

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.cli.launcher import Launcher
-from tests.harness.tiers import full, standard
+from tests.harness.tiers import full
 from tfdp.communication.coordination import data_wait as module
 from tfdp.communication.coordination.data_wait import DataWait, ReadCounts
 from tfdp.communication.coordination.progress import ProgressRecorder
@@ -50,8 +50,8 @@ def run(launcher: Launcher, where: tuple, kind: str, at: int, **more) -> tuple:
             "The generator `batches` has yielded no batch and used no CPU for 6 s at "
             "step 5 of epoch 1 of fit. Check what it waits for",
         ),
-        standard(ONE_PROCESS, "py_dataset", 4, {}, "The `PyDataset` `Batches` has"),
-        standard(
+        full(ONE_PROCESS, "py_dataset", 4, {}, "The `PyDataset` `Batches` has"),
+        full(
             ONE_PROCESS,
             "dataset",
             4,
@@ -59,11 +59,9 @@ def run(launcher: Launcher, where: tuple, kind: str, at: int, **more) -> tuple:
             "The `tf.data.Dataset` that calls Python has yielded no batch and used",
         ),
         # Keras takes the first batch of a generator by itself.
-        standard(TWO_WORKERS, "generator", 0, {}, "generator `batches` has yielded"),
-        standard(
-            TWO_WORKERS, "dataset", 4, {"evaluates": True}, "at step 5 of evaluate. "
-        ),
-        standard(
+        full(TWO_WORKERS, "generator", 0, {}, "generator `batches` has yielded"),
+        full(TWO_WORKERS, "dataset", 4, {"evaluates": True}, "at step 5 of evaluate. "),
+        full(
             TWO_WORKERS, "dataset", 6, {"steps_per_epoch": 4, "epochs": 2}, "step 3 of"
         ),
     ],
@@ -78,7 +76,7 @@ def test_a_source_that_hangs_everywhere_is_named_and_ends_the_job(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("rank", [1, full(0)])
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_source_that_hangs_on_one_worker_is_named_by_the_others(launcher, rank):
     code, output = run(launcher, TWO_WORKERS, "generator", 4, ranks=[rank])
     assert code == 69, output
@@ -91,7 +89,7 @@ def test_a_source_that_hangs_on_one_worker_is_named_by_the_others(launcher, rank
 
 @pytest.mark.processes
 @pytest.mark.parametrize("where", [ONE_PROCESS, full(TWO_WORKERS)])
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_source_that_computes_for_longer_than_the_timeout_is_waited_for(
     launcher, where
 ):

@@ -118,11 +118,10 @@ def shifted(env: Env, model: keras.Model, *data, **options) -> dict:
 
 @case(
     "Rebalance: the slow worker gets fewer rows, and the result is that of one device",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
     side_by_side=False,
 )
-@same_as("rebalanced_run_goes_on", full_only=True)
+@same_as("rebalanced_run_goes_on")
 def rows_follow_speed(env: Env) -> dict:
     model = model_of(env)
     shown = io.StringIO()
@@ -158,7 +157,6 @@ def rows_follow_speed(env: Env) -> dict:
 @case(
     "Rebalance: each replica has the rows that its weight says; validation is equal",
     setups=MULTI,
-    full_setups=(),
 )
 def rows_are_those_of_the_weights(env: Env) -> dict:
     seen: list[int] = []
@@ -258,10 +256,8 @@ def _register(name: str, kind: tuple) -> None:
         f"rebalanced_{name}",
         function,
         f"Rebalance: weights that change, with {name.replace('_', ' ')}",
-        setups=("two_by_two",) if name in ALWAYS else (),
-        full_setups=("two_workers",) if name in ALWAYS else MULTI,
+        setups=MULTI,
         same_as="rebalanced_run_goes_on",
-        full_only=name != "steps_per_execution",
     )
 
 
@@ -282,8 +278,7 @@ class Fail(keras.callbacks.Callback):
 
 @case(
     "Rebalance: a run that goes on from a backup begins with equal rows, and is right",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 def rebalanced_run_goes_on(env: Env) -> dict:
     data = common.regression_data(NUM_SAMPLES)
@@ -305,7 +300,6 @@ def rebalanced_run_goes_on(env: Env) -> dict:
 @case(
     "Rebalance: arrays that tfdp shuffles itself, in an order of each epoch",
     setups=("two_workers",),
-    full_setups=(),
     compare=False,
 )
 @same_as("rows_are_those_of_the_weights")
@@ -325,7 +319,6 @@ def rows_of_shuffled_arrays(env: Env) -> dict:
 @case(
     "Rebalance: says that data with the sharding of its own is left alone",
     setups=("two_workers",),
-    full_setups=(),
     compare=False,
 )
 @same_as("sharding_off_with_own_data_on_each_worker")
@@ -352,11 +345,10 @@ def own_shards_are_left_alone(env: Env) -> dict:
 
 @case(
     "Rebalance: without it neither the step nor its data knows of weights",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
     compare=False,
 )
-@same_as("rows_are_those_of_the_weights", full_only=True)
+@same_as("rows_are_those_of_the_weights")
 def no_weights_without_rebalance(env: Env) -> dict:
     def kinds(step) -> set[str]:
         functions = step.graph._functions.values()

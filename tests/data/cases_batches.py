@@ -22,7 +22,7 @@ def _train(env: Env, num_samples: int, batch_size: int) -> dict:
 
 
 @case("A partial last batch that divides evenly")
-@same_as("partial_last_batch_of_unequal_shares", full_only=True)
+@same_as("partial_last_batch_of_unequal_shares")
 def partial_last_batch_that_divides_evenly(env: Env) -> dict:
     return _train(env, 92, 8)
 
@@ -33,7 +33,7 @@ def partial_last_batch_of_unequal_shares(env: Env) -> dict:
 
 
 @case("Wrong numbers: a last batch smaller than N replicas")
-@same_as("stop_at_the_shortest_of_known_lengths", full_only=True)
+@same_as("stop_at_the_shortest_of_known_lengths")
 def last_batch_missing_on_one_worker(env: Env) -> dict:
     return _train(env, 89, 8)
 
@@ -48,7 +48,7 @@ def odd_batch_size(env: Env) -> dict:
     "Crash: odd batch sizes, also as first or only batch, and smaller than N",
     compare=False,
 )
-@same_as("partial_last_batch_of_unequal_shares", full_only=True)
+@same_as("partial_last_batch_of_unequal_shares")
 def odd_and_tiny_batches_run(env: Env) -> dict:
     results = {}
     for num_samples, batch_size in (10, 5), (5, 8), (9, 4), (1, 4):

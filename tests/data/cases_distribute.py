@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 from tfdp.checkpoint.random_state import random_states, set_random_states
@@ -83,7 +83,6 @@ def shuffled_data_gives_the_batches_of_one_device(env: Env) -> dict:
     "`shuffle=True`, `Dataset.shuffle` without a seed on any worker: shards overlap",
     compare=False,
     fresh=True,
-    setups=("two_workers",),
 )
 def shuffling_without_seeds_gives_each_sample_once(env: Env) -> dict:
     arrays = common.fit(counted_model(env), _ids(), _ids(), shuffle=True, epochs=2)
@@ -104,8 +103,8 @@ def _orders(dataset: tf.data.Dataset) -> list[list[int]]:
     "Operations with seeds, no global seed set: the numbers of one device",
     compare=False,
     fresh=True,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),  # one process needs no seed in place of a global one
+    # One process needs no seed in place of a global one.
+    setups=("two_workers", "two_by_two"),
 )
 def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
     ids = tf.data.Dataset.range(NUM)
@@ -143,7 +142,6 @@ def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
 @case(
     "Generators that the user has seeded, each by itself",
     compare=False,
-    setups=("two_workers",),
 )
 def generators_seeded_by_the_user_stay_as_they_are(env: Env) -> dict:
     random.seed(env.rank)
@@ -157,7 +155,6 @@ def generators_seeded_by_the_user_stay_as_they_are(env: Env) -> dict:
 @case(
     "`shuffle=True` with another seed on each worker: shards overlap",
     compare=False,
-    setups=("two_workers",),
 )
 @same_as("shuffling_without_seeds_gives_each_sample_once")
 def shuffled_arrays_of_other_seeds_give_each_sample_once(env: Env) -> dict:
@@ -185,7 +182,7 @@ def parse(record: tf.Tensor) -> tuple:
 
 
 @case("FILE sharding with fewer files than workers crashes")
-@same_as("a_file_per_worker", full_only=True)
+@same_as("a_file_per_worker")
 def one_file_for_all_workers(env: Env) -> dict:
     results = {}
     for policy in Policy.FILE, Policy.AUTO:
@@ -216,7 +213,6 @@ def a_file_per_worker(env: Env) -> dict:
 @case(
     "Sharding OFF and the same data everywhere: half of it unread",
     compare=False,
-    setups=("two_workers",),
 )
 @same_as("sharding_off_with_own_data_on_each_worker")
 def sharding_off_with_the_same_data_everywhere(env: Env) -> dict:
@@ -231,7 +227,6 @@ def sharding_off_with_the_same_data_everywhere(env: Env) -> dict:
 @case(
     "Sharding OFF and data of its own on each worker; `predict` too",
     compare=False,
-    setups=("two_workers",),
 )
 def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
     rows = _ids()[env.rank :: env.setup.num_workers]
@@ -248,10 +243,7 @@ def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
     return {"history": history, "predict": predicted}
 
 
-@case(
-    "`map` before `batch`: each worker prepares its own rows only",
-    setups=("two_workers", "two_by_two"),  # one worker has all rows
-)
+@case("`map` before `batch`: each worker prepares its own rows only")
 def each_worker_prepares_its_own_rows(env: Env) -> dict:
     calls = []
 
@@ -286,7 +278,6 @@ def _augment(index: tf.Tensor, epoch: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
 
 @case(
     "Augmentation seeded by index and epoch: on each step the samples of one device",
-    setups=registry.ALL,
 )
 def augmented_samples_are_those_of_one_device(env: Env) -> dict:
     num, epochs = 21, 2

@@ -115,7 +115,6 @@ def steps_of_both(env: Env, how: str = "join") -> tf.data.Dataset:
 @case(
     "`shard_files`: losses, weights and predictions of one device on the same rows",
     setups=("two_workers", "two_by_two"),
-    full_setups=(),
 )
 def own_files_train_as_one_device_on_the_same_rows(env: Env) -> dict:
     results = {}
@@ -139,8 +138,7 @@ def own_files_train_as_one_device_on_the_same_rows(env: Env) -> dict:
 
 @case(
     "`shard_files` with `steps_per_execution`, class weights, `evaluate` and `predict`",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 @same_as("own_files_train_as_one_device_on_the_same_rows")
 def own_files_in_other_loops(env: Env) -> dict:
@@ -167,9 +165,8 @@ def own_files_in_other_loops(env: Env) -> dict:
 @case(
     "`shard_files` in one process: all files, as on one device",
     setups=("mirrored",),
-    full_setups=(),
 )
-@same_as("own_files_train_as_one_device_on_the_same_rows", full_only=True)
+@same_as("own_files_train_as_one_device_on_the_same_rows")
 def files_of_one_process(env: Env) -> dict:
     read: Read = collections.Counter()
     files = tfdp.data.shard_files(write_files(env), seed=3)
@@ -218,11 +215,10 @@ def _pairs(rows: tf.data.Dataset) -> tf.data.Dataset:
 @case(
     "`shard_files`: each row once, however the pipeline goes on",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
     deadline_seconds=240.0,  # 15 s of processors, and many waits
 )
-@same_as("own_files_train_as_one_device_on_the_same_rows", full_only=True)
+@same_as("own_files_train_as_one_device_on_the_same_rows")
 def each_row_of_own_files_once(env: Env) -> dict:
     results = {}
     pattern = _write_ids(env, 5)
@@ -256,8 +252,7 @@ def each_row_of_own_files_once(env: Env) -> dict:
 
 @case(
     "`shard_files` with fewer files than workers: rows of all are divided",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 @same_as("a_file_per_worker")
 def fewer_files_than_workers(env: Env) -> dict:
@@ -275,10 +270,9 @@ def fewer_files_than_workers(env: Env) -> dict:
 @case(
     "`shard_files`: a run that is interrupted within an epoch goes on",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
-@same_as("checkpoints_at_one_path", full_only=True)
+@same_as("checkpoints_at_one_path")
 def backup_within_an_epoch_of_own_files(env: Env) -> dict:
     num_read = tf.Variable(0)
 
@@ -317,8 +311,7 @@ def backup_within_an_epoch_of_own_files(env: Env) -> dict:
 @case(
     "`shard_files` with wrong files: one error on every worker",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 def wrong_files_are_refused_by_all(env: Env) -> dict:
     pattern = write_files(env)

@@ -15,7 +15,7 @@ BATCH = common.BATCH_SIZE
 
 
 @case("uint8 input (two workers: crash)")
-@same_as("string_input", full_only=True)
+@same_as("string_input")
 def uint8_input(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -32,7 +32,7 @@ def uint8_input(env: Env) -> dict:
     return common.train(env, build, x, x[:, :1].astype("float32") / 255)
 
 
-@case("Crash: a cache in a file, at one path", setups=("two_workers",))
+@case("Crash: a cache in a file, at one path")
 def cache_in_a_file(env: Env) -> dict:
     path = str(env.tmp / "cache")
     rows = tf.data.Dataset.from_tensor_slices(common.regression_data())

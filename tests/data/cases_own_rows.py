@@ -83,7 +83,6 @@ def assert_own_rows(env: Env, data: Rows) -> None:
 
 @case(
     "A `PyDataset` that gives rows: all workers read all (fit, evaluate, predict)",
-    setups=MULTI,
 )
 def py_dataset_of_rows(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
@@ -105,7 +104,6 @@ def py_dataset_of_rows(env: Env) -> dict:
 
 @case(
     "The same, shuffled: workers draw other orders; `on_epoch_end`, `steps_per_epoch`",
-    setups=MULTI,
 )
 @same_as("py_dataset_of_rows")
 def shuffled_py_dataset_of_rows(env: Env) -> dict:
@@ -123,8 +121,8 @@ def shuffled_py_dataset_of_rows(env: Env) -> dict:
     return {"shuffled": found, "steps": steps, "changing": changing}
 
 
-@case("The same, by threads; weights of classes", setups=MULTI)
-@same_as("py_dataset_of_rows", full_only=True)
+@case("The same, by threads; weights of classes")
+@same_as("py_dataset_of_rows")
 def py_dataset_of_rows_by_threads(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     y = (y > 0).astype("float32")
@@ -154,8 +152,7 @@ def sentence_of(env: Env, data: typing.Any, **options: typing.Any) -> str:
 @case(
     "`PyDataset`s of rows that differ between workers: a hang",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),  # in one process there is nothing to compare
+    setups=("two_workers", "two_by_two"),  # in one process there is nothing to compare
 )
 def different_py_datasets_of_rows(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
@@ -177,7 +174,7 @@ def _prepared(*arrays: np.ndarray) -> tf.data.Dataset:
     return dataset.map(lambda x, *rest: (2 * x, *rest))
 
 
-@case("Datasets with `map`: every worker prepares all rows", setups=MULTI)
+@case("Datasets with `map`: every worker prepares all rows")
 @same_as("each_worker_prepares_its_own_rows")
 def datasets_with_map(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
@@ -210,10 +207,9 @@ def datasets_with_map(env: Env) -> dict:
 
 @case(
     "A `filter` after `map`: every worker prepares all rows, and says so once",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
-@same_as("py_dataset_of_rows", full_only=True)
+@same_as("py_dataset_of_rows")
 def a_late_filter_is_told_once(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     data = _prepared(x, y).filter(lambda x, y: y[0] < 1).batch(BATCH)
@@ -229,10 +225,9 @@ def a_late_filter_is_told_once(env: Env) -> dict:
 
 @case(
     "`--rebalance` with rows of their own: no word",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
-@same_as("py_dataset_of_rows", full_only=True)
+@same_as("py_dataset_of_rows")
 def own_rows_with_rebalance(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
     data = {"dataset": _prepared(x, y).batch(BATCH), "rows": Rows(x, y)}
@@ -249,7 +244,7 @@ def own_rows_with_rebalance(env: Env) -> dict:
     return found
 
 
-@case("Memory maps and HDF5 datasets: every worker copies all of them", setups=MULTI)
+@case("Memory maps and HDF5 datasets: every worker copies all of them")
 @same_as("py_dataset_of_rows")
 def arrays_in_files(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)

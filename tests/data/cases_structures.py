@@ -121,7 +121,7 @@ def _of_two_inputs(env: Env) -> keras.Model:
 
 
 @case("Several inputs without targets: one input arrived (batches)")
-@same_as("dict_inputs", full_only=True)
+@same_as("dict_inputs")
 def structures_of_batches(env: Env) -> dict:
     a, b = _arrays()
     functional, sums = _of_two_inputs(env), _sums(env, 1)
@@ -200,7 +200,7 @@ def _read_in_a_graph(data: typing.Any) -> typing.Any:
 
 
 @case("Structures through every way in which data is divided", compare=False)
-@same_as("dict_inputs", full_only=True)
+@same_as("dict_inputs")
 def structures_of_elements(env: Env) -> dict:
     if env.is_reference:
         return {}

@@ -25,7 +25,7 @@ from tests.data.cases_distribute import (
     parse,
     with_policy,
 )
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 from tests.harness.results import flatten_results
@@ -166,8 +166,7 @@ def told(caught: list, begin: str = "Workers have d") -> list[str]:
 
 @case(
     "`join`: workers without data add nothing until the last is through",
-    setups=registry.BOTH,
-    full_setups=("two_workers",),
+    setups=("two_by_two", "two_workers"),
 )
 @same_as("stop_at_the_shortest_of_known_lengths")
 def join_of_known_and_unknown_lengths(env: Env) -> dict:
@@ -205,7 +204,6 @@ def _of_kind(env: Env, kind: str, num_rows: int) -> tf.data.Dataset:
 @case(
     "`stop`: all end with the first that has no data, known lengths; not validation",
     setups=("two_workers", "two_by_two"),
-    full_setups=(),
 )
 def stop_at_the_shortest_of_known_lengths(env: Env) -> dict:
     results = {}
@@ -247,8 +245,7 @@ class Listed(keras.utils.PyDataset):
 
 @case(
     "`stop`: all end with the first that has no data, unknown lengths",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 @same_as("stop_at_the_shortest_of_known_lengths")
 def stop_at_the_shortest_of_unknown_lengths(env: Env) -> dict:
@@ -273,8 +270,7 @@ def stop_at_the_shortest_of_unknown_lengths(env: Env) -> dict:
 
 @case(
     "Sharding OFF, different cardinality: crash where it is known, or a hang",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 @same_as("files_of_different_sizes")
 def uneven_data_that_is_not_sharded(env: Env) -> dict:
@@ -292,8 +288,7 @@ def uneven_data_that_is_not_sharded(env: Env) -> dict:
 
 @case(
     "Sharding OFF, different cardinality that nobody knows, `steps_per_execution`",
-    setups=(),
-    full_setups=("two_workers", "two_by_two"),
+    setups=("two_workers", "two_by_two"),
 )
 def uneven_data_of_unknown_length_that_is_not_sharded(env: Env) -> dict:
     results = {}
@@ -308,8 +303,7 @@ def uneven_data_of_unknown_length_that_is_not_sharded(env: Env) -> dict:
 
 @case(
     "`stop` where workers were given distributed datasets, one of them endless",
-    setups=(),
-    full_setups=("two_workers", "two_by_two"),
+    setups=("two_workers", "two_by_two"),
 )
 def endless_data_on_one_worker(env: Env) -> dict:
     """The other one has 3 batches; an epoch of 8 steps goes on with empty ones.
@@ -365,8 +359,7 @@ def _per_replica(env: Env) -> tf.data.Dataset:
 @case(
     "Sharding by FILE, files of different sizes",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 def files_of_different_sizes(env: Env) -> dict:
     """The first worker reads 21 samples of two files, the second one 11 of one."""
@@ -386,8 +379,7 @@ def files_of_different_sizes(env: Env) -> dict:
 
 @case(
     "`stop` with models that run eagerly, and with two devices",
-    setups=(),
-    full_setups=("two_workers", "two_by_two"),
+    setups=("two_workers", "two_by_two"),
 )
 def stop_eagerly(env: Env) -> dict:
     results = {}
@@ -425,8 +417,7 @@ class Interrupt(keras.callbacks.Callback):
 @case(
     "`stop`: a run that is interrupted goes on within an epoch that ends early",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 @same_as("checkpoints_at_one_path")
 def backup_within_an_epoch_that_stops(env: Env) -> dict:

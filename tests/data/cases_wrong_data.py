@@ -42,8 +42,7 @@ def _wrong_elements(env: Env) -> dict[str, tuple[tf.data.Dataset, str]]:
 @case(
     "Datasets of other elements on one worker: a hang",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 def datasets_of_different_elements(env: Env) -> dict:
     off = tf.data.Options()
@@ -72,10 +71,9 @@ def datasets_of_different_elements(env: Env) -> dict:
 @case(
     "A dataset that is shorter than a batch on one worker: a hang",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
-@same_as("files_of_different_sizes", full_only=True)
+@same_as("files_of_different_sizes")
 def a_dataset_shorter_than_a_batch_on_one_worker(env: Env) -> dict:
     x, y = common.regression_data(3 * BATCH)
     own = 3 if env.rank == 1 else len(x)
@@ -102,7 +100,7 @@ class StopAfter(keras.callbacks.Callback):
 @case(
     "A dataset without an end and without `steps_per_epoch`: no word",
     compare=False,
-    full_setups=(),
+    setups=("mirrored", "two_workers"),
 )
 @same_as("datasets_of_different_elements")
 def a_dataset_without_an_end(env: Env) -> dict:
@@ -148,8 +146,7 @@ def _lines(folder: pathlib.Path) -> tf.data.Dataset:
 @case(
     "Data that differs between workers on purpose, or by rounding: an error",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 def data_that_may_differ_between_workers(env: Env) -> dict:
     x, y = common.regression_data(2 * BATCH)

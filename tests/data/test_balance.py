@@ -211,7 +211,7 @@ def train_with_a_slow_second_worker() -> dict:
     return {"rows": strategy.extended.balance.rows(BATCH), "loss": history["loss"]}
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_job_that_was_asked_to_rebalances():
     starts = [

@@ -235,8 +235,8 @@ def check(
         assert error <= 1e-5 * max(np.abs(value).max(), 1e-3), (name, error)
 
 
-@pytest.mark.standard
-@pytest.mark.standard
+@pytest.mark.full
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
 def test_half_the_replicas_go_on_as_one_device_with_half_batch_and_rate(tmp_path):

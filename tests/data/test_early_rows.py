@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 from tfdp.ground import _compat
 from tfdp.training.data.early_rows import divide_early
 from tfdp.training.data.rows import divide_batches
@@ -159,7 +159,7 @@ def flat(element: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else standard(name) for name in EARLY]
+    "name", [name if name in QUICK else full(name) for name in EARLY]
 )
 def test_early_rows_are_those_of_the_whole_pipeline(name: str, workers: str):
     ranks, num_replicas = WORKERS[workers]

@@ -212,7 +212,7 @@ FITTED = {k: v for k, v in LOADERS.items() if k != "by processes"} | {
 }
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("devices", "kinds"),
@@ -251,7 +251,7 @@ def fit_unseeded(layout: Layout, rank: int) -> dict:
     return {"orders": orders}
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 def test_workers_of_different_seeds_shuffle_alike(tmp_path):
     found = run(Layout(2, 1), fit_unseeded, tmp_path, {})

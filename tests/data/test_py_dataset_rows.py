@@ -172,7 +172,7 @@ def fit_wrong_rows(layout: Layout, rank: int) -> dict:
     return {}
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 def test_rows_that_lack_on_one_worker_end_all_with_one_sentence(tmp_path):
     begin = time.monotonic()

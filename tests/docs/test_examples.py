@@ -49,7 +49,7 @@ def numbers(pattern: str, output: str) -> list[float]:
     return [float(group) for group in groups]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_digits_example_learns_and_only_the_chief_tells(run_on_two_workers, tmp_path):
     logs = str(tmp_path / "communication")
     output = run_on_two_workers(EXAMPLES["digits"], "--short", "--logs", logs)
@@ -62,7 +62,7 @@ def test_digits_example_learns_and_only_the_chief_tells(run_on_two_workers, tmp_
     assert accuracy >= 95
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_augmented_images_of_two_workers_are_those_of_one_process(run_on_two_workers):
     told = r"images of all epochs: (\w+)"
     output = run_on_two_workers(EXAMPLES["augmented"], "--short")
@@ -86,7 +86,7 @@ def test_character_example_loses_less_at_the_end_and_writes_text(run_on_two_work
     assert "--- sample" in output
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_large_example_trains_within_a_limit_that_its_state_exceeds(run_on_two_workers):
     output = run_on_two_workers(EXAMPLES["large"], "--short")
     (state,) = numbers(r"with Adam's slots: (\d+) MB", output)
@@ -114,7 +114,7 @@ def test_large_example_has_the_loss_of_whole_parameters(run_on_two_workers):
     assert sharded == pytest.approx(whole, rel=1e-4)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_official_tutorial_learns_with_only_the_strategy_line_changed(
     run_on_two_workers,
 ):

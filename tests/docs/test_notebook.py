@@ -26,7 +26,7 @@ nbformat = pytest.importorskip("nbformat")
 manager = pytest.importorskip("jupyter_client.manager")
 pytest.importorskip("ipykernel")
 
-pytestmark = [pytest.mark.slow, pytest.mark.standard, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.processes]
 
 NOTEBOOK = ROOT / "examples" / "tfdp_in_a_notebook.ipynb"
 DEADLINE_SECONDS = 240

@@ -126,10 +126,7 @@ for _model in MODELS:
             f"{_model.__name__}_with_{_name}",
             _function,
             "Plain training",
-            # The slow models with one optimizer; the other one in the full tier.
-            setups=registry.ALL if _name == "adamw" or _model in (mlp, cnn) else (),
             quick_setup={mlp: "two_by_two", cnn: "two_workers"}.get(_model, ""),
             same_as=SAME_AS.get(f"{_model.__name__}_with_{_name}", ""),
-            full_only=_model is transformer,
             skip=KEY_BIAS if _model is transformer else {},
         )

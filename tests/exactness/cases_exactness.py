@@ -301,7 +301,7 @@ def cell_name(row: str, column: str, dtype: str, sharding: str = "none") -> str:
     return name if sharding == "none" else f"{name}_and_sharded_{sharding}"
 
 
-# Each column on every set-up, each row on some: what the standard tier runs.
+# Each column on every set-up, each row on some.
 COVERING = {
     cell_name("adamw", "no_option", "float32"): registry.ALL,
     cell_name("sgd_momentum", "accumulation", "float64"): registry.ALL,
@@ -372,12 +372,6 @@ QUICK = (
     ("loss_scale_optimizer", "everything", "float32", "none"),
     ("multi_optimizer", "everything", "float32", "parameters"),
 )
-# What the standard tier leaves out, too.
-FULL_ONLY = (
-    cell_name("adafactor", "no_option", "float32", "gradients"),
-    cell_name("adamax", "ema", "float32"),
-    cell_name("multi_optimizer", "everything", "float64", "gradients"),
-)
 
 
 def _register(row_name: str, column_name: str, dtype: str, sharding: str) -> None:
@@ -393,16 +387,14 @@ def _register(row_name: str, column_name: str, dtype: str, sharding: str) -> Non
         name,
         function,
         f"{row.title}: {column.title}, sharding: {sharding}",
-        setups=COVERING.get(name, ()),
-        full_setups=_full_setups(row_name, column_name, dtype, sharding),
+        setups=_setups(row_name, column_name, dtype, sharding),
         same_as="" if name in quick else same_as,
-        full_only=name in FULL_ONLY,
         tol=row.tolerance(dtype),
     )
 
 
-def _full_setups(row: str, column: str, dtype: str, sharding: str) -> tuple[str, ...]:
-    """The set-up of the full tier: each row with each column and sharding has one.
+def _setups(row: str, column: str, dtype: str, sharding: str) -> tuple[str, ...]:
+    """The covering set-ups, and one for each row with each column and sharding.
 
     Dtypes and set-ups take turns, so that each row and each column sees all pairs of
     them. `tools/exactness` runs all cells on all set-ups, which takes hours.
@@ -411,11 +403,10 @@ def _full_setups(row: str, column: str, dtype: str, sharding: str) -> tuple[str,
         list(names).index(name)
         for name, names in ((row, ROWS), (column, COLUMNS), (sharding, SHARDINGS))
     )
+    covering = COVERING.get(cell_name(row, column, dtype, sharding), ())
     if dtype != DTYPES[turn % len(DTYPES)]:
-        return ()
-    setup_name = registry.ALL[turn % len(registry.ALL)]
-    is_covered = setup_name in COVERING.get(cell_name(row, column, dtype, sharding), ())
-    return () if is_covered else (setup_name,)
+        return covering
+    return tuple(dict.fromkeys([*covering, registry.ALL[turn % len(registry.ALL)]]))
 
 
 CELLS = list(itertools.product(ROWS, COLUMNS, DTYPES, SHARDINGS))
@@ -423,9 +414,7 @@ for _cell in CELLS:
     _register(*_cell)
 
 
-@registry.case(
-    "Every limit on gradients bites", setups=(), full_setups=(), compare=False
-)
+@registry.case("Every limit on gradients bites", setups=(), compare=False)
 def limits_of_the_matrix_bite(env: Env) -> dict:
     """Compares each limit with the gradients before and after a training."""
     x, y = _data(COLUMNS["no_option"])

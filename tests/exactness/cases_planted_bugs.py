@@ -266,7 +266,6 @@ def _register(column_name: str, bug: Callable, sharding: str) -> None:
         function,
         f"A fault that the column {column.title!r} must catch",
         setups=("mirrored",),
-        full_setups=(),
     )
 
 

@@ -21,20 +21,20 @@ if mpi.why_not():
 CASES = load_cases()
 MATRIX = load_cases(("exactness.cases_exactness", "exactness.cases_equality"))
 # Each launch costs as much as some cases: all of a set-up share one.
-STANDARD = {TWO_RANKS.name: OF_TWO, TWO_RANKS_BY_TWO.name: OF_TWO_BY_TWO}
+OF_RANKS = {TWO_RANKS.name: OF_TWO, TWO_RANKS_BY_TWO.name: OF_TWO_BY_TWO}
 # What is a worker there is a rank here.
 RANKS = {TWO_WORKERS.name: TWO_RANKS.name, TWO_BY_TWO.name: TWO_RANKS_BY_TWO.name}
 
 
 def runs() -> list:
-    """Cases and set-ups, those of the standard tier first."""
-    first = [(name, ranks) for ranks, names in STANDARD.items() for name in names]
+    """Cases and set-ups."""
+    first = [(name, ranks) for ranks, names in OF_RANKS.items() for name in names]
     more = [(name, TWO_RANKS.name) for name in MORE_OF_TWO]
     covering = [(name, ranks) for name in COVERING for ranks in RANKS.values()]
     matrix = [
         (name, RANKS[setup_name])
         for name, case in MATRIX.items()
-        for setup_name in case.setups + case.full_setups
+        for setup_name in case.setups
         if setup_name == TWO_WORKERS.name
     ]
     return [
@@ -42,13 +42,13 @@ def runs() -> list:
             CASES[name],
             setup_name,
             id=f"{name}-{setup_name}",
-            marks=[pytest.mark.standard if run in first else pytest.mark.full],
         )
         for run in dict.fromkeys([*first, *more, *covering, *matrix])
         for name, setup_name in [run]
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "setup_name"), runs())
 def test_ranks_match_one_device(clusters: ClusterPool, case: Case, setup_name: str):
     clusters.check(case, setup_name)

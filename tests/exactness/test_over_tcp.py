@@ -19,10 +19,8 @@ from tests.harness.setups import (
 from tfdp.communication.transport.addresses import is_own
 
 CASES = load_cases()
-# Each set-up is a launch: what one of them shows of TCP in a graph is for each commit.
-STANDARD = {TWO_WORKERS_TCP.name: OF_TWO}
-FULL = {
-    TWO_WORKERS_TCP.name: MORE_OF_TWO,
+RUNS = {
+    TWO_WORKERS_TCP.name: (*OF_TWO, *MORE_OF_TWO),
     TWO_BY_TWO_TCP.name: OF_TWO_BY_TWO,
     TWO_WORKERS_INTERFACE.name: ("training_with_bfloat16_on_the_wire",),
     TWO_WORKERS_IPV6.name: ("training_with_bfloat16_on_the_wire",),
@@ -32,13 +30,13 @@ FULL = {
 def runs() -> list:
     """Cases and set-ups."""
     return [
-        pytest.param(CASES[name], setup_name, id=f"{name}-{setup_name}", marks=mark)
-        for tier, mark in ((STANDARD, pytest.mark.standard), (FULL, pytest.mark.full))
-        for setup_name, names in tier.items()
+        pytest.param(CASES[name], setup_name, id=f"{name}-{setup_name}")
+        for setup_name, names in RUNS.items()
         for name in names
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "setup_name"), runs())
 def test_workers_match_one_device_over_tcp(
     clusters: ClusterPool, case: Case, setup_name: str

@@ -83,12 +83,12 @@ def test_the_death_of_a_worker_in_training_is_named_on_all_others(rank: int):
         assert re.search("step [45] of epoch 1 of fit", said)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_worker_that_dies_before_it_joins_is_named():
     check(JobPlan(2, Fault("kill", "start", 1, step=1), timeout_seconds=5.0))
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_the_death_of_a_worker_that_saves_is_named():
     check(JobPlan(2, Fault("kill", "saving", 1, step=2)))
 
@@ -98,14 +98,14 @@ def test_the_death_of_a_worker_that_evaluates_is_named():
     check(JobPlan(2, Fault("kill", "evaluation", 1, step=2)))
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_worker_in_its_own_callback_hears_of_a_death():
     outcome = check(JobPlan(2, Fault("kill", "callback", 1, step=1), busy_rank=0))
     assert outcome.first.ends[0].code == EXIT_LOST
     assert "epoch 1 of fit" in sentence_of(outcome.first, 0)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["exit", full("raise")])
 def test_who_comes_to_a_collective_after_another_script_has_ended_hears_of_it(
     kind: str,
@@ -158,7 +158,7 @@ def test_what_happens_within_a_collective_is_named_and_leaves_nothing(
         assert seconds_of(outcome.first, 0) < CLOSED_SECONDS
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_an_error_in_one_script_is_told_by_the_others():
     outcome = check(JobPlan(2, Fault("raise", "training", 1, step=5)))
     assert outcome.first.ends[1].error == "ArithmeticError: the script's own error"
@@ -166,7 +166,7 @@ def test_an_error_in_one_script_is_told_by_the_others():
     assert "ArithmeticError: the script's own error" in said
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["kill", full("stop"), full("raise")])
 def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(kind: str):
     timeout = 6.0 if kind == "stop" else None
@@ -186,7 +186,7 @@ def test_in_a_loop_of_the_users_own_the_last_line_names_the_lost_worker(kind: st
     assert seconds_of(life, 0) <= DEATH_SECONDS + (timeout or 0.0)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_slow_worker_is_waited_for_and_named(undisturbed: dict):
     fault = Fault("sleep", "training", 1, step=5, seconds=12.0)
     outcome = check(JobPlan(2, fault), undisturbed)
@@ -196,7 +196,7 @@ def test_a_slow_worker_is_waited_for_and_named(undisturbed: dict):
     assert "which is at the callbacks of step 5" in said
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_workers_that_are_cut_off_name_each_other_and_go_on_once_joined(
     undisturbed: dict,
 ):
@@ -235,7 +235,7 @@ def test_a_run_of_which_all_backups_were_damaged_says_so(undisturbed: dict):
     assert outcome.damaged == ["step-7", "step-14"]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize("point", [p if p == "index" else full(p) for p in POINTS[2:]])
 def test_a_first_worker_that_dies_at_the_index_of_a_backup_loses_nothing(
     point: str, undisturbed: dict
@@ -244,7 +244,7 @@ def test_a_first_worker_that_dies_at_the_index_of_a_backup_loses_nothing(
     check(JobPlan(2, fault), undisturbed)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize("hits_all", [True, full(False)])
 def test_workers_asked_to_end_in_fit_save_and_go_on(hits_all: bool):
     plan = JobPlan(2, script="evaluate and fit")
@@ -254,14 +254,14 @@ def test_workers_asked_to_end_in_fit_save_and_go_on(hits_all: bool):
     assert [end.code for end in outcome.first.ends] == [PREEMPTED] * 2
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize("phase", ["compiled", full("made"), full("between")])
 def test_a_worker_asked_to_end_before_fit_ends(phase: str):
     fault = Fault("sigterm", phase, 1, step=1)
     check(JobPlan(2, fault, script="evaluate and fit"))
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize("hits_all", [True, full(False)])
 def test_a_pause_shorter_than_the_timeout_changes_nothing(
     hits_all: bool, undisturbed: dict
@@ -270,7 +270,7 @@ def test_a_pause_shorter_than_the_timeout_changes_nothing(
     check(JobPlan(2, fault, timeout_seconds=12.0), undisturbed)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.parametrize(
     "calls",
     [("other steps", "sum"), full(("evaluate", "steps that gather"))],
@@ -284,7 +284,7 @@ def test_workers_that_make_different_calls_end_after_the_timeout(calls: tuple):
     assert all(said in end.log + end.error for end in outcome.first.ends)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_other_arrays_on_workers_are_one_error_of_all():
     fault = Fault("arrays", "predict", 0, hits_all=True)
     calls = ("predict", "predict, rows")

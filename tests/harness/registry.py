@@ -29,12 +29,10 @@ class Case:
         function: Takes an `Env`, returns a nest of dicts, arrays and numbers.
         covers: One line: which row of the table of behaviours it covers.
         module: The module that holds it, as in `MODULES`.
-        setups: Names of the set-ups that it is meant for.
-        full_setups: Names of further set-ups, for the full tier.
+        setups: Names of the set-ups that it runs on in the full tier.
         quick_setup: Name of the one set-up of the quick tier, or `""`.
         same_as: Name of the case that shows the same in the quick tier, which leaves
             this one out, or `""`.
-        full_only: Whether the standard tier leaves it out, too.
         compare: Whether results are compared with those of one device.
         reference_last: Run the reference after each set-up, in its directory,
             so that it can open the files that the set-up wrote.
@@ -53,10 +51,8 @@ class Case:
     covers: str
     module: str
     setups: tuple[str, ...]
-    full_setups: tuple[str, ...] = ()
     quick_setup: str = ""
     same_as: str = ""
-    full_only: bool = False
     compare: bool = True
     reference_last: bool = False
     fresh: bool = False
@@ -68,25 +64,6 @@ class Case:
     xfail_run: bool = True
     deadline_seconds: float = 120.0
 
-    def tier_on(self, setup_name: str) -> str:
-        """The lowest tier that runs it on a set-up.
-
-        In the standard tier a case of the quick one runs on one set-up more, unless
-        that is another pair of replicas: that of both kinds, if it has not been on
-        it. The others run on one.
-        """
-        if setup_name == self.quick_setup:
-            return "quick"
-        if self.full_only:
-            return "full"
-        if self.quick_setup:
-            others = [name for name in self.setups if name != self.quick_setup]
-            further = [*(name for name in others if name in BOTH), *others][:1]
-            is_standard = setup_name in further and self.setups != PAIR
-        else:
-            is_standard = setup_name in self.setups[:1]
-        return "standard" if is_standard else "full"
-
     def expected_to_fail(self, setup_name: str) -> bool:
         """Whether the case is expected to fail on this set-up."""
         in_scope = not self.xfail_setups or setup_name in self.xfail_setups
@@ -96,11 +73,6 @@ class Case:
 _CASES: dict[str, Case] = {}
 
 ALL = tuple(setup.name for setup in DISTRIBUTED)
-# Enough to tell a local from a global fault: the default of a case.
-PAIR = ("mirrored", "two_workers")
-# Replicas beside each other and replicas on other workers at once: for what depends
-# on neither, and fails on one of the others only if it fails here.
-BOTH = ("two_by_two",)
 
 
 def register(
@@ -108,42 +80,22 @@ def register(
     function: Function,
     covers: str,
     *,
-    setups: tuple[str, ...] = PAIR,
+    setups: tuple[str, ...] = ALL,
+    quick_setup: str = "",
+    same_as: str = "",
     **options: typing.Any,
 ) -> None:
     """Adds a case.
 
-    Set-ups that are not given are left to the full tier. In the quick tier the first
-    cases of a module take turns at the set-ups, unless they name one (the cheap cases
-    the dear set-ups), and the others run in one process.
+    The quick tier runs it on the first of its set-ups, which costs least, unless
+    `quick_setup` names another one or `same_as` another case.
     """
     if name in _CASES:
         raise ValueError(f"Two cases of one name. Received: name={name!r}")
     module = function.__module__.removeprefix("tests.")
-    options.setdefault("full_setups", tuple(s for s in ALL if s not in setups))
-    if options.get("same_as"):
-        options["quick_setup"] = ""
-    elif setups and not options.get("quick_setup"):
-        full_setups = options["full_setups"]
-        options["quick_setup"] = _quick_setup_of(module, setups, full_setups)
-    _CASES[name] = Case(name, function, covers, module, setups, **options)
-
-
-def _quick_setup_of(
-    module: str, setups: tuple[str, ...], full_setups: tuple[str, ...]
-) -> str:
-    """The set-up of the quick tier: one that the module has not been on, if any."""
-    taken = {
-        case.quick_setup
-        for case in _CASES.values()
-        if (case.module, case.setups) == (module, setups)
-    }
-    for setup in setups:
-        if setup not in taken:
-            return setup
-    # One process costs less than two, and other cases have been on all set-ups.
-    others = full_setups if setups == BOTH else ()
-    return "mirrored" if "mirrored" in setups + others else setups[0]
+    quick_setup = "" if same_as or not setups else quick_setup or setups[0]
+    case = Case(name, function, covers, module, setups, quick_setup, same_as)
+    _CASES[name] = dataclasses.replace(case, **options)
 
 
 def case(covers: str, **options: typing.Any) -> collections.abc.Callable:
@@ -157,18 +109,17 @@ def case(covers: str, **options: typing.Any) -> collections.abc.Callable:
     return decorate
 
 
-def same_as(other: str, *, full_only: bool = False) -> collections.abc.Callable:
-    """Leaves the case to higher tiers, for one of the quick tier that shows the same.
+def same_as(other: str) -> collections.abc.Callable:
+    """Leaves the case to the full tier, for a quick one that shows the same.
 
     It stands below `@case`.
 
     Args:
         other: The name of that case.
-        full_only: Whether the standard tier leaves it out, too.
     """
 
     def decorate(function: Function) -> Function:
-        vars(function)["left_out"] = {"same_as": other, "full_only": full_only}
+        vars(function)["left_out"] = {"same_as": other}
         return function
 
     return decorate

@@ -23,7 +23,7 @@ def test_file(number):
 """
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.skipif(
     not (ROOT / "tools" / "test").exists(), reason="only a checkout has it"
 )

@@ -1,7 +1,7 @@
-"""The tiers of the tests: what is run before each commit, by CI, and at all.
+"""The tiers of the tests: what is run before each commit, and all.
 
-A test without a mark is in the quick tier; `@pytest.mark.standard` and
-`@pytest.mark.full` leave it to a higher one. Each tier holds those below it.
+A test without a mark is in the quick tier; `@pytest.mark.full` leaves it to the full
+one, which holds both.
 """
 
 from __future__ import annotations
@@ -10,47 +10,34 @@ import typing
 
 import pytest
 
-TIERS = ("quick", "standard", "full")
-
-
-def standard(*values: typing.Any) -> typing.Any:
-    """Values of `parametrize` from the standard tier on."""
-    return pytest.param(*values, marks=pytest.mark.standard)
+QUICK, FULL, REST = TIERS = ("quick", "full", "rest")
 
 
 def full(*values: typing.Any) -> typing.Any:
-    """Values of `parametrize` for the full tier only."""
+    """Values of `parametrize` for the full tier."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-def tier_of(item: pytest.Item) -> str:
-    """The lowest tier that runs a test."""
-    marked = (tier for tier in reversed(TIERS) if item.get_closest_marker(tier))
-    return next(marked, TIERS[0])
-
-
 def add_options(group: pytest.OptionGroup) -> None:
-    """Adds `--tier` and `--beyond` to pytest's options."""
+    """Adds `--tier` to pytest's options."""
     group.addoption(
         "--tier",
         choices=TIERS,
-        default="standard",
-        help="run the tests of this tier and of those below it (default: standard)",
-    )
-    group.addoption(
-        "--beyond",
-        choices=TIERS[:-1],
-        help="leave out the tests of this tier and of those below it",
+        default=QUICK,
+        help="run this tier, or what the full one has beyond the quick one "
+        "(default: quick)",
     )
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects the tests of other tiers."""
-    last = TIERS.index(config.getoption("tier"))
-    beyond = config.getoption("beyond")
-    first = TIERS.index(beyond) + 1 if beyond else 0
-    chosen = TIERS[first : last + 1]
-    others = [item for item in items if tier_of(item) not in chosen]
+    tier = config.getoption("tier")
+    if tier == FULL:
+        return
+    others = [
+        item for item in items if bool(item.get_closest_marker(FULL)) != (tier == REST)
+    ]
     if others:
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if tier_of(item) in chosen]
+        left = set(others)
+        items[:] = [item for item in items if item not in left]

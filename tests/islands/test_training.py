@@ -16,7 +16,7 @@ import pytest
 
 from tests.cli.launcher import Launcher
 from tests.harness import common
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 from tfdp.communication.cluster import free_ports
 
 pytestmark = pytest.mark.processes
@@ -109,7 +109,7 @@ def of_two_machines(launcher: Launcher) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("run", "devices"), [(of_one_machine, 1), standard(of_two_machines, 2)]
+    ("run", "devices"), [(of_one_machine, 1), full(of_two_machines, 2)]
 )
 def test_islands_equal_nodes_that_are_brought_together_by_hand(launcher, run, devices):
     code, output = run(launcher)
@@ -133,7 +133,7 @@ def test_islands_equal_nodes_that_are_brought_together_by_hand(launcher, run, de
         np.testing.assert_array_equal(own, value)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_an_island_that_is_killed_stops_no_other_and_comes_back(launcher):
     options = arguments(epochs=5, seconds=0.1, backup="backups", waits_at=40)
     process = launcher.start(
@@ -157,7 +157,7 @@ def test_an_island_that_is_killed_stops_no_other_and_comes_back(launcher):
     launcher.assert_nothing_is_left(within_seconds=5.0)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_an_island_that_is_lost_for_good_is_told_by_the_exit_code(launcher):
     process = launcher.start("-n", "2", "--islands", SCRIPT, arguments(3, 0.1))
     os.kill(wait_for_steps(launcher.folder, 0, 4), signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_an_island_that_stands_still_costs_the_others_no_step(launcher):
     assert history(folder, 0)["staleness"] == [2, 2, 2, 2]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_the_hub_stays_until_islands_of_other_machines_are_through(launcher):
     options = {"delay": 2, "min_participants": 1, "patience_seconds": 0.1}
     first, second = start_on_two_machines(
@@ -203,7 +203,7 @@ def test_the_hub_stays_until_islands_of_other_machines_are_through(launcher):
     assert len(steps(launcher.folder, 1)) == 22
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_islands_without_diloco_say_so(launcher):
     launcher.script(
         """

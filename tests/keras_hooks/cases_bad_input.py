@@ -51,7 +51,6 @@ def _warned(actions: dict[str, typing.Callable]) -> dict:
 
 @case(
     "Mistakes that train on less, or apart: a warning at the user's line",
-    setups=BOTH,
     compare=False,
 )
 def silent_mistakes(env: Env) -> dict:
@@ -114,7 +113,6 @@ def static_batch_smaller_than_the_replicas(env: Env) -> dict:
 
 @case(
     "`Dataset.shuffle` with another seed on each worker: shards overlap",
-    setups=BOTH,
     compare=False,
 )
 def shuffled_dataset_of_other_seeds(env: Env) -> dict:
@@ -139,7 +137,7 @@ def _stack(*chosen: layers.Layer) -> keras.Model:
     return keras.Sequential([keras.Input((common.NUM_FEATURES,)), *chosen])
 
 
-@case("Bad input: models of other shapes on two workers", setups=BOTH, compare=False)
+@case("Bad input: models of other shapes on two workers", compare=False)
 def other_shapes_on_two_workers(env: Env) -> dict:
     def build(rank):
         return _stack(
@@ -151,7 +149,7 @@ def other_shapes_on_two_workers(env: Env) -> dict:
     return _different(env, build)
 
 
-@case("Bad input: models of another order on two workers", setups=BOTH, compare=False)
+@case("Bad input: models of another order on two workers", compare=False)
 def another_order_on_two_workers(env: Env) -> dict:
     def build(rank):
         names = ["left", "right"] if rank == 0 else ["right", "left"]
@@ -163,7 +161,7 @@ def another_order_on_two_workers(env: Env) -> dict:
     return _different(env, build)
 
 
-@case("Bad input: models of another dtype on two workers", setups=BOTH, compare=False)
+@case("Bad input: models of another dtype on two workers", compare=False)
 def another_dtype_on_two_workers(env: Env) -> dict:
     def build(rank):
         dtype = "float64" if rank else "float32"
@@ -174,7 +172,7 @@ def another_dtype_on_two_workers(env: Env) -> dict:
     return _different(env, build)
 
 
-@case("Bad input: layers called in another order", setups=BOTH, compare=False)
+@case("Bad input: layers called in another order", compare=False)
 def another_order_of_calls_on_two_workers(env: Env) -> dict:
     class Calls(keras.Model):
         def __init__(self, rank):
@@ -195,7 +193,7 @@ def another_order_of_calls_on_two_workers(env: Env) -> dict:
     return _different(env, Calls)
 
 
-@case("Bad input: a model with a layer more on one worker", setups=BOTH, compare=False)
+@case("Bad input: a model with a layer more on one worker", compare=False)
 def another_layer_on_one_worker(env: Env) -> dict:
     def build(rank):
         extra = [layers.Dense(4, name="extra")] if rank else []
@@ -451,7 +449,6 @@ DIFFERENT_PROCESSES: dict[str, tuple[str, typing.Callable, list, typing.Any]] = 
 
 @case(
     "Bad input: workers that call or compile a model differently",
-    setups=BOTH,
     compare=False,
 )
 def different_calls(env: Env) -> dict:
@@ -514,7 +511,7 @@ def _topics(env: Env, action: typing.Callable) -> list[str]:
     return topics
 
 
-@case("Messages between workers before a loop and in it", setups=BOTH, compare=False)
+@case("Messages between workers before a loop and in it", compare=False)
 def messages_of_loops(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp())

@@ -48,7 +48,7 @@ def learning_rate_scheduler(env: Env) -> dict:
 
 
 @case("SwapEMAWeights")
-@same_as("ema_overwrite_frequency", full_only=True)
+@same_as("ema_overwrite_frequency")
 def swap_ema_weights(env: Env) -> dict:
     def build():
         optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.7)
@@ -102,7 +102,7 @@ def checkpoints_at_one_path(env: Env) -> dict:
 
 
 @case("One path on all workers: CSVLogger")
-@same_as("checkpoints_at_one_path", full_only=True)
+@same_as("checkpoints_at_one_path")
 def csv_logger_at_one_path(env: Env) -> dict:
     path = env.tmp / "log.csv"
     results = _fit(env, callbacks.CSVLogger(str(path)))
@@ -132,7 +132,7 @@ class Interrupt(callbacks.Callback):
 
 
 @case("One path on all workers: BackupAndRestore")
-@same_as("checkpoints_at_one_path", full_only=True)
+@same_as("checkpoints_at_one_path")
 def backup_and_restore_at_one_path(env: Env) -> dict:
     def backup():
         return callbacks.BackupAndRestore(str(env.tmp / "backup"))
@@ -193,8 +193,7 @@ def stop_training_on_one_worker(env: Env) -> dict:
 @case(
     "`stop_training` on one worker only, within an epoch: ends on all",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 @same_as("stop_training_on_one_worker")
 def stop_training_within_an_epoch_on_one_worker(env: Env) -> dict:

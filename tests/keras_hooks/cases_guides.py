@@ -18,7 +18,6 @@ import tfdp
 from tests.exactness.cases_exactness import precision
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.harness.registry import BOTH
 
 case = registry.case
 layers, losses, ops = keras.layers, keras.losses, keras.ops
@@ -104,12 +103,12 @@ class OwnLoss(keras.Model):
         return {"loss": loss}
 
 
-@case("A custom `train_step` with `tf.reduce_mean`", setups=registry.ALL)
+@case("A custom `train_step` with `tf.reduce_mean`")
 def step_with_a_mean(env: Env) -> dict:
     return _train(env, _compiled(OwnLoss), *_regression())
 
 
-@case("The same, with a last batch of one row: others have none", setups=MIRRORED)
+@case("The same, with a last batch of one row: others have none")
 @registry.same_as("step_with_a_mean")
 def step_with_a_mean_over_no_rows(env: Env) -> dict:
     return _train(env, _compiled(OwnLoss), *_regression(25))
@@ -147,7 +146,7 @@ class SumOfLossObject(OwnLoss):
         return 0.1 * losses.MeanSquaredError(reduction="sum")(y, y_pred)
 
 
-_REST = {"same_as": "step_with_a_mean", "full_only": True}
+_REST = {"same_as": "step_with_a_mean"}
 
 
 def _step_case(name: str, covers: str, kind: type, **options: Any) -> None:
@@ -164,7 +163,7 @@ for _name, _covers, _kind in (
     ("loss_of_each_row", "The gradient of a loss that is not reduced", LossOfEachRow),
     ("loss_object_that_sums", '`reduction="sum"` in a custom step', SumOfLossObject),
 ):
-    _step_case(f"step_with_a_{_name}", _covers, _kind, setups=BOTH, **_REST)
+    _step_case(f"step_with_a_{_name}", _covers, _kind, **_REST)
 
 
 class OwnComputeLoss(keras.Model):
@@ -224,8 +223,8 @@ def _first_example() -> keras.Model:
     return common.compiled(model, _sgd(), metrics=["mae"])
 
 
-@case("`compute_loss` and `update_state(loss)`", setups=BOTH, tol=1e-9)
-@registry.same_as("compute_loss_overridden", full_only=True)
+@case("`compute_loss` and `update_state(loss)`", tol=1e-9)
+@registry.same_as("compute_loss_overridden")
 def step_with_compute_loss_in_float64(env: Env) -> dict:
     with precision("float64"):
         x, y = (array.astype("float64") for array in _regression())
@@ -233,7 +232,7 @@ def step_with_compute_loss_in_float64(env: Env) -> dict:
 
 
 @case("`sample_weight` and `class_weight` in a custom step")
-@registry.same_as("sample_weight", full_only=True)
+@registry.same_as("sample_weight")
 def step_with_weights_of_samples_and_classes(env: Env) -> dict:
     x, y = _regression()
     weight = np.linspace(0.1, 2.0, NUM_ROWS).astype("float32")
@@ -277,7 +276,7 @@ class LowLevel(keras.Model):
         return {"loss": self.loss_tracker.result(), "mae": self.mae.result()}
 
 
-@case("A step with a loss object and metrics of its own", setups=registry.ALL)
+@case("A step with a loss object and metrics of its own")
 def low_level_step(env: Env) -> dict:
     return _train(env, _compiled(LowLevel), *_regression(), evaluates=True)
 
@@ -314,9 +313,7 @@ _step_case(
     "gradients_applied_twice",
     "`apply`, then `apply_gradients`",
     TwiceApplied,
-    setups=BOTH,
     same_as="gan_with_two_optimizers",
-    full_only=True,
 )
 
 
@@ -364,7 +361,7 @@ def _scaled_by_hand(env: Env, kind: type, num_rows: int = EVEN) -> dict:
     return _train(env, build, *_regression(num_rows))
 
 
-@case("A loss divided by the number of replicas", setups=MIRRORED)
+@case("A loss divided by the number of replicas")
 def loss_divided_by_the_replicas(env: Env) -> dict:
     return _scaled_by_hand(env, ByReplicas)
 
@@ -374,12 +371,12 @@ def average_loss(env: Env) -> dict:
     return _scaled_by_hand(env, AverageLoss)
 
 
-@case("`tf.nn.compute_average_loss(global_batch_size=...)`", setups=BOTH)
+@case("`tf.nn.compute_average_loss(global_batch_size=...)`")
 def average_loss_of_the_global_batch(env: Env) -> dict:
     return _scaled_by_hand(env, AverageLossOfTheBatch, NUM_ROWS)
 
 
-@case("`tf.nn.scale_regularization_loss`", setups=MIRRORED)
+@case("`tf.nn.scale_regularization_loss`")
 @registry.same_as("loss_divided_by_the_replicas")
 def scaled_regularization_loss(env: Env) -> dict:
     return _scaled_by_hand(env, ScaledRegularization)
@@ -489,8 +486,8 @@ def _adversaries(env: Env, kind: type, rate: float) -> dict:
     return _train(env, build, common.features(NUM_ROWS))
 
 
-@case("A GAN: two optimizers, two trackers", setups=BOTH)
-@registry.same_as("gan_with_two_optimizers", full_only=True)
+@case("A GAN: two optimizers, two trackers")
+@registry.same_as("gan_with_two_optimizers")
 def adversaries_with_two_optimizers(env: Env) -> dict:
     return _adversaries(env, Adversaries, 0.05)
 
@@ -545,7 +542,7 @@ class Autoencoder(keras.Model):
         }
 
 
-@case("A VAE: reconstruction, divergence and their trackers", setups=BOTH)
+@case("A VAE: reconstruction, divergence and their trackers")
 @registry.same_as("compute_loss_overridden")
 def variational_autoencoder(env: Env) -> dict:
     def build():
@@ -623,14 +620,14 @@ def _added(env: Env, kind: str) -> dict:
     return _train(env, build, *_regression(), evaluates=True)
 
 
-@case("`add_loss` of a sum over the batch", setups=BOTH)
-@registry.same_as("add_loss", full_only=True)
+@case("`add_loss` of a sum over the batch")
+@registry.same_as("add_loss")
 def add_loss_of_a_sum(env: Env) -> dict:
     return _added(env, "sum")
 
 
-@case("`add_loss` of a mean and of a penalty of weights", setups=BOTH)
-@registry.same_as("add_loss", full_only=True)
+@case("`add_loss` of a mean and of a penalty of weights")
+@registry.same_as("add_loss")
 def add_loss_of_a_mean_and_of_a_penalty(env: Env) -> dict:
     return {kind: _added(env, kind) for kind in ("mean", "weights")}
 
@@ -655,8 +652,8 @@ class Distilled(keras.Model):
         return alpha * self.student_loss(y, y_pred) + (1 - alpha) * followed
 
 
-@case("Knowledge distillation", setups=BOTH)
-@registry.same_as("gan_with_two_optimizers", full_only=True)
+@case("Knowledge distillation")
+@registry.same_as("gan_with_two_optimizers")
 def knowledge_distillation(env: Env) -> dict:
     def build():
         student, teacher = (common.mlp(units, outputs=3) for units in (2, 5))
@@ -755,14 +752,14 @@ def _in_batch(env: Env, kind: type) -> dict:
     }
 
 
-@case("`tfdp.all_gather`: a contrastive loss of the global batch", setups=registry.ALL)
-@registry.same_as("loss_that_is_a_function_of_sums", full_only=True)
+@case("`tfdp.all_gather`: a contrastive loss of the global batch")
+@registry.same_as("loss_that_is_a_function_of_sums")
 def contrastive_loss_of_gathered_rows(env: Env) -> dict:
     return _in_batch(env, InBatch)
 
 
-@case("`tfdp.all_gather`: own rows against all", setups=BOTH)
-@registry.same_as("loss_that_is_a_function_of_sums", full_only=True)
+@case("`tfdp.all_gather`: own rows against all")
+@registry.same_as("loss_that_is_a_function_of_sums")
 def contrastive_loss_of_own_rows(env: Env) -> dict:
     return _in_batch(env, OwnRowsAgainstAll)
 
@@ -814,14 +811,14 @@ def _tokens_model(kind: type) -> Callable[[], keras.Model]:
     return build
 
 
-@case("Two updates in a step, with checks that wait for the first", setups=BOTH)
-@registry.same_as("gan_with_two_optimizers", full_only=True)
+@case("Two updates in a step, with checks that wait for the first")
+@registry.same_as("gan_with_two_optimizers")
 def step_with_two_updates_and_checks(env: Env) -> dict:
     x = common.tokens(NUM_ROWS)
     return _train(env, _tokens_model(OneUpdateForEachTarget), x, x)
 
 
-@case("A masked mean by hand, with other numbers of words in each share", setups=BOTH)
+@case("A masked mean by hand, with other numbers of words in each share")
 @registry.same_as("loss_that_is_a_function_of_sums")
 def masked_mean_by_hand(env: Env) -> dict:
     x = common.tokens(NUM_ROWS)
@@ -846,7 +843,7 @@ class FunctionsOfSums(OwnLoss):
         return {"loss": self.own_loss(y, self(x, training=False))}
 
 
-@case("A root of a mean, a quotient of sums, a cross-correlation", setups=registry.ALL)
+@case("A root of a mean, a quotient of sums, a cross-correlation")
 def loss_that_is_a_function_of_sums(env: Env) -> dict:
     def build():
         model = _functional(FunctionsOfSums)

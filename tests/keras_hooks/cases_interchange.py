@@ -18,7 +18,7 @@ import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.keras_hooks.cases_callbacks import Interrupt, Interrupted
-from tests.step.cases_accumulation import MIRRORED, Switches, adamw, sgd, trained
+from tests.step.cases_accumulation import Switches, adamw, sgd, trained
 
 case = registry.case
 callbacks, optimizers = keras.callbacks, keras.optimizers
@@ -122,7 +122,6 @@ def _trained_for_files(env: Env, *chosen: Any) -> keras.Model:
 @case(
     "ModelCheckpoint's files open where tfdp cannot be imported",
     reference_last=True,
-    setups=MIRRORED,
 )
 @registry.same_as("saved_files_open_in_plain_keras")
 def files_open_in_a_process_without_tfdp(env: Env) -> dict:
@@ -141,7 +140,6 @@ def files_open_in_a_process_without_tfdp(env: Env) -> dict:
 @case(
     "Files that the first of several workers wrote alone",
     reference_last=True,
-    setups=("two_workers",),
 )
 @registry.same_as("saving_on_the_chief_alone")
 def files_of_the_chief_alone_hold_what_all_have_accumulated(env: Env) -> dict:
@@ -216,7 +214,7 @@ def backup_restores_what_was_accumulated(env: Env) -> dict:
     return trained(model, env)
 
 
-@case("The `learning_rate` setter and Keras's callbacks act on it", setups=MIRRORED)
+@case("The `learning_rate` setter and Keras's callbacks act on it")
 @registry.same_as("other_callbacks_act_on_the_rate_after_warmup")
 def learning_rate_and_averages_obey_keras_callbacks(env: Env) -> dict:
     with env.scope():
@@ -240,7 +238,7 @@ def learning_rate_and_averages_obey_keras_callbacks(env: Env) -> dict:
     return results | {"rate": rate, **trained(model, env)}
 
 
-@case("Switched on after `fit` was traced, and a model compiled anew", setups=MIRRORED)
+@case("Switched on after `fit` was traced, and a model compiled anew")
 @registry.same_as("accumulation_steps_change_by_epoch_without_a_new_trace")
 def optimizer_switched_on_after_fit_is_traced_again(env: Env) -> dict:
     """Mean gradients of two batches are those of one of twice the size."""
@@ -271,7 +269,7 @@ def optimizer_switched_on_after_fit_is_traced_again(env: Env) -> dict:
     return results | {"scaled": trained(model, env)}
 
 
-@case("Two models of one process, trained by turns", setups=MIRRORED)
+@case("Two models of one process, trained by turns")
 @registry.same_as("two_strategies_reduce_in_one_function")
 def two_models_accumulate_by_turns(env: Env) -> dict:
     data = common.regression_data(24)
@@ -311,7 +309,7 @@ class SignOfMean(optimizers.SGD):
         self.assign_sub(variable, 0.01 * sign * keras.ops.abs(gradient))
 
 
-@case("A user's own optimizer class sees whole tensors", setups=MIRRORED)
+@case("A user's own optimizer class sees whole tensors")
 def own_optimizer_class_sees_whole_tensors(env: Env) -> dict:
     data = common.regression_data(64)
     results = {}
@@ -328,7 +326,7 @@ def own_optimizer_class_sees_whole_tensors(env: Env) -> dict:
     return results
 
 
-@case("TensorFlow's own files", setups=("mirrored",), full_setups=(), compare=False)
+@case("TensorFlow's own files", setups=("mirrored",), compare=False)
 def tensorflow_exports_and_checkpoints_what_it_sees(env: Env) -> dict:
     x, y = common.regression_data(8)
     for sharding in ("none", "optimizer"):

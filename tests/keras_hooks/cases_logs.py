@@ -9,7 +9,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 from tests.keras_hooks.cases_metrics import Recorder
@@ -117,7 +117,7 @@ def _fit(env: Env, **options) -> dict:
     }
 
 
-@case("Wrong numbers: metrics under other names in the logs", setups=registry.ALL)
+@case("Wrong numbers: metrics under other names in the logs")
 def logs_are_of_the_metrics_that_they_read(env: Env) -> dict:
     return _fit(env)
 

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfdp
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 
@@ -90,7 +90,7 @@ def _embedding_model() -> keras.Model:
     )
 
 
-@case("A custom loop whose optimizer was built beforehand", setups=registry.ALL)
+@case("A custom loop whose optimizer was built beforehand")
 def loop_with_an_optimizer_built_beforehand(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=False)
 
@@ -102,7 +102,7 @@ def loop_with_an_optimizer_built_lazily(env: Env) -> dict:
 
 
 @case("Crash: a custom loop over a distributed dataset inside tf.function")
-@same_as("loop_with_an_optimizer_built_beforehand", full_only=True)
+@same_as("loop_with_an_optimizer_built_beforehand")
 def loop_inside_a_function(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=True)
 
@@ -166,8 +166,8 @@ INITIALIZERS = {
 }
 
 
-@case("Wrong weights: a model that the first step builds", setups=registry.BOTH)
-@same_as("loop_with_an_optimizer_built_beforehand", full_only=True)
+@case("Wrong weights: a model that the first step builds")
+@same_as("loop_with_an_optimizer_built_beforehand")
 def loop_whose_first_step_builds_the_model(env: Env) -> dict:
     def adam():
         return keras.optimizers.Adam(0.01)
@@ -181,8 +181,8 @@ def loop_whose_first_step_builds_the_model(env: Env) -> dict:
     return results
 
 
-@case("Wrong weights: optimizers that the first step builds", setups=registry.BOTH)
-@same_as("loop_with_an_optimizer_built_beforehand", full_only=True)
+@case("Wrong weights: optimizers that the first step builds")
+@same_as("loop_with_an_optimizer_built_beforehand")
 def loop_whose_first_step_builds_the_optimizer(env: Env) -> dict:
     def accumulating():
         return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
@@ -215,7 +215,7 @@ def loop_whose_first_step_builds_the_optimizer(env: Env) -> dict:
     return results
 
 
-@case("TensorFlow's errors of mixed strategies", setups=("mirrored",), compare=False)
+@case("TensorFlow's errors of mixed strategies", compare=False)
 def what_was_made_outside_the_scope_is_named(env: Env) -> dict:
     """In a step and before it; what `build` can move into the scope, it moves."""
     for model_outside in (True, False):
@@ -247,7 +247,6 @@ def what_was_made_outside_the_scope_is_named(env: Env) -> dict:
 
 @case(
     "A hang: an optimizer built in a nested function",
-    setups=("mirrored",),
     compare=False,
 )
 def optimizer_that_a_nested_function_would_build_is_named(env: Env) -> dict:
@@ -422,8 +421,8 @@ def gan_with_two_optimizers(env: Env) -> dict:
     }
 
 
-@case("Two strategies in one process do not collide", setups=registry.ALL)
-@same_as("two_strategies_reduce_in_one_function", full_only=True)
+@case("Two strategies in one process do not collide")
+@same_as("two_strategies_reduce_in_one_function")
 def two_strategies_train_by_turns(env: Env) -> dict:
     models = []
     for strategy in env.strategy, env.new_strategy():

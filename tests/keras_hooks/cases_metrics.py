@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 
@@ -53,7 +53,7 @@ def _binary(env: Env, **options) -> dict:
 
 
 @case("Classification metrics, AUC, Precision, F1Score (a vector)")
-@same_as("regression_metrics", full_only=True)
+@same_as("regression_metrics")
 def binary_metrics(env: Env) -> dict:
     return _binary(env, validation_split=0.25)
 
@@ -85,7 +85,7 @@ class Recorder(keras.callbacks.Callback):
             self.logs.setdefault(name, []).append(value)
 
 
-@case("Wrong numbers: per-batch logs; vector logs collapse", setups=registry.ALL)
+@case("Wrong numbers: per-batch logs; vector logs collapse")
 def logs_of_every_batch(env: Env) -> dict:
     recorder = Recorder()
     results = _binary(env, callbacks=[recorder], epochs=2)

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tests.exactness.cases_exactness import precision
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 from tests.reduction.cases_plans import collectives
@@ -26,7 +26,7 @@ def _with_normalization(synchronized: bool) -> keras.Model:
     )
 
 
-@case("Synchronized BatchNormalization", setups=registry.ALL)
+@case("Synchronized BatchNormalization")
 def synchronized_batch_normalization(env: Env) -> dict:
     def build():
         return common.compiled(_with_normalization(True))
@@ -67,7 +67,7 @@ def _train_masked(env: Env, dtype: str) -> dict:
 
 
 @case("Wrong numbers: synchronized BatchNormalization with a mask")
-@same_as("synchronized_batch_normalization", full_only=True)
+@same_as("synchronized_batch_normalization")
 def synchronized_batch_normalization_with_a_mask(env: Env) -> dict:
     results = _train_masked(env, "float32")
     if not env.is_reference:
@@ -94,7 +94,6 @@ def _check_collectives_of_masked(env: Env) -> None:
 @case(
     "Wrong numbers: local BatchNormalization, moving statistics not aggregated",
     compare=False,
-    setups=registry.ALL,
 )
 def local_batch_normalization_averages_moving_statistics(env: Env) -> dict:
     def build():
@@ -126,7 +125,7 @@ def local_batch_normalization_averages_moving_statistics(env: Env) -> dict:
 
 
 @case("SpectralNormalization")
-@same_as("synchronized_batch_normalization", full_only=True)
+@same_as("synchronized_batch_normalization")
 def spectral_normalization(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -141,8 +140,8 @@ def spectral_normalization(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Convolutions and pooling on replicas without samples", setups=registry.ALL)
-@same_as("batch_normalization_survives_a_tiny_batch", full_only=True)
+@case("Convolutions and pooling on replicas without samples")
+@same_as("batch_normalization_survives_a_tiny_batch")
 def convolutions_on_replicas_without_samples(env: Env) -> dict:
     def build():
         model = keras.Sequential(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 
@@ -17,7 +17,7 @@ def _identity() -> keras.Model:
     return keras.Model(inputs, {"same": inputs, "double": double})
 
 
-@case("`predict` returns 104 rows for 101", setups=registry.ALL)
+@case("`predict` returns 104 rows for 101")
 def predict_returns_101_rows_in_order(env: Env) -> dict:
     with env.scope():
         model = _identity()

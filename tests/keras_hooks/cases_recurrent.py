@@ -7,12 +7,12 @@ import numpy as np
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case, same_as
+from tests.harness.registry import case, same_as
 
 layers = keras.layers
 
 
-@case("Masked LSTM", setups=BOTH)
+@case("Masked LSTM")
 def masked_lstm(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -31,8 +31,8 @@ def masked_lstm(env: Env) -> dict:
     return common.train(env, build, x, x[:, 0, :1])
 
 
-@case("GRU", setups=BOTH)
-@same_as("masked_lstm", full_only=True)
+@case("GRU")
+@same_as("masked_lstm")
 def gru(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -45,8 +45,8 @@ def gru(env: Env) -> dict:
     return common.train(env, build, x, x[:, 0, :1])
 
 
-@case("Stateful RNN", setups=BOTH)
-@same_as("masked_lstm", full_only=True)
+@case("Stateful RNN")
+@same_as("masked_lstm")
 def stateful_rnn(env: Env) -> dict:
     # A layer that keeps state has a row of it for each sample of its replica.
     rows = common.BATCH_SIZE // env.num_replicas

@@ -60,7 +60,6 @@ def _continued(env: Env, model: keras.Model, callables: dict) -> dict:
 
 @case(
     "`tf.train.Checkpoint` and SavedModels of all workers at one path",
-    setups=("two_workers",),
 )
 def checkpoints_of_tensorflow_at_one_path(env: Env) -> dict:
     """Workers that save at the same time do not touch each other's files."""
@@ -114,7 +113,7 @@ def saving_on_the_chief_alone(env: Env) -> dict:
 
 
 @case("Files of plain Keras open under the strategy and training goes on")
-@same_as("saved_files_open_in_plain_keras", full_only=True)
+@same_as("saved_files_open_in_plain_keras")
 def plain_files_open_under_the_strategy(env: Env) -> dict:
     whole, weights = str(env.tmp / "m.keras"), str(env.tmp / "m.weights.h5")
     x, y = common.regression_data(32)
@@ -138,7 +137,7 @@ def plain_files_open_under_the_strategy(env: Env) -> dict:
 
 
 @case("`get_weights` and `set_weights`")
-@same_as("saved_files_open_in_plain_keras", full_only=True)
+@same_as("saved_files_open_in_plain_keras")
 def set_weights_under_the_strategy(env: Env) -> dict:
     model = common.build_in_scope(env, _build)
     values = [np.full(w.shape, 0.1 * (i + 1)) for i, w in enumerate(model.weights)]

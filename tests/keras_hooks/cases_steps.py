@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keras
 
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 
@@ -25,14 +25,14 @@ def _train(env: Env, num_samples: int, steps_per_execution: int, **options) -> d
     }
 
 
-@case("Crash: `steps_per_execution` > 1", setups=registry.ALL)
+@case("Crash: `steps_per_execution` > 1")
 @same_as("three_steps_per_execution_and_a_partial_batch")
 def two_steps_per_execution(env: Env) -> dict:
     return _train(env, 32, 2, epochs=2)
 
 
 @case("Crash: `steps_per_execution` > 1 that does not divide the epoch")
-@same_as("three_steps_per_execution_and_a_partial_batch", full_only=True)
+@same_as("three_steps_per_execution_and_a_partial_batch")
 def three_steps_per_execution(env: Env) -> dict:
     return _train(env, 32, 3, epochs=2)
 
@@ -59,7 +59,7 @@ def steps_per_epoch(env: Env) -> dict:
 
 
 @case("`int(optimizer.iterations)` raises under a strategy")
-@same_as("generator_loses_no_batch", full_only=True)
+@same_as("generator_loses_no_batch")
 def iterations_as_int(env: Env) -> dict:
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
     common.fit(model, *common.regression_data())

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 
@@ -33,13 +33,13 @@ def validation_data(env: Env) -> dict:
 
 
 @case("`validation_split`")
-@same_as("validation_data", full_only=True)
+@same_as("validation_data")
 def validation_split(env: Env) -> dict:
     data = common.regression_data()
     return common.train(env, _build, *data, validation_split=0.25)
 
 
-@case("`evaluate` (two workers: crash)", setups=registry.ALL)
+@case("`evaluate` (two workers: crash)")
 @same_as("validation_data")
 def evaluate(env: Env) -> dict:
     model = common.build_in_scope(env, _build)
@@ -54,7 +54,7 @@ def evaluate(env: Env) -> dict:
 
 
 @case("A second `fit`, without and with recompiling")
-@same_as("checkpoints_at_one_path", full_only=True)
+@same_as("checkpoints_at_one_path")
 def second_fit(env: Env) -> dict:
     model = common.build_in_scope(env, _build)
     data = common.regression_data()
@@ -130,7 +130,7 @@ class Slow(keras.callbacks.Callback):
     # How far a pipeline reads ahead depends on the time that it has.
     side_by_side=False,
 )
-@same_as("generator_loses_no_batch", full_only=True)
+@same_as("generator_loses_no_batch")
 def generators_are_read_as_far_as_on_one_device(env: Env) -> dict:
     model = common.build_in_scope(env, _build)
     calls = {

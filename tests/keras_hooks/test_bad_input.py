@@ -6,7 +6,7 @@ import pytest
 
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import load_cases
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 
 # Set-ups of this file have clusters of their own: an error may spoil them.
 GROUP = "bad_input"
@@ -24,13 +24,13 @@ def _errors(clusters: ClusterPool, name: str, setup_name: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("setup_name", [standard("mirrored"), "two_workers"])
+@pytest.mark.parametrize("setup_name", [full("mirrored"), "two_workers"])
 def test_model_built_outside_the_scope_is_refused(clusters, setup_name):
     for text in _errors(clusters, "model_built_outside_the_scope", setup_name):
         assert "scope" in text
 
 
-@pytest.mark.parametrize("setup_name", [standard("mirrored"), "two_workers"])
+@pytest.mark.parametrize("setup_name", [full("mirrored"), "two_workers"])
 def test_batch_size_smaller_than_the_replicas_is_refused(clusters, setup_name):
     name = "batch_size_smaller_than_the_replicas"
     for text in _errors(clusters, name, setup_name):
@@ -38,7 +38,7 @@ def test_batch_size_smaller_than_the_replicas_is_refused(clusters, setup_name):
         assert "Received: batch_size=1" in text
 
 
-@pytest.mark.parametrize("setup_name", [standard("mirrored"), "two_workers"])
+@pytest.mark.parametrize("setup_name", [full("mirrored"), "two_workers"])
 def test_static_batch_smaller_than_the_replicas_is_refused(clusters, setup_name):
     name = "static_batch_smaller_than_the_replicas"
     for text in _errors(clusters, name, setup_name):
@@ -106,7 +106,7 @@ SENTENCES = {
 }
 
 
-@pytest.mark.parametrize("setup_name", [standard("mirrored"), "two_workers"])
+@pytest.mark.parametrize("setup_name", [full("mirrored"), "two_workers"])
 def test_structures_that_do_not_fit_are_refused_by_every_worker(clusters, setup_name):
     case = load_cases(("keras_hooks.cases_bad_input",))["structures_that_do_not_fit"]
     for results in clusters.run(case, setup_name, group=GROUP):

@@ -10,7 +10,7 @@ from tests.harness.commands import ROOT, run_python
 from tools.keras_suite_scope import EXPECTED
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.core
 def test_tests_that_ship_with_keras_pass_as_they_do_with_stock():

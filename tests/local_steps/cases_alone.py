@@ -142,7 +142,6 @@ def losses_of_replicas_alone_are_of_their_own_rows(env: Env) -> dict:
     "A loss of all rows is that of the node's own",
     compare=False,
     setups=("two_by_two",),
-    full_setups=(),
 )
 @registry.same_as("losses_of_replicas_alone_are_of_their_own_rows")
 def losses_of_nodes_are_of_their_own_rows(env: Env) -> dict:
@@ -178,14 +177,14 @@ def trained_twice(env: Env, callbacks: list, change: float) -> keras.Model:
     return model
 
 
-@case("A second `fit` begins with the weights that there are", setups=registry.BOTH)
+@case("A second `fit` begins with the weights that there are")
 def diloco_goes_on_from_weights_that_were_set(env: Env) -> dict:
     diloco = tfdp.callbacks.DiLoCo(1, optimizers.SGD(1.0), scope="replica")
     callbacks = [] if env.is_reference else [diloco]
     return {"weights": env.weights(trained_twice(env, callbacks, change=0.5))}
 
 
-@case("Batches that are left over count as before", setups=registry.BOTH)
+@case("Batches that are left over count as before")
 @registry.same_as("left_over_batches_have_the_scale_that_replicas_agree_on")
 def left_over_batches_of_local_steps_are_those_of_one_device(env: Env) -> dict:
     with env.scope():
@@ -205,7 +204,6 @@ def left_over_batches_of_local_steps_are_those_of_one_device(env: Env) -> dict:
     "Sums of another loss scale on each replica keep their meaning",
     compare=False,
     setups=("mirrored",),  # workers share out what is left over
-    full_setups=(),
 )
 def left_over_batches_have_the_scale_that_replicas_agree_on(env: Env) -> dict:
     callbacks = [
@@ -338,7 +336,6 @@ class Noisy(keras.Model):
     "Replicas alone draw other numbers, and their logs are means over rows",
     compare=False,
     setups=("mirrored",),
-    full_setups=(),
 )
 def replicas_alone_draw_other_numbers(env: Env) -> dict:
     with env.scope():
@@ -409,7 +406,6 @@ def local_steps_of_several_optimizers_say_so(env: Env) -> dict:
     "One device makes outer steps, too",
     compare=False,
     setups=("mirrored",),
-    full_setups=(),
 )
 def diloco_of_one_device_makes_outer_steps(env: Env) -> dict:
     first = common.compiled(common.mlp(), optimizers.Adam(0.05))

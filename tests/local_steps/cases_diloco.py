@@ -99,7 +99,7 @@ def expected_model(
 EVERYTHING = [(0, [0, 1, 2, 3])]
 
 
-@case("Replicas train alone between outer steps", compare=False, setups=registry.ALL)
+@case("Replicas train alone between outer steps", compare=False)
 def diloco_makes_outer_steps_of_what_replicas_have_learned(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(sync_every=SYNC_EVERY, scope="replica")
     model, first = trained_alone(env, adam, callback)
@@ -140,8 +140,7 @@ def is_inner_step(number: int, made: int, share: float, every: int) -> bool:
 @case(
     "A slow worker makes fewer inner steps",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 def diloco_has_slow_workers_leave_out_inner_steps(env: Env) -> dict:
     with env.scope():
@@ -175,8 +174,7 @@ def diloco_has_slow_workers_leave_out_inner_steps(env: Env) -> dict:
 @case(
     "The replicas of a node train together",
     compare=False,
-    setups=("two_by_two",),
-    full_setups=("two_workers",),
+    setups=("two_by_two", "two_workers"),
 )
 def diloco_trains_nodes_synchronously(env: Env) -> dict:
     options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
@@ -196,7 +194,6 @@ def diloco_trains_nodes_synchronously(env: Env) -> dict:
     "The node that overflows skips its step, and no other",
     compare=False,
     setups=("two_by_two",),
-    full_setups=(),
 )
 def diloco_skips_an_overflow_in_its_node(env: Env) -> dict:
     options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
@@ -219,7 +216,7 @@ def diloco_skips_an_overflow_in_its_node(env: Env) -> dict:
     return {}
 
 
-@case("`sync_every=1` with SGD(1.0) is synchronous training", setups=registry.ALL)
+@case("`sync_every=1` with SGD(1.0) is synchronous training")
 @registry.same_as("local_sgd_of_single_steps_is_synchronous")
 def diloco_of_single_steps_is_synchronous(env: Env) -> dict:
     with env.scope():
@@ -283,7 +280,7 @@ def diloco_is_resumed_exactly(env: Env) -> dict:
     return check_resumed(env, lambda: tfdp.callbacks.DiLoCo(3, scope="replica"))
 
 
-@case("Nodes need more than one", compare=False, setups=("mirrored",), full_setups=())
+@case("Nodes need more than one", compare=False, setups=("mirrored",))
 def diloco_on_one_node_says_so(env: Env) -> dict:
     with env.scope():
         model = first_model(adam)

@@ -112,7 +112,7 @@ def check_delayed(
     return model.history.history["staleness"]
 
 
-@case("Exchanges travel meanwhile", compare=False, setups=registry.ALL)
+@case("Exchanges travel meanwhile", compare=False)
 def diloco_uses_exchanges_later(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", delay=2)
     staleness = check_delayed(env, callback, EVERYTHING, mixing=0.5, scales=False)
@@ -124,7 +124,6 @@ def diloco_uses_exchanges_later(env: Env) -> dict:
     "Rounds that all come to are exchanges that travel meanwhile",
     compare=False,
     setups=("two_workers", "two_by_two"),
-    full_setups=(),
 )
 @registry.same_as("exchanges_go_on_without_a_late_worker")
 def rounds_of_all_are_late_exchanges(env: Env) -> dict:
@@ -135,7 +134,7 @@ def rounds_of_all_are_late_exchanges(env: Env) -> dict:
     return {}
 
 
-@case("Rounds are for workers", compare=False, setups=("mirrored",), full_setups=())
+@case("Rounds are for workers", compare=False, setups=("mirrored",))
 def rounds_of_one_worker_say_so(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(8, scope="replica", delay=2, min_participants=1)
     with pytest.raises(ValueError, match="needs several workers that"):
@@ -143,7 +142,7 @@ def rounds_of_one_worker_say_so(env: Env) -> dict:
     return {}
 
 
-@case("Late exchanges of fragments count less", compare=False, setups=registry.BOTH)
+@case("Late exchanges of fragments count less", compare=False)
 @registry.same_as("diloco_uses_exchanges_later")
 def diloco_scales_late_exchanges_of_fragments(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(
@@ -205,7 +204,7 @@ class QuantizedWide(Quantized):
         return super().scattered(vectors).astype("float64")
 
 
-@case("Outer gradients of 8 bits", compare=False, setups=registry.ALL)
+@case("Outer gradients of 8 bits", compare=False)
 def diloco_rounds_what_was_learned_with_error_feedback(env: Env) -> dict:
     # In float64 hardly a code depends on the order of a sum.
     rows = [
@@ -255,8 +254,8 @@ def sent_bytes(env: Env, compression: object) -> float:
     )
 
 
-@case("Bytes of compressed exchanges", compare=False, setups=registry.ALL)
-@registry.same_as("diloco_rounds_what_was_learned_with_error_feedback", full_only=True)
+@case("Bytes of compressed exchanges", compare=False)
+@registry.same_as("diloco_rounds_what_was_learned_with_error_feedback")
 def compressed_exchanges_send_a_quarter(env: Env) -> dict:
     # A quarter, the scales, and the last block of each slice.
     assert sent_bytes(env, "int8") < 0.3 * sent_bytes(env, None)
@@ -264,7 +263,7 @@ def compressed_exchanges_send_a_quarter(env: Env) -> dict:
 
 
 @case("A run with compressed, late exchanges is resumed exactly", compare=False)
-@registry.same_as("diloco_is_resumed_exactly", full_only=True)
+@registry.same_as("diloco_is_resumed_exactly")
 def compressed_late_exchanges_are_resumed_exactly(env: Env) -> dict:
     compression = BlockQuantized(block=16)
 
@@ -281,7 +280,6 @@ def compressed_late_exchanges_are_resumed_exactly(env: Env) -> dict:
     "Across nodes only is compressed",
     compare=False,
     setups=("two_by_two",),
-    full_setups=(),
 )
 @registry.same_as("diloco_rounds_what_was_learned_with_error_feedback")
 def diloco_compresses_across_nodes(env: Env) -> dict:

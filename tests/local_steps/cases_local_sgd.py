@@ -142,7 +142,7 @@ def check_weights(env: Env, model: keras.Model, expected: keras.Model) -> None:
         np.testing.assert_allclose(found, wanted, atol=1e-5, err_msg=path)
 
 
-@case("Replicas train alone and are averaged", compare=False, setups=registry.ALL)
+@case("Replicas train alone and are averaged", compare=False)
 def local_sgd_averages_what_models_have_learned_alone(env: Env) -> dict:
     model, first = trained_alone(env, adam, tfdp.callbacks.LocalSGD(sync_every=5))
     expected = Replicas(env.num_replicas, adam, first)
@@ -180,7 +180,7 @@ def local_sgd_begins_after_synchronous_steps(env: Env) -> dict:
     return {}
 
 
-@case("`sync_every=1` with plain SGD is synchronous training", setups=registry.ALL)
+@case("`sync_every=1` with plain SGD is synchronous training")
 def local_sgd_of_single_steps_is_synchronous(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), optimizers.SGD(0.05))
@@ -193,7 +193,7 @@ def local_sgd_of_single_steps_is_synchronous(env: Env) -> dict:
 
 
 @case("Micro-batches are accumulated alone", compare=False)
-@registry.same_as("local_sgd_averages_what_models_have_learned_alone", full_only=True)
+@registry.same_as("local_sgd_averages_what_models_have_learned_alone")
 def local_sgd_accumulates_micro_batches(env: Env) -> dict:
     accumulation = tfdp.callbacks.GradientAccumulation(3)
     callback = tfdp.callbacks.LocalSGD(sync_every=2)
@@ -272,8 +272,8 @@ def a_failed_fit_leaves_no_local_steps_behind(env: Env) -> dict:
     return {}
 
 
-@case("An overflow is skipped where it is", compare=False, setups=registry.ALL)
-@registry.same_as("diloco_skips_an_overflow_in_its_node", full_only=True)
+@case("An overflow is skipped where it is", compare=False)
+@registry.same_as("diloco_skips_an_overflow_in_its_node")
 def local_sgd_skips_an_overflow_where_it_is(env: Env) -> dict:
     scaling = tfdp.callbacks.LossScaling(initial_scale=16.0, growth_steps=4)
     with env.scope():

@@ -50,7 +50,7 @@ def launches_of_a_step(env: Env, callback: keras.callbacks.Callback) -> list[Lau
     return launches(steps[0])
 
 
-@case("Inner steps launch no collective", compare=False, setups=registry.ALL)
+@case("Inner steps launch no collective", compare=False)
 def inner_steps_launch_nothing(env: Env) -> dict:
     found = launches_of_a_step(env, tfdp.callbacks.LocalSGD(SYNC_EVERY))
     assert {launch.branch for launch in found} == {"then_branch"}, found
@@ -86,7 +86,6 @@ class Part(keras.callbacks.Callback):
     "A worker that is late holds nobody up between exchanges",
     compare=False,
     setups=WORKERS,
-    full_setups=(),
 )
 def a_late_worker_stops_nobody_before_an_exchange(env: Env) -> dict:
     kinds = {
@@ -126,7 +125,6 @@ class StopOnOne(keras.callbacks.Callback):
     "One worker's wish to stop holds from the next exchange",
     compare=False,
     setups=WORKERS,
-    full_setups=(),
 )
 @registry.same_as("a_late_worker_stops_nobody_before_an_exchange")
 def all_stop_at_the_next_exchange(env: Env) -> dict:
@@ -139,7 +137,7 @@ def all_stop_at_the_next_exchange(env: Env) -> dict:
     return {}
 
 
-@case("Moving statistics of each replica meet", compare=False, setups=registry.ALL)
+@case("Moving statistics of each replica meet", compare=False)
 def moving_statistics_are_averaged_when_all_meet(env: Env) -> dict:
     # In the last batch only the first replica has a row.
     x, y = common.regression_data(11 * common.BATCH_SIZE + 1)
@@ -171,7 +169,7 @@ class OwnLogs(keras.Model):
         return {"mean_of_rows": tf.reduce_mean(data[0])}
 
 
-@case("Logs of a step of one's own are those of all", compare=False, setups=WORKERS)
+@case("Logs of a step of one's own are those of all", compare=False)
 @registry.same_as("inner_steps_launch_nothing")
 def logs_are_averaged_at_the_end_of_an_epoch(env: Env) -> dict:
     x, y = common.regression_data(2 * common.BATCH_SIZE)
@@ -195,7 +193,6 @@ def check_same_weights(env: Env, model: keras.Model) -> None:
     "A worker that is late for exchanges is left out, and catches up",
     compare=False,
     setups=WORKERS,
-    full_setups=(),
 )
 def exchanges_go_on_without_a_late_worker(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(
@@ -244,8 +241,7 @@ class StopTheOther(keras.callbacks.Callback):
 @case(
     "A worker that stands still for 30 s costs the others no inner step",
     compare=False,
-    setups=(),
-    full_setups=("two_workers",),
+    setups=("two_workers",),
     side_by_side=False,
 )
 def a_stopped_worker_costs_no_inner_step(env: Env) -> dict:

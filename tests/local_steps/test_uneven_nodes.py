@@ -26,7 +26,7 @@ print("weights", repr([v.numpy().tolist() for v in model.weights]))
 """
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_node_of_one_worker_trains_beside_one_of_two(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, "utf-8")

@@ -7,13 +7,13 @@ import numpy as np
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case, same_as
+from tests.harness.registry import case, same_as
 
 layers = keras.layers
 regularizers = keras.regularizers
 
 
-@case("Regularizers", setups=BOTH)
+@case("Regularizers")
 def regularizers_of_kernel_and_bias(env: Env) -> dict:
     def build():
         model = common.mlp(
@@ -25,7 +25,7 @@ def regularizers_of_kernel_and_bias(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Activity regularizers", setups=BOTH)
+@case("Activity regularizers")
 @same_as("regularizers_of_kernel_and_bias")
 def activity_regularizer(env: Env) -> dict:
     def build():
@@ -35,7 +35,7 @@ def activity_regularizer(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Constraints", setups=BOTH)
+@case("Constraints")
 def constraints(env: Env) -> dict:
     def build():
         model = common.mlp(
@@ -55,7 +55,7 @@ class Penalty(layers.Layer):
         return inputs
 
 
-@case("`add_loss`", setups=BOTH)
+@case("`add_loss`")
 def add_loss(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -71,7 +71,7 @@ def add_loss(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case('`reduction="sum"`', setups=BOTH)
+@case('`reduction="sum"`')
 @same_as("unequal_shares_with_sum_at_once")
 def reduction_sum(env: Env) -> dict:
     def build():
@@ -81,7 +81,7 @@ def reduction_sum(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("`sample_weight`", setups=BOTH)
+@case("`sample_weight`")
 def sample_weight(env: Env) -> dict:
     def build():
         return common.compiled(common.mlp(), weighted_metrics=["mae"])
@@ -92,7 +92,7 @@ def sample_weight(env: Env) -> dict:
     return common.train(env, build, dataset)
 
 
-@case("`class_weight`", setups=BOTH)
+@case("`class_weight`")
 @same_as("sample_weight")
 def class_weight(env: Env) -> dict:
     def build():
@@ -104,7 +104,7 @@ def class_weight(env: Env) -> dict:
     return common.train(env, build, *data, class_weight=weight)
 
 
-@case("Wrong numbers: a loss function that returns a scalar mean", setups=BOTH)
+@case("Wrong numbers: a loss function that returns a scalar mean")
 @same_as("losses_that_return_a_number_and_that_do_not")
 def loss_that_returns_a_scalar(env: Env) -> dict:
     def mean_square(y_true, y_pred):
@@ -116,7 +116,7 @@ def loss_that_returns_a_scalar(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Wrong numbers: `mean_with_sample_weight`", setups=BOTH)
+@case("Wrong numbers: `mean_with_sample_weight`")
 def mean_with_sample_weight(env: Env) -> dict:
     def build():
         loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -126,7 +126,7 @@ def mean_with_sample_weight(env: Env) -> dict:
     return common.train(env, build, common.batched(*common.regression_data(), weight))
 
 
-@case("Wrong numbers: sequence loss with a mask", setups=BOTH)
+@case("Wrong numbers: sequence loss with a mask")
 def mask_that_reaches_the_loss(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -145,8 +145,8 @@ def mask_that_reaches_the_loss(env: Env) -> dict:
     return common.train(env, build, x, np.roll(x, -1, axis=1))
 
 
-@case("Losses that look at the mask but divide by the whole count", setups=BOTH)
-@same_as("mask_that_reaches_the_loss", full_only=True)
+@case("Losses that look at the mask but divide by the whole count")
+@same_as("mask_that_reaches_the_loss")
 def mask_in_a_loss_over_the_batch_size(env: Env) -> dict:
     def build():
         model = keras.Sequential(

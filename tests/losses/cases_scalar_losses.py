@@ -62,7 +62,7 @@ def loss_function_that_returns_a_number(env: Env) -> dict:
 
 
 @case("Wrong numbers: a loss class that returns a number, with every reduction")
-@same_as("losses_that_return_a_number_and_that_do_not", full_only=True)
+@same_as("losses_that_return_a_number_and_that_do_not")
 def loss_class_that_returns_a_number(env: Env) -> dict:
     return {
         str(reduction): trained(env, MeanSquare(reduction=reduction))
@@ -71,7 +71,7 @@ def loss_class_that_returns_a_number(env: Env) -> dict:
 
 
 @case("Wrong numbers: a loss that returns a number, with sample weights")
-@same_as("losses_of_several_outputs_with_sample_weights", full_only=True)
+@same_as("losses_of_several_outputs_with_sample_weights")
 def loss_that_returns_a_number_with_sample_weights(env: Env) -> dict:
     weights = _weights_of_batches()
     losses = {

@@ -14,7 +14,7 @@ from tests.harness.env import Env
 from tfdp.checkpoint.training_state import metric_variables
 
 case = registry.case
-ONE_PROCESS: dict[str, Any] = {"setups": ("mirrored",), "full_setups": ()}
+ONE_PROCESS: dict[str, Any] = {"setups": ("mirrored",)}
 
 
 def squared(y_true: tf.Tensor, y_pred: tf.Tensor) -> tf.Tensor:

@@ -65,7 +65,7 @@ def _trained(env: Env, weights: typing.Any = None, **options: typing.Any) -> dic
 
 
 @case("Wrong numbers: losses of single outputs, with a partial last batch")
-@same_as("losses_of_several_outputs_with_sample_weights", full_only=True)
+@same_as("losses_of_several_outputs_with_sample_weights")
 def losses_of_several_outputs(env: Env) -> dict:
     metrics = {"value": ["mae"], "kind": ["accuracy"]}
     return {
@@ -86,7 +86,7 @@ def losses_of_several_outputs_with_sample_weights(env: Env) -> dict:
 
 
 @case("Wrong numbers: losses of single outputs, each with its reduction")
-@same_as("unequal_shares_with_sum_at_once", full_only=True)
+@same_as("unequal_shares_with_sum_at_once")
 def losses_of_several_outputs_with_reductions(env: Env) -> dict:
     reductions = ("sum", "mean", "mean_with_sample_weight")
     return {

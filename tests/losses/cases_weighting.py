@@ -123,10 +123,7 @@ def _register(name: str, kind: tuple, steps: int) -> None:
         f"unequal_shares_with_{own}",
         function,
         f"A partial batch in unequal shares: {name}, {title}",
-        # Neither the count nor the loss knows of workers, but at once they meet.
-        setups=registry.PAIR if steps == 1 else ("mirrored",),
         same_as=f"unequal_shares_with_{SAME_AS[own]}" if own in SAME_AS else "",
-        full_only=own in ("sum_accumulated", "masked_mean_accumulated"),
     )
 
 

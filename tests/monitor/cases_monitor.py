@@ -144,7 +144,6 @@ def check_tags(env: Env) -> None:
 
 @case(
     "Monitor: a fit that is broken off leaves no thread",
-    setups=("mirrored",),
     compare=False,
 )
 def monitor_ends_its_thread_with_a_fit_that_fails(env: Env) -> dict:
@@ -168,10 +167,9 @@ def monitor_ends_its_thread_with_a_fit_that_fails(env: Env) -> dict:
 
 @case(
     "Monitor: accumulation and sharded state, with the norm of micro-batches",
-    setups=("two_workers",),
     compare=False,
 )
-@same_as("monitor_names_statistics", full_only=True)
+@same_as("monitor_names_statistics")
 def monitor_follows_sharding_and_accumulation(env: Env) -> dict:
     inner = keras.optimizers.Adam(0.0)
     optimizer = tfdp.DistributedOptimizer(
@@ -192,7 +190,6 @@ def monitor_follows_sharding_and_accumulation(env: Env) -> dict:
 
 @case(
     "Monitor: sharded parameters, and what of their gathers is exposed",
-    setups=("two_by_two",),
     compare=False,
 )
 @same_as("monitor_measures_what_one_device_computes")
@@ -227,7 +224,7 @@ def mean_norm(model: keras.Model, steps: tuple[int, ...]) -> float:
 
 @case(
     "Monitor: several steps in one execution, and evaluation in a callback",
-    full_setups=(),
+    setups=("mirrored", "two_workers"),
     compare=False,
 )
 @same_as("monitor_names_statistics")
@@ -264,7 +261,6 @@ def monitor_leaves_evaluation_alone(env: Env) -> dict:
 @case(
     "Monitor: the averages of moving statistics have a column of their own",
     setups=("two_workers",),
-    full_setups=(),
     compare=False,
 )
 def monitor_names_statistics(env: Env) -> dict:
@@ -282,7 +278,6 @@ def monitor_names_statistics(env: Env) -> dict:
 @case(
     "Monitor: rows of sparse gradients are in the bytes of the step that sends them",
     setups=("two_workers",),
-    full_setups=(),
     compare=False,
 )
 def monitor_counts_the_bytes_of_rows(env: Env) -> dict:
@@ -339,7 +334,6 @@ def monitor_leaves_nothing_in_the_graph(env: Env) -> dict:
 @case(
     "Monitor: a slowed worker is named within twenty steps",
     setups=("two_workers",),
-    full_setups=(),
     compare=False,
     side_by_side=False,
 )
@@ -364,7 +358,6 @@ def monitor_names_a_slow_worker(env: Env) -> dict:
 @case(
     "Monitor: a worker that stays slow is named once in each epoch, and no other",
     setups=("two_workers",),
-    full_setups=(),
     compare=False,
     side_by_side=False,
 )
@@ -473,7 +466,6 @@ def raised(env: Env, callbacks: list) -> dict:
 @case(
     "Bad input: a callback of tfdp on one worker only",
     setups=("two_workers",),
-    full_setups=(),
     compare=False,
 )
 def a_callback_on_one_worker_only(env: Env) -> dict:

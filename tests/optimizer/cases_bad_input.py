@@ -82,7 +82,6 @@ def wrong_uses_of_the_optimizer(env: Env) -> dict:
     "Bad input: callbacks under a strategy of TensorFlow's",
     compare=False,
     setups=("mirrored",),
-    full_setups=(),
 )
 def callback_under_a_stock_strategy(env: Env) -> dict:
     strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])

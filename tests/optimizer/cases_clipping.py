@@ -74,6 +74,6 @@ def overflow_on_last_replica_skips_the_step_everywhere(env: Env) -> dict:
 @registry.case(
     "Hang and wrong numbers: inf on the first replica only, LossScaleOptimizer",
 )
-@registry.same_as("overflow_on_last_replica_skips_the_step_everywhere", full_only=True)
+@registry.same_as("overflow_on_last_replica_skips_the_step_everywhere")
 def overflow_on_first_replica_skips_the_step_everywhere(env: Env) -> dict:
     return _overflow(env, 0)

@@ -14,7 +14,6 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.step.cases_accumulation import MIRRORED
 
 case = registry.case
 optimizers = keras.optimizers
@@ -87,7 +86,7 @@ def loop_scales_accumulates_and_clips(env: Env) -> dict:
     return _loop(env)
 
 
-@case("`apply_gradients`, and an optimizer that is built by it", setups=MIRRORED)
+@case("`apply_gradients`, and an optimizer that is built by it")
 def loop_with_apply_gradients_builds_the_optimizer(env: Env) -> dict:
     return _loop(env, pairs=True, build_first=False)
 
@@ -107,8 +106,7 @@ def loop_skips_a_window_with_an_overflow(env: Env) -> dict:
 
 @case(
     "A loop inside `strategy.run`",
-    setups=("mirrored",),
-    full_setups=(),  # over other transports it works, see below
+    setups=("mirrored",),  # over other transports it works, see below
     compare=False,
 )
 def loop_inside_run_is_refused(env: Env) -> dict:
@@ -128,8 +126,7 @@ def loop_inside_run_is_refused(env: Env) -> dict:
 
 @case(
     "A loop inside `strategy.run`, between workers",
-    setups=("two_by_two",),
-    full_setups=("two_workers",),
+    setups=("two_by_two", "two_workers"),
     compare=False,
 )
 @registry.same_as("loop_inside_a_replica_is_refused_or_right")

@@ -22,7 +22,7 @@ NUM_ROWS = BATCHES * common.BATCH_SIZE
 
 def case(covers: str) -> Any:
     """A case of one process, in which all of this happens."""
-    return registry.case(covers, compare=False, setups=("mirrored",), full_setups=())
+    return registry.case(covers, compare=False, setups=("mirrored",))
 
 
 def built(env: Env, optimizer: Any, **options: Any) -> keras.Model:

@@ -43,7 +43,7 @@ def _register(name: str, optimizer, covers: str, **options) -> None:
     def function(env: Env) -> dict:
         return train_tokens(env, optimizer)
 
-    registry.register(name, function, covers, **{"setups": registry.BOTH, **options})
+    registry.register(name, function, covers, **options)
 
 
 EVERY = {
@@ -71,16 +71,14 @@ for _name, _optimizer in EVERY.items():
         f"optimizer_{_name}",
         _optimizer,
         "Plain training with every optimizer; Embedding with every optimizer",
-        setups=registry.BOTH if _name in ALWAYS else (),
         tol=5e-5 if _name == "ftrl" else 1e-5,
         same_as="embedding_with_adam",
-        full_only=_name != "sgd_with_momentum",
     )
 
 if hasattr(optimizers, "ScheduleFreeAdamW"):
 
     @registry.case("Plain training with every optimizer (of newer Keras)")
-    @registry.same_as("embedding_with_adam", full_only=True)
+    @registry.same_as("embedding_with_adam")
     def optimizer_schedule_free_adamw(env: Env) -> dict:
         # Built within `fit` on one device, Keras starts its slots from zeros and
         # not from the variables.
@@ -95,7 +93,6 @@ _register(
     ),
     "EMA without overwrite",
     same_as="ema_overwrite_frequency",
-    full_only=True,
 )
 _register(
     "ema_overwrite_frequency",
@@ -113,7 +110,6 @@ _register(
     "gradient_accumulation_steps",
     functools.partial(optimizers.AdamW, 0.01, gradient_accumulation_steps=2),
     "Crash: `gradient_accumulation_steps`",
-    setups=registry.ALL,
 )
 
 

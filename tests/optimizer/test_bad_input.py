@@ -13,7 +13,7 @@ import pytest
 import tfdp
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import load_cases
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 from tfdp.training.sharding.options import ShardingOptions
 
 WITHIN_SECONDS = 10.0
@@ -309,7 +309,7 @@ def errors(clusters: ClusterPool, name: str, setup_name: str) -> list[dict[str, 
 _KEYS = "type", "text", "seconds"
 
 
-@pytest.mark.parametrize("setup_name", [standard("mirrored"), "two_workers"])
+@pytest.mark.parametrize("setup_name", [full("mirrored"), "two_workers"])
 def test_wrong_uses_under_a_strategy_are_refused_by_every_worker(clusters, setup_name):
     for texts in errors(clusters, "wrong_uses_of_the_optimizer", setup_name):
         assert sorted(texts) == sorted(EXPECTED)

@@ -15,7 +15,7 @@ from tests.harness.registry import case, same_as
 from tests.parameters.cases_user_code import compiled
 
 SETUPS = ("two_workers", "two_by_two")
-OPTIONS: dict[str, Any] = {"setups": SETUPS, "full_setups": (), "compare": False}
+OPTIONS: dict[str, Any] = {"setups": SETUPS, "compare": False}
 
 
 def refused(env: Env, model: keras.Model, path: str, *counts: str) -> None:

@@ -29,7 +29,7 @@ def _compile(env: Env, model: keras.Model) -> keras.Model:
     return model
 
 
-@case("Sharded at once", setups=registry.ALL)
+@case("Sharded at once")
 def deferred_parameters_train_like_one_device(env: Env) -> dict:
     keras.utils.set_random_seed(3)
     data = common.regression_data()
@@ -50,7 +50,7 @@ def deferred_parameters_train_like_one_device(env: Env) -> dict:
     return {"before": before, "history": history, "weights": env.weights(model)}
 
 
-@case("Initial values of the first worker", setups=("two_workers",), compare=False)
+@case("Initial values of the first worker", compare=False)
 def deferred_parameters_begin_with_the_first_workers_values(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -67,7 +67,7 @@ def deferred_parameters_begin_with_the_first_workers_values(env: Env) -> dict:
     return {}
 
 
-@case("Deferred on one worker", setups=("two_workers",), compare=False)
+@case("Deferred on one worker", compare=False)
 @registry.same_as("different_calls")
 def a_scope_that_defers_on_one_worker_only_is_refused(env: Env) -> dict:
     if env.setup.num_workers < 2:
@@ -83,7 +83,6 @@ def a_scope_that_defers_on_one_worker_only_is_refused(env: Env) -> dict:
 
 @case(
     "Files before there is an optimizer",
-    setups=registry.ALL,
     compare=False,
 )
 def deferred_models_are_saved_and_loaded_without_an_optimizer(env: Env) -> dict:
@@ -120,7 +119,7 @@ def deferred_models_are_saved_and_loaded_without_an_optimizer(env: Env) -> dict:
     return {}
 
 
-@case("Another word", setups=("mirrored",), compare=False)
+@case("Another word", compare=False)
 def an_unknown_kind_of_init_is_refused(env: Env) -> dict:
     if not env.is_reference:
         with pytest.raises(ValueError, match='`init` must be `None` or "deferred"'):

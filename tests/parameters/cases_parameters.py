@@ -110,18 +110,18 @@ def _trained(env: Env, build: common.Build, data: tuple, loss: object) -> dict:
     return found
 
 
-@case("Convolution and loops", setups=registry.ALL)
+@case("Convolution and loops")
 @registry.same_as("attention_of_sharded_parameters")
 def recurrent_models_of_sharded_parameters(env: Env) -> dict:
     return _trained(env, _recurrent, _series(), "mse")
 
 
-@case("Attention and statistics", setups=registry.ALL)
+@case("Attention and statistics")
 def attention_of_sharded_parameters(env: Env) -> dict:
     return _trained(env, _attention, _series(), "mse")
 
 
-@case("Tied weights", setups=registry.ALL)
+@case("Tied weights")
 @registry.same_as("deferred_parameters_train_like_one_device")
 def tied_weights_of_sharded_parameters(env: Env) -> dict:
     entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -139,7 +139,7 @@ def _traced(env: Env) -> tuple[keras.Model, list]:
     return model, traced
 
 
-@case("3 S (N - 1) / N bytes", setups=registry.ALL, compare=False)
+@case("3 S (N - 1) / N bytes", compare=False)
 def a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce(env: Env) -> dict:
     model, traced = _traced(env)
     replicas = env.num_replicas
@@ -160,7 +160,7 @@ def a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce(env: Env) -
     return {}
 
 
-@case("16 bits: half of the bytes", setups=("mirrored",), compare=False)
+@case("16 bits: half of the bytes", compare=False)
 def sharded_parameters_travel_in_the_dtype_of_the_model(env: Env) -> dict:
     before = keras.config.dtype_policy()
     sent = {}
@@ -176,7 +176,7 @@ def sharded_parameters_travel_in_the_dtype_of_the_model(env: Env) -> dict:
     return {}
 
 
-@case("Files and weights are whole", setups=registry.ALL)
+@case("Files and weights are whole")
 def files_of_sharded_parameters_are_those_of_plain_keras(env: Env) -> dict:
     data = common.regression_data()
     with env.scope():
@@ -202,7 +202,7 @@ def files_of_sharded_parameters_are_those_of_plain_keras(env: Env) -> dict:
     return {"weights": env.weights(model)}
 
 
-@case("An exported model has no replicas", setups=("mirrored",), compare=False)
+@case("An exported model has no replicas", compare=False)
 def exported_models_have_whole_parameters(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -216,7 +216,7 @@ def exported_models_have_whole_parameters(env: Env) -> dict:
     return {}
 
 
-@case("By the callback, while micro-batches wait", setups=("mirrored",))
+@case("By the callback, while micro-batches wait")
 def whole_parameters_are_sharded_within_a_window(env: Env) -> dict:
     data = common.regression_data(88)
     keras.utils.set_random_seed(3)
@@ -234,7 +234,7 @@ def whole_parameters_are_sharded_within_a_window(env: Env) -> dict:
     return {"weights": env.weights(model)}
 
 
-@case("A tf.function inside of a step", setups=("mirrored",))
+@case("A tf.function inside of a step")
 def a_function_in_a_step_reads_sharded_parameters(env: Env) -> dict:
     with env.scope():
         model = keras.Sequential([keras.Input((_WIDTH,)), Alone(3), layers.Dense(1)])
@@ -242,7 +242,7 @@ def a_function_in_a_step_reads_sharded_parameters(env: Env) -> dict:
     return common.fit(model, *common.regression_data(8))
 
 
-@case("One replica has nobody to share with", setups=("mirrored",), compare=False)
+@case("One replica has nobody to share with", compare=False)
 def parameters_of_one_replica_stay_whole_with_a_warning(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -256,7 +256,7 @@ def parameters_of_one_replica_stay_whole_with_a_warning(env: Env) -> dict:
     return {}
 
 
-@case("Compiled again with another optimizer", setups=("mirrored",), compare=False)
+@case("Compiled again with another optimizer", compare=False)
 def sharded_parameters_need_an_optimizer_that_shards_them(env: Env) -> dict:
     if env.is_reference:
         return {}

@@ -100,7 +100,7 @@ def check(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
         np.testing.assert_allclose(own, defined, rtol=0, atol=allowed)
 
 
-@case("Gathers of 8 bits are what they say", setups=registry.ALL, compare=False)
+@case("Gathers of 8 bits are what they say", compare=False)
 def quantized_gathers_train_as_rounded_weights_do(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -111,7 +111,7 @@ def quantized_gathers_train_as_rounded_weights_do(env: Env) -> dict:
     return {str(index): weight for index, weight in enumerate(found)}
 
 
-@case("Ways to gather 8 bits", setups=("mirrored",), full_setups=(), compare=False)
+@case("Ways to gather 8 bits", setups=("mirrored",), compare=False)
 @registry.same_as("quantized_gathers_train_as_rounded_weights_do")
 def quantized_gathers_are_the_same_kept_and_run_eagerly(env: Env) -> dict:
     if env.is_reference:
@@ -128,7 +128,6 @@ def quantized_gathers_are_the_same_kept_and_run_eagerly(env: Env) -> dict:
 @case(
     "Gathers of 8 bits in nodes",
     setups=("two_by_two",),
-    full_setups=(),
     compare=False,
 )
 @registry.same_as("quantized_gathers_train_as_rounded_weights_do")
@@ -151,8 +150,8 @@ def seen_by_replicas(env: Env, model: keras.Model) -> list[list[np.ndarray]]:
     return [env.local_values(value) for value in step()]
 
 
-@case("Replicas read the same bits", setups=registry.ALL, compare=False)
-@registry.same_as("quantized_gathers_train_as_rounded_weights_do", full_only=True)
+@case("Replicas read the same bits", compare=False)
+@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
 def replicas_read_the_same_rounded_weights(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -179,7 +178,7 @@ def half_precision() -> keras.Model:
     return perceptron("mixed_bfloat16")
 
 
-@case("Gathers of 8 bits in half precision", setups=("mirrored",), compare=False)
+@case("Gathers of 8 bits in half precision", compare=False)
 @registry.same_as("quantized_gathers_send_a_quarter_of_the_bytes")
 def quantized_gathers_send_half_of_the_bytes_of_16_bits(env: Env) -> dict:
     if env.is_reference:
@@ -214,7 +213,6 @@ def _wide() -> keras.Model:
 
 @case(
     "Bytes of gathers of 8 bits",
-    setups=registry.ALL,
     compare=False,
 )
 def quantized_gathers_send_a_quarter_of_the_bytes(env: Env) -> dict:
@@ -232,7 +230,7 @@ def quantized_gathers_send_a_quarter_of_the_bytes(env: Env) -> dict:
     return {}
 
 
-@case("Files have weights that are not rounded", setups=registry.ALL, compare=False)
+@case("Files have weights that are not rounded", compare=False)
 @registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def files_have_the_weights_that_are_kept(env: Env) -> dict:
     if env.is_reference:
@@ -248,7 +246,7 @@ def files_have_the_weights_that_are_kept(env: Env) -> dict:
     return {}
 
 
-@case("What gathers of 8 bits cannot do", setups=registry.ALL, compare=False)
+@case("What gathers of 8 bits cannot do", compare=False)
 def constraints_of_rounded_weights_are_refused(env: Env) -> dict:
     if env.is_reference:
         return {}

@@ -68,7 +68,7 @@ def _gathers(traced: list[Collective]) -> list[Collective]:
     return [c for c in traced if c.label.startswith("unit")]
 
 
-@case("Frozen layers and LoRA: sharded, never reduced", setups=registry.ALL)
+@case("Frozen layers and LoRA: sharded, never reduced")
 def frozen_layers_are_sharded_and_not_reduced(env: Env) -> dict:
     model, traced = _recorded(env, build=_adapted)
     found = {"weights": env.weights(model)}
@@ -84,8 +84,8 @@ def frozen_layers_are_sharded_and_not_reduced(env: Env) -> dict:
     return found
 
 
-@case("Named layers are units", setups=("mirrored",))
-@registry.same_as("deferred_parameters_train_like_one_device", full_only=True)
+@case("Named layers are units")
+@registry.same_as("deferred_parameters_train_like_one_device")
 def each_named_layer_is_a_unit(env: Env) -> dict:
     model = _train(env, gather_groups=["second", "third"])
     if not env.is_reference:
@@ -100,7 +100,7 @@ def each_named_layer_is_a_unit(env: Env) -> dict:
     return {"weights": env.weights(model)}
 
 
-@case("Kept for the backward pass: 2 S (N - 1) / N", setups=registry.ALL)
+@case("Kept for the backward pass: 2 S (N - 1) / N")
 @registry.same_as("a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce")
 def units_are_kept_where_they_are_not_resharded(env: Env) -> dict:
     model, traced = _recorded(env, reshard_after_forward=False, prefetch=0)
@@ -114,7 +114,7 @@ def units_are_kept_where_they_are_not_resharded(env: Env) -> dict:
     return {"weights": env.weights(model)}
 
 
-@case("Gathered again in the node only", setups=("two_by_two",), full_setups=())
+@case("Gathered again in the node only", setups=("two_by_two",))
 @registry.same_as("a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce")
 def units_are_gathered_again_inside_of_nodes(env: Env) -> dict:
     with routes.routed(env, algorithm="ring"):
@@ -137,7 +137,7 @@ def units_are_gathered_again_inside_of_nodes(env: Env) -> dict:
     return {"weights": env.weights(model)}
 
 
-@case("Nodes of unequal size", setups=("three_devices",), full_setups=())
+@case("Nodes of unequal size", setups=("three_devices",))
 @registry.same_as("a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce")
 def uneven_nodes_gather_again_from_all(env: Env) -> dict:
     with warnings.catch_warnings(record=True) as caught:
@@ -151,8 +151,8 @@ def uneven_nodes_gather_again_from_all(env: Env) -> dict:
     return {"weights": env.weights(model)}
 
 
-@case("Parts in the memory of the host", setups=("mirrored", "two_workers"))
-@registry.same_as("deferred_parameters_train_like_one_device", full_only=True)
+@case("Parts in the memory of the host")
+@registry.same_as("deferred_parameters_train_like_one_device")
 def offloaded_parameters_are_gathered_from_the_host(env: Env) -> dict:
     model = _train(env, offload="cpu")
     return {"weights": env.weights(model)}
@@ -161,7 +161,6 @@ def offloaded_parameters_are_gathered_from_the_host(env: Env) -> dict:
 @case(
     "Lamb: units of which one of four replicas has nearly all",
     setups=("two_by_two",),
-    full_setups=(),
 )
 @registry.same_as("a_step_of_sharded_parameters_sends_three_halves_of_an_all_reduce")
 def lopsided_units_are_summed_and_not_padded(env: Env) -> dict:

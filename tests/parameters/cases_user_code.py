@@ -114,7 +114,7 @@ def _recomputing(env: Env, build: common.Build) -> common.Build:
     return build if env.is_reference else build_in_scope
 
 
-@case("RematScope: layers, and models of three kinds", setups=SETUPS)
+@case("RematScope: layers, and models of three kinds")
 @registry.same_as("coupled_layers_of_sharded_parameters")
 def recomputed_layers_of_sharded_parameters(env: Env) -> dict:
     kinds = {"functional": _functional, "sequential": deep, "subclassed": Subclassed}
@@ -159,7 +159,7 @@ def _behind(layer: layers.Layer) -> keras.Model:
     )
 
 
-@case("Sums and gathers in the forward and the backward pass", setups=SETUPS)
+@case("Sums and gathers in the forward and the backward pass")
 def coupled_layers_of_sharded_parameters(env: Env) -> dict:
     return {
         "coupled": trained(env, _coupled)[1],
@@ -191,12 +191,12 @@ class TwoSteps(OwnStep):
         return super().train_step(data)
 
 
-@case("A train_step of one's own, and one with two updates", setups=SETUPS)
+@case("A train_step of one's own, and one with two updates")
 def own_steps_of_sharded_parameters(env: Env) -> dict:
     return {kind.__name__: trained(env, kind)[1] for kind in (OwnStep, TwoSteps)}
 
 
-@case("A loop of one's own in a tf.function", setups=SETUPS)
+@case("A loop of one's own in a tf.function")
 @registry.same_as("own_steps_of_sharded_parameters")
 def own_loops_of_sharded_parameters(env: Env) -> dict:
     strategy = env.distribution
@@ -230,7 +230,7 @@ def own_loops_of_sharded_parameters(env: Env) -> dict:
     return {"losses": losses, "weights": env.weights(model)}
 
 
-@case("train_on_batch, run_eagerly, steps_per_execution", setups=SETUPS)
+@case("train_on_batch, run_eagerly, steps_per_execution")
 @registry.same_as("own_steps_of_sharded_parameters")
 def keras_loops_of_sharded_parameters(env: Env) -> dict:
     results = {
@@ -258,8 +258,8 @@ def keras_loops_of_sharded_parameters(env: Env) -> dict:
     return results
 
 
-@case("Two models, two optimizers", setups=SETUPS)
-@registry.same_as("gan_with_two_optimizers", full_only=True)
+@case("Two models, two optimizers")
+@registry.same_as("gan_with_two_optimizers")
 def adversaries_with_sharded_parameters(env: Env) -> dict:
     keras.utils.set_random_seed(3)
     with env.scope():
@@ -306,7 +306,7 @@ class Assigning(Subclassed):
         return {"loss": loss, "norm": tf.norm(self.first.kernel)}
 
 
-@case("Variables assigned to within a step and outside of it", setups=SETUPS)
+@case("Variables assigned to within a step and outside of it")
 @registry.same_as("own_steps_of_sharded_parameters")
 def sharded_parameters_are_assigned_to(env: Env) -> dict:
     data = common.regression_data()
@@ -331,7 +331,7 @@ class Reading(keras.callbacks.Callback):
         self.norms.append(float(np.linalg.norm(self.model.layers[0].kernel.numpy())))
 
 
-@case("A callback reads a weight, on all workers; a summary", setups=SETUPS)
+@case("A callback reads a weight, on all workers; a summary")
 @registry.same_as("large_parameters_are_read_in_messages")
 def sharded_parameters_are_read_by_callbacks(env: Env) -> dict:
     reading = Reading()
@@ -348,7 +348,7 @@ def sharded_parameters_are_read_by_callbacks(env: Env) -> dict:
     }
 
 
-@case("Layers of a model that was built outside", setups=("mirrored",), compare=False)
+@case("Layers of a model that was built outside", compare=False)
 def models_from_outside_cannot_be_sharded(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -363,7 +363,7 @@ def _train_with_sharded_parameters(env: Env, model: keras.Model) -> None:
     common.fit(model, *common.regression_data())
 
 
-@case("Save, load, export, evaluate, predict", setups=SETUPS)
+@case("Save, load, export, evaluate, predict")
 @registry.same_as("files_of_sharded_parameters_are_those_of_plain_keras")
 def sharded_models_are_used_as_any_other(env: Env) -> dict:
     data = common.regression_data()
@@ -385,7 +385,7 @@ def sharded_models_are_used_as_any_other(env: Env) -> dict:
     return results
 
 
-@case("ConsistencyCheck, nodes with copies", setups=("two_by_two",), compare=False)
+@case("ConsistencyCheck, nodes with copies", compare=False)
 def consistency_check_says_what_it_leaves_out(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -400,7 +400,7 @@ def consistency_check_says_what_it_leaves_out(env: Env) -> dict:
     return {}
 
 
-@case("Read and saved in many messages", setups=("two_workers",), compare=False)
+@case("Read and saved in many messages", compare=False)
 def large_parameters_are_read_in_messages(env: Env) -> dict:
     if env.is_reference:
         return {}

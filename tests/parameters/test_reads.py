@@ -40,7 +40,7 @@ def read_on_the_first(layout: Layout, rank: int) -> dict:
     return {}
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.processes
 def test_a_worker_that_reads_a_parameter_alone_is_told_what_it_waits_for(tmp_path):
     result = run(Layout(2, 1), read_on_the_first, tmp_path, {})

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case, same_as
+from tests.harness.registry import case, same_as
 
 layers = keras.layers
 # The last batch has fewer rows than there are replicas.
@@ -93,7 +93,7 @@ def looked_up(**options: Any) -> keras.layers.Layer:
     return layers.StringLookup(vocabulary=WORDS[:6], **options)
 
 
-@case("Ragged and sparse batches", setups=BOTH)
+@case("Ragged and sparse batches")
 def ragged_and_sparse_batches(env: Env) -> dict:
     sparse = tf.sparse.from_dense(np.maximum(X, 0))
     programs: dict[str, tuple[Callable, Any]] = {
@@ -103,7 +103,7 @@ def ragged_and_sparse_batches(env: Env) -> dict:
     return _all_fitted(env, programs)
 
 
-@case("Text and sparse encodings in the model", setups=BOTH)
+@case("Text and sparse encodings in the model")
 @same_as("ragged_and_sparse_batches")
 def text_and_sparse_encodings(env: Env) -> dict:
     words = np.array(WORDS)[TOKENS]
@@ -233,7 +233,7 @@ def cast(dtype: str, scale: float = 1.0) -> Callable:
     )
 
 
-@case("Batches of any structure and dtype", setups=BOTH)
+@case("Batches of any structure and dtype")
 def batches_of_any_structure_and_dtype(env: Env) -> dict:
     mask = _of_chance(NUM_ROWS, 4) > 0.4
     mask[:, 0] = True
@@ -398,7 +398,7 @@ def stateful() -> keras.Model:
     )
 
 
-@case("Parts of other numbers of rows, and static numbers of rows", setups=BOTH)
+@case("Parts of other numbers of rows, and static numbers of rows")
 def other_and_static_numbers_of_rows(env: Env) -> dict:
     size = common.BATCH_SIZE
     first = of_parts(X, Y, drop=True)
@@ -473,7 +473,7 @@ def of_other_rows(env: Env, build: Callable, make: Callable, **options: Any) -> 
     return found
 
 
-@case("Parts whose numbers of rows are not known, or do not divide", setups=BOTH)
+@case("Parts whose numbers of rows are not known, or do not divide")
 @same_as("other_and_static_numbers_of_rows")
 def other_numbers_of_rows_that_do_not_divide(env: Env) -> dict:
     return {
@@ -485,7 +485,7 @@ def other_numbers_of_rows_that_do_not_divide(env: Env) -> dict:
     }
 
 
-@case("Parts of other numbers of rows, eagerly", setups=("mirrored",), full_setups=BOTH)
+@case("Parts of other numbers of rows, eagerly", setups=("mirrored", "two_by_two"))
 @same_as("other_and_static_numbers_of_rows")
 def other_numbers_of_rows_run_eagerly(env: Env) -> dict:
     return {

@@ -165,7 +165,7 @@ def converting_operations(env: Env, model: keras.Model, x: Any, y: Any) -> list[
     return found
 
 
-@case("No collective but of gradients", setups=("mirrored",), compare=False)
+@case("No collective but of gradients", compare=False)
 def steps_of_common_models_convert_nothing(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -201,7 +201,6 @@ def steps_of_common_models_convert_nothing(env: Env) -> dict:
 
 @case(
     "Several steps an execution: what one step exchanges",
-    setups=("two_workers", "two_by_two"),
     compare=False,
 )
 def several_steps_an_execution_exchange_what_one_step_does(env: Env) -> dict:

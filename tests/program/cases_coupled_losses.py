@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tests.exactness.cases_exactness import precision
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case, same_as
+from tests.harness.registry import case, same_as
 from tests.program.heads import MORE_ROWS, labels, train_heads
 
 ops = keras.ops
@@ -409,7 +409,7 @@ def _trained(env: Env, losses: dict[str, Loss], **options: Any) -> dict:
         return train_heads(env, losses, **options)
 
 
-_CASE: dict[str, Any] = {"setups": BOTH, "tol": 1e-9, "deadline_seconds": 300.0}
+_CASE: dict[str, Any] = {"tol": 1e-9, "deadline_seconds": 300.0}
 
 
 @case("Losses with an entry for each class or column", **_CASE)
@@ -424,7 +424,7 @@ def losses_that_are_no_means(env: Env) -> dict:
 
 
 @case("Losses of statistics of all rows", **_CASE)
-@same_as("losses_that_are_no_means", full_only=True)
+@same_as("losses_that_are_no_means")
 def losses_of_statistics(env: Env) -> dict:
     return _trained(env, STATISTICS, batch_rows=MORE_ROWS)
 
@@ -436,6 +436,6 @@ def losses_along_the_batch(env: Env) -> dict:
 
 
 @case("Losses of pairs of rows", **_CASE)
-@same_as("losses_that_are_no_means", full_only=True)
+@same_as("losses_that_are_no_means")
 def losses_of_pairs_of_rows(env: Env) -> dict:
     return _trained(env, PAIRS, batch_rows=MORE_ROWS)

@@ -45,7 +45,7 @@ def trained(env: Env, build: common.Build, **options: object) -> dict:
     return results | {"predicted": model.predict(x, verbose=0)}
 
 
-@case("Eager losses and metrics of a whole batch", setups=registry.ALL)
+@case("Eager losses and metrics of a whole batch")
 def eager_losses_and_metrics_are_of_the_whole_batch(env: Env) -> dict:
     def build(loss: object) -> keras.Model:
         hidden = layers.Dense(4, "tanh", kernel_regularizer="l2")
@@ -102,7 +102,7 @@ class OfOnesOwn(keras.Model):
         return {"own": loss, "half": results["norm"] / 2, **results}
 
 
-@case("Eager steps of one's own", setups=registry.ALL)
+@case("Eager steps of one's own")
 def eager_steps_of_ones_own_are_those_of_one_device(env: Env) -> dict:
     def build() -> keras.Model:
         model = OfOnesOwn()

@@ -11,12 +11,12 @@ import numpy as np
 from tests.exactness.cases_exactness import precision
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import ALL, case, same_as
+from tests.harness.registry import case, same_as
 
 layers = keras.layers
 # One row, a batch that does not divide, and one row again.
 NUM_ROWS = (1, 7, 1)
-_CASE: dict[str, Any] = {"setups": ALL, "deadline_seconds": 300.0}
+_CASE: dict[str, Any] = {"deadline_seconds": 300.0}
 
 
 def branches(inputs: Any, kinds: dict[str, Callable]) -> keras.Model:
@@ -62,7 +62,6 @@ def flat(*stack: Any) -> Callable:
 
 @case(
     "Convolutions and poolings on replicas without rows",
-    setups=ALL,
     deadline_seconds=300.0,
 )
 @same_as("batch_normalization_survives_a_tiny_batch")
@@ -113,7 +112,6 @@ def images_on_replicas_without_rows(env: Env) -> dict:
 
 @case(
     "Normalization layers on replicas without rows",
-    setups=ALL,
     deadline_seconds=300.0,
     tol=1e-9,
 )
@@ -146,7 +144,6 @@ def normalizations_on_replicas_without_rows(env: Env) -> dict:
 @case(
     "Local BatchNormalization on replicas without rows",
     compare=False,
-    setups=ALL,
     deadline_seconds=300.0,
 )
 def local_normalization_on_replicas_without_rows(env: Env) -> dict:
@@ -164,7 +161,6 @@ def local_normalization_on_replicas_without_rows(env: Env) -> dict:
 
 @case(
     "Recurrence, attention and embeddings on replicas without rows",
-    setups=ALL,
     deadline_seconds=300.0,
 )
 def sequences_on_replicas_without_rows(env: Env) -> dict:
@@ -200,7 +196,6 @@ def sequences_on_replicas_without_rows(env: Env) -> dict:
 
 @case(
     "Augmentation and Dropout on replicas without rows",
-    setups=ALL,
     deadline_seconds=300.0,
 )
 @same_as("sequences_on_replicas_without_rows")

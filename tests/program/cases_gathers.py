@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 from tfdp.training.program import checks
@@ -63,7 +63,7 @@ def _normalized() -> keras.Model:
     return keras.Model(tokens, layers.Dense(1)(h))
 
 
-@case("An option makes each BatchNormalization global", setups=registry.ALL)
+@case("An option makes each BatchNormalization global")
 def an_option_makes_each_batch_normalization_global(env: Env) -> dict:
     # The last batch has one row, so that only one replica has any.
     x, y = common.token_data(2 * common.BATCH_SIZE + 1)
@@ -105,7 +105,7 @@ def what_a_step_gathers_is_told_once(env: Env) -> None:
     assert "Gathered in a step of `fit`" in plan, plan
 
 
-@case("A step that gathers nothing is not told of", compare=False, setups=registry.BOTH)
+@case("A step that gathers nothing is not told of", compare=False)
 @same_as("steps_of_common_models_convert_nothing")
 def a_step_that_gathers_nothing_is_not_told_of(env: Env) -> None:
     x, y = common.token_data()
@@ -149,7 +149,6 @@ def a_gather_that_does_not_fit_in_memory_is_refused(env: Env) -> None:
 
 @case(
     "Workers whose steps differ: the first operation that differs, on each",
-    setups=("two_workers",),
     compare=False,
 )
 def workers_whose_steps_differ_are_told(env: Env) -> None:

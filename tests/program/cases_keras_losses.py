@@ -12,7 +12,7 @@ import tensorflow as tf
 from tests.exactness.cases_exactness import precision
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case, same_as
+from tests.harness.registry import case, same_as
 from tests.program.heads import (
     BATCH_ROWS,
     MORE_ROWS,
@@ -23,7 +23,7 @@ from tests.program.heads import (
 )
 
 layers, losses, ops = keras.layers, keras.losses, keras.ops
-_CASE: dict[str, Any] = {"setups": BOTH, "tol": 1e-9, "deadline_seconds": 300.0}
+_CASE: dict[str, Any] = {"tol": 1e-9, "deadline_seconds": 300.0}
 
 OF_KERAS: dict[str, Callable[..., Any]] = {
     "mse": losses.MeanSquaredError,
@@ -64,7 +64,7 @@ def with_reductions(*names: str) -> dict[str, keras.losses.Loss]:
 
 
 @case("Losses of Keras, as they are and with other reductions", **_CASE)
-@same_as("losses_that_are_no_means", full_only=True)
+@same_as("losses_that_are_no_means")
 def losses_of_keras(env: Env) -> dict:
     with precision("float64"):
         chosen = {name: make() for name, make in OF_KERAS.items()}
@@ -139,7 +139,7 @@ def segmentation_losses() -> dict[str, Any]:
 
 
 @case("Dice and Tversky over a batch of images", **_CASE)
-@same_as("losses_that_are_no_means", full_only=True)
+@same_as("losses_that_are_no_means")
 def losses_of_segmentation(env: Env) -> dict:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(NUM_ROWS, 6, 6, 2))
@@ -235,7 +235,7 @@ def connectionist(y: Any, p: Any) -> Any:
     return ops.ctc_loss(ops.cast(y, "int32"), p, lengths, steps, mask_index=0)
 
 
-@case("CTC, with a replica that has no rows", setups=BOTH)
+@case("CTC, with a replica that has no rows")
 @same_as("losses_that_are_no_means")
 def losses_of_unaligned_sequences(env: Env) -> dict:
     rng = np.random.default_rng(0)

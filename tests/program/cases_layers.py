@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case
+from tests.harness.registry import case
 from tests.program.programs import (
     BATCH_SIZE,
     FEATURES,
@@ -577,7 +577,6 @@ def _train_local_normalization(num_replicas: int) -> dict:
 
 @case(
     "BatchNormalization: moments of each replica, moving ones their mean by rows",
-    setups=BOTH,
     compare=False,
 )
 def local_normalization_keeps_the_contract_of_keras(env: Env) -> dict:
@@ -1002,7 +1001,6 @@ def assertion_that_fails(env: Env) -> dict:
 @case(
     "`tf.print` and `tf.summary`: once for a step, not for a replica",
     setups=("mirrored",),
-    full_setups=(),
     compare=False,
 )
 def prints_and_summaries_are_made_once(env: Env) -> dict:
@@ -1052,6 +1050,4 @@ for _name, _covers, _programs in (
     ("functions_of_tensorflow_in_layers", "Lambda with anything", FUNCTIONS),
     ("control_flow_in_layers", "branches, loops, assertions", CONTROL),
 ):
-    _full_only = _programs is not STATISTICS
-    _left_out = {"same_as": "programs_of_layers", "full_only": _full_only}
-    register(_name, _covers, _programs, **_left_out)
+    register(_name, _covers, _programs, same_as="programs_of_layers")

@@ -12,11 +12,11 @@ import tensorflow as tf
 from tests.exactness.cases_exactness import precision
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case, same_as
+from tests.harness.registry import case, same_as
 from tests.program.heads import BATCH_ROWS, MORE_ROWS, NUM_ROWS, features, labels
 
 layers, metrics, ops = keras.layers, keras.metrics, keras.ops
-_CASE: dict[str, Any] = {"setups": BOTH, "tol": 1e-9, "deadline_seconds": 300.0}
+_CASE: dict[str, Any] = {"tol": 1e-9, "deadline_seconds": 300.0}
 
 
 # Functions with one number, or some, for a batch.
@@ -263,7 +263,7 @@ def measured(
 
 
 @case("Metric functions with one number for a batch", **_CASE)
-@same_as("metric_classes_that_are_no_sums", full_only=True)
+@same_as("metric_classes_that_are_no_sums")
 def metric_functions_of_a_batch(env: Env) -> dict:
     return measured(env, lambda: list(FUNCTIONS))
 
@@ -396,7 +396,7 @@ def sharpest_edge(y: Any, p: Any) -> Any:
     return ops.max(tf.image.sobel_edges(p))
 
 
-@case("Metrics that decode CTC, and of edges, with a replica without rows", setups=BOTH)
+@case("Metrics that decode CTC, and of edges, with a replica without rows")
 @same_as("metric_classes_that_are_no_sums")
 def metrics_that_decode(env: Env) -> dict:
     rng = np.random.default_rng(0)

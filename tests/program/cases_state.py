@@ -494,7 +494,6 @@ register(
         "plain_variable_of_the_scope",
         of=[*LAYERS, *STEPS],
     ),
-    setups=("mirrored",),
 )
 for _name, _programs in ("layers", LAYERS), ("steps", STEPS):
     register(
@@ -502,5 +501,4 @@ for _name, _programs in ("layers", LAYERS), ("steps", STEPS):
         "variables that are not trained",
         _programs,
         same_as="programs_of_states",
-        full_only=_programs is STEPS,
     )

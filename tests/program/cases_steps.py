@@ -13,7 +13,7 @@ from keras import layers, ops
 
 import tfdp
 from tests.harness.env import Env
-from tests.harness.registry import BOTH, case, same_as
+from tests.harness.registry import case, same_as
 from tests.program.programs import (
     BATCH_SIZE,
     FEATURES,
@@ -710,11 +710,10 @@ def scaled_loss_of_its_own_step(env: Env) -> dict:
 
 @case(
     "mixed precision in a step: equal up to its rounding",
-    setups=BOTH,
     tol=2e-2,
     deadline_seconds=600.0,
 )
-@same_as("programs_of_steps", full_only=True)
+@same_as("programs_of_steps")
 def steps_in_mixed_precision(env: Env) -> dict:
     results = {}
     for policy in ("mixed_bfloat16", "mixed_float16"):
@@ -742,8 +741,7 @@ def _update_in_a_loop(model: Any, x: Any, y: Any) -> dict:
 
 @case(
     "an update in a loop of the step: refused before a weight moves",
-    setups=("mirrored",),
-    full_setups=("two_by_two",),
+    setups=("mirrored", "two_by_two"),
     compare=False,
 )
 def update_in_a_loop_of_a_step_is_refused(env: Env) -> dict:
@@ -858,7 +856,6 @@ register(
         "coupled_with_sharded_optimizer",
         of=[*GRADIENTS, *UPDATES, *COMBINED],
     ),
-    setups=("two_workers",),
 )
 for _name, _covers, _programs in (
     ("gradients_that_steps_change", "gradients changed by hand", GRADIENTS),
@@ -868,6 +865,4 @@ for _name, _covers, _programs in (
     ("steps_with_scaled_losses", "scaled losses, overflow", PRECISION),
     ("steps_with_features_of_training", "with what tfdp adds", COMBINED),
 ):
-    _full_only = _programs is not GRADIENTS
-    _left_out = {"same_as": "programs_of_steps", "full_only": _full_only}
-    register(_name, _covers, _programs, **_left_out)
+    register(_name, _covers, _programs, same_as="programs_of_steps")

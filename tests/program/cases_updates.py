@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case
 
@@ -38,7 +38,7 @@ def _guarded() -> keras.Model:
     return model
 
 
-@case("An update in a branch: made where one device makes it", setups=registry.ALL)
+@case("An update in a branch: made where one device makes it")
 def an_update_in_a_branch(env: Env) -> dict:
     x, y = common.regression_data()
     return common.train(env, _guarded, x, y, epochs=2)

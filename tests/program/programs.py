@@ -44,14 +44,14 @@ class Programs(list):
 def register(
     name: str, covers: str, programs: Sequence[Program], **options: Any
 ) -> None:
-    """Registers a case of programs, on both kinds of replicas at once by default."""
+    """Registers a case of programs."""
 
     def run(env: Env) -> dict:
         return run_all(env, programs)
 
     caller = inspect.currentframe().f_back  # type: ignore[union-attr]
     run.__module__ = caller.f_globals["__name__"]  # type: ignore[union-attr]
-    options = {"setups": registry.BOTH, "deadline_seconds": 600.0} | options
+    options = {"deadline_seconds": 600.0} | options
     registry.register(name, run, covers, **options)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness import forks
-from tests.harness.tiers import full, standard
+from tests.harness.tiers import full
 from tests.program import campaign
 from tests.program.found_programs import FOUND
 
@@ -55,7 +55,7 @@ def test_programs_that_were_found_equal_one_device(counts):
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(5000, 6), standard(5006, 10), full(6000, 200)]
+    ("first", "count"), [(5000, 6), full(5006, 10), full(6000, 200)]
 )
 def test_random_programs_equal_one_device(first, count):
     rows = run(rows_of, DEADLINE_SECONDS + 3 * count, first=first, count=count)

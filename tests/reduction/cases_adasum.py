@@ -150,9 +150,7 @@ def _register(name: str, *args: typing.Any, **options: typing.Any) -> None:
         f"adasum_{name}",
         lambda env: check(env, *args, **options),
         f"Adasum: {name.replace('_', ' ')}",
-        setups=registry.ALL,
         same_as=f"adasum_{SAME_AS[name]}" if name in SAME_AS else "",
-        full_only=name in ("with_accumulation", "of_sharded_parameters"),
         compare=False,
     )
 
@@ -186,10 +184,9 @@ _register(
 @case(
     "Adasum on eight replicas",
     setups=("eight_devices",),
-    full_setups=(),
     compare=False,
 )
-@same_as("adasum_is_what_its_definition_says", full_only=True)
+@same_as("adasum_is_what_its_definition_says")
 def adasum_on_eight_replicas(env: Env) -> dict:
     return {
         str(algorithm): check(env, algorithm, data=common.regression_data(24))
@@ -197,7 +194,7 @@ def adasum_on_eight_replicas(env: Env) -> dict:
     }
 
 
-@case("Adasum in a loop of one's own", setups=registry.ALL, compare=False)
+@case("Adasum in a loop of one's own", compare=False)
 def adasum_in_a_loop_of_ones_own(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -234,7 +231,7 @@ def adasum_in_a_loop_of_ones_own(env: Env) -> dict:
     return {}
 
 
-@case("an overflow on one replica under Adasum", setups=registry.ALL, compare=False)
+@case("an overflow on one replica under Adasum", compare=False)
 def adasum_skips_an_overflow_of_one_replica(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -252,7 +249,7 @@ def adasum_skips_an_overflow_of_one_replica(env: Env) -> dict:
     return {}
 
 
-@case("the plan of Adasum", setups=registry.ALL, compare=False)
+@case("the plan of Adasum", compare=False)
 def adasum_sends_as_many_bytes_as_planned(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -286,7 +283,7 @@ def adasum_sends_as_many_bytes_as_planned(env: Env) -> dict:
     return {}
 
 
-@case("sparse gradients in the plan of Adasum", setups=("mirrored",), compare=False)
+@case("sparse gradients in the plan of Adasum", compare=False)
 def adasum_plans_tables_of_sparse_gradients(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -304,7 +301,7 @@ def adasum_plans_tables_of_sparse_gradients(env: Env) -> dict:
     return {}
 
 
-@case("what Adasum cannot do", setups=registry.ALL, compare=False)
+@case("what Adasum cannot do", compare=False)
 def adasum_refuses_what_it_cannot_do(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -341,7 +338,6 @@ def adasum_refuses_what_it_cannot_do(env: Env) -> dict:
 @case(
     "Adasum between nodes that are none",
     setups=("two_by_two",),
-    full_setups=(),
     compare=False,
 )
 def adasum_needs_equal_nodes_and_means_nothing_within_one(env: Env) -> dict:

@@ -48,8 +48,6 @@ def overlap(intervals: list[tuple[float, float]]) -> float:
 
 @case(
     "overlap: half of the communication lies inside the backward pass",
-    setups=("two_workers",),
-    full_setups=("mirrored", "two_by_two"),
     compare=False,
     side_by_side=False,
 )

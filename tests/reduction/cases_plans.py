@@ -119,7 +119,7 @@ def shown(plan) -> list:
     ]
 
 
-@case("plan: predicted and traced", setups=("mirrored",), compare=False)
+@case("plan: predicted and traced", compare=False)
 @same_as("step_has_one_all_reduce_for_each_bucket")
 def predicted_plan_is_the_one_traced(env: Env) -> dict:
     with bucket_mb(env, SMALL_MB):
@@ -137,7 +137,7 @@ def predicted_plan_is_the_one_traced(env: Env) -> dict:
     return {}
 
 
-@case("plan: it holds every trained variable once", setups=SETUPS, compare=False)
+@case("plan: it holds every trained variable once", compare=False)
 def plan_holds_every_variable_once(env: Env) -> dict:
     for build in DATA:
         model = compiled_in_scope(env, build)
@@ -157,7 +157,7 @@ def plan_holds_every_variable_once(env: Env) -> dict:
     return {}
 
 
-@case("plan: frozen variables are not in it", setups=("mirrored",), compare=False)
+@case("plan: frozen variables are not in it", compare=False)
 def frozen_variables_are_not_planned(env: Env) -> dict:
     model = compiled_in_scope(env, perceptron)
     model.layers[0].trainable = False
@@ -167,7 +167,7 @@ def frozen_variables_are_not_planned(env: Env) -> dict:
     return {}
 
 
-@case("plan: the last layer's gradients come first", setups=SETUPS, compare=False)
+@case("plan: the last layer's gradients come first", compare=False)
 def buckets_follow_the_backward_pass(env: Env) -> dict:
     with bucket_mb(env, SMALL_MB):
         model = compiled_in_scope(env, transformer)
@@ -185,7 +185,7 @@ def buckets_follow_the_backward_pass(env: Env) -> dict:
     return {"buckets": [bucket.num_bytes for bucket in plan.buckets]}
 
 
-@case("plan: printed, it is a table", setups=SETUPS, compare=False)
+@case("plan: printed, it is a table", compare=False)
 def plan_prints_as_a_table(env: Env) -> dict:
     with bucket_mb(env, SMALL_MB):
         model = compiled_in_scope(env, transformer)
@@ -205,7 +205,7 @@ def plan_prints_as_a_table(env: Env) -> dict:
     return {"local": {"text": text}}
 
 
-@case("plan: a step has as many all-reduces as buckets", setups=SETUPS, compare=False)
+@case("plan: a step has as many all-reduces as buckets", compare=False)
 def step_has_one_all_reduce_for_each_bucket(env: Env) -> dict:
     key, local = env.strategy.extended.group.key, env.setup.devices_per_worker
     counts = []
@@ -229,8 +229,7 @@ def step_has_one_all_reduce_for_each_bucket(env: Env) -> dict:
 
 @case(
     "plan: counts of samples",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),  # one worker has nobody to merge logs with
+    setups=("two_workers", "two_by_two"),  # one worker has nobody to merge logs with
     compare=False,
 )
 def counts_of_uneven_batches_need_no_collective(env: Env) -> dict:
@@ -247,7 +246,7 @@ def counts_of_uneven_batches_need_no_collective(env: Env) -> dict:
     return {}
 
 
-@case("plan: fused BatchNormalization", setups=SETUPS, compare=False)
+@case("plan: fused BatchNormalization", compare=False)
 def batch_normalization_reduces_once_a_layer_and_direction(env: Env) -> dict:
     key, local = env.strategy.extended.group.key, env.setup.devices_per_worker
     model = compiled_in_scope(env, convolutional)
@@ -264,7 +263,7 @@ def batch_normalization_reduces_once_a_layer_and_direction(env: Env) -> dict:
     return {}
 
 
-@case("plan: a model without variables or order", setups=SETUPS, compare=False)
+@case("plan: a model without variables or order", compare=False)
 def plan_of_a_model_that_is_not_built_is_refused(env: Env) -> dict:
     with env.scope():
         model = keras.Sequential([layers.Dense(2)], name="empty")

@@ -105,13 +105,11 @@ for _name, _algorithm in {
         f"training_by_{_name}",
         _train_by(_algorithm),
         f"training by {_name}",
-        setups=registry.ALL,
         same_as=_SAME_AS.get(_name, ""),
-        full_only=_name == "halving_doubling",
     )
 
 
-@case("training by what measured links say", setups=registry.ALL)
+@case("training by what measured links say")
 def training_by_what_links_say(env: Env) -> dict:
     return train(
         env,
@@ -122,19 +120,19 @@ def training_by_what_links_say(env: Env) -> dict:
 
 
 # Twelve updates with gradients of 8 or 11 bits: close, and not equal.
-@case("training in bfloat16 on the wire", setups=registry.ALL, tol=0.02)
+@case("training in bfloat16 on the wire", tol=0.02)
 def training_with_bfloat16_on_the_wire(env: Env) -> dict:
     return train(env, compression="bf16", links=SLOW)
 
 
-@case("training in float16 between nodes", setups=registry.ALL, tol=0.02)
+@case("training in float16 between nodes", tol=0.02)
 def training_with_float16_between_nodes(env: Env) -> dict:
     return train(
         env, algorithm="hierarchical", compression={"outer": "fp16"}, links=SLOW
     )
 
 
-@case("an overflow of float16 on the wire", setups=registry.ALL, compare=False)
+@case("an overflow of float16 on the wire", compare=False)
 def overflow_on_the_wire_is_skipped_like_any_other(env: Env) -> dict:
     x, y = common.regression_data()
     # Gradients of some 1e5 fit float32, and not float16.
@@ -163,7 +161,7 @@ def _dtypes_sent(model: keras.Model) -> dict[str, int]:
     return found
 
 
-@case("compression that would not gain", setups=SETUPS, compare=False)
+@case("compression that would not gain", compare=False)
 def compression_is_off_where_it_would_not_gain(env: Env) -> dict:
     def build():
         return common.compiled(common.mlp(units=40))
@@ -183,7 +181,7 @@ def compression_is_off_where_it_would_not_gain(env: Env) -> dict:
     return {}
 
 
-@case("algorithms in the plan", setups=SETUPS, compare=False)
+@case("algorithms in the plan", compare=False)
 def plan_shows_algorithm_and_predicted_time(env: Env) -> dict:
     with routed(env, algorithm="hierarchical"):
         with env.scope():
@@ -195,7 +193,7 @@ def plan_shows_algorithm_and_predicted_time(env: Env) -> dict:
     return {}
 
 
-@case("a hierarchy that is none", setups=("two_by_two",), full_setups=(), compare=False)
+@case("a hierarchy that is none", setups=("two_by_two",), compare=False)
 def hierarchy_without_levels_says_so_once(env: Env) -> dict:
     for node_size, word in ((4, "one node"), (3, "same number of replicas")):
         with routed(env, algorithm="hierarchical", node_size=node_size) as caught:
@@ -212,7 +210,7 @@ def hierarchy_without_levels_says_so_once(env: Env) -> dict:
     return {}
 
 
-@case("compression of integers", setups=SETUPS, compare=False)
+@case("compression of integers", compare=False)
 def compression_of_integers_is_refused(env: Env) -> dict:
 
     with routed(env, compression="bf16"):
@@ -223,7 +221,7 @@ def compression_of_integers_is_refused(env: Env) -> dict:
     return {}
 
 
-@case("the topology of the job", setups=registry.ALL, compare=False)
+@case("the topology of the job", compare=False)
 def topology_is_found_from_hosts(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -238,7 +236,6 @@ def topology_is_found_from_hosts(env: Env) -> dict:
 @case(
     "links that are measured",
     setups=("two_by_two",),
-    full_setups=(),
     compare=False,
 )
 def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
@@ -269,7 +266,7 @@ def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
     return {}
 
 
-@case("times that make no sense", setups=("two_by_two",), compare=False)
+@case("times that make no sense", compare=False)
 def times_that_fit_nothing_leave_no_worker_waiting(env: Env) -> dict:
     extended = env.strategy.extended
     with (
@@ -291,7 +288,7 @@ def times_that_fit_nothing_leave_no_worker_waiting(env: Env) -> dict:
     return {}
 
 
-@case("the number of steps of a fit", setups=("mirrored",), compare=False)
+@case("the number of steps of a fit", compare=False)
 def number_of_steps_is_told_from_the_arguments(env: Env) -> dict:
     x = np.zeros((100, 2))
     batches = tf.data.Dataset.from_tensor_slices(x).batch(30)

@@ -11,13 +11,13 @@ import tensorflow as tf
 
 from tests.collectives.cases_primitives import each_replica, new_group
 from tests.exactness.cases_exactness import precision
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case, same_as
+from tests.harness.registry import ALL, case, same_as
 from tfdp.communication.collectives.timing import Recorder
 from tfdp.training.reduction.sparse import reduce_indexed_slices
 
-SETUPS = ("three_devices", "two_workers")
+SETUPS = ("three_devices", *ALL)
 WIDTH = 3
 sparse_case = functools.partial(case, setups=SETUPS, compare=False)
 
@@ -166,7 +166,7 @@ def replicas_without_rows(env: Env) -> dict:
 
 
 @sparse_case("sparse: every dtype of values and indices, in both forms")
-@same_as("embedding_with_adam", full_only=True)
+@same_as("embedding_with_adam")
 def sparse_dtypes(env: Env) -> dict:
     for dtype, index_dtype in [
         ("float16", "int32"),
@@ -203,17 +203,15 @@ def embedding_model(optimizer: keras.optimizers.Optimizer) -> keras.Model:
     return common.compiled(model, optimizer)
 
 
-@case(
-    "sparse: an Embedding trained with Adam equals one device", setups=("two_by_two",)
-)
+@case("sparse: an Embedding trained with Adam equals one device")
 def embedding_with_adam(env: Env) -> dict:
     return common.train(
         env, lambda: embedding_model(keras.optimizers.Adam(0.01)), *common.token_data()
     )
 
 
-@case("sparse: an Embedding trained with SGD equals one device", setups=("two_by_two",))
-@same_as("embedding_with_adam", full_only=True)
+@case("sparse: an Embedding trained with SGD equals one device")
+@same_as("embedding_with_adam")
 def embedding_with_sgd(env: Env) -> dict:
     """SGD is linear, so that rows are summed before they travel."""
     with env.scope():
@@ -295,16 +293,14 @@ def rows_that_come_once(env: Env, dtype: str) -> dict:
 
 @case(
     "sparse: rows that one device has once are added up",
-    setups=registry.PAIR,
 )
-@same_as("embedding_with_adam", full_only=True)
+@same_as("embedding_with_adam")
 def rows_that_one_device_has_once(env: Env) -> dict:
     return rows_that_come_once(env, "float32")
 
 
 @case(
     "sparse: rows that one device has once are added up, float64",
-    setups=registry.PAIR,
     tol=1e-9,
     skip={"*/history/*": "metrics are float32"},
 )

@@ -160,7 +160,7 @@ IPV6 = "fd00:1111:2222:3333:4444:5555:6666:7777"
 
 @pytest.mark.parametrize(
     ("nodes", "workers"),
-    [(1024, 8), pytest.param(8192, 1, marks=pytest.mark.standard)],
+    [(1024, 8), pytest.param(8192, 1, marks=pytest.mark.full)],
 )
 def test_a_message_holds_what_the_largest_job_says(nodes, workers):
     course = Course()

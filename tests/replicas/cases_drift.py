@@ -116,10 +116,9 @@ def embedded() -> keras.Model:
 
 @case(
     "Drift: no alarm with sharded state and several steps in one execution",
-    setups=("two_workers",),
     compare=False,
 )
-@same_as("a_check_costs_no_collective_and_changes_no_weight", full_only=True)
+@same_as("a_check_costs_no_collective_and_changes_no_weight")
 def replicas_with_sharded_state_raise_no_alarm(env: Env) -> dict:
     with env.scope():
         model = embedded()
@@ -157,7 +156,6 @@ def assert_named(env: Env, text: str, model: keras.Model, replica: int) -> None:
 
 @case(
     "Drift: one bit on one replica is named",
-    setups=("mirrored", "two_by_two"),
     compare=False,
 )
 def one_changed_bit_is_named_by_all_workers(env: Env) -> dict:
@@ -178,7 +176,6 @@ def one_changed_bit_is_named_by_all_workers(env: Env) -> dict:
 
 @case(
     "Drift: after the last check, and in the middle of an execution",
-    setups=("two_workers",),
     compare=False,
 )
 def drift_is_named_wherever_it_begins(env: Env) -> dict:
@@ -212,7 +209,6 @@ def kinds(step: typing.Any) -> collections.Counter[str]:
 
 @case(
     "Drift: as many collectives and the same weights as without a check",
-    setups=("two_workers",),
     compare=False,
 )
 def a_check_costs_no_collective_and_changes_no_weight(env: Env) -> dict:
@@ -242,7 +238,6 @@ def a_check_costs_no_collective_and_changes_no_weight(env: Env) -> dict:
 @case(
     "Bad input: another `every` on one worker",
     setups=("two_workers",),
-    full_setups=(),
     compare=False,
 )
 def another_interval_on_one_worker(env: Env) -> dict:
@@ -293,8 +288,7 @@ class Shuffled(keras.utils.PyDataset):
 @case(
     "Later batches of a generator or `PyDataset` are others on one worker: no word",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 @same_as("different_calls")
 def labels_that_come_to_differ_are_found(env: Env) -> dict:

@@ -12,7 +12,7 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 
-TWO = {"setups": ("two_workers",), "full_setups": (), "compare": False}
+TWO = {"setups": ("two_workers",), "compare": False}
 
 
 def accumulating() -> keras.Model:
@@ -151,7 +151,7 @@ def loops_inside_the_scope(env: Env) -> dict:
 
 
 @case("Scopes: an error inside that one worker handles is no hang", **TWO)
-@same_as("models_of_one_worker", full_only=True)
+@same_as("models_of_one_worker")
 def an_error_that_one_worker_handles(env: Env) -> dict:
     x, y = common.regression_data(16)
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))

@@ -64,9 +64,8 @@ def _sequential(*layers: Any) -> keras.Model:
 
 @case(
     "buckets smaller than replicas are many, variables of no elements",
-    setups=("mirrored",),
 )
-@registry.same_as("sharded_step_has_two_collectives_for_each_bucket", full_only=True)
+@registry.same_as("sharded_step_has_two_collectives_for_each_bucket")
 def hardly_anything_is_trained(env: Env) -> dict:
     dense = keras.layers.Dense
     models = {
@@ -96,8 +95,8 @@ def hardly_anything_is_trained(env: Env) -> dict:
     }
 
 
-@case("slices that wait are each replica's own", setups=("two_workers",))
-@registry.same_as("backup_restores_sharded_state", full_only=True)
+@case("slices that wait are each replica's own")
+@registry.same_as("backup_restores_sharded_state")
 def waiting_slices_survive_what_is_shared(env: Env) -> dict:
     x, y = common.regression_data(64)
     make = optimizers.Adam(0.01)
@@ -113,8 +112,7 @@ def waiting_slices_survive_what_is_shared(env: Env) -> dict:
 
 @case(
     "workers shard differently",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
     compare=False,
 )
 def different_optimizers_are_named(env: Env) -> dict:
@@ -127,7 +125,7 @@ def different_optimizers_are_named(env: Env) -> dict:
     return {}
 
 
-@case("noise scale with sharded gradients", setups=("mirrored",), compare=False)
+@case("noise scale with sharded gradients", compare=False)
 def noise_scale_needs_the_replicas_own_sums(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -147,7 +145,7 @@ def noise_scale_needs_the_replicas_own_sums(env: Env) -> dict:
     return {}
 
 
-@case("one worker cannot write", setups=("two_workers",), compare=False)
+@case("one worker cannot write", compare=False)
 def all_workers_hear_that_the_first_could_not_save(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -169,7 +167,7 @@ class OwnAdamW(optimizers.AdamW):
     """Not known to treat elements by themselves."""
 
 
-@case("what belongs to no variable, with whole owners", setups=("mirrored",))
+@case("what belongs to no variable, with whole owners")
 @registry.same_as("sharded_step_has_two_collectives_for_each_bucket")
 def owner_without_a_gradient_counts_on(env: Env) -> dict:
     model = _compiled(env, common.mlp, OwnNadam(0.05), sharding="optimizer")
@@ -193,7 +191,7 @@ def owner_without_a_gradient_counts_on(env: Env) -> dict:
     return env.weights(model)
 
 
-@case("names excluded from weight decay, on the host", setups=("mirrored",))
+@case("names excluded from weight decay, on the host")
 def offload_heeds_names_that_are_excluded(env: Env) -> dict:
     optimizer = OwnAdamW(0.01, weight_decay=5.0)
     optimizer.exclude_from_weight_decay(var_names=["kernel"])
@@ -203,8 +201,8 @@ def offload_heeds_names_that_are_excluded(env: Env) -> dict:
     return env.weights(model)
 
 
-@case("waiting slices and another loss scale", setups=("mirrored",), compare=False)
-@registry.same_as("backup_restores_sharded_state", full_only=True)
+@case("waiting slices and another loss scale", compare=False)
+@registry.same_as("backup_restores_sharded_state")
 def waiting_slices_take_the_scale_that_is_restored(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -228,8 +226,8 @@ def waiting_slices_take_the_scale_that_is_restored(env: Env) -> dict:
     return {}
 
 
-@case("whole sums after ZeRO-2 took over", setups=("mirrored",), compare=False)
-@registry.same_as("each_replica_holds_its_share_of_the_slots", full_only=True)
+@case("whole sums after ZeRO-2 took over", compare=False)
+@registry.same_as("each_replica_holds_its_share_of_the_slots")
 def sums_that_were_taken_over_are_freed(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -246,8 +244,8 @@ def sums_that_were_taken_over_are_freed(env: Env) -> dict:
     return {}
 
 
-@case("ZeRO-2 switched on in the scope", setups=("two_workers",))
-@registry.same_as("backup_restores_sharded_state", full_only=True)
+@case("ZeRO-2 switched on in the scope")
+@registry.same_as("backup_restores_sharded_state")
 def waiting_slices_survive_the_scope(env: Env) -> dict:
     x, y = common.regression_data(64)
     adam = optimizers.Adam(0.01)
@@ -262,7 +260,7 @@ def waiting_slices_survive_the_scope(env: Env) -> dict:
     return env.weights(model)
 
 
-@case("TensorBoard saves embeddings", setups=("two_workers",))
+@case("TensorBoard saves embeddings")
 @registry.same_as("sharded_files_go_on_in_plain_keras")
 def tensorboard_saves_embeddings_of_sharded_state(env: Env) -> dict:
     def build() -> keras.Model:
@@ -280,8 +278,7 @@ def tensorboard_saves_embeddings_of_sharded_state(env: Env) -> dict:
 
 @case(
     "a file on one disk only",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
     compare=False,
 )
 def file_that_one_worker_sees_is_loaded_by_none(env: Env) -> dict:

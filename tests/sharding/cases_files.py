@@ -16,7 +16,7 @@ from tests.keras_hooks import cases_interchange as interchange
 from tests.keras_hooks.cases_callbacks import Interrupt, Interrupted
 from tests.keras_hooks.cases_interchange import FIRST, REST
 from tests.sharding.cases_sharded import Sharded, fit, make
-from tests.step.cases_accumulation import MIRRORED, Switches, trained
+from tests.step.cases_accumulation import Switches, trained
 
 case = registry.case
 callbacks, optimizers = keras.callbacks, keras.optimizers
@@ -49,9 +49,8 @@ def _names(env: Env) -> list[str]:
 @case(
     "ModelCheckpoint at one path: the files open where tfdp cannot be imported",
     reference_last=True,
-    setups=("two_by_two",),
 )
-@registry.same_as("sharded_files_go_on_in_plain_keras", full_only=True)
+@registry.same_as("sharded_files_go_on_in_plain_keras")
 def sharded_files_open_in_a_process_without_tfdp(env: Env) -> dict:
     if env.is_reference:
         return interchange._in_a_process_without_tfdp(env.tmp)
@@ -71,7 +70,6 @@ def sharded_files_open_in_a_process_without_tfdp(env: Env) -> dict:
 @case(
     "`save` and `save_weights` by all workers, in stage 1",
     reference_last=True,
-    setups=registry.ALL,
 )
 def sharded_files_go_on_in_plain_keras(env: Env) -> dict:
     if env.is_reference:
@@ -83,7 +81,7 @@ def sharded_files_go_on_in_plain_keras(env: Env) -> dict:
     return interchange._saved_and_continued(env, model)
 
 
-@case("Only the first worker writes", compare=False, setups=("two_workers",))
+@case("Only the first worker writes", compare=False)
 def only_the_first_worker_writes_sharded_state(env: Env) -> dict:
     model = _trained(env, 2, adamw)
     folder = env.tmp / str(env.rank)
@@ -98,8 +96,7 @@ def only_the_first_worker_writes_sharded_state(env: Env) -> dict:
 @case(
     "A worker that is asked for all state alone says what to do",
     compare=False,
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
 )
 def worker_that_is_asked_alone_says_what_to_do(env: Env) -> dict:
     model = _trained(env, 1, adamw)
@@ -109,7 +106,7 @@ def worker_that_is_asked_alone_says_what_to_do(env: Env) -> dict:
 
 
 @case("Files of plain Keras go on sharded, and the other way round")
-@registry.same_as("sharded_files_go_on_in_plain_keras", full_only=True)
+@registry.same_as("sharded_files_go_on_in_plain_keras")
 def plain_files_go_on_sharded(env: Env) -> dict:
     x, y = common.regression_data()
     path, weights = str(env.tmp / "plain.keras"), str(env.tmp / "plain.weights.h5")
@@ -145,7 +142,7 @@ def plain_files_go_on_sharded(env: Env) -> dict:
 
 
 @case("A sharded file goes on unsharded on the same replicas")
-@registry.same_as("sharded_files_go_on_in_plain_keras", full_only=True)
+@registry.same_as("sharded_files_go_on_in_plain_keras")
 def sharded_file_goes_on_whole(env: Env) -> dict:
     x, y = common.regression_data()
     results = {}
@@ -175,7 +172,6 @@ def sharded_file_goes_on_whole(env: Env) -> dict:
 
 @case(
     "BackupAndRestore, interrupted with slices that wait",
-    setups=("mirrored", "two_by_two"),
 )
 def backup_restores_sharded_state(env: Env) -> dict:
     x, y = common.regression_data(48)
@@ -205,7 +201,6 @@ def backup_restores_sharded_state(env: Env) -> dict:
 
 @case(
     "A checkpoint while gradients wait that Keras itself accumulates on each worker",
-    setups=("two_by_two",),
 )
 @registry.same_as("stage_2_by_callback_with_accumulation_and_loss_scaling")
 def gradients_that_wait_on_each_worker_are_summed(env: Env) -> dict:
@@ -228,7 +223,7 @@ def _accumulating(env: Env) -> keras.Model:
     return model
 
 
-@case("An optimizer whose state cannot be told apart", setups=MIRRORED, compare=False)
+@case("An optimizer whose state cannot be told apart", compare=False)
 def optimizer_with_ambiguous_state_is_refused_before_it_trains(env: Env) -> dict:
     with env.scope():
         model = common.compiled(

@@ -40,7 +40,7 @@ def owned(model: keras.Model) -> list[list[keras.Variable]]:
     ]
 
 
-@case("state in host memory", setups=("mirrored", "two_by_two"))
+@case("state in host memory")
 def offloaded_state_is_updated_on_the_host(env: Env) -> dict:
     results = {}
     for name in ("AdamW", "Lamb"):
@@ -62,7 +62,6 @@ def offloaded_state_is_updated_on_the_host(env: Env) -> dict:
 
 @case(
     "memory of sharded state",
-    setups=("mirrored", "two_by_two"),
     compare=False,
 )
 def memory_report_is_what_the_variables_hold(env: Env) -> dict:

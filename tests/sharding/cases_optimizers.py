@@ -12,7 +12,7 @@ from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.keras_hooks import cases_interchange as interchange
 from tests.reduction import cases_selection as routes
-from tests.sharding.cases_sharded import SPREAD, STAGES, Sharded, make, train
+from tests.sharding.cases_sharded import STAGES, Sharded, make, train
 from tests.step.cases_accumulation import MIRRORED, Make
 
 case = registry.case
@@ -27,7 +27,7 @@ if hasattr(optimizers, "MultiOptimizer"):
         chosen = {"dense/.*": clipped}
         return optimizers.MultiOptimizer(optimizers.OptimizerMap(default, chosen))
 
-    @case("MultiOptimizer of slices and whole variables", setups=SPREAD)
+    @case("MultiOptimizer of slices and whole variables")
     def sharded_multi_optimizer(env: Env) -> dict:
         results = {}
         for stage, steps in (1, 1), (2, 3):
@@ -90,7 +90,6 @@ def _own_class(kind: type) -> None:
         function,
         f"A user's own optimizer class: {kind.__doc__}",
         same_as="own_optimizer_class_sees_whole_tensors",
-        full_only=kind is ListOfSlots,
     )
 
 
@@ -98,14 +97,14 @@ for _kind in ListOfSlots, DictOfSlots:
     _own_class(_kind)
 
 
-@case("A user's own class that looks at whole tensors", setups=MIRRORED)
-@registry.same_as("own_optimizer_class_sees_whole_tensors", full_only=True)
+@case("A user's own class that looks at whole tensors")
+@registry.same_as("own_optimizer_class_sees_whole_tensors")
 def own_class_without_slots_is_sharded(env: Env) -> dict:
     chosen = make(interchange.NormalizedDescent, 0.05)
     return train(env, Sharded(), chosen, common.mlp, *common.regression_data(64))
 
 
-@case("Weight decay with exclusions, constraints", setups=MIRRORED)
+@case("Weight decay with exclusions, constraints")
 def sharded_state_heeds_exclusions_and_constraints(env: Env) -> dict:
     def build() -> keras.Model:
         return common.mlp(
@@ -155,16 +154,13 @@ for _name, _function in {
         _name,
         _function,
         "EMA of sharded state: " + _name.replace("_", " "),
-        setups=SPREAD if "overwrite" in _name else MIRRORED,
         same_as="adamax_with_ema_in_float32_and_sharded_optimizer",
-        full_only=True,
     )
 
 
 @case(
     "SwapEMAWeights under sharding",
     setups=MIRRORED,
-    full_setups=(),
 )
 @registry.same_as("ema_overwrite_frequency")
 def averages_are_swapped_in_for_validation(env: Env) -> dict:
@@ -213,11 +209,9 @@ def _on_nodes(scope: str, stage: int, kind: type) -> None:
         f"{kind.__name__.lower()}_in_stage_{stage}_shared_by_{scope}",
         function,
         f'ZeRO-{stage} with `shard_scope="{scope}"` across nodes',
-        setups=("mirrored", "two_by_two") if stage == 1 else ("two_by_two",),
         same_as=""
         if stage == 1 and scope == "node"
         else "adamw_in_stage_1_shared_by_node",
-        full_only=scope == "all",
     )
 
 
@@ -228,10 +222,9 @@ for _scope in "node", "all":
 
 @case(
     '`shard_scope="node"` on uneven nodes',
-    setups=("three_devices",),
-    full_setups=(),  # nodes of two are even elsewhere
+    setups=("three_devices",),  # nodes of two are even elsewhere
 )
-@registry.same_as("adamw_in_stage_1_shared_by_node", full_only=True)
+@registry.same_as("adamw_in_stage_1_shared_by_node")
 def uneven_nodes_share_one_state(env: Env) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -250,7 +243,6 @@ def _compressed(dtype: str, **options: Any) -> None:
         f"sharded_with_{dtype}_on_the_wire",
         function,
         f"Slices that travel in {dtype}: close to those of float32",
-        setups=("mirrored", "two_by_two"),
         tol=0.02,
         same_as="sharded_with_bf16_on_the_wire" if dtype == "fp16" else "",
     )

@@ -68,7 +68,9 @@ def _distributed(inner: Any, **options: Any) -> Any:
 
 
 @case(
-    "A reduce-scatter and an all-gather for each bucket", full_setups=(), compare=False
+    "A reduce-scatter and an all-gather for each bucket",
+    setups=("mirrored", "two_workers"),
+    compare=False,
 )
 def sharded_step_has_two_collectives_for_each_bucket(env: Env) -> dict:
     key, local = env.strategy.extended.group.key, env.setup.devices_per_worker
@@ -142,7 +144,7 @@ def _bytes_sent(env: Env, optimizer: Any) -> float:
     return sum(factors[c.kind] * c.num_bytes for c in large)
 
 
-@case("As many bytes as an all-reduce", setups=registry.ALL, compare=False)
+@case("As many bytes as an all-reduce", compare=False)
 def sharded_step_sends_as_many_bytes_as_an_all_reduce(env: Env) -> dict:
     adam = make(optimizers.Adam)
     plain = _bytes_sent(env, _distributed(adam, sharding="none"))
@@ -154,10 +156,9 @@ def sharded_step_sends_as_many_bytes_as_an_all_reduce(env: Env) -> dict:
 @case(
     "Between nodes only slices travel",
     setups=("two_by_two",),
-    full_setups=(),
     compare=False,
 )
-@registry.same_as("adamw_in_stage_1_shared_by_node", full_only=True)
+@registry.same_as("adamw_in_stage_1_shared_by_node")
 def slices_that_nodes_share_travel_in_two_levels(env: Env) -> dict:
     """Inside a node a scatter and a gather; across, the sum of a slice."""
     found = {}
@@ -214,7 +215,7 @@ def held_by(state: Any) -> int:
     return _num_bytes({id(v): v for v in [*slots, *others]}.values())
 
 
-@case("Each replica holds one N-th of the slots", setups=registry.ALL, compare=False)
+@case("Each replica holds one N-th of the slots", compare=False)
 def each_replica_holds_its_share_of_the_slots(env: Env) -> dict:
     for kind in optimizers.Adam, optimizers.Lamb:
         with env.scope():
@@ -236,8 +237,7 @@ def each_replica_holds_its_share_of_the_slots(env: Env) -> dict:
 @case(
     "Slots that Keras had built are freed",
     compare=False,
-    setups=("mirrored",),
-    full_setups=("two_workers",),
+    setups=("mirrored", "two_workers"),
 )
 @registry.same_as("each_replica_holds_its_share_of_the_slots")
 def slots_that_keras_had_built_are_freed(env: Env) -> dict:

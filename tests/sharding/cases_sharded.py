@@ -16,7 +16,7 @@ from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.step import cases_accumulation as accumulation
 from tests.step import cases_loss_scale as loss_scaling
-from tests.step.cases_accumulation import MIRRORED, Make, Switches, adamw, sgd, trained
+from tests.step.cases_accumulation import Make, Switches, adamw, sgd, trained
 from tfdp.training.step.loss_scale import LossScaling
 
 case = registry.case
@@ -158,7 +158,6 @@ def _everything(stage: int, by_callback: bool) -> None:
         name.format(stage, way),
         function,
         f"ZeRO-{stage} by {way}, accumulation, loss scaling, clipping",
-        setups=registry.ALL if is_quick else MIRRORED,
         same_as="" if is_quick else name.format(stage, other),
     )
 
@@ -169,9 +168,7 @@ for _stage in STAGES:
 
 
 @case("Neither accumulation nor scaling: both stages")
-@registry.same_as(
-    "adagrad_with_clipvalue_in_float32_and_sharded_optimizer", full_only=True
-)
+@registry.same_as("adagrad_with_clipvalue_in_float32_and_sharded_optimizer")
 def sharded_state_alone_trains_like_one_device(env: Env) -> dict:
     results = {}
     for stage in STAGES:
@@ -182,7 +179,7 @@ def sharded_state_alone_trains_like_one_device(env: Env) -> dict:
     return results
 
 
-@case("An inf on the last replica only, in both stages", setups=SPREAD)
+@case("An inf on the last replica only, in both stages")
 def overflow_is_skipped_by_all_owners(env: Env) -> dict:
     """Slots and averages stay as they are, wherever they lie.
 
@@ -219,7 +216,7 @@ def overflow_is_skipped_by_all_owners(env: Env) -> dict:
     return results
 
 
-@case("LearningRateWarmup, whose momentum follows the rate", setups=MIRRORED)
+@case("LearningRateWarmup, whose momentum follows the rate")
 @registry.same_as("momentum_follows_the_rate_in_warmup")
 def warmup_scales_sharded_momentum(env: Env) -> dict:
     """The callback works on one device too, so that this is the same warmup."""
@@ -241,8 +238,8 @@ class UserMomentum(optimizers.SGD):
     """A subclass, of which nobody knows that it treats elements alike."""
 
 
-@case("Switched on between fits, while micro-batches wait", setups=SPREAD)
-@registry.same_as("backup_restores_sharded_state", full_only=True)
+@case("Switched on between fits, while micro-batches wait")
+@registry.same_as("backup_restores_sharded_state")
 def state_that_is_there_is_shared_out_within_a_window(env: Env) -> dict:
     # 11 batches: two updates, and 3 micro-batches wait when it is switched on.
     data = common.regression_data(88)
@@ -257,7 +254,7 @@ def state_that_is_there_is_shared_out_within_a_window(env: Env) -> dict:
     return results
 
 
-@case('`flush="epoch"`: leftovers, in both stages', setups=MIRRORED)
+@case('`flush="epoch"`: leftovers, in both stages')
 @registry.same_as("flush_applies_leftovers_with_their_true_number")
 def flush_of_sharded_sums_applies_leftovers(env: Env) -> dict:
     # 11 micro-batches of 8: updates from 32, 32 and 24 samples.
@@ -311,9 +308,7 @@ def _odd(name: str, kind: type, stage: int, steps: int) -> None:
         f"odd_variables_with_{name}",
         function,
         "Frozen, tied, without gradients, two dtypes, not divisible, " + name,
-        setups=("mirrored", "two_by_two"),
         same_as="odd_variables_with_lamb_in_stage_2" if stage == 1 else "",
-        full_only=stage == 1,
     )
 
 
@@ -342,7 +337,6 @@ def _half(policy: str) -> None:
         f"policy_{policy}_of_sharded_variables",
         function,
         f"mixed_{policy} and {policy}",
-        setups=MIRRORED,
         tol={"float16": 0.01, "bfloat16": 0.08}[policy],
         same_as="policy_float16_of_sharded_variables" if policy == "bfloat16" else "",
     )
@@ -364,7 +358,7 @@ for _name in "float16", "bfloat16":
 
 @case(
     "More replicas than variables, and than elements",
-    setups=MANY,
+    setups=("six_devices", "eight_devices", "mirrored", "two_workers", "two_by_two"),
 )
 @registry.same_as("sharded_step_has_two_collectives_for_each_bucket")
 def more_replicas_than_variables(env: Env) -> dict:
@@ -404,13 +398,13 @@ def _frozen_between_fits(env: Env, recompile: bool, stage: int) -> dict:
     return results
 
 
-@case("Layers frozen and unfrozen between fits, recompiled", setups=MIRRORED)
-@registry.same_as("layers_frozen_between_fits_without_recompiling", full_only=True)
+@case("Layers frozen and unfrozen between fits, recompiled")
+@registry.same_as("layers_frozen_between_fits_without_recompiling")
 def sharded_layers_frozen_between_fits_with_recompiling(env: Env) -> dict:
     return _frozen_between_fits(env, recompile=True, stage=1)
 
 
-@case("Layers frozen and unfrozen between fits, not recompiled", setups=MIRRORED)
+@case("Layers frozen and unfrozen between fits, not recompiled")
 @registry.same_as("layers_frozen_between_fits_without_recompiling")
 def sharded_layers_frozen_between_fits_without_recompiling(env: Env) -> dict:
     # 5 batches: one waits for the next fit, where less is trained.
@@ -431,7 +425,7 @@ def _tokens() -> keras.Model:
     )
 
 
-def _embedding(name: str, chosen: Make, setups: tuple, **options: Any) -> None:
+def _embedding(name: str, chosen: Make, **options: Any) -> None:
     def function(env: Env) -> dict:
         # Tokens occur several times in a batch, and on several replicas.
         data = common.token_data(56)
@@ -441,28 +435,25 @@ def _embedding(name: str, chosen: Make, setups: tuple, **options: Any) -> None:
         f"sparse_gradients_of_sharded_{name}",
         function,
         f"Embedding: sparse gradients with duplicates, {name}",
-        setups=setups,
         same_as="" if name == "adam" else "sparse_gradients_of_sharded_adam",
-        full_only=name in ("adam_clipnorm", "lamb_global_clipnorm", "adam_in_stage_2"),
     )
 
 
-_embedding("sgd", make(optimizers.SGD, 0.1), MIRRORED)
-_embedding("adam", make(optimizers.Adam), registry.ALL)
-_embedding("lamb", make(optimizers.Lamb), SPREAD)
-_embedding("adam_clipnorm", make(optimizers.Adam, clipnorm=0.02), SPREAD)
+_embedding("sgd", make(optimizers.SGD, 0.1))
+_embedding("adam", make(optimizers.Adam))
+_embedding("lamb", make(optimizers.Lamb))
+_embedding("adam_clipnorm", make(optimizers.Adam, clipnorm=0.02))
 _embedding(
     "lamb_global_clipnorm",
     make(optimizers.Lamb, global_clipnorm=0.05),
-    MIRRORED,
     scale=16.0,
     growth_steps=2,
 )
-_embedding("sgd_clipvalue", make(optimizers.SGD, 0.1, clipvalue=0.01), MIRRORED)
-_embedding("adam_in_stage_2", make(optimizers.Adam), MIRRORED, steps=2, stage=2)
+_embedding("sgd_clipvalue", make(optimizers.SGD, 0.1, clipvalue=0.01))
+_embedding("adam_in_stage_2", make(optimizers.Adam), steps=2, stage=2)
 
 
-@case("A partial last batch, and replicas without samples", setups=SPREAD)
+@case("A partial last batch, and replicas without samples")
 def partial_batches_of_sharded_state(env: Env) -> dict:
     # Batches of 8, 8, 8 and 1: all replicas but one have none of the last.
     data = common.regression_data(25)
@@ -477,8 +468,8 @@ def partial_batches_of_sharded_state(env: Env) -> dict:
     return results
 
 
-@case("`run_eagerly`, both stages and both layouts", setups=MIRRORED)
-@registry.same_as("run_eagerly_with_embedding", full_only=True)
+@case("`run_eagerly`, both stages and both layouts")
+@registry.same_as("run_eagerly_with_embedding")
 def sharded_state_run_eagerly(env: Env) -> dict:
     data = common.regression_data(32)
     results = {}
@@ -531,7 +522,7 @@ def _loop(env: Env, build_first: bool) -> dict:
     return {"weights": env.weights(model)}
 
 
-@case("A loop of one's own, `optimizer.build` beforehand", setups=MIRRORED)
+@case("A loop of one's own, `optimizer.build` beforehand")
 @registry.same_as("loop_of_ones_own_builds_sharded_state")
 def loop_of_ones_own_with_sharded_state(env: Env) -> dict:
     return _loop(env, build_first=True)

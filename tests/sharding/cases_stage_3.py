@@ -1,7 +1,6 @@
 """Cases of sharded state with sharded parameters in their place.
 
-What they claim holds in every stage. Each runs on the set-ups that it is about; those
-that differ most from each other in the standard tier too.
+What they claim holds in every stage.
 """
 
 from __future__ import annotations
@@ -19,25 +18,19 @@ from tests.sharding import (  # noqa: F401 what the table names
 )
 from tests.sharding.cases_sharded import in_stage_3
 
-# What the standard tier runs, and where.
-STANDARD = {
-    "stage_2_by_callback_with_accumulation_and_loss_scaling": "two_by_two",
-    "overflow_is_skipped_by_all_owners": "two_workers",
-    "odd_variables_with_lamb_in_stage_2": "mirrored",
-    "sharded_layers_frozen_between_fits_without_recompiling": "mirrored",
-    "sharded_layers_frozen_between_fits_with_recompiling": "mirrored",
-    "sparse_gradients_of_sharded_adam_clipnorm": "two_workers",
-    "partial_batches_of_sharded_state": "two_by_two",
-    "sharded_multi_optimizer": "two_workers",
-    "sharded_state_heeds_exclusions_and_constraints": "mirrored",
-    "averages_of_whole_variables_overwrite": "two_by_two",
-    "lamb_in_stage_2_shared_by_node": "two_by_two",
-    "different_optimizers_are_named": "two_workers",
-    "sharded_files_go_on_in_plain_keras": "two_workers",
-    "backup_restores_sharded_state": "mirrored",
-}
-# What only the full tier runs.
-FULL = (
+CHOSEN = (
+    "stage_2_by_callback_with_accumulation_and_loss_scaling",
+    "overflow_is_skipped_by_all_owners",
+    "odd_variables_with_lamb_in_stage_2",
+    "sharded_layers_frozen_between_fits_without_recompiling",
+    "sharded_layers_frozen_between_fits_with_recompiling",
+    "partial_batches_of_sharded_state",
+    "sharded_multi_optimizer",
+    "sharded_state_heeds_exclusions_and_constraints",
+    "lamb_in_stage_2_shared_by_node",
+    "different_optimizers_are_named",
+    "sharded_files_go_on_in_plain_keras",
+    "backup_restores_sharded_state",
     "stage_1_by_*_with_accumulation_and_loss_scaling",
     "stage_2_by_constructor_with_accumulation_and_loss_scaling",
     "sharded_state_alone_trains_like_one_device",
@@ -73,16 +66,12 @@ def _register(case: registry.Case) -> None:
         with in_stage_3():
             return case.function(env)
 
-    where = (STANDARD[case.name],) if case.name in STANDARD else ()
-    every = (*case.setups, *case.full_setups)
     options = {
         field.name: getattr(case, field.name)
         for field in dataclasses.fields(case)
         if field.name not in ("name", "function", "covers", "module", "quick_setup")
     }
-    options |= {"setups": where, "same_as": case.same_as or case.name}
-    options |= {"full_only": False}
-    options |= {"full_setups": tuple(name for name in every if name not in where)}
+    options["same_as"] = case.same_as or case.name
     function.__module__ = __name__
     registry.register(f"{case.name}_at_stage_3", function, case.covers, **options)
 
@@ -93,7 +82,7 @@ def _chosen() -> list[registry.Case]:
     return [
         case
         for name, case in cases.items()
-        if name in STANDARD or any(fnmatch.fnmatchcase(name, p) for p in FULL)
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in CHOSEN)
     ]
 
 

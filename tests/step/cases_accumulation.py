@@ -98,7 +98,7 @@ def adamw(**options: Any) -> optimizers.Optimizer:
     return optimizers.AdamW(0.01, **options)
 
 
-@case("Leftover micro-batches are carried over, as in Keras", setups=registry.ALL)
+@case("Leftover micro-batches are carried over, as in Keras")
 def accumulation_carries_leftovers_over_as_keras_does(env: Env) -> dict:
     # 11 batches an epoch: 5 updates in two epochs, and 2 batches wait.
     data = common.regression_data(88)
@@ -123,7 +123,6 @@ def _num_traces(model: keras.Model) -> int:
 
 @case(
     "`steps={epoch: steps}`: mean gradients of larger batches, one trace",
-    setups=MIRRORED,
 )
 def accumulation_steps_change_by_epoch_without_a_new_trace(env: Env) -> dict:
     x, y = common.regression_data(64)
@@ -225,8 +224,8 @@ def _with_unused() -> keras.Model:
     return keras.Model(inputs, layers.Dense(1)(Unused()(inputs)))
 
 
-@case("Variables without a gradient, and not trainable ones", setups=MIRRORED)
-@registry.same_as("layers_frozen_between_fits_without_recompiling", full_only=True)
+@case("Variables without a gradient, and not trainable ones")
+@registry.same_as("layers_frozen_between_fits_without_recompiling")
 def accumulation_leaves_variables_without_gradients_alone(env: Env) -> dict:
     data = common.regression_data(48)
     return train(env, Switches(2), sgd, _with_unused, *data)
@@ -256,19 +255,19 @@ def _frozen_between_fits(env: Env, recompile: bool) -> dict:
     return results
 
 
-@case("Layers frozen and unfrozen between fits, recompiled", setups=MIRRORED)
+@case("Layers frozen and unfrozen between fits, recompiled")
 @registry.same_as("layers_frozen_between_fits_without_recompiling")
 def layers_frozen_between_fits_with_recompiling(env: Env) -> dict:
     return _frozen_between_fits(env, recompile=True)
 
 
-@case("Layers frozen and unfrozen between fits, not recompiled", setups=MIRRORED)
+@case("Layers frozen and unfrozen between fits, not recompiled")
 def layers_frozen_between_fits_without_recompiling(env: Env) -> dict:
     return _frozen_between_fits(env, recompile=False)
 
 
 @case("Accumulation with `steps_per_execution=2`")
-@registry.same_as("three_steps_per_execution_and_a_partial_batch", full_only=True)
+@registry.same_as("three_steps_per_execution_and_a_partial_batch")
 def accumulation_with_steps_per_execution(env: Env) -> dict:
     # 9 batches: the boundary falls on either step of an execution.
     data = common.regression_data(72)
@@ -279,7 +278,7 @@ def accumulation_with_steps_per_execution(env: Env) -> dict:
 
 
 @case("Accumulation, clipping and loss scaling with `run_eagerly`")
-@registry.same_as("run_eagerly_with_embedding", full_only=True)
+@registry.same_as("run_eagerly_with_embedding")
 def accumulation_and_loss_scaling_run_eagerly(env: Env) -> dict:
     def make(**options):
         return sgd(global_clipnorm=0.1, **options)
@@ -312,8 +311,8 @@ def _penalized() -> keras.Model:
     return keras.Model(inputs, head(ScaledPenalty()(hidden(inputs))))
 
 
-@case("A partial batch and empty replicas within a window", setups=registry.ALL)
-@registry.same_as("partial_last_batch_of_unequal_shares", full_only=True)
+@case("A partial batch and empty replicas within a window")
+@registry.same_as("partial_last_batch_of_unequal_shares")
 def window_with_an_empty_replica_has_the_mean_of_its_batches(env: Env) -> dict:
     # Batches of 8, 8, 8 and 1: all replicas but one have none of the last, and the
     # mean that `ScaledPenalty` takes of nothing is NaN.
@@ -347,9 +346,7 @@ def _sparse_case(clip: str, limit: float) -> None:
         f"embedding_with_accumulation_and_loss_scaling_and_{clip}",
         function,
         f"Sparse gradients with accumulation, loss scaling and `{clip}`",
-        setups=MIRRORED,
         same_as="embedding_with_adam",
-        full_only=True,
     )
 
 
@@ -361,7 +358,7 @@ for _clip, _limit in {
     _sparse_case(_clip, _limit)
 
 
-@case("Accumulation of variables of several dtypes", setups=MIRRORED)
+@case("Accumulation of variables of several dtypes")
 @registry.same_as("float16_gradients_are_accumulated_in_float32")
 def accumulation_of_several_dtypes(env: Env) -> dict:
     def build():
@@ -376,7 +373,7 @@ def accumulation_of_several_dtypes(env: Env) -> dict:
     return train(env, Switches(3), adamw, build, *common.regression_data(72))
 
 
-@case("float16 gradients are added up in float32", setups=MIRRORED, compare=False)
+@case("float16 gradients are added up in float32", compare=False)
 def float16_gradients_are_accumulated_in_float32(env: Env) -> dict:
     """A half and three times 2**-12: in float16 the sum would stay a half."""
 
@@ -399,8 +396,8 @@ def float16_gradients_are_accumulated_in_float32(env: Env) -> dict:
 
 if hasattr(optimizers, "MultiOptimizer"):
 
-    @case("Accumulation of a MultiOptimizer", setups=MIRRORED)
-    @registry.same_as("sharded_multi_optimizer", full_only=True)
+    @case("Accumulation of a MultiOptimizer")
+    @registry.same_as("sharded_multi_optimizer")
     def accumulation_of_a_multi_optimizer(env: Env) -> dict:
         def make(**options):
             chosen = {"dense/.*": optimizers.Adam(0.01, **options)}
@@ -415,7 +412,7 @@ if hasattr(optimizers, "MultiOptimizer"):
         return results
 
 
-@case("Keras's `gradient_accumulation_steps` is taken over", setups=MIRRORED)
+@case("Keras's `gradient_accumulation_steps` is taken over")
 @registry.same_as("gradient_accumulation_steps")
 def accumulation_given_to_the_wrapped_optimizer(env: Env) -> dict:
     def build():

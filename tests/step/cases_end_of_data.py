@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 import tfdp
-from tests.harness import common, registry
+from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.registry import case, same_as
 
@@ -48,7 +48,7 @@ def nadam() -> keras.optimizers.Optimizer:
     return optimizers.Nadam(0.01, weight_decay=0.1)
 
 
-@case("Wrong numbers: the counter at the end of data", setups=registry.ALL)
+@case("Wrong numbers: the counter at the end of data")
 def the_end_of_data_counts_as_in_keras(env: Env) -> dict:
     def decaying():
         rate = optimizers.schedules.CosineDecay(0.05, 30)
@@ -65,7 +65,7 @@ def the_end_of_data_counts_as_in_keras(env: Env) -> dict:
 
 
 @case("Wrong numbers: the counter at the end of data, other optimizers")
-@same_as("the_end_of_data_counts_as_in_keras", full_only=True)
+@same_as("the_end_of_data_counts_as_in_keras")
 def the_end_of_data_of_other_optimizers(env: Env) -> dict:
     def averaged():
         return adamw(use_ema=True, ema_overwrite_frequency=4)
@@ -93,7 +93,7 @@ def the_end_of_data_is_found_in_any_loop(env: Env) -> dict:
 
 
 @case("Wrong numbers: the counter at the end of data, `DistributedOptimizer`")
-@same_as("the_end_of_data_counts_as_in_keras", full_only=True)
+@same_as("the_end_of_data_counts_as_in_keras")
 def the_end_of_data_of_sharded_state(env: Env) -> dict:
     def wrapped(optimizer, **options):
         return lambda: tfdp.DistributedOptimizer(optimizer(), **options)

@@ -14,7 +14,7 @@ import pytest
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.step.cases_accumulation import MIRRORED, Switches, sgd, train, trained
+from tests.step.cases_accumulation import Switches, sgd, train, trained
 
 case = registry.case
 optimizers = keras.optimizers
@@ -90,7 +90,7 @@ def _scale(model: keras.Model) -> float:
     return optimizer.loss_scale
 
 
-@case("The scale doubles after `growth_steps`, and is logged", setups=MIRRORED)
+@case("The scale doubles after `growth_steps`, and is logged")
 def loss_scale_grows_as_in_keras(env: Env) -> dict:
     switches = Switches(scale=16.0, growth_steps=3)
     with env.scope():
@@ -128,9 +128,7 @@ def ten_skips_at_the_smallest_scale_stop_every_worker(env: Env) -> dict:
     return {"text": str(caught.value)}
 
 
-@case(
-    "Only variables without finite gradients are named", setups=MIRRORED, compare=False
-)
+@case("Only variables without finite gradients are named", compare=False)
 def error_names_the_variables_without_finite_gradients(env: Env) -> dict:
     def infinite_for_the_head(y_true, y_pred):
         return y_pred[:, :1] * 1e30 * 1e30 + y_pred[:, 1:]
@@ -146,7 +144,7 @@ def error_names_the_variables_without_finite_gradients(env: Env) -> dict:
     return {}
 
 
-@case("`DistributedOptimizer(loss_scale=...)`: dynamic, a number", setups=MIRRORED)
+@case("`DistributedOptimizer(loss_scale=...)`: dynamic, a number")
 @registry.same_as("loss_scale_grows_as_in_keras")
 def loss_scale_of_the_constructor_changes_no_result(env: Env) -> dict:
     x, y = common.regression_data(32)
@@ -236,19 +234,18 @@ def _check_unwrapped(optimizer: Any, policy: str) -> None:
 @case(
     "Policy `mixed_float16`: the scaler of `compile` is taken over",
     tol=4e-3,
-    setups=MIRRORED,
 )
 def mixed_float16_policy_scales_as_compile_says(env: Env) -> dict:
     return _mixed(env, "mixed_float16")
 
 
-@case("Policy `mixed_bfloat16`", tol=3e-2, setups=MIRRORED)
+@case("Policy `mixed_bfloat16`", tol=3e-2)
 @registry.same_as("mixed_float16_policy_scales_as_compile_says")
 def mixed_bfloat16_policy_needs_no_scale(env: Env) -> dict:
     return _mixed(env, "mixed_bfloat16")
 
 
-@case("A LossScaleOptimizer that was used goes on with its scale", setups=MIRRORED)
+@case("A LossScaleOptimizer that was used goes on with its scale")
 def loss_scale_optimizer_is_taken_over_with_its_state(env: Env) -> dict:
     """A callback finds it around the optimizer after a fit without callbacks."""
     with env.scope():
@@ -267,7 +264,7 @@ def loss_scale_optimizer_is_taken_over_with_its_state(env: Env) -> dict:
     return {"weights": env.weights(model), "scale": _scale(model)}
 
 
-@case("An Embedding with loss scaling", setups=MIRRORED)
+@case("An Embedding with loss scaling")
 @registry.same_as("embedding_with_adam")
 def embedding_with_loss_scaling(env: Env) -> dict:
     from tests.optimizer.cases_optimizers import token_model

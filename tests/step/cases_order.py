@@ -108,7 +108,6 @@ def _unordered_of_fit(env: Env, switches: Switches, *more: object) -> list:
 @registry.case(
     "Each update comes after the reads of its step",
     setups=("mirrored",),
-    full_setups=(),
 )
 def no_update_passes_a_read_of_its_variable(env: Env) -> dict:
     if env.is_reference:

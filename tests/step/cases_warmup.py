@@ -14,7 +14,6 @@ import numpy as np
 import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
-from tests.step.cases_accumulation import MIRRORED
 
 case = registry.case
 optimizers = keras.optimizers
@@ -78,7 +77,6 @@ def _replicas(env: Env) -> int:
 
 @case(
     "Straight from the base rate to N times it",
-    setups=registry.ALL,
     compare=False,
 )
 def warmup_raises_the_rate_in_a_straight_line(env: Env) -> dict:
@@ -92,7 +90,7 @@ def warmup_raises_the_rate_in_a_straight_line(env: Env) -> dict:
     return {}
 
 
-@case("`epochs`, `scale_with_replicas=False`", setups=MIRRORED, compare=False)
+@case("`epochs`, `scale_with_replicas=False`", compare=False)
 @registry.same_as("warmup_raises_the_rate_in_a_straight_line")
 def warmup_to_the_base_rate_itself(env: Env) -> dict:
     warmup = Warmup(epochs=1.5, scale_with_replicas=False)
@@ -113,7 +111,7 @@ def other_callbacks_act_on_the_rate_after_warmup(env: Env) -> dict:
     return {}
 
 
-@case("A LearningRateSchedule stays multiplied", setups=MIRRORED, compare=False)
+@case("A LearningRateSchedule stays multiplied", compare=False)
 def warmup_multiplies_a_schedule(env: Env) -> dict:
     def optimizer():
         schedule = optimizers.schedules.ExponentialDecay(BASE, 3, 0.5, staircase=True)
@@ -125,7 +123,7 @@ def warmup_multiplies_a_schedule(env: Env) -> dict:
     return {}
 
 
-@case("Warmup counts updates, not micro-batches", setups=MIRRORED, compare=False)
+@case("Warmup counts updates, not micro-batches", compare=False)
 def warmup_counts_updates_when_accumulating(env: Env) -> dict:
     accumulation = tfdp.callbacks.GradientAccumulation(2)
     # 1 epoch of 6 batches has 3 updates.
@@ -135,7 +133,7 @@ def warmup_counts_updates_when_accumulating(env: Env) -> dict:
     return {}
 
 
-@case("Warmup within `steps_per_execution`", setups=MIRRORED, compare=False)
+@case("Warmup within `steps_per_execution`", compare=False)
 def warmup_changes_the_rate_within_an_execution(env: Env) -> dict:
     model = meter(env, steps_per_execution=3)
     moves = fit(model, Warmup(steps=7))
@@ -170,19 +168,19 @@ def warmup_goes_on_where_it_was_saved(env: Env) -> dict:
     return _resumed(env, 4, whole=False)
 
 
-@case("Training resumed after the warmup", setups=MIRRORED, compare=False)
-@registry.same_as("warmup_goes_on_where_it_was_saved", full_only=True)
+@case("Training resumed after the warmup", compare=False)
+@registry.same_as("warmup_goes_on_where_it_was_saved")
 def warmup_that_is_over_is_not_repeated_after_resuming(env: Env) -> dict:
     return _resumed(env, 8, whole=True)
 
 
-@case("Resumed with exactly the warmup done", setups=MIRRORED, compare=False)
+@case("Resumed with exactly the warmup done", compare=False)
 @registry.same_as("warmup_goes_on_where_it_was_saved")
 def warmup_resumed_at_its_last_update(env: Env) -> dict:
     return _resumed(env, 6, whole=False)
 
 
-@case("Warmup of a model that has trained before", setups=MIRRORED, compare=False)
+@case("Warmup of a model that has trained before", compare=False)
 def warmup_begins_where_it_is_switched_on(env: Env) -> dict:
     model = meter(env)
     check(fit(model, batches=4), np.full(4, BASE))
@@ -201,7 +199,7 @@ def _momentum(rates: np.ndarray, corrects: bool, nesterov: bool = False) -> np.n
     return np.array(moves)
 
 
-@case("Momentum is rescaled with the rate", setups=MIRRORED, compare=False)
+@case("Momentum is rescaled with the rate", compare=False)
 def momentum_follows_the_rate_in_warmup(env: Env) -> dict:
     rates = BASE * factors(7, 1.0, _replicas(env), BATCHES)
     for corrects, nesterov in (True, False), (True, True), (False, False):
@@ -216,7 +214,7 @@ def momentum_follows_the_rate_in_warmup(env: Env) -> dict:
 
 if hasattr(optimizers, "MultiOptimizer"):
 
-    @case("Warmup of a MultiOptimizer", setups=MIRRORED, compare=False)
+    @case("Warmup of a MultiOptimizer", compare=False)
     def warmup_of_each_part_of_a_multi_optimizer(env: Env) -> dict:
         with env.scope():
             inputs = keras.Input((1,))
@@ -299,12 +297,12 @@ def _linear() -> keras.Model:
     return common.compiled(model, optimizers.SGD(0.05))
 
 
-@case("The gradient noise scale of known gradients", setups=registry.ALL, compare=False)
+@case("The gradient noise scale of known gradients", compare=False)
 def gradient_noise_scale_is_that_of_the_replicas_gradients(env: Env) -> dict:
     return _noise_scale(env, 1)
 
 
-@case("The same with accumulation and loss scaling", setups=MIRRORED, compare=False)
+@case("The same with accumulation and loss scaling", compare=False)
 @registry.same_as("gradient_noise_scale_is_that_of_the_replicas_gradients")
 def gradient_noise_scale_with_accumulation_and_loss_scaling(env: Env) -> dict:
     return _noise_scale(env, 2, initial_scale=64.0)

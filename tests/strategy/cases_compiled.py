@@ -24,7 +24,6 @@ from tfdp.ground.base import xla
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
-# In the standard tier on two workers, where gradients leave the process.
 WORKERS = ("two_workers", "mirrored")
 IGNORED = "`jit_compile=True` is ignored"
 
@@ -68,7 +67,6 @@ def _without(env: Env, model: keras.Model, reason: str, *data: Any) -> dict:
 
 @case(
     "`jit_compile=True`: fit with metrics, evaluate, predict, train_on_batch",
-    setups=WORKERS,
     quick_setup="mirrored",
 )
 def xla_in_all_loops(env: Env) -> dict:
@@ -84,7 +82,7 @@ def xla_in_all_loops(env: Env) -> dict:
 
 
 @case("`jit_compile=True`: predict before the model is built, in the scope too")
-@registry.same_as("xla_in_all_loops", full_only=True)
+@registry.same_as("xla_in_all_loops")
 def xla_of_a_model_that_is_not_built(env: Env) -> dict:
     x, _ = common.regression_data(16)
 
@@ -125,7 +123,7 @@ def _cnn() -> keras.Model:
 
 
 @case("`jit_compile=True`: images of any size, of which a small one is too small")
-@registry.same_as("xla_in_all_loops", full_only=True)
+@registry.same_as("xla_in_all_loops")
 def xla_for_images_of_unknown_size(env: Env) -> dict:
     """What XLA lacks is looked for at sizes with which the model can do."""
 
@@ -150,9 +148,8 @@ def xla_for_images_of_unknown_size(env: Env) -> dict:
 
 @case(
     "`jit_compile=True`: a CNN with accumulation, loss scaling, sharded gradients",
-    setups=WORKERS,
 )
-@registry.same_as("xla_for_the_update", full_only=True)
+@registry.same_as("xla_for_the_update")
 def xla_with_accumulation_scaling_and_shards(env: Env) -> dict:
     # The last of 14 batches has one row: pooling and all else see an empty one too.
     num = 13 * common.BATCH_SIZE + 1
@@ -176,7 +173,6 @@ def xla_with_accumulation_scaling_and_shards(env: Env) -> dict:
 
 @case(
     "`jit_compile=True`: sharded optimizer, several steps in one execution",
-    setups=WORKERS,
 )
 @registry.same_as("xla_for_the_update")
 def xla_with_a_sharded_optimizer_and_steps_per_execution(env: Env) -> dict:
@@ -209,11 +205,10 @@ def _with_state() -> keras.Model:
 
 @case(
     "`jit_compile=True`: statistics, losses added, EMA, clipping, uneven workers",
-    setups=("two_workers",),
-    full_setups=("two_by_two",),
+    setups=("two_workers", "two_by_two"),
     compare=False,
 )
-@registry.same_as("xla_in_all_loops", full_only=True)
+@registry.same_as("xla_in_all_loops")
 def xla_with_state_and_uneven_workers(env: Env) -> dict:
     """Compared with the same workers without XLA."""
     # One has batches of 8, 8 and 8 rows, the other of 8, of one, and of none.
@@ -249,7 +244,7 @@ def _mixed(env: Env, policy: str, optimizer: keras.Optimizer) -> dict:
 
 
 @case("`jit_compile=True`: `mixed_float16` and its loss scaling", tol=4e-3)
-@registry.same_as("xla_in_all_loops", full_only=True)
+@registry.same_as("xla_in_all_loops")
 def xla_with_mixed_float16(env: Env) -> dict:
     # By the default scale the gradients of one device overflow, those of a part do not.
     scaled = optimizers.LossScaleOptimizer(optimizers.Adam(0.01), initial_scale=256.0)
@@ -259,7 +254,7 @@ def xla_with_mixed_float16(env: Env) -> dict:
 # XLA keeps in float32 what the kernels round to 8 bits, so that plain Keras differs by
 # as much with and without it.
 @case("`jit_compile=True`: `mixed_bfloat16`", tol=3e-2)
-@registry.same_as("xla_in_all_loops", full_only=True)
+@registry.same_as("xla_in_all_loops")
 def xla_with_mixed_bfloat16(env: Env) -> dict:
     return _mixed(env, "mixed_bfloat16", optimizers.Adam(0.01))
 
@@ -274,7 +269,7 @@ class MaskOfOnes(keras.Model):
 @case(
     "`jit_compile=True`: Dropout's masks differ by replica, its state is one device's"
 )
-@registry.same_as("xla_in_all_loops", full_only=True)
+@registry.same_as("xla_in_all_loops")
 def xla_with_dropout(env: Env) -> dict:
     def build() -> keras.Model:
         inputs = keras.Input((common.NUM_FEATURES,))
@@ -292,7 +287,7 @@ def xla_with_dropout(env: Env) -> dict:
 
 
 @case("`jit_compile=True`: gradients of an Embedding, a masked LSTM")
-@registry.same_as("xla_in_all_loops", full_only=True)
+@registry.same_as("xla_in_all_loops")
 def xla_with_rows_and_a_mask(env: Env) -> dict:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -369,7 +364,7 @@ class UsesUpdated(OwnStep):
 
 
 @case("`jit_compile=True`: a step that uses what its update has changed is left alone")
-@registry.same_as("xla_not_where_it_lacks_an_operation", full_only=True)
+@registry.same_as("xla_not_where_it_lacks_an_operation")
 def xla_not_where_a_step_uses_updated_weights(env: Env) -> dict:
     model = _compiled(env, lambda: _own_step(UsesUpdated))
     reason = "its `train_step` uses a variable after the update that changes it"
@@ -423,7 +418,7 @@ class _WordsOutsideTraining(_Words):
 
 
 @case("`jit_compile=True`: what XLA lacks in `predict` leaves training compiled")
-@registry.same_as("xla_not_where_it_lacks_an_operation", full_only=True)
+@registry.same_as("xla_not_where_it_lacks_an_operation")
 def xla_in_fit_where_predict_lacks_an_operation(env: Env) -> dict:
     def build() -> keras.Model:
         inputs = keras.Input((common.NUM_FEATURES,))
@@ -446,9 +441,8 @@ def xla_in_fit_where_predict_lacks_an_operation(env: Env) -> dict:
 
 @case(
     "`jit_compile=True`: synchronized BatchNormalization has collectives of its own",
-    setups=WORKERS,
 )
-@registry.same_as("xla_not_where_it_lacks_an_operation", full_only=True)
+@registry.same_as("xla_not_where_it_lacks_an_operation")
 def xla_not_with_collectives_in_the_model(env: Env) -> dict:
     def build() -> keras.Model:
         return keras.Sequential(

@@ -129,7 +129,6 @@ for action_name, chosen in actions().items():
             function,
             f"TensorFlow's contract: {action_name}",
             setups=("mirrored",),
-            full_setups=(),
             compare=False,
         )
 
@@ -148,6 +147,5 @@ register(
     methods_of_the_mixins_are_called_or_skipped,
     "TensorFlow's contract: every method is accounted for",
     setups=("mirrored",),
-    full_setups=(),
     compare=False,
 )

@@ -70,7 +70,7 @@ def test_a_single_worker_knows_its_task():
     assert found[6:] == [alone, *[NO_TASK] * 3]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_the_stock_strategies_say_the_same():
     (text,) = cluster_configs(1)
     kind = "MultiWorkerMirroredStrategy"

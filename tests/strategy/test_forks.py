@@ -151,7 +151,7 @@ def test_what_two_workers_fork_ends_and_the_workers_go_on():
     assert found[0]["weights"] == found[1]["weights"]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_what_a_process_of_two_devices_forks_ends():
     start = Start(fit_and_fork, None, {"num_local": 2})
     (answer,) = forks.run([start], DEADLINE_SECONDS)
@@ -159,7 +159,7 @@ def test_what_a_process_of_two_devices_forks_ends():
     check(answer.value)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_script_that_forks_as_users_do_comes_to_its_end():
     code = """
         import os, sys

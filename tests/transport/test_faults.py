@@ -123,13 +123,13 @@ def lose_one(worker: Worker, victim: int, what: str, num_turns: int) -> float:
     ("wire", "size", "victim"),
     [
         ("unix", 4, 2),
-        pytest.param("unix", 2, 0, marks=pytest.mark.standard),
+        pytest.param("unix", 2, 0, marks=pytest.mark.full),
         ("memory", 3, 1),
-        pytest.param("tcp", 3, 1, marks=pytest.mark.standard),
-        pytest.param("tcp", 2, 0, marks=pytest.mark.standard),
-        pytest.param("unix", 2, 1, marks=pytest.mark.standard),
-        pytest.param("unix", 3, 0, marks=pytest.mark.standard),
-        pytest.param("memory", 2, 0, marks=pytest.mark.standard),
+        pytest.param("tcp", 3, 1, marks=pytest.mark.full),
+        pytest.param("tcp", 2, 0, marks=pytest.mark.full),
+        pytest.param("unix", 2, 1, marks=pytest.mark.full),
+        pytest.param("unix", 3, 0, marks=pytest.mark.full),
+        pytest.param("memory", 2, 0, marks=pytest.mark.full),
     ],
 )
 def test_all_others_learn_within_a_second_who_was_killed(size, victim, phase, wire):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.commands import Finished
 from tests.harness.mpi import answers, needs_mpi, run_ranks
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 from tfdp.communication.transport import mpi_communicator
 from tfdp.communication.transport.communicator import TransportError
 
@@ -23,7 +23,7 @@ CASES = (
     *("sums", "lanes", "leaves_early", "closed_here", "closed_there", "other_tags"),
     *("other_sizes", "other_dtypes", "other_calls", "waits"),
 )
-RANKS = [2, standard(3), standard(4)]
+RANKS = [2, full(3), full(4)]
 
 
 def run(num_ranks: int, *cases: str) -> Finished:
@@ -113,14 +113,14 @@ def test_after_errors_that_were_caught_the_job_ends_well(num_ranks):
     assert job(num_ranks).code == 0, job(num_ranks).output
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_rank_that_ends_long_before_the_others_waits_for_them():
     finished = run(3, "slow_end")
     assert seen(finished, "slow_end", 3) == ["came to the end"] * 3
     assert finished.code == 0
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_rank_that_fails_ends_the_job():
     finished = run(3, "fails")
     assert finished.code != 0
@@ -128,7 +128,7 @@ def test_a_rank_that_fails_ends_the_job():
     assert not answers(finished)
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_rank_that_stands_still_is_not_waited_for_at_the_end():
     finished = run(2, "stopped")
     assert finished.code != 0
@@ -138,13 +138,13 @@ def test_a_rank_that_stands_still_is_not_waited_for_at_the_end():
     )
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_workers_may_have_another_order_than_ranks():
     finished = run(3, "renumbered")
     assert seen(finished, "renumbered", 3) == [[0, 1, 2]] * 3
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_workers_that_are_not_the_ranks_of_the_job_are_refused():
     finished = run(2, "members_only", "same_worker", "too_few")
     for rank, (name, text, _) in enumerate(seen(finished, "members_only", 2)):
@@ -188,7 +188,7 @@ def test_tasks_of_srun_are_no_mpi_job_until_mpi_is_asked_for(monkeypatch):
     assert not mpi_communicator.is_mpi_job()
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_an_mpi_that_allows_one_thread_at_a_time_is_called_under_a_lock():
     finished = run(3, "serialized", "sums", "closed_here", "closed_there", "one_order")
     for case in ("sums", "one_order"):

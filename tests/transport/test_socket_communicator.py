@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.harness.tiers import standard
+from tests.harness.tiers import full
 from tests.transport.workers import Worker, each_wire, run
 from tfdp.communication.transport import (
     Communicator,
@@ -73,7 +73,7 @@ def all_reduces(worker: Worker, dtypes, lengths) -> list[bytes]:
 
 
 @each_wire
-@pytest.mark.parametrize("size", [standard(1), 2, 3, standard(4), standard(5)])
+@pytest.mark.parametrize("size", [full(1), 2, 3, full(4), full(5)])
 def test_all_members_get_the_same_sums(size, wire):
     found = run(size, all_reduces, SUMMED, LENGTHS, wire=wire)
     assert all(member == found[0] for member in found)
@@ -116,7 +116,7 @@ def parts(worker: Worker, dtype) -> list[bytes]:
 
 
 @pytest.mark.parametrize("wire", ["unix", "memory"])
-@pytest.mark.parametrize("size", [2, 3, standard(4)])
+@pytest.mark.parametrize("size", [2, 3, full(4)])
 @pytest.mark.parametrize("dtype", ["float32", BFLOAT16], ids=["float32", "bfloat16"])
 def test_uneven_and_empty_parts_are_scattered_and_gathered(dtype, size, wire):
     found = run(size, parts, dtype, wire=wire)
@@ -144,7 +144,7 @@ def moves(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("wire", ["unix", "memory"])
-@pytest.mark.parametrize("size", [standard(1), 2, 3, standard(5)])
+@pytest.mark.parametrize("size", [full(1), 2, 3, full(5)])
 def test_arrays_are_moved_between_all_members(size, wire):
     run(size, moves, wire=wire)
 
@@ -189,7 +189,7 @@ def disagree(worker: Worker, size: int, how: str) -> str:
 @pytest.mark.parametrize("wire", ["unix", "memory"])
 @pytest.mark.parametrize("how", ["tag", "size", "dtype", "kind"])
 @pytest.mark.parametrize("length", [10, 12_000])
-@pytest.mark.parametrize("size", [standard(2), 3])
+@pytest.mark.parametrize("size", [full(2), 3])
 def test_members_that_disagree_all_raise(size, length, how, wire):
     for message in run(size, disagree, length, how, deadline_seconds=5.0, wire=wire):
         assert "all-reduce" in message
@@ -208,7 +208,7 @@ def be_ahead(worker: Worker, length: int, generation: int) -> int | None:
 
 @pytest.mark.parametrize("wire", ["unix", "memory"])
 @pytest.mark.parametrize("length", [10, 12_000])
-@pytest.mark.parametrize("generation", [0, standard(65_535)])
+@pytest.mark.parametrize("generation", [0, full(65_535)])
 def test_all_members_learn_that_one_has_seen_an_error_more(generation, length, wire):
     found = run(3, be_ahead, length, generation, deadline_seconds=5.0, wire=wire)
     assert found == [1, 0, 1]

@@ -16,7 +16,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import ALL, case, same_as
+from tests.harness.registry import case, same_as
 from tests.reduction.cases_plans import collectives, step_of
 from tfdp.features.tuning import callback, plan_cache, proposals, tuner
 from tfdp.ground import user_code
@@ -97,7 +97,6 @@ def data(num_steps: int = STEPS_PER_EPOCH) -> tuple:
 
 @case(
     "buckets that are tuned in fit",
-    setups=ALL,
     quick_setup="two_workers",
     tol=1e-9,
 )
@@ -155,7 +154,6 @@ def _num_buckets(env: Env, model: keras.Model) -> int:
 
 @case(
     "buckets that are tuned with accumulation",
-    setups=("two_by_two",),
     tol=1e-9,
 )
 @same_as("plans_that_change_in_fit_train_as_one_device_does")
@@ -169,7 +167,7 @@ def plans_change_between_micro_batches(env: Env) -> dict:
         return env.weights(model)
 
 
-@case("what keeps the default buckets", setups=("mirrored",), compare=False)
+@case("what keeps the default buckets", compare=False)
 @same_as("loops_of_a_users_own_have_the_default_buckets")
 def what_cannot_be_tuned_says_so_once(env: Env) -> dict:
     assert _told(env) == _stays(
@@ -192,7 +190,7 @@ def what_cannot_be_tuned_says_so_once(env: Env) -> dict:
     return {}
 
 
-@case("loops that are not tuned", setups=("mirrored",), compare=False)
+@case("loops that are not tuned", compare=False)
 def loops_of_a_users_own_have_the_default_buckets(env: Env) -> dict:
     with tuned(env) as clock, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -229,8 +227,8 @@ def _text(caught: warnings.WarningMessage) -> str:
     return str(caught.message)
 
 
-@case("a trial that is broken off", setups=("mirrored",), compare=False)
-@same_as("plans_that_change_in_fit_train_as_one_device_does", full_only=True)
+@case("a trial that is broken off", compare=False)
+@same_as("plans_that_change_in_fit_train_as_one_device_does")
 def trial_that_is_broken_off_leaves_the_default(env: Env) -> dict:
     class Stop(keras.callbacks.Callback):
         error: Exception | None = None
