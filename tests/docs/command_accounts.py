@@ -44,8 +44,8 @@ _NEEDS_OF_OURS = {
 EXECUTED_BY = {
     ".ci/run": (".ci/run", "step tools/test"),
     "tools/test": (".ci/run", "step tools/test\n"),
-    "tools/test --standard": (".ci/run", "step tools/test --standard"),
     "tools/test -n 0 tests/step": (".ci/run", "step tools/test\n"),
+    "tools/needed": (".ci/run", "tools/needed"),
     "tools/lint": (".ci/run", "step tools/lint"),
     "tools/lint --fix": (".ci/run", "step tools/lint"),
     "tools/docs": ("tools/lint", "&& tools/docs"),
@@ -102,7 +102,8 @@ class Account:
     Args:
         how: `"runs"`, `"elsewhere"`, `"needs"`, or `"shell"` for what is part of the
             commands after it.
-        text: The tier in which it runs, the file that executes it, or what it needs.
+        text: `"minutes"` for what takes so long, the file that executes it, or what it
+            needs.
     """
 
     how: str
@@ -124,7 +125,7 @@ def account_of(command: Command) -> Account:
     if needs:
         return Account("needs", needs[0])
     minutes = command.takes == "minutes" or _TAKES_MINUTES.search(text)
-    return Account("runs", "full" if minutes else "standard")
+    return Account("runs", "minutes" if minutes else "")
 
 
 @functools.cache

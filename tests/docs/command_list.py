@@ -24,9 +24,9 @@ _OPENING = """\
 
 The tests execute every command of a block on these pages, in `README.md`, in
 `CONTRIBUTING.md` and in the first lines of the examples, except the commands listed below.
-They run in the standard or the full tier, by `tests/docs/test_commands_run.py` or, with the
-files of the page, by `test_stories_run.py`. For the listed commands and for commands in the
-text, the tests check the options. `python -m tests.docs.command_list` writes this page.
+They run in the full tier, by `tests/docs/test_commands_run.py` or, with the files of the page,
+by `test_stories_run.py`. For the listed commands and for commands in the text, the tests check
+the options. `python -m tests.docs.command_list` writes this page.
 
 A comment in front of a block describes its commands:
 
@@ -34,7 +34,7 @@ A comment in front of a block describes its commands:
 | --- | --- |
 | `<!-- file: train.py -->` | the block is a file that the commands of the page use; a page with files runs from top to bottom in one folder |
 | `<!-- needs: a Slurm cluster -->` | the commands are listed here and not executed |
-| `<!-- takes: minutes -->` | the commands run in the full tier only |
+| `<!-- takes: minutes -->` | the commands have a longer deadline |
 | `<!-- exits: 1 -->` | the commands exit with this code instead of 0 |
 
 For a script that a page does not give, the tests use a small one that trains for a second.

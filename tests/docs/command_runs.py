@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,8 @@ from tests.harness.forks import run_script
 
 FIXTURES = Path(__file__).with_name("fixtures")
 # Under the load of other tests; the sum of a page's is limited by pytest-timeout.
-DEADLINE_SECONDS = {"standard": 150.0, "full": 2400.0}
+DEADLINE_SECONDS = 150.0
+DEADLINE_OF_MINUTES = 2400.0
 # What the commands take from a checkout.
 _OF_CHECKOUT = ("examples", "tools")
 
@@ -42,12 +42,12 @@ class Run:
 
     Args:
         name: Of the test: the command, or the page whose story it is.
-        tier: The tier that runs it.
+        takes_minutes: Whether a command has said so.
         items: Commands and files, in the order of the page.
     """
 
     name: str
-    tier: str
+    takes_minutes: bool
     items: tuple[Command | PageFile, ...]
 
 
@@ -59,8 +59,7 @@ def stories() -> list[Run]:
 def singles() -> list[Run]:
     """The commands that stand by themselves.
 
-    Each runs once, however many pages have it. Of those with the same options the
-    standard tier runs the smallest, if no story of that tier does.
+    Each runs once, however many pages have it.
     """
     told = {item for run in stories() for item in run.items}
     single: dict[tuple[str, ...], Run] = {}
@@ -69,37 +68,9 @@ def singles() -> list[Run]:
         if command in told or account.how != "runs":
             continue
         key = (*command.before, command.text)
-        run = Run(" && ".join(key), account.text, (command,))
+        run = Run(" && ".join(key), bool(account.text), (command,))
         single.setdefault((*key, str(command.exits)), run)
-    return list(spread(single.values(), stories()))
-
-
-def spread(found: Iterable[Run], told: Iterable[Run]) -> Iterator[Run]:
-    """Leave to the full tier what has the same options as a smaller run, or a story."""
-    in_stories = (run for run in told if run.tier == "standard")
-    chosen: dict[tuple[str, ...], Run] = {
-        _options(item.text): run
-        for run in in_stories
-        for item in run.items
-        if isinstance(item, Command)
-    }
-    for run in sorted(found, key=_size):
-        is_first = chosen.setdefault(_options(run.name), run) is run
-        yield run if is_first else dataclasses.replace(run, tier="full")
-
-
-def _size(run: Run) -> tuple[bool, int]:
-    """Minutes or seconds, and the number of workers."""
-    match = re.search(r" -n (\d+)", run.name)
-    return run.tier == "full", int(match[1]) if match else 0
-
-
-def _options(text: str) -> tuple[str, ...]:
-    """The program and its options, without their values, and files of ours."""
-    # What follows a script of the reader's is that script's own.
-    words = re.sub(r"(?<= )(?!examples/|tools/)(\S+\.py) .*", r"\1", text).split()
-    named = [word for word in words if word.startswith(("-", "examples/", "tools/"))]
-    return (*words[:2], *named) if words[0] == "tfdp" else (text,)
+    return list(single.values())
 
 
 def _story(page: str) -> Run | None:
@@ -110,31 +81,30 @@ def _story(page: str) -> Run | None:
         item
         for item in found
         if isinstance(item, PageFile)
-        or (item.kind == "block" and account_of(item) == _STANDARD)
+        or (item.kind == "block" and account_of(item) == _OF_SECONDS)
     ]
-    num_starts = sum(
-        isinstance(item, Command) and is_of_programs(item.text) for item in told
-    )
-    tier = "standard" if num_starts <= _MOST_OF_A_STORY else "full"
-    return Run(page, tier, tuple(told)) if num_starts else None
+    starts = any(isinstance(i, Command) and is_of_programs(i.text) for i in told)
+    return Run(page, False, tuple(told)) if starts else None
 
 
-# Each start of TensorFlow takes 5 to 20 seconds; a longer story is for the full tier.
-_MOST_OF_A_STORY = 4
-_STANDARD = account_of(Command("", 0, "tfdp doctor"))
+_OF_SECONDS = account_of(Command("", 0, "tfdp doctor"))
 
 
 def mark(run: Run) -> Any:
-    """The parameter of a test: its tier, and a time that is long enough."""
-    seconds = len(run.items) * DEADLINE_SECONDS[run.tier]
-    marks = [getattr(pytest.mark, run.tier), pytest.mark.timeout(seconds + 60)]
+    """The parameter of a test: a time that is long enough."""
+    seconds = len(run.items) * _deadline_of(run) + 60
+    marks = [pytest.mark.full, pytest.mark.timeout(seconds)]
     return pytest.param(run, id=run.name, marks=marks)
+
+
+def _deadline_of(run: Run) -> float:
+    return DEADLINE_OF_MINUTES if run.takes_minutes else DEADLINE_SECONDS
 
 
 def save_models(folder: Path) -> Path:
     """Save a Keras model and a checkpoint of tfdp in a folder."""
     code = (FIXTURES / "save_model.py").read_text("utf-8")
-    done = run_script(code, folder, deadline_seconds=DEADLINE_SECONDS["standard"])
+    done = run_script(code, folder, deadline_seconds=DEADLINE_SECONDS)
     assert done.code == 0, done.errors
     return folder
 
@@ -158,7 +128,7 @@ def execute(run: Run, folder: Path, models: Path) -> None:
             _write(item, folder)
         else:
             _provide(item.text, folder, models)
-            _execute(item, folder, models, DEADLINE_SECONDS[run.tier])
+            _execute(item, folder, models, _deadline_of(run))
 
 
 def _write(file: PageFile, folder: Path) -> None:

@@ -19,7 +19,7 @@ from tests.docs.command_accounts import (
     usage_of_tools,
 )
 from tests.docs.command_options import problem_of
-from tests.docs.command_runs import Run, execute, singles, spread, stories
+from tests.docs.command_runs import Run, execute, singles, stories
 from tests.docs.page_commands import (
     Command,
     PageError,
@@ -118,9 +118,9 @@ def test_comments_before_a_block_hold_for_its_commands():
     assert {c.needs for line, c in found.items() if 30 <= line <= 36} == {"two hosts"}
     assert (found[42].takes, found[42].exits, found[42].needs) == ("minutes", 3, "")
     assert found[15].before == ("export A=1",)
-    assert account_of(found[42]) == Account("runs", "full")
+    assert account_of(found[42]) == Account("runs", "minutes")
     assert account_of(found[14]) == Account("shell")
-    assert account_of(found[10]) == Account("runs", "standard")
+    assert account_of(found[10]) == Account("runs")
 
 
 @pytest.mark.parametrize(
@@ -248,16 +248,6 @@ def test_the_list_of_commands_that_are_not_executed_is_that_of_the_pages():
     assert not stale, f"{LIST} is stale; run python -m tests.docs.command_list\n{lines}"
 
 
-def test_of_runs_with_the_same_options_the_smallest_is_in_the_standard_tier():
-    texts = ["tfdp run -n 4 a.py", "tfdp run -n 2 b.py", "tfdp run -n 4 -D 2 a.py -x"]
-    found = [Run(text, "standard", ()) for text in texts]
-    told = Run("a page", "standard", (the_command("tfdp run -n 4 -D 1 train.py"),))
-    tiers = {run.name: run.tier for run in spread(found, [])}
-    assert tiers == dict(zip(texts, ["full", "standard", "standard"], strict=True))
-    tiers = {run.name: run.tier for run in spread(found, [told])}
-    assert tiers == dict(zip(texts, ["full", "standard", "full"], strict=True))
-
-
 def test_a_page_with_files_is_told_in_one_folder(monkeypatch):
     from tests.docs import command_runs
 
@@ -267,21 +257,10 @@ def test_a_page_with_files_is_told_in_one_folder(monkeypatch):
     assert story
     assert [item.line for item in story.items] == [7, 10, 15, 22, 25]
     assert isinstance(story.items[0], PageFile)
-    assert story.tier == "standard"
-
-
-def test_a_long_story_is_for_the_full_tier(monkeypatch):
-    from tests.docs import command_runs
-
-    told = tuple(items_of("docs/page.md", PAGE + "\n    tfdp doctor\n" * 5))
-    monkeypatch.setattr(command_runs, "items", lambda page: told)
-    story = command_runs._story("docs/page.md")
-    assert story
-    assert story.tier == "full"
 
 
 def executed(tmp_path, *items: Command | PageFile) -> None:
-    execute(Run("docs/page.md", "standard", items), tmp_path, tmp_path)
+    execute(Run("docs/page.md", False, items), tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["false", "false | cat", "cd gone", "grep b train.py"])

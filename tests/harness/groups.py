@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import pathlib
 
 import pytest
@@ -29,20 +30,47 @@ def group_of(nodeid: str) -> str:
 
 
 def order(items: list[pytest.Item]) -> None:
-    """Sorts: first the longest groups, and in each last what must run alone."""
-    groups = {item.nodeid: group_of(item.nodeid) for item in items}
-    slow = {
-        groups[item.nodeid]
-        for item in items
-        if item.get_closest_marker("slow") or item.get_closest_marker("processes")
+    """Sorts: first what shares clusters, then slow groups with quick ones among them.
+
+    So the slowest groups begin early, and the share of tests that have ended grows
+    evenly. In each group what must run alone is last.
+    """
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        groups.setdefault(group_of(item.nodeid), []).append(item)
+    clusters = groups.pop(CLUSTERS, [])
+    slow = {name: count for name in groups if (count := _num_slow(groups[name]))}
+    quick = {name: len(groups[name]) for name in groups if name not in slow}
+    slowest_first = dict(sorted(slow.items(), key=lambda group: -group[1]))
+    places = _shares(slowest_first) | _shares(quick)
+    names = sorted(groups, key=places.__getitem__)
+    items[:] = [*_alone_last(clusters)]
+    for name in names:
+        items.extend(_alone_last(groups[name]))
+
+
+def _num_slow(group: list[pytest.Item]) -> int:
+    return sum(
+        any(item.get_closest_marker(name) for name in ("slow", "processes"))
+        for item in group
+    )
+
+
+def _shares(sizes: dict[str, int]) -> dict[str, float]:
+    """The share of the sum of all sizes that comes before the middle of each group."""
+    ends = itertools.accumulate(sizes.values())
+    total = sum(sizes.values())
+    return {
+        name: (end - size / 2) / total
+        for (name, size), end in zip(sizes.items(), ends, strict=True)
     }
 
-    def key(item: pytest.Item) -> tuple[bool, bool, bool]:
-        group = groups[item.nodeid]
-        is_alone = not getattr(params_of(item).get("case"), "side_by_side", True)
-        return group != CLUSTERS, group not in slow, is_alone
 
-    items.sort(key=key)
+def _alone_last(group: list[pytest.Item]) -> list[pytest.Item]:
+    return sorted(
+        group,
+        key=lambda item: not getattr(params_of(item).get("case"), "side_by_side", True),
+    )
 
 
 def make_scheduler(config: pytest.Config, log: object) -> object:
