@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 # oneDNN keeps for later what the model has freed, and it would count.
-os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
 
 import char_transformer as characters  # beside this script
 import keras
