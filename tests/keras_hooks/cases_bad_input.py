@@ -17,7 +17,8 @@ from tests.harness.env import Env
 from tests.harness.registry import case
 
 layers = keras.layers
-BOTH = ("two_workers",)
+# The set-up on which `test_bad_input.py` runs them in the quick tier.
+TWO: dict[str, typing.Any] = {"compare": False, "quick_setup": "two_workers"}
 
 
 def _raised(action: typing.Callable) -> dict:
@@ -51,7 +52,7 @@ def _warned(actions: dict[str, typing.Callable]) -> dict:
 
 @case(
     "Mistakes that train on less, or apart: a warning at the user's line",
-    compare=False,
+    **TWO,
 )
 def silent_mistakes(env: Env) -> dict:
     with env.scope():
@@ -82,7 +83,7 @@ def silent_mistakes(env: Env) -> dict:
     )
 
 
-@case("Bad input: a model built outside the scope, fit inside it", compare=False)
+@case("Bad input: a model built outside the scope, fit inside it", **TWO)
 def model_built_outside_the_scope(env: Env) -> dict:
     model = common.mlp()
 
@@ -94,7 +95,7 @@ def model_built_outside_the_scope(env: Env) -> dict:
     return _raised(action)
 
 
-@case("Bad input: `batch_size` smaller than the number of replicas", compare=False)
+@case("Bad input: `batch_size` smaller than the number of replicas", **TWO)
 def batch_size_smaller_than_the_replicas(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp())
@@ -102,7 +103,7 @@ def batch_size_smaller_than_the_replicas(env: Env) -> dict:
     return _raised(lambda: common.fit(model, *data, batch_size=1))
 
 
-@case("Bad input: a static batch dimension smaller than N replicas", compare=False)
+@case("Bad input: a static batch dimension smaller than N replicas", **TWO)
 def static_batch_smaller_than_the_replicas(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp())
@@ -113,7 +114,7 @@ def static_batch_smaller_than_the_replicas(env: Env) -> dict:
 
 @case(
     "`Dataset.shuffle` with another seed on each worker: shards overlap",
-    compare=False,
+    **TWO,
 )
 def shuffled_dataset_of_other_seeds(env: Env) -> dict:
     keras.utils.set_random_seed(100 + env.rank)
@@ -137,7 +138,7 @@ def _stack(*chosen: layers.Layer) -> keras.Model:
     return keras.Sequential([keras.Input((common.NUM_FEATURES,)), *chosen])
 
 
-@case("Bad input: models of other shapes on two workers", compare=False)
+@case("Bad input: models of other shapes on two workers", **TWO)
 def other_shapes_on_two_workers(env: Env) -> dict:
     def build(rank):
         return _stack(
@@ -149,7 +150,7 @@ def other_shapes_on_two_workers(env: Env) -> dict:
     return _different(env, build)
 
 
-@case("Bad input: models of another order on two workers", compare=False)
+@case("Bad input: models of another order on two workers", **TWO)
 def another_order_on_two_workers(env: Env) -> dict:
     def build(rank):
         names = ["left", "right"] if rank == 0 else ["right", "left"]
@@ -161,7 +162,7 @@ def another_order_on_two_workers(env: Env) -> dict:
     return _different(env, build)
 
 
-@case("Bad input: models of another dtype on two workers", compare=False)
+@case("Bad input: models of another dtype on two workers", **TWO)
 def another_dtype_on_two_workers(env: Env) -> dict:
     def build(rank):
         dtype = "float64" if rank else "float32"
@@ -172,7 +173,7 @@ def another_dtype_on_two_workers(env: Env) -> dict:
     return _different(env, build)
 
 
-@case("Bad input: layers called in another order", compare=False)
+@case("Bad input: layers called in another order", **TWO)
 def another_order_of_calls_on_two_workers(env: Env) -> dict:
     class Calls(keras.Model):
         def __init__(self, rank):
@@ -193,7 +194,7 @@ def another_order_of_calls_on_two_workers(env: Env) -> dict:
     return _different(env, Calls)
 
 
-@case("Bad input: a model with a layer more on one worker", compare=False)
+@case("Bad input: a model with a layer more on one worker", **TWO)
 def another_layer_on_one_worker(env: Env) -> dict:
     def build(rank):
         extra = [layers.Dense(4, name="extra")] if rank else []
@@ -261,7 +262,7 @@ BAD_STRUCTURES: dict[str, typing.Callable] = {
 
 @case(
     "Bad input: structures whose parts do not fit together",
-    compare=False,
+    **TWO,
 )
 def structures_that_do_not_fit(env: Env) -> dict:
     found = {}
@@ -449,7 +450,7 @@ DIFFERENT_PROCESSES: dict[str, tuple[str, typing.Callable, list, typing.Any]] = 
 
 @case(
     "Bad input: workers that call or compile a model differently",
-    compare=False,
+    **TWO,
 )
 def different_calls(env: Env) -> dict:
     found = {}
@@ -511,7 +512,7 @@ def _topics(env: Env, action: typing.Callable) -> list[str]:
     return topics
 
 
-@case("Messages between workers before a loop and in it", compare=False)
+@case("Messages between workers before a loop and in it", **TWO)
 def messages_of_loops(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp())

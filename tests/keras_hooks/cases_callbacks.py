@@ -31,6 +31,7 @@ def _fit(env: Env, *chosen, **options) -> dict:
 
 
 @case("ReduceLROnPlateau, EarlyStopping")
+@same_as("other_callbacks_act_on_the_rate_after_warmup")
 def plateau_and_early_stopping(env: Env) -> dict:
     plateau = callbacks.ReduceLROnPlateau("loss", 0.5, patience=1, min_delta=0.05)
     stopping = callbacks.EarlyStopping(
@@ -42,7 +43,7 @@ def plateau_and_early_stopping(env: Env) -> dict:
 
 
 @case("LearningRateScheduler")
-@same_as("plateau_and_early_stopping")
+@same_as("other_callbacks_act_on_the_rate_after_warmup")
 def learning_rate_scheduler(env: Env) -> dict:
     return _fit(env, callbacks.LearningRateScheduler(lambda epoch: 0.1 / (epoch + 1)))
 
@@ -85,19 +86,26 @@ def tensorboard_with_histograms(env: Env) -> dict:
 @case("One path on all workers: ModelCheckpoint and `.weights.h5`")
 def checkpoints_at_one_path(env: Env) -> dict:
     whole, weights = env.tmp / "best.keras", env.tmp / "{epoch}.weights.h5"
-    results = _fit(
+    x, y = common.regression_data(32)
+    results = common.train(
         env,
-        callbacks.ModelCheckpoint(str(whole), "val_loss", save_best_only=True),
-        callbacks.ModelCheckpoint(str(weights), save_weights_only=True),
+        lambda: common.compiled(common.mlp()),
+        x,
+        y,
+        epochs=2,
+        callbacks=[
+            callbacks.ModelCheckpoint(str(whole), "loss", save_best_only=True),
+            callbacks.ModelCheckpoint(str(weights), save_weights_only=True),
+        ],
     )
-    x, _ = common.regression_data()
+    env.wait_for_all("trained")
     plain = keras.models.load_model(str(whole))
     first = common.mlp()
     first.load_weights(str(env.tmp / "1.weights.h5"))
     return results | {
         "files": sorted(p.name for p in env.tmp.iterdir() if p.name[0] != "."),
-        "best": plain.predict(x, verbose=0),
-        "first": first.predict(x, verbose=0),
+        "best": plain(x).numpy(),
+        "first": first(x).numpy(),
     }
 
 
@@ -159,6 +167,7 @@ def backup_and_restore_at_one_path(env: Env) -> dict:
 
 
 @case("TerminateOnNaN")
+@same_as("stop_training_on_one_worker")
 def terminate_on_nan(env: Env) -> dict:
     x, y = common.regression_data(32)
     # In the share of the last replica only.
@@ -185,9 +194,14 @@ class StopOnOneWorker(callbacks.Callback):
             self.model.stop_training = True
 
 
-@case("`stop_training` on one worker only, at the end of an epoch: ends on all")
+@case(
+    "`stop_training` on one worker only, at the end of an epoch: ends on all",
+    quick_setup="two_workers",
+)
 def stop_training_on_one_worker(env: Env) -> dict:
-    return _fit(env, StopOnOneWorker(env, epoch=1), epochs=4)
+    x, y = common.regression_data(32)
+    stop = StopOnOneWorker(env, epoch=1)
+    return common.train(env, _model, x, y, callbacks=[stop], epochs=4)
 
 
 @case(

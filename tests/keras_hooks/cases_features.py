@@ -9,7 +9,7 @@ import tensorflow as tf
 import tfdp
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tfdp.ground import _compat
 from tfdp.ground.base.feature import Feature, register, unregister
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
@@ -45,11 +45,14 @@ class LogNorm(keras.callbacks.Callback):
 
 @case("a feature of ten lines in the step")
 def a_feature_in_the_step_sees_the_gradient_of_the_global_batch(env: Env) -> dict:
+    return {"norm": _norm_of_first_update(env)}
+
+
+@case("a feature in the step of sharded gradients")
+@same_as("a_feature_in_the_step_sees_the_gradient_of_the_global_batch")
+def a_feature_sees_gradients_that_are_accumulated_and_sharded(env: Env) -> dict:
     return {
-        "whole": _norm_of_first_update(env),
-        "sharded": _norm_of_first_update(
-            env, accumulation_steps=2, sharding="gradients"
-        ),
+        "norm": _norm_of_first_update(env, accumulation_steps=2, sharding="gradients")
     }
 
 

@@ -188,8 +188,18 @@ class OwnComputeLoss(keras.Model):
 
 @case("`compute_loss` overridden, with penalties of weights")
 def compute_loss_overridden(env: Env) -> dict:
+    return _own_compute_loss(env)
+
+
+@case("`evaluate` with `compute_loss` overridden")
+@registry.same_as("compute_loss_overridden")
+def evaluation_with_compute_loss_overridden(env: Env) -> dict:
+    return _own_compute_loss(env, evaluates=True)
+
+
+def _own_compute_loss(env: Env, **options: Any) -> dict:
     build = _compiled(OwnComputeLoss, kernel_regularizer="l2", bias_regularizer="l1")
-    return _train(env, build, *_regression(), evaluates=True)
+    return _train(env, build, *_regression(), **options)
 
 
 class FirstExample(keras.Model):
@@ -277,6 +287,7 @@ class LowLevel(keras.Model):
 
 
 @case("A step with a loss object and metrics of its own")
+@registry.same_as("train_step_that_lets_keras_compute_the_loss")
 def low_level_step(env: Env) -> dict:
     return _train(env, _compiled(LowLevel), *_regression(), evaluates=True)
 
@@ -362,11 +373,13 @@ def _scaled_by_hand(env: Env, kind: type, num_rows: int = EVEN) -> dict:
 
 
 @case("A loss divided by the number of replicas")
+@registry.same_as("gan_with_two_optimizers")
 def loss_divided_by_the_replicas(env: Env) -> dict:
     return _scaled_by_hand(env, ByReplicas)
 
 
 @case("`tf.nn.compute_average_loss`")
+@registry.same_as("average_loss_of_the_global_batch")
 def average_loss(env: Env) -> dict:
     return _scaled_by_hand(env, AverageLoss)
 
@@ -377,7 +390,7 @@ def average_loss_of_the_global_batch(env: Env) -> dict:
 
 
 @case("`tf.nn.scale_regularization_loss`")
-@registry.same_as("loss_divided_by_the_replicas")
+@registry.same_as("average_loss_of_the_global_batch")
 def scaled_regularization_loss(env: Env) -> dict:
     return _scaled_by_hand(env, ScaledRegularization)
 
@@ -845,9 +858,10 @@ class FunctionsOfSums(OwnLoss):
 
 @case("A root of a mean, a quotient of sums, a cross-correlation")
 def loss_that_is_a_function_of_sums(env: Env) -> dict:
-    def build():
-        model = _functional(FunctionsOfSums)
-        model.compile(optimizer=_sgd())
-        return model
+    return _train(env, _compiled(FunctionsOfSums), *_regression())
 
-    return _train(env, build, *_regression(), evaluates=True)
+
+@case("The same in a `test_step`")
+@registry.same_as("loss_that_is_a_function_of_sums")
+def evaluation_of_a_function_of_sums(env: Env) -> dict:
+    return _train(env, _compiled(FunctionsOfSums), *_regression(), evaluates=True)

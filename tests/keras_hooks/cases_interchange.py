@@ -141,7 +141,7 @@ def files_open_in_a_process_without_tfdp(env: Env) -> dict:
     "Files that the first of several workers wrote alone",
     reference_last=True,
 )
-@registry.same_as("saving_on_the_chief_alone")
+@registry.same_as("saving_alone_inside_the_scope")
 def files_of_the_chief_alone_hold_what_all_have_accumulated(env: Env) -> dict:
     if env.is_reference:
         return continue_plainly(env.tmp)
@@ -311,40 +311,50 @@ class SignOfMean(optimizers.SGD):
 
 @case("A user's own optimizer class sees whole tensors")
 def own_optimizer_class_sees_whole_tensors(env: Env) -> dict:
-    data = common.regression_data(64)
-    results = {}
-    for kind in NormalizedDescent, SignOfMean:
-        keras.utils.set_random_seed(3)
-        with env.scope():
-            optimizer = kind(0.05, global_clipnorm=0.2)
-            if not env.is_reference:
-                optimizer = tfdp.DistributedOptimizer(optimizer)
-            model = common.compiled(common.mlp(), optimizer)
-        common.fit(model, *data)
-        values = {str(i): w.numpy() for i, w in enumerate(model.weights)}
-        results[kind.__name__] = values
-    return results
+    return _trained_with(env, NormalizedDescent)
+
+
+@case("A user's subclass of an optimizer of Keras sees whole tensors")
+@registry.same_as("own_optimizer_class_sees_whole_tensors")
+def subclass_of_an_optimizer_sees_whole_tensors(env: Env) -> dict:
+    return _trained_with(env, SignOfMean)
+
+
+def _trained_with(env: Env, kind: type) -> dict:
+    keras.utils.set_random_seed(3)
+    with env.scope():
+        optimizer = kind(0.05, global_clipnorm=0.2)
+        if not env.is_reference:
+            optimizer = tfdp.DistributedOptimizer(optimizer)
+        model = common.compiled(common.mlp(), optimizer)
+    common.fit(model, *common.regression_data(64))
+    return {str(i): w.numpy() for i, w in enumerate(model.weights)}
+
+
+@case("TensorFlow's own files of sharded state", setups=("mirrored",), compare=False)
+def tensorflow_exports_and_checkpoints_what_it_sees(env: Env) -> dict:
+    checkpoint = _exported(env, "optimizer")
+    # It would be written without the slots, and nobody would be told.
+    with pytest.raises(ValueError, match="does not see sharded optimizer state"):
+        checkpoint.save(env.tmp / "checkpoint")
+    return {}
 
 
 @case("TensorFlow's own files", setups=("mirrored",), compare=False)
-def tensorflow_exports_and_checkpoints_what_it_sees(env: Env) -> dict:
-    x, y = common.regression_data(8)
-    for sharding in ("none", "optimizer"):
-        with env.scope():
-            optimizer = tfdp.DistributedOptimizer(optimizers.Adam(), sharding=sharding)
-            model = common.compiled(common.mlp(), optimizer)
-        common.fit(model, x, y, epochs=1)
-        folder = env.tmp / sharding
-        model.export(folder / "exported", verbose=False)
-        loaded = tf.saved_model.load(folder / "exported")
-        np.testing.assert_allclose(
-            loaded.serve(x), model.predict(x, verbose=0), rtol=1e-5
-        )
-        checkpoint = tf.train.Checkpoint(model=model)
-        if sharding == "none":
-            checkpoint.save(folder / "checkpoint")
-            continue
-        # It would be written without the slots, and nobody would be told.
-        with pytest.raises(ValueError, match="does not see sharded optimizer state"):
-            checkpoint.save(folder / "checkpoint")
+@registry.same_as("checkpoint_of_tensorflow_at_one_path")
+def tensorflow_exports_and_checkpoints_a_distributed_optimizer(env: Env) -> dict:
+    _exported(env, "none").save(env.tmp / "checkpoint")
     return {}
+
+
+def _exported(env: Env, sharding: str) -> tf.train.Checkpoint:
+    """Trains and exports a model; returns a checkpoint that was not written yet."""
+    x, y = common.regression_data(8)
+    with env.scope():
+        optimizer = tfdp.DistributedOptimizer(optimizers.Adam(), sharding=sharding)
+        model = common.compiled(common.mlp(), optimizer)
+    common.fit(model, x, y, epochs=1)
+    model.export(env.tmp / "exported", verbose=False)
+    loaded = tf.saved_model.load(env.tmp / "exported")
+    np.testing.assert_allclose(loaded.serve(x), model.predict(x, verbose=0), rtol=1e-5)
+    return tf.train.Checkpoint(model=model)

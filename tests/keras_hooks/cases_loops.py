@@ -25,12 +25,27 @@ def train_and_test_on_batch(env: Env) -> dict:
         model.train_on_batch(x[i : i + BATCH], y[i : i + BATCH])
         for i in range(0, 4 * BATCH, BATCH)
     ]
-    weight = np.linspace(0, 2, BATCH).astype("float32")
     return {
         "trained": trained,
         "tested": model.test_on_batch(x[:BATCH], y[:BATCH]),
-        "weighted": model.train_on_batch(x[:BATCH], y[:BATCH], sample_weight=weight),
         "dict": model.test_on_batch(x[:BATCH], y[:BATCH], return_dict=True),
+        "weights": env.weights(model),
+    }
+
+
+@case("`train_on_batch` with `sample_weight`, after batches without")
+@same_as("train_and_test_on_batch")
+def train_on_batches_with_and_without_weights(env: Env) -> dict:
+    model = common.build_in_scope(
+        env, lambda: common.compiled(common.mlp(), metrics=["mae"])
+    )
+    x, y = common.regression_data(BATCH)
+    weight = np.linspace(0, 2, BATCH).astype("float32")
+    return {
+        "trained": model.train_on_batch(x, y),
+        "tested": model.test_on_batch(x, y),
+        "weighted": model.train_on_batch(x, y, sample_weight=weight),
+        "again": model.train_on_batch(x, y),
         "weights": env.weights(model),
     }
 
@@ -91,24 +106,25 @@ def _embedding_model() -> keras.Model:
 
 
 @case("A custom loop whose optimizer was built beforehand")
+@same_as("loop_that_divides_by_the_global_batch_size")
 def loop_with_an_optimizer_built_beforehand(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=False)
 
 
 @case("Crash: a custom loop whose optimizer builds lazily inside `strategy.run`")
-@same_as("loop_with_an_optimizer_built_beforehand")
+@same_as("loop_without_tracing_builds_the_optimizer")
 def loop_with_an_optimizer_built_lazily(env: Env) -> dict:
     return _loop(env, build_first=False, in_function=False)
 
 
 @case("Crash: a custom loop over a distributed dataset inside tf.function")
-@same_as("loop_with_an_optimizer_built_beforehand")
+@same_as("loop_that_divides_by_the_global_batch_size")
 def loop_inside_a_function(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=True)
 
 
 @case("A custom loop with an Embedding")
-@same_as("low_level_step")
+@same_as("loop_that_divides_by_the_global_batch_size")
 def loop_with_an_embedding(env: Env) -> dict:
     return _loop(env, build_first=True, in_function=False, tokens=True)
 
@@ -167,7 +183,7 @@ INITIALIZERS = {
 
 
 @case("Wrong weights: a model that the first step builds")
-@same_as("loop_with_an_optimizer_built_beforehand")
+@same_as("loop_without_tracing_builds_the_optimizer")
 def loop_whose_first_step_builds_the_model(env: Env) -> dict:
     def adam():
         return keras.optimizers.Adam(0.01)
@@ -182,7 +198,7 @@ def loop_whose_first_step_builds_the_model(env: Env) -> dict:
 
 
 @case("Wrong weights: optimizers that the first step builds")
-@same_as("loop_with_an_optimizer_built_beforehand")
+@same_as("loop_without_tracing_builds_the_optimizer")
 def loop_whose_first_step_builds_the_optimizer(env: Env) -> dict:
     def accumulating():
         return keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
@@ -271,15 +287,23 @@ def optimizer_that_a_nested_function_would_build_is_named(env: Env) -> dict:
 
 @case("Crash: compile outside the scope (mixing strategies)")
 def compile_outside_the_scope(env: Env) -> dict:
+    return _compiled_outside(env)[1]
+
+
+@case("The same, and `evaluate` afterwards")
+@same_as("compile_outside_the_scope")
+def evaluate_what_was_compiled_outside_the_scope(env: Env) -> dict:
+    model, results = _compiled_outside(env)
+    data = common.regression_data()
+    return results | {"evaluate": model.evaluate(*data, batch_size=8, verbose=0)}
+
+
+def _compiled_outside(env: Env) -> tuple[keras.Model, dict]:
     with env.scope():
         model = common.mlp()
     common.compiled(model, keras.optimizers.Adam(0.01), metrics=["mae"])
-    data = common.regression_data()
-    return {
-        "history": common.fit(model, *data),
-        "weights": env.weights(model),
-        "evaluate": model.evaluate(*data, batch_size=8, verbose=0),
-    }
+    history = common.fit(model, *common.regression_data())
+    return model, {"history": history, "weights": env.weights(model)}
 
 
 class CustomStep(keras.Model):
@@ -329,6 +353,7 @@ class OwnLossStep(CustomStep):
 
 
 @case("Wrong numbers: a custom `train_step`, written the right way")
+@same_as("train_step_that_lets_keras_compute_the_loss")
 def custom_train_step(env: Env) -> dict:
     def build():
         return common.compiled(CustomStep(), metrics=["mae"])
@@ -337,7 +362,7 @@ def custom_train_step(env: Env) -> dict:
 
 
 @case("Wrong numbers: a `train_step` with its own loss, written the right way")
-@same_as("custom_train_step")
+@same_as("gan_with_two_optimizers")
 def custom_train_step_with_its_own_loss(env: Env) -> dict:
     def build():
         return common.compiled(OwnLossStep(), loss=None)

@@ -12,8 +12,18 @@ from tests.harness.registry import case, same_as
 metrics = keras.metrics
 
 
-@case("Regression metrics")
+@case("Regression metrics whose results are no means of rows")
 def regression_metrics(env: Env) -> dict:
+    def build():
+        chosen = [metrics.RootMeanSquaredError(), metrics.R2Score()]
+        return common.compiled(common.mlp(), metrics=chosen)
+
+    return common.train(env, build, *common.regression_data())
+
+
+@case("Regression metrics, all and in validation too")
+@same_as("regression_metrics")
+def regression_metrics_of_validation(env: Env) -> dict:
     def build():
         return common.compiled(
             common.mlp(),
@@ -32,33 +42,38 @@ def regression_metrics(env: Env) -> dict:
     return common.train(env, build, *data, validation_data=data)
 
 
-def _binary(env: Env, **options) -> dict:
+def _all_binary() -> list[metrics.Metric]:
+    return [
+        metrics.AUC(num_thresholds=20),
+        metrics.Precision(),
+        metrics.Recall(),
+        metrics.BinaryAccuracy(),
+        metrics.F1Score(threshold=0.5),
+        metrics.PrecisionAtRecall(0.5, num_thresholds=20),
+    ]
+
+
+def _binary(env: Env, make_metrics=_all_binary, **options) -> dict:
     x = common.features()
     y = (x[:, :2] > 0.2).astype("float32")
 
     def build():
         model = common.mlp(outputs=2)
         model.add(keras.layers.Activation("sigmoid"))
-        chosen = [
-            metrics.AUC(num_thresholds=20),
-            metrics.Precision(),
-            metrics.Recall(),
-            metrics.BinaryAccuracy(),
-            metrics.F1Score(threshold=0.5),
-            metrics.PrecisionAtRecall(0.5, num_thresholds=20),
-        ]
+        chosen = make_metrics()
         return common.compiled(model, loss="binary_crossentropy", metrics=chosen)
 
     return common.train(env, build, x, y, **options)
 
 
 @case("Classification metrics, AUC, Precision, F1Score (a vector)")
-@same_as("regression_metrics")
+@same_as("logs_of_every_batch")
 def binary_metrics(env: Env) -> dict:
     return _binary(env, validation_split=0.25)
 
 
 @case("Classification metrics on labels")
+@same_as("logs_of_every_batch")
 def label_metrics(env: Env) -> dict:
     def build():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -87,8 +102,20 @@ class Recorder(keras.callbacks.Callback):
 
 @case("Wrong numbers: per-batch logs; vector logs collapse")
 def logs_of_every_batch(env: Env) -> dict:
+    return _logs_of_binary(
+        env, lambda: [metrics.Precision(), metrics.F1Score(threshold=0.5)]
+    )
+
+
+@case("The same of all classification metrics")
+@same_as("logs_of_every_batch")
+def logs_of_every_batch_of_all_metrics(env: Env) -> dict:
+    return _logs_of_binary(env, _all_binary)
+
+
+def _logs_of_binary(env: Env, make_metrics) -> dict:
     recorder = Recorder()
-    results = _binary(env, callbacks=[recorder], epochs=2)
+    results = _binary(env, make_metrics, callbacks=[recorder], epochs=2)
     return {"logs": recorder.logs, **results}
 
 
@@ -109,14 +136,22 @@ class LargestError(metrics.Metric):
 
 @case("Wrong numbers: a metric whose state merges by max")
 def metric_that_merges_by_max(env: Env) -> dict:
+    return _largest_errors(env)
+
+
+@case("The same in validation")
+@same_as("metric_that_merges_by_max")
+def metric_that_merges_by_max_in_validation(env: Env) -> dict:
+    return _largest_errors(env, validation_data=common.regression_data())
+
+
+def _largest_errors(env: Env, **options) -> dict:
     def build():
         return common.compiled(common.mlp(), metrics=[LargestError()])
 
     recorder = Recorder()
     data = common.regression_data()
-    results = common.train(
-        env, build, *data, callbacks=[recorder], validation_data=data
-    )
+    results = common.train(env, build, *data, callbacks=[recorder], **options)
     return {"logs": recorder.logs, **results}
 
 

@@ -28,12 +28,22 @@ def _with_normalization(synchronized: bool) -> keras.Model:
 
 @case("Synchronized BatchNormalization")
 def synchronized_batch_normalization(env: Env) -> dict:
+    return _synchronized(env)
+
+
+@case("Synchronized BatchNormalization in validation")
+@same_as("synchronized_batch_normalization")
+def validation_with_synchronized_batch_normalization(env: Env) -> dict:
+    return _synchronized(env, validation_data=common.regression_data())
+
+
+def _synchronized(env: Env, **options) -> dict:
     def build():
         return common.compiled(_with_normalization(True))
 
     x, y = common.regression_data()
     model = common.build_in_scope(env, build)
-    history = common.fit(model, x, y, validation_data=(x, y))
+    history = common.fit(model, x, y, **options)
     return {
         "history": history,
         "weights": env.weights(model),

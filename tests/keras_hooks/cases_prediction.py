@@ -33,7 +33,10 @@ def predict_returns_101_rows_in_order(env: Env) -> dict:
     return found
 
 
-@case("Wrong numbers: `predict_on_batch` returns the rows of one replica")
+@case(
+    "Wrong numbers: `predict_on_batch` returns the rows of one replica",
+    quick_setup="two_workers",
+)
 def predict_on_batch_returns_all_rows(env: Env) -> dict:
     with env.scope():
         model = _identity()

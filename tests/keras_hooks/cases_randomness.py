@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 
 def _masks(env: Env) -> np.ndarray:
@@ -31,6 +31,7 @@ def _masks(env: Env) -> np.ndarray:
 @case(
     "Wrong numbers: Dropout, the same mask on both replicas",
     compare=False,
+    quick_setup="two_by_two",
 )
 def dropout_masks_differ_between_replicas_and_steps(env: Env) -> dict:
     masks = _masks(env)
@@ -41,6 +42,7 @@ def dropout_masks_differ_between_replicas_and_steps(env: Env) -> dict:
 
 
 @case("Dropout: reproducible from the seed through `fit`", compare=False)
+@same_as("dropout_masks_differ_between_replicas_and_steps")
 def fit_with_dropout_is_reproducible(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -66,6 +68,7 @@ def fit_with_dropout_is_reproducible(env: Env) -> dict:
 @case(
     "initial values of several messages",
     compare=False,
+    quick_setup="two_workers",
 )
 def all_workers_start_from_the_first_ones_values(env: Env) -> dict:
     rank = env.strategy.extended.first_rank

@@ -61,6 +61,7 @@ def _continued(env: Env, model: keras.Model, callables: dict) -> dict:
 @case(
     "`tf.train.Checkpoint` and SavedModels of all workers at one path",
 )
+@same_as("checkpoint_of_tensorflow_at_one_path")
 def checkpoints_of_tensorflow_at_one_path(env: Env) -> dict:
     """Workers that save at the same time do not touch each other's files."""
     x, y = common.regression_data(32)
@@ -87,7 +88,33 @@ def checkpoints_of_tensorflow_at_one_path(env: Env) -> dict:
     }
 
 
-@case("A file name that Keras refuses: the error has the name that was given")
+@case("`tf.train.Checkpoint` of all workers at one path", quick_setup="two_workers")
+def checkpoint_of_tensorflow_at_one_path(env: Env) -> dict:
+    x, y = common.regression_data(32)
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
+    manager = tf.train.CheckpointManager(checkpoint, str(env.tmp / "managed"), 1)
+    common.fit(model, x, y)
+    for index in range(2):
+        env.wait_for_all(f"before {index}")
+        manager.save()
+        checkpoint.write(str(env.tmp / "written"))
+    env.wait_for_all("saved")
+    common.fit(model, x, y)
+    env.wait_for_all("trained on")
+    checkpoint.restore(manager.latest_checkpoint).assert_existing_objects_matched()
+    return {
+        "weights": env.weights(model),
+        "iterations": model.optimizer.iterations.numpy(),
+        "files": len(list((env.tmp / "managed").glob("*"))),
+        "left": len(list(env.tmp.glob("*/.*"))) + len(list(env.tmp.glob(".*.written"))),
+    }
+
+
+@case(
+    "A file name that Keras refuses: the error has the name that was given",
+    quick_setup="two_workers",
+)
 def refused_file_name(env: Env) -> dict:
     given = str(env.tmp / "model")
     model = common.build_in_scope(env, _build)
@@ -99,6 +126,7 @@ def refused_file_name(env: Env) -> dict:
 
 
 @case("Saving on the chief alone does not hang", reference_last=True)
+@same_as("saving_alone_inside_the_scope")
 def saving_on_the_chief_alone(env: Env) -> dict:
     whole = str(env.tmp / "m.keras")
     x, y = common.regression_data(32)
