@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 
 ops = keras.ops
 # The last batch leaves replicas with unequal shares, or none.
@@ -89,11 +89,12 @@ class LargestRow(OfKeras):
 
 
 @case("Limits: losses that compare rows")
+@same_as("loss_that_is_a_function_of_sums")
 def losses_of_all_rows(env: Env) -> dict:
     return {kind.__name__: _train(env, kind) for kind in (BetweenRows, LargestRow)}
 
 
-@case("Limits: an eager step of own")
+@case("Limits: an eager step of own", quick_setup="two_workers")
 def eager_steps_of_own(env: Env) -> dict:
     def build():
         model = LargestRow()
@@ -129,7 +130,11 @@ def loop_that_divides_by_the_global_batch_size(env: Env) -> dict:
     return env.weights(model)
 
 
-@case("Limits: an all-reduce in a loop of one replica", compare=False)
+@case(
+    "Limits: an all-reduce in a loop of one replica",
+    compare=False,
+    quick_setup="two_by_two",
+)
 def loop_inside_a_replica_is_refused_or_right(env: Env) -> dict:
     def replica_step():
         context = tf.distribute.get_replica_context()
