@@ -73,7 +73,11 @@ def _wrong_uses(env: Env) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "warmup of unknown length", begin
 
 
-@registry.case("Bad input of the optimizer and its callbacks", compare=False)
+@registry.case(
+    "Bad input of the optimizer and its callbacks",
+    compare=False,
+    quick_setup="two_workers",
+)
 def wrong_uses_of_the_optimizer(env: Env) -> dict:
     return {"local": {name: _raised(action) for name, action in _wrong_uses(env)}}
 

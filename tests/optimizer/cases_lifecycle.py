@@ -44,6 +44,25 @@ def difference(one: list, other: list) -> float:
 
 @case("What was evaluated before parameters were sharded is evaluated anew")
 def evaluation_sees_parameters_that_were_sharded_later(env: Env) -> dict:
+    x, y = common.regression_data(NUM_ROWS)
+    model = built(env, optimizers.Adam(0.05))
+    before = model.predict(x, verbose=0)
+    model.evaluate(x, y, verbose=0)
+    sharded = tfdp.callbacks.ShardedOptimizer(stage=3)
+    history = fit(model, sharded, validation_data=(x, y))
+    after = model.predict(x, verbose=0)
+    assert np.abs(after - before).max() > 0.01
+    plain = common.mlp()
+    plain.set_weights(model.get_weights())
+    wanted = plain(x).numpy()
+    np.testing.assert_allclose(after, wanted, atol=1e-5)
+    np.testing.assert_allclose(history["val_loss"], np.mean((wanted - y) ** 2), 1e-4)
+    return {}
+
+
+@case("Evaluation of sharded parameters is that of whole ones in each epoch")
+@registry.same_as("evaluation_sees_parameters_that_were_sharded_later")
+def evaluation_of_sharded_parameters_follows_each_epoch(env: Env) -> dict:
     data = common.regression_data(NUM_ROWS)
     found = []
     for callbacks in [], [tfdp.callbacks.ShardedOptimizer(stage=3)]:
@@ -66,31 +85,51 @@ def warmup_goes_on_in_the_next_fit(env: Env) -> dict:
     for epoch in range(3):
         fit(model, warmup, initial_epoch=epoch, epochs=epoch + 1)
         rates.append(float(model.optimizer.learning_rate.numpy()))
+    wanted = 0.01 * env.num_replicas
+    np.testing.assert_allclose(rates, [0.01, 0.01, wanted], rtol=1e-6)
     fit(model, tfdp.callbacks.LearningRateWarmup(steps=2))
-    rates.append(float(model.optimizer.learning_rate.numpy()))
-    # So it does after a resume, which tells the callback that it was over.
+    rate = float(model.optimizer.learning_rate.numpy())
+    np.testing.assert_allclose(rate, wanted, rtol=1e-6)
+    return {}
+
+
+@case("A warmup that was over before a resume is not made again")
+@registry.same_as("warmup_goes_on_in_the_next_fit")
+def warmup_is_over_after_a_resume(env: Env) -> dict:
+    model = built(env, optimizers.SGD(0.01))
+    warmup = tfdp.callbacks.LearningRateWarmup(steps=2)
+    fit(model, warmup)
+    rates = [float(model.optimizer.learning_rate.numpy())]
     resumed = built(env, optimizers.SGD(rates[-1]))
     again = tfdp.callbacks.LearningRateWarmup(steps=2)
     again.set_model(resumed)
     again.set_state(warmup.get_state())
     fit(resumed, tfdp.callbacks.LearningRateWarmup(steps=2))
     rates.append(float(resumed.optimizer.learning_rate.numpy()))
-    wanted = 0.01 * env.num_replicas
-    np.testing.assert_allclose(rates, [0.01, 0.01, *[wanted] * 3], rtol=1e-6)
+    np.testing.assert_allclose(rates, [0.01 * env.num_replicas] * 2, rtol=1e-6)
     return {}
 
 
 @case("LARS leaves out of its adaptation what it was told to, sharded too")
 def lars_excludes_the_same_variables_where_it_is_sharded(env: Env) -> dict:
+    return _excluding(env, "parameters")
+
+
+@case("LARS leaves out the same where its state alone is sharded")
+@registry.same_as("lars_excludes_the_same_variables_where_it_is_sharded")
+def lars_excludes_the_same_variables_where_its_state_is_sharded(env: Env) -> dict:
+    return _excluding(env, "optimizer")
+
+
+def _excluding(env: Env, sharded: str) -> dict:
     found = []
-    for sharding in "none", "optimizer", "parameters":
+    for sharding in "none", sharded:
         lars = tfdp.optimizers.LARS(0.5, momentum=0.9, weight_decay=1e-4)
         lars.exclude_from_layer_adaptation(var_names=["/kernel"])
         model = built(env, tfdp.DistributedOptimizer(lars, sharding=sharding))
         fit(model)
         found.append(model.get_weights())
-    assert difference(found[0], found[1]) < 1e-5
-    assert difference(found[0], found[2]) < 1e-5
+    assert difference(*found) < 1e-5
     return {}
 
 
@@ -113,22 +152,34 @@ def averages_leave_frozen_layers_alone(env: Env) -> dict:
 
 @case("An optimizer that a callback has wrapped is compiled again")
 def the_users_own_optimizer_is_compiled_again(env: Env) -> dict:
-    for callback, accumulates in (
-        (tfdp.callbacks.LearningRateWarmup(steps=2), True),
-        (tfdp.callbacks.ShardedOptimizer(), False),
-    ):
-        steps = {"gradient_accumulation_steps": BATCHES} if accumulates else {}
-        own = optimizers.Adam(0.01, **steps)
-        model = built(env, own)
-        fit(model, callback)
-        model.layers[0].trainable = False
-        with env.scope():
-            model.compile(own, "mse")
-        before = int(model.optimizer.iterations.numpy())
-        fit(model)
-        made = int(model.optimizer.iterations.numpy()) - before
-        assert made == (1 if accumulates else BATCHES)
+    assert (
+        _updates_after_compiling_again(
+            env,
+            optimizers.Adam(0.01, gradient_accumulation_steps=BATCHES),
+            tfdp.callbacks.LearningRateWarmup(steps=2),
+        )
+        == 1
+    )
     return {}
+
+
+@case("An optimizer whose state a callback has sharded is compiled again")
+@registry.same_as("the_users_own_optimizer_is_compiled_again")
+def the_users_own_sharded_optimizer_is_compiled_again(env: Env) -> dict:
+    own, sharded = optimizers.Adam(0.01), tfdp.callbacks.ShardedOptimizer()
+    assert _updates_after_compiling_again(env, own, sharded) == BATCHES
+    return {}
+
+
+def _updates_after_compiling_again(env: Env, own: Any, callback: Any) -> int:
+    model = built(env, own)
+    fit(model, callback)
+    model.layers[0].trainable = False
+    with env.scope():
+        model.compile(own, "mse")
+    before = int(model.optimizer.iterations.numpy())
+    fit(model)
+    return int(model.optimizer.iterations.numpy()) - before
 
 
 @case("Values of an optimizer's variables are set, or refused")
@@ -202,7 +253,26 @@ class StopAfterTwo(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@case("A model's other optimizers are in its checkpoints")
+def other_optimizers_are_saved_and_restored(env: Env) -> dict:
+    model, folder = two(env), str(env.tmp / "checkpoint")
+    fit(model)
+    tfdp.checkpoint.save(model, folder)
+    again = two(env)
+    tfdp.checkpoint.restore(again, folder)
+    for own, other in (again, model), (again.other, model.other):
+        for value, wanted in zip(own.variables, other.variables, strict=True):
+            np.testing.assert_array_equal(value.numpy(), wanted.numpy())
+    accumulating = two(env, functools.partial(optimizers.Adam, **ACCUMULATES))
+    with pytest.raises(ValueError, match=r"gradients of `model\.optimizer` only"):
+        tfdp.checkpoint.save(accumulating, folder)
+    with pytest.raises(ValueError, match="state of another optimizer of the model was"):
+        tfdp.checkpoint.restore(two(env, is_built=False), folder)
+    return {}
+
+
 @case("A model's other optimizers are saved, too")
+@registry.same_as("other_optimizers_are_saved_and_restored")
 def other_optimizers_are_backed_up_and_restored(env: Env) -> dict:
     model = two(env)
     fit(model, epochs=4)

@@ -94,33 +94,51 @@ _register(
     "EMA without overwrite",
     same_as="ema_overwrite_frequency",
 )
+_OVERWRITING = functools.partial(
+    optimizers.SGD,
+    0.1,
+    momentum=0.9,
+    use_ema=True,
+    ema_momentum=0.8,
+    ema_overwrite_frequency=3,
+)
+_ACCUMULATING = functools.partial(optimizers.AdamW, 0.01, gradient_accumulation_steps=2)
 _register(
-    "ema_overwrite_frequency",
-    functools.partial(
-        optimizers.SGD,
-        0.1,
-        momentum=0.9,
-        use_ema=True,
-        ema_momentum=0.8,
-        ema_overwrite_frequency=3,
-    ),
-    "Crash: `use_ema` with `ema_overwrite_frequency`",
+    "ema_overwrite_frequency_of_embedding",
+    _OVERWRITING,
+    "Crash: `use_ema` with `ema_overwrite_frequency`, and an Embedding",
+    same_as="ema_overwrite_frequency",
 )
 _register(
-    "gradient_accumulation_steps",
-    functools.partial(optimizers.AdamW, 0.01, gradient_accumulation_steps=2),
-    "Crash: `gradient_accumulation_steps`",
+    "gradient_accumulation_steps_of_embedding",
+    _ACCUMULATING,
+    "Crash: `gradient_accumulation_steps`, and an Embedding",
+    same_as="gradient_accumulation_steps",
 )
+
+
+def _train_dense(env: Env, optimizer) -> dict:
+    def build():
+        return common.compiled(common.mlp(), optimizer())
+
+    return common.train(env, build, *common.regression_data())
+
+
+@registry.case("Crash: `use_ema` with `ema_overwrite_frequency`")
+def ema_overwrite_frequency(env: Env) -> dict:
+    return _train_dense(env, _OVERWRITING)
+
+
+@registry.case("Crash: `gradient_accumulation_steps`")
+def gradient_accumulation_steps(env: Env) -> dict:
+    return _train_dense(env, _ACCUMULATING)
 
 
 @registry.case("`loss_scale_factor`")
 def loss_scale_factor(env: Env) -> dict:
     # On dense gradients: Keras cannot unscale those of an Embedding.
-    def build():
-        optimizer = optimizers.Adam(0.01, loss_scale_factor=128.0)
-        return common.compiled(common.mlp(), optimizer)
-
-    return common.train(env, build, *common.regression_data())
+    scaled = functools.partial(optimizers.Adam, 0.01, loss_scale_factor=128.0)
+    return _train_dense(env, scaled)
 
 
 @registry.case("Learning-rate schedules")
