@@ -157,6 +157,7 @@ def assert_named(env: Env, text: str, model: keras.Model, replica: int) -> None:
 @case(
     "Drift: one bit on one replica is named",
     compare=False,
+    quick_setup="two_by_two",
 )
 def one_changed_bit_is_named_by_all_workers(env: Env) -> dict:
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
@@ -174,17 +175,20 @@ def one_changed_bit_is_named_by_all_workers(env: Env) -> dict:
     return {}
 
 
-@case(
-    "Drift: after the last check, and in the middle of an execution",
-    compare=False,
-)
-def drift_is_named_wherever_it_begins(env: Env) -> dict:
+@case("Drift: after the last check", compare=False)
+def drift_after_the_last_check_is_named(env: Env) -> dict:
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
     replica = env.num_replicas - 1
     text = raised(model, 100, Plant(env, replica, 11))
     assert "as seen after the last step" in text
     assert_named(env, text, model, replica)
+    return {}
 
+
+@case("Drift: in the middle of an execution", compare=False)
+@same_as("drift_after_the_last_check_is_named")
+def drift_within_an_execution_is_named(env: Env) -> dict:
+    replica = env.num_replicas - 1
     with env.scope():
         model = common.mlp()
         model.compile("sgd", "mse", steps_per_execution=4)

@@ -101,22 +101,31 @@ def garbage_of_one_worker(env: Env) -> dict:
 
 @case("Scopes: a model of one worker alone is named on both", **TWO)
 def models_of_one_worker(env: Env) -> dict:
+    return _models_of_one_worker(env, names_at_exit=True)
+
+
+@case("Scopes: a model of one worker alone is named before the next call", **TWO)
+@same_as("models_of_one_worker")
+def models_of_one_worker_before_a_call(env: Env) -> dict:
+    return _models_of_one_worker(env, names_at_exit=False)
+
+
+def _models_of_one_worker(env: Env, *, names_at_exit: bool) -> dict:
     x, y = common.regression_data(16)
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
     for rank in range(2):
-        for names_at_exit in (False, True):
-            own: list[keras.Model] = []
-            with pytest.raises(ValueError) as caught:  # noqa: PT012, SIM117
-                with env.scope():
-                    common.fit(model, x, y, epochs=1)
-                    if env.rank == rank:
-                        own.append(common.mlp())
-                    if not names_at_exit:
-                        model.evaluate(x, y, verbose=0)
-            text = str(caught.value)
-            assert "create what only one of them needs outside" in text
-            assert f"worker {1 - rank} creates nothing" in text
-            assert f"worker {rank} creates '" in text
+        own: list[keras.Model] = []
+        with pytest.raises(ValueError) as caught:  # noqa: PT012, SIM117
+            with env.scope():
+                common.fit(model, x, y, epochs=1)
+                if env.rank == rank:
+                    own.append(common.mlp())
+                if not names_at_exit:
+                    model.evaluate(x, y, verbose=0)
+        text = str(caught.value)
+        assert "create what only one of them needs outside" in text
+        assert f"worker {1 - rank} creates nothing" in text
+        assert f"worker {rank} creates '" in text
     return assert_trains(env, model)
 
 
@@ -213,31 +222,37 @@ class Creating(keras.callbacks.Callback):
 
 @case("Scopes: variables that a callback of one worker creates in `fit`", **TWO)
 def callbacks_of_one_worker(env: Env) -> dict:
+    return _callbacks_of_one_worker(env, run_eagerly=False)
+
+
+@case("Scopes: the same with `run_eagerly`", **TWO)
+@same_as("callbacks_of_one_worker")
+def callbacks_of_one_worker_in_an_eager_fit(env: Env) -> dict:
+    return _callbacks_of_one_worker(env, run_eagerly=True)
+
+
+def _callbacks_of_one_worker(env: Env, *, run_eagerly: bool) -> dict:
     x, y = common.regression_data(24)
-    found = {}
-    for run_eagerly in (False, True):
-        model = common.build_in_scope(
-            env,
-            lambda eager=run_eagerly: common.compiled(common.mlp(), run_eagerly=eager),
-        )
-        for keeps in (False, True):
-            kept: list[keras.Model] = []
-            creating = Creating(env, kept)
-            caught = None
-            try:
-                with env.scope():
-                    common.fit(model, x, y, batch_size=16, callbacks=[creating])
-                    if not keeps:
-                        kept.clear()
-                        creating = None
-            except ValueError as error:
-                caught = str(error)
-            assert (caught is not None) == keeps, caught
-            if caught is not None:
-                assert "create what only one of them needs outside" in caught
-                assert "worker 1 creates nothing" in caught
-        found[f"eager {run_eagerly}"] = assert_trains(env, model)
-    return {f"{key} {name}": v for key, of in found.items() for name, v in of.items()}
+    model = common.build_in_scope(
+        env, lambda: common.compiled(common.mlp(), run_eagerly=run_eagerly)
+    )
+    for keeps in (False, True):
+        kept: list[keras.Model] = []
+        creating = Creating(env, kept)
+        caught = None
+        try:
+            with env.scope():
+                common.fit(model, x, y, batch_size=16, callbacks=[creating])
+                if not keeps:
+                    kept.clear()
+                    creating = None
+        except ValueError as error:
+            caught = str(error)
+        assert (caught is not None) == keeps, caught
+        if caught is not None:
+            assert "create what only one of them needs outside" in caught
+            assert "worker 1 creates nothing" in caught
+    return assert_trains(env, model)
 
 
 @case("Scopes: variables that a callback creates before the first step", **TWO)
