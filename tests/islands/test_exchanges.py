@@ -13,6 +13,7 @@ import pytest
 
 import tfdp
 from tests.harness import common
+from tests.harness.tiers import full
 from tfdp.communication.cluster import Cluster
 from tfdp.communication.cluster.islands import Island
 from tfdp.features.islands import training as island_training
@@ -37,6 +38,7 @@ def fit(
     *others: keras.callbacks.Callback,
     steps_per_execution: int = 1,
     epochs: int = 2,
+    validates: bool = False,
 ) -> keras.Model:
     with tfdp.MirroredStrategy(["CPU:0"]).scope():
         layers = [keras.layers.Dense(3), keras.layers.BatchNormalization()]
@@ -50,7 +52,7 @@ def fit(
         model,
         *data,
         epochs=epochs,
-        validation_data=data,
+        validation_data=data if validates else None,
         callbacks=[*others, callback],
     )
     return model
@@ -67,17 +69,18 @@ class AtTheEnd(keras.callbacks.Callback):
         self.weights = [v.numpy() for v in self.model.trainable_variables]
 
 
-@pytest.mark.parametrize("sync_every", [4, 5])
+@pytest.mark.parametrize("sync_every", [full(4), 5])
 def test_an_epoch_ends_on_the_common_weights_whatever_is_under_way(hub, sync_every):
     callback, watch = tfdp.callbacks.DiLoCo(sync_every, delay=2), AtTheEnd()
     # Callbacks that stand before it see them too.
-    fit(callback, watch)
+    fit(callback, watch, validates=True)
     training = callback._island
     assert training is not None
     for seen, common_value in zip(watch.weights, training._common, strict=True):
         np.testing.assert_array_equal(seen, common_value)
 
 
+@pytest.mark.full
 def test_exchanges_are_due_after_as_many_updates_in_each_epoch(hub):
     callback = tfdp.callbacks.DiLoCo(5)
     fit(callback, epochs=3)
@@ -93,6 +96,7 @@ def test_an_exchange_is_over_before_the_next_begins_with_several_steps(hub):
     assert callback._island._version == 2 * 2
 
 
+@pytest.mark.full
 def test_what_is_flushed_at_the_end_of_an_epoch_is_exchanged(hub):
     callback = tfdp.callbacks.DiLoCo(2)
     # 12 batches: two updates, an exchange after them, and two batches that are left.
