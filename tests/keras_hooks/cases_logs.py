@@ -161,11 +161,12 @@ class RenamedLogs(ManyLogs):
 
 
 @case("Wrong numbers: metrics under other names with `run_eagerly`")
+@same_as("logs_are_of_the_metrics_that_they_read")
 def logs_of_eager_steps(env: Env) -> dict:
     def build():
         return common.compiled(
             RenamedLogs(), metrics=["mean_absolute_error"], run_eagerly=True
         )
 
-    data = common.regression_data(10)  # two batches, of 7 and 3 rows
+    data = common.regression_data(24)
     return common.train(env, build, *data, batch_size=BATCH, validation_data=data)

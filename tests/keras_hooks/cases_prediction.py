@@ -33,10 +33,7 @@ def predict_returns_101_rows_in_order(env: Env) -> dict:
     return found
 
 
-@case(
-    "Wrong numbers: `predict_on_batch` returns the rows of one replica",
-    quick_setup="two_workers",
-)
+@case("Wrong numbers: `predict_on_batch` returns the rows of one replica")
 def predict_on_batch_returns_all_rows(env: Env) -> dict:
     with env.scope():
         model = _identity()

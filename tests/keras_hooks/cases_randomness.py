@@ -31,7 +31,6 @@ def _masks(env: Env) -> np.ndarray:
 @case(
     "Wrong numbers: Dropout, the same mask on both replicas",
     compare=False,
-    quick_setup="two_by_two",
 )
 def dropout_masks_differ_between_replicas_and_steps(env: Env) -> dict:
     masks = _masks(env)
@@ -68,7 +67,7 @@ def fit_with_dropout_is_reproducible(env: Env) -> dict:
 @case(
     "initial values of several messages",
     compare=False,
-    quick_setup="two_workers",
+    quick_setup="two_by_two",
 )
 def all_workers_start_from_the_first_ones_values(env: Env) -> dict:
     rank = env.strategy.extended.first_rank

@@ -88,7 +88,7 @@ def checkpoints_of_tensorflow_at_one_path(env: Env) -> dict:
     }
 
 
-@case("`tf.train.Checkpoint` of all workers at one path", quick_setup="two_workers")
+@case("`tf.train.Checkpoint` of all workers at one path")
 def checkpoint_of_tensorflow_at_one_path(env: Env) -> dict:
     x, y = common.regression_data(32)
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))

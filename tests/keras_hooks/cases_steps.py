@@ -100,4 +100,4 @@ def run_eagerly_with_embedding(env: Env) -> dict:
         )
         return common.compiled(model, keras.optimizers.Adam(0.01), run_eagerly=True)
 
-    return common.train(env, build, *common.token_data(32))
+    return common.train(env, build, *common.token_data(16))

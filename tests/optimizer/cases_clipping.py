@@ -32,13 +32,11 @@ def _clip_case(name: str, limit: float, tokens: bool) -> None:
 
     what = "embedding" if tokens else "dense"
     full_name = f"{name}_of_{what}"
-    is_quick = full_name == QUICK
     registry.register(
         full_name,
         function,
         f"Wrong numbers: `{name}` ({what})",
-        same_as="" if is_quick else SAME_AS.get(name, QUICK),
-        quick_setup="two_by_two" if is_quick else "",
+        same_as="" if full_name == QUICK else SAME_AS.get(name, QUICK),
     )
 
 
@@ -72,7 +70,6 @@ def _overflow(env: Env, row: int) -> dict:
 
 @registry.case(
     "Hang and wrong numbers: inf on the last replica only, LossScaleOptimizer",
-    quick_setup="two_workers",
 )
 def overflow_on_last_replica_skips_the_step_everywhere(env: Env) -> dict:
     return _overflow(env, common.BATCH_SIZE - 1)

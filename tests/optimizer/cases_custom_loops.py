@@ -94,9 +94,7 @@ def loop_with_apply_gradients_builds_the_optimizer(env: Env) -> dict:
 
 @case("A loop without `tf.function`, whose `apply_gradients` builds the optimizer")
 def loop_without_tracing_builds_the_optimizer(env: Env) -> dict:
-    return _loop(
-        env, pairs=True, build_first=False, in_function=False, made_outside=True
-    )
+    return _loop(env, pairs=True, build_first=False, in_function=False)
 
 
 @case("A loop without `tf.function`, and an optimizer that was made outside the scope")
@@ -105,7 +103,11 @@ def loop_without_tracing(env: Env) -> dict:
     return _loop(env, in_function=False, made_outside=True)
 
 
-@case("A loop with an overflow on the last replica", compare=False)
+@case(
+    "A loop with an overflow on the last replica",
+    compare=False,
+    quick_setup="two_by_two",
+)
 def loop_skips_a_window_with_an_overflow(env: Env) -> dict:
     results = _loop(env, overflows=True)
     for path, value in results["weights"].items():

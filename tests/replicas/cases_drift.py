@@ -168,6 +168,15 @@ def one_changed_bit_is_named_by_all_workers(env: Env) -> dict:
     assert f"at step {FOUND_AT} of `fit`" in text
     assert_named(env, text, model, replica)
     assert sorted(seen.checks) == [0, EVERY, FOUND_AT]
+    return {}
+
+
+@case("Drift: before the first step", compare=False)
+@same_as("one_changed_bit_is_named_by_all_workers")
+def weights_that_differ_before_a_fit_are_named(env: Env) -> dict:
+    model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
+    replica = env.num_replicas // 2
+    raised(model, EVERY, Plant(env, replica, PLANTED_AFTER - 1))
     # The weights still differ.
     text = raised(model, EVERY)
     assert "as seen before the first step" in text
@@ -216,6 +225,26 @@ def kinds(step: typing.Any) -> collections.Counter[str]:
     compare=False,
 )
 def a_check_costs_no_collective_and_changes_no_weight(env: Env) -> dict:
+    _compare_without_and_with_a_check(env)
+    return {}
+
+
+@case("Drift: nothing of a check is left in a later `fit` without it", compare=False)
+@same_as("a_check_costs_no_collective_and_changes_no_weight")
+def a_check_leaves_nothing_in_the_next_fit(env: Env) -> dict:
+    model, nodes = _compare_without_and_with_a_check(env)
+    assert kinds(traced_step(model, common.regression_data())) == nodes
+    return {}
+
+
+def _compare_without_and_with_a_check(
+    env: Env,
+) -> tuple[keras.Model, collections.Counter[str]]:
+    """Compares a step with a check to one without a check.
+
+    Returns:
+        The model that was checked, and the operations of the step without a check.
+    """
     extended = env.strategy.extended
     found = []
     for callbacks in ([], [tfdp.callbacks.ConsistencyCheck(every=2)]):
@@ -234,9 +263,7 @@ def a_check_costs_no_collective_and_changes_no_weight(env: Env) -> dict:
     assert checked_nodes["Bitcast"] > nodes["Bitcast"]
     for value, other in zip(weights.values(), checked_weights.values(), strict=True):
         np.testing.assert_array_equal(other, value)
-    # Nothing is left of it: the last model, trained without a check.
-    assert kinds(traced_step(model, common.regression_data())) == nodes
-    return {}
+    return model, nodes
 
 
 @case(

@@ -221,12 +221,13 @@ class Creating(keras.callbacks.Callback):
 
 
 @case("Scopes: variables that a callback of one worker creates in `fit`", **TWO)
+@same_as("models_of_one_worker")
 def callbacks_of_one_worker(env: Env) -> dict:
     return _callbacks_of_one_worker(env, run_eagerly=False)
 
 
 @case("Scopes: the same with `run_eagerly`", **TWO)
-@same_as("callbacks_of_one_worker")
+@same_as("models_of_one_worker")
 def callbacks_of_one_worker_in_an_eager_fit(env: Env) -> dict:
     return _callbacks_of_one_worker(env, run_eagerly=True)
 
