@@ -88,6 +88,7 @@ def test_exchanges_are_due_after_as_many_updates_in_each_epoch(hub):
     assert callback._island._version == 3 * 3  # after 5, 10 and 12
 
 
+@pytest.mark.full
 def test_an_exchange_is_over_before_the_next_begins_with_several_steps(hub):
     callback = tfdp.callbacks.DiLoCo(8, delay=7)
     fit(callback, steps_per_execution=3)
