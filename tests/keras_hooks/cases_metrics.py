@@ -12,13 +12,18 @@ from tests.harness.registry import case, same_as
 metrics = keras.metrics
 
 
-@case("Regression metrics whose results are no means of rows")
+@case("Regression metrics whose results are no means of rows; a vector in each log")
 def regression_metrics(env: Env) -> dict:
     def build():
-        chosen = [metrics.RootMeanSquaredError(), metrics.R2Score()]
-        return common.compiled(common.mlp(), metrics=chosen)
+        of_each = metrics.R2Score(class_aggregation=None, name="of_each")
+        chosen = [metrics.RootMeanSquaredError(), of_each]
+        return common.compiled(common.mlp(outputs=2), metrics=chosen)
 
-    return common.train(env, build, *common.regression_data())
+    x = common.features()
+    recorder = Recorder()
+    results = common.train(env, build, x, x[:, :2], callbacks=[recorder], epochs=2)
+    assert all(np.shape(value) == (2,) for value in recorder.logs["of_each"])
+    return {"logs": recorder.logs, **results}
 
 
 @case("Regression metrics, all and in validation too")
@@ -42,38 +47,34 @@ def regression_metrics_of_validation(env: Env) -> dict:
     return common.train(env, build, *data, validation_data=data)
 
 
-def _all_binary() -> list[metrics.Metric]:
-    return [
-        metrics.AUC(num_thresholds=20),
-        metrics.Precision(),
-        metrics.Recall(),
-        metrics.BinaryAccuracy(),
-        metrics.F1Score(threshold=0.5),
-        metrics.PrecisionAtRecall(0.5, num_thresholds=20),
-    ]
-
-
-def _binary(env: Env, make_metrics=_all_binary, **options) -> dict:
+def _binary(env: Env, **options) -> dict:
     x = common.features()
     y = (x[:, :2] > 0.2).astype("float32")
 
     def build():
         model = common.mlp(outputs=2)
         model.add(keras.layers.Activation("sigmoid"))
-        chosen = make_metrics()
+        chosen = [
+            metrics.AUC(num_thresholds=20),
+            metrics.Precision(),
+            metrics.Recall(),
+            metrics.BinaryAccuracy(),
+            metrics.F1Score(threshold=0.5),
+            metrics.PrecisionAtRecall(0.5, num_thresholds=20),
+        ]
         return common.compiled(model, loss="binary_crossentropy", metrics=chosen)
 
     return common.train(env, build, x, y, **options)
 
 
 @case("Classification metrics, AUC, Precision, F1Score (a vector)")
-@same_as("logs_of_every_batch")
+@same_as("regression_metrics")
 def binary_metrics(env: Env) -> dict:
     return _binary(env, validation_split=0.25)
 
 
 @case("Classification metrics on labels")
-@same_as("logs_of_every_batch")
+@same_as("regression_metrics")
 def label_metrics(env: Env) -> dict:
     def build():
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -101,21 +102,10 @@ class Recorder(keras.callbacks.Callback):
 
 
 @case("Wrong numbers: per-batch logs; vector logs collapse")
+@same_as("regression_metrics")
 def logs_of_every_batch(env: Env) -> dict:
-    return _logs_of_binary(
-        env, lambda: [metrics.Precision(), metrics.F1Score(threshold=0.5)]
-    )
-
-
-@case("The same of all classification metrics")
-@same_as("logs_of_every_batch")
-def logs_of_every_batch_of_all_metrics(env: Env) -> dict:
-    return _logs_of_binary(env, _all_binary)
-
-
-def _logs_of_binary(env: Env, make_metrics) -> dict:
     recorder = Recorder()
-    results = _binary(env, make_metrics, callbacks=[recorder], epochs=2)
+    results = _binary(env, callbacks=[recorder], epochs=2)
     return {"logs": recorder.logs, **results}
 
 

@@ -76,7 +76,7 @@ def _wrong_uses(env: Env) -> Iterator[tuple[str, Callable[[], Any]]]:
 @registry.case(
     "Bad input of the optimizer and its callbacks",
     compare=False,
-    quick_setup="two_workers",
+    quick_setup="two_by_two",
 )
 def wrong_uses_of_the_optimizer(env: Env) -> dict:
     return {"local": {name: _raised(action) for name, action in _wrong_uses(env)}}

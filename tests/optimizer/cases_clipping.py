@@ -70,6 +70,7 @@ def _overflow(env: Env, row: int) -> dict:
 
 @registry.case(
     "Hang and wrong numbers: inf on the last replica only, LossScaleOptimizer",
+    quick_setup="two_workers",
 )
 def overflow_on_last_replica_skips_the_step_everywhere(env: Env) -> dict:
     return _overflow(env, common.BATCH_SIZE - 1)

@@ -103,11 +103,7 @@ def loop_without_tracing(env: Env) -> dict:
     return _loop(env, in_function=False, made_outside=True)
 
 
-@case(
-    "A loop with an overflow on the last replica",
-    compare=False,
-    quick_setup="two_by_two",
-)
+@case("A loop with an overflow on the last replica", compare=False)
 def loop_skips_a_window_with_an_overflow(env: Env) -> dict:
     results = _loop(env, overflows=True)
     for path, value in results["weights"].items():

@@ -309,7 +309,9 @@ def errors(clusters: ClusterPool, name: str, setup_name: str) -> list[dict[str, 
 _KEYS = "type", "text", "seconds"
 
 
-@pytest.mark.parametrize("setup_name", [full("mirrored"), "two_workers"])
+@pytest.mark.parametrize(
+    "setup_name", [full("mirrored"), full("two_workers"), "two_by_two"]
+)
 def test_wrong_uses_under_a_strategy_are_refused_by_every_worker(clusters, setup_name):
     for texts in errors(clusters, "wrong_uses_of_the_optimizer", setup_name):
         assert sorted(texts) == sorted(EXPECTED)
