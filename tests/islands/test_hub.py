@@ -15,12 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.harness.timing import within
+from tests.harness.timing import wait_until, within
 from tfdp.communication.cluster.islands import Island
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.features.islands.hub import Hub
 from tfdp.features.islands.hub_connection import SERVICE, HubConnection
-from tfdp.features.islands.member import HubGone, LauncherLink, Member
+from tfdp.features.islands.member import HubGone, LauncherLink, Member, connect
 
 SECRET = "0123456789abcdef"
 SETTINGS = {"sync_every": 4, "least": None, "patience_seconds": 0.2}
@@ -146,11 +146,12 @@ def test_without_least_an_exchange_waits_for_all_that_are_there(open_hub):
 
 
 def test_with_least_a_late_one_is_left_out_and_counts_in_the_next(open_hub):
-    first, second = join(open_hub(2), 0, 1, settings={**SETTINGS, "least": 1})
+    hub = open_hub(2)
+    first, second = join(hub, 0, 1, settings={**SETTINGS, "least": 1})
     reply = bring(first, 0, 1.0)  # after patience
     assert reply.participants == 1
     first.keep(1, [np.array([4.0, 4.0], "f4")])
-    time.sleep(0.2)
+    wait_until(lambda: hub._meetings[0]._state[0] == 1, "the state, not answered")
     behind = bring(second, 0, 9.0)
     assert behind.version == 1
     assert behind.is_behind
@@ -307,10 +308,7 @@ def test_a_hub_is_needed_until_those_that_have_been_there_have_ended(open_hub):
     member.close(is_through=True)
     assert hub.is_needed  # for its next `fit`, or after a restart
     hub.ended(0)
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while hub.is_needed:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not hub.is_needed, "the hub to end", DEADLINE_SECONDS)
 
 
 def test_an_island_that_gives_no_sign_of_life_has_gone(open_hub, monkeypatch):
@@ -342,17 +340,9 @@ def test_a_hub_that_may_open_no_more_files_says_so_once(capsys, monkeypatch):
     server.bind(("127.0.0.1", 0))
     server.listen()
     with Hub(server, SECRET, 1), socket.create_connection(server.getsockname()):
-        while server.num_asked < 5:
-            time.sleep(0.001)
+        wait_until(lambda: server.num_asked >= 5, "calls of accept", DEADLINE_SECONDS)
     said = capsys.readouterr().err
     assert said.count("no island can connect: This process cannot open more files") == 1
-
-
-def wait_until(is_so: collections.abc.Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypatch):
@@ -361,7 +351,7 @@ def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypa
     hub = open_hub(2)
     first, second = join(hub, 0, 1, settings=settings)
     link = LauncherLink(island(hub, 1), [1])
-    wait_until(lambda: len(hub._connections) == 3)
+    wait_until(lambda: len(hub._connections) == 3, "the link", DEADLINE_SECONDS)
     second.close()
     time.sleep(0.7)
     assert hub.forget_lost() == []  # its launcher starts it again
@@ -373,7 +363,11 @@ def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypa
     found: list[int] = []
 
     def forget() -> None:
-        wait_until(lambda: found.extend(hub.forget_lost()) or found)
+        wait_until(
+            lambda: found.extend(hub.forget_lost()) or found,
+            "an island to be lost",
+            DEADLINE_SECONDS,
+        )
 
     # An exchange of at least two has waited for it, too.
     reply, _ = at_once(lambda: bring(first, 0, 1.0), forget)
@@ -381,7 +375,7 @@ def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypa
     assert found == [1]
     first.close()
     hub.ended(0)
-    wait_until(lambda: not hub.is_needed)
+    wait_until(lambda: not hub.is_needed, "the hub to end", DEADLINE_SECONDS)
     link.close()
 
 
@@ -394,7 +388,9 @@ def test_an_island_that_was_forgotten_may_come_back(open_hub, monkeypatch):
     hub = open_hub(2)
     first, second = join(hub, 0, 1, settings={**SETTINGS, "least": 2})
     second.close()
-    wait_until(lambda: hub.forget_lost() == [1])
+    wait_until(
+        lambda: hub.forget_lost() == [1], "island 1 to be lost", DEADLINE_SECONDS
+    )
     again = Member(island(hub, 1))
     version = again.join({**SETTINGS, "least": 2}, [np.zeros(2, "f4")]).version
     replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(again, version, 3.0))
@@ -408,7 +404,7 @@ def test_islands_of_the_launcher_that_runs_the_hub_are_not_forgotten(monkeypatch
     with Hub(server, SECRET, 1, own=[0]) as hub:
         (member,) = join(hub, 0)
         member.close()
-        wait_until(lambda: not hub._connections)
+        wait_until(lambda: not hub._connections, "the last end", DEADLINE_SECONDS)
         assert hub.forget_lost() == []  # it starts again
         assert hub.is_needed
 
@@ -417,18 +413,26 @@ def test_a_link_reports_what_has_ended_while_the_hub_could_not_be_reached(
     open_hub, monkeypatch
 ):
     monkeypatch.setattr("tfdp.features.islands.member._REPORT_AGAIN_SECONDS", 0.05)
+    num_attempts = 0
+
+    def counted(*arguments):
+        nonlocal num_attempts
+        num_attempts += 1
+        return connect(*arguments)
+
+    monkeypatch.setattr("tfdp.features.islands.member.connect", counted)
     server = socket.create_server(("127.0.0.1", 0))
     port = server.getsockname()[1]
     server.close()
     link = LauncherLink(Island(1, 3, f"127.0.0.1:{port}", SECRET), [1, 2])
-    time.sleep(0.2)
+    wait_until(lambda: num_attempts > 1, "an attempt to fail", DEADLINE_SECONDS)
     link.ended(1)
     server = socket.create_server(("127.0.0.1", port))
     with Hub(server, SECRET, 3) as hub:
-        wait_until(lambda: hub._expected == {0, 2})
+        wait_until(lambda: hub._expected == {0, 2}, "a report", DEADLINE_SECONDS)
         assert hub.is_needed
         link.close()
-        wait_until(lambda: not hub.is_needed)
+        wait_until(lambda: not hub.is_needed, "the last report", DEADLINE_SECONDS)
         assert hub._expected == {0}
     # A hub that has gone holds up no launcher.
     with within(DEADLINE_SECONDS / 2):
