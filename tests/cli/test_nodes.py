@@ -7,8 +7,8 @@ import json
 import signal
 import subprocess
 import sys
-import time
 
+import psutil
 import pytest
 
 from tests.cli.launcher import (
@@ -19,6 +19,7 @@ from tests.cli.launcher import (
 )
 from tests.cli.nodes import Nodes, ended, read_until
 from tests.harness.tiers import full
+from tests.harness.timing import wait_until
 from tests.strategy.trained import check_answers
 from tfdp.communication.cluster import free_ports
 from tfdp.communication.coordination.preemption import PREEMPTED
@@ -225,9 +226,10 @@ def test_a_second_ctrl_c_kills_the_workers_of_a_node_at_once(nodes):
     started = nodes.both_ready("-n", "1", "--grace", "600", "script.py")
     for process in started:
         process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
     for process in started:
-        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1.0)
+    for process in started:
         process.send_signal(signal.SIGINT)
     outputs = [ended(process, STOPS_WITHIN_SECONDS) for process in started]
     assert [code for code, _ in outputs] == [130, 130], outputs
@@ -253,7 +255,8 @@ def test_a_node_that_is_done_can_end_the_others(nodes):
     nodes.script("if RANK == 0:\n    time.sleep(600)\nprint('done')")
     started = nodes.start_both("-n", "1", "script.py")
     read_until(started[1], "[worker 1] done")
-    time.sleep(0.5)
+    launcher = psutil.Process(started[1].pid)
+    wait_until(lambda: not launcher.children(), "a launcher without a worker")
     started[1].send_signal(signal.SIGINT)
     outputs = [ended(process) for process in started]
     assert [code for code, _ in outputs] == [130, 130], outputs
@@ -322,7 +325,6 @@ def test_the_line_that_node_0_prints_gives_the_others_the_secret(nodes):
 
 
 AN_HOUR_AHEAD = """
-import time
 now = time.time
 time.time = lambda: now() + 3600
 from tfdp.launch.cli.main import main

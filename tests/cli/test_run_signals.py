@@ -8,6 +8,7 @@ import os
 import pty
 import re
 import signal
+import subprocess
 import sys
 import termios
 import time
@@ -24,6 +25,7 @@ from tests.cli.launcher import (
     lines_of,
     read_terminal,
 )
+from tests.cli.nodes import read_until
 from tfdp.launch.cli.attempts import pause
 from tfdp.launch.cli.job import JobContext
 from tfdp.launch.cli.screen import Screen
@@ -82,8 +84,9 @@ def test_a_second_ctrl_c_kills_at_once(launcher):
     process = launcher.start("-n", "2", "--grace", "600", "script.py")
     launcher.wait_for("ready-0", "ready-1")
     process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
-    assert process.poll() is None
+    read_until(process, "SIGINT received")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
     process.send_signal(signal.SIGINT)
     assert process.wait(STOPS_WITHIN_SECONDS) == 130
     launcher.assert_nothing_is_left()
@@ -188,7 +191,10 @@ while time.monotonic() < end and not os.path.exists("stop"):
             [sys.executable, "-c", {code!r}], env={{"{MARK}": os.environ["{MARK}"]}}
         ).wait()
         wait_for("beat")
-        time.sleep(0.3)
+        beats = set()
+        while len(beats) < 10:
+            beats.add(pathlib.Path("beat").read_text())
+            time.sleep(0.01)
         """
     )
     try:
@@ -236,9 +242,16 @@ def test_a_job_past_its_timeout_is_stopped_with_code_124(launcher):
 
 def test_what_a_worker_leaves_behind_neither_holds_up_the_job_nor_stays(launcher):
     # The child keeps the pipe of its worker open, and goes on writing to it.
-    code = "while True: print('still here', flush=True)"
+    code = '''
+import pathlib, sys
+pathlib.Path(sys.argv[1]).touch()
+while True: print("still here", flush=True)
+'''
     launcher.script(
-        f"subprocess.Popen([sys.executable, '-c', {code!r}]); time.sleep(0.5)"
+        f"""
+        subprocess.Popen([sys.executable, "-c", {code!r}, f"writes-{{RANK}}"])
+        wait_for(f"writes-{{RANK}}")
+        """
     )
     start = time.monotonic()
     result = launcher.run("-n", "2", "script.py")
