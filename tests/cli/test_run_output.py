@@ -7,6 +7,7 @@ import errno
 import fcntl
 import functools
 import os
+import pathlib
 import pty
 import re
 import signal
@@ -27,6 +28,7 @@ from tests.cli.launcher import (
     logs_of,
     read_terminal,
 )
+from tests.harness.timing import wait_until
 from tfdp.launch.cli import outlet, worker
 from tfdp.launch.cli.lines import LineReader
 from tfdp.launch.cli.noise import is_noise
@@ -269,6 +271,14 @@ for _ in range(30_000):
     print("x" * 80)
 time.sleep(600)
 """
+# In the logs when the launcher reads no more: a line of 80 bytes has 12 more in the
+# output, and they fill its pipe and what the launcher keeps beside that.
+FULL_BYTES = (outlet._MAX_BYTES + 65_536) * 80 // 92
+
+
+def num_bytes_of(launcher) -> int:
+    """What the logs of all workers have together."""
+    return sum(path.stat().st_size for path in logs_of(launcher.folder))
 
 
 @pytest.mark.parametrize(("signum", "code"), [*END_SIGNALS, (None, 124)])
@@ -277,7 +287,9 @@ def test_a_job_whose_output_nobody_reads_can_be_ended(launcher, signum, code):
     timeout = ["--timeout", "600" if signum else "2"]
     process = launcher.start("-n", "2", "--grace", "0.5", *timeout, "script.py")
     launcher.wait_for("ready")
-    time.sleep(0.7)  # the pipe is full
+    wait_until(
+        lambda: num_bytes_of(launcher) > FULL_BYTES, "a launcher that reads no more"
+    )
     if signum:
         process.send_signal(signum)
     assert process.wait(STOPS_WITHIN_SECONDS) == code
@@ -285,14 +297,16 @@ def test_a_job_whose_output_nobody_reads_can_be_ended(launcher, signum, code):
     process.stdout.close()
 
 
+def is_whole(log: pathlib.Path) -> bool:
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - 1000, 0))
+        return b"19999 x" in file.read()
+
+
 def test_a_job_whose_output_nobody_reads_goes_on(launcher):
     launcher.script("for n in range(20_000): print(n, 'x' * 200)")
     process = launcher.start("-n", "1", "--timeout", "15", "script.py")
-    log = launcher.folder / "tfdp-logs"
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not any("19999 x" in path.read_text() for path in log.glob("*/worker-0.log")):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: any(map(is_whole, logs_of(launcher.folder))), "all in the log")
     output, _ = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == 0
     assert re.search(r"output was not read in time; [\d,]+ lines are only in", output)
@@ -319,14 +333,28 @@ def test_what_a_reader_leaves_in_the_pipe_is_counted_and_a_slow_one_gets_all(
     assert "7 lines are only in the logs" in lines[-1]
 
 
+class Wanted(threading.Condition):
+    """Notes that a thread comes for its lock, before that thread waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_wanted = threading.Event()
+
+    def __enter__(self) -> bool:
+        self.is_wanted.set()
+        return super().__enter__()
+
+
 def test_nobody_waits_for_what_is_written_while_the_output_fails(monkeypatch):
     monkeypatch.setattr(Outlet, "_serve", lambda self, fd: None)
     with open(os.devnull, "w") as stream:
         out = Outlet(stream)
-        with out._changed:  # as the thread has it that finds the error
+        out._changed = changed = Wanted()
+        with changed:  # as the thread has it that finds the error
+            changed.is_wanted.clear()
             late = threading.Thread(target=out.write, args=("late\n",))
             late.start()
-            time.sleep(0.2)
+            assert changed.is_wanted.wait(DEADLINE_SECONDS)
             out.error = OSError(errno.ENOSPC, "No space left on device")
         late.join(DEADLINE_SECONDS)
         assert out.drain(0.0)

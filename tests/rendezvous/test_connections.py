@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.timing import within
+from tests.harness.timing import wait_until, within
 from tests.rendezvous.test_coordinator import HELLO
 from tfdp.communication.connection import acceptor
 from tfdp.launch.rendezvous import member as member_module
@@ -138,10 +138,7 @@ def test_who_listens_without_the_secret_is_not_believed(reply, words):
         threading.Thread(target=answers, args=(listener, reply), daemon=True).start()
         member = Member(own_address(listener), SECRET, HELLO, 0.5)
         with contextlib.closing(member):
-            deadline = time.monotonic() + DEADLINE_SECONDS
-            while (message := member.take()) is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            message = wait_until(member.take, "a message", DEADLINE_SECONDS)
         listener.shutdown(socket.SHUT_RDWR)
     assert re.search(words, message["text"]), message
 
@@ -158,7 +155,15 @@ def test_a_node_0_that_is_not_there_is_waited_for_and_then_named():
     )
 
 
-def test_a_node_may_come_before_node_0():
+def test_a_node_may_come_before_node_0(monkeypatch):
+    dial, num_attempts = Member._dial, 0
+
+    async def counted(member: Member) -> Channel:
+        nonlocal num_attempts
+        num_attempts += 1
+        return await dial(member)
+
+    monkeypatch.setattr(Member, "_dial", counted)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = own_address(listener)
     with contextlib.ExitStack() as stack:
@@ -166,7 +171,7 @@ def test_a_node_may_come_before_node_0():
             address, SECRET, dataclasses.replace(HELLO, node_rank=1), DEADLINE_SECONDS
         )
         stack.callback(late.close)
-        time.sleep(0.3)
+        wait_until(lambda: num_attempts > 1, "an attempt to fail", DEADLINE_SECONDS)
         coordinator = Coordinator(HELLO, DEADLINE_SECONDS, Restarts)
         server = Server(socket.create_server(address), SECRET, coordinator)
         stack.callback(server.close)
@@ -220,12 +225,15 @@ def test_connections_that_say_nothing_have_to_go(bed, monkeypatch):
 def test_a_flood_of_outsiders_does_not_keep_nodes_out(bed, monkeypatch):
     monkeypatch.setattr(acceptor, "_MOST_UNAUTHENTICATED", 16)
     is_over = threading.Event()
+    num_made = 0
 
     def flood() -> None:
+        nonlocal num_made
         socks: collections.deque[socket.socket] = collections.deque(maxlen=100)
         while not is_over.is_set():
             with contextlib.suppress(OSError):
                 socks.append(socket.create_connection(bed.address, 1.0))
+                num_made += 1
                 socks[-1].send(b"x" * 100)
             time.sleep(0.001)
         for sock in socks:
@@ -235,7 +243,7 @@ def test_a_flood_of_outsiders_does_not_keep_nodes_out(bed, monkeypatch):
     for thread in floods:
         thread.start()
     try:
-        time.sleep(0.3)
+        wait_until(lambda: num_made > 100, "a flood", DEADLINE_SECONDS)
         members = [
             bed.member(seconds=DEADLINE_SECONDS),
             bed.member(seconds=DEADLINE_SECONDS, node_rank=1),
@@ -363,10 +371,7 @@ def test_a_member_ends_though_a_cancellation_was_swallowed(bed, monkeypatch):
 
     monkeypatch.setattr(Channel, "receive", deaf)
     member = bed.member()
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while member._channel is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: member._channel, "a channel", DEADLINE_SECONDS)
     with within(DEADLINE_SECONDS):
         member.close()
         assert swallowed
