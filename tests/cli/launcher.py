@@ -18,6 +18,7 @@ import uuid
 import psutil
 
 from tests.harness.commands import HEEDING
+from tests.harness.timing import wait_until
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -123,10 +124,11 @@ class Launcher:
         return subprocess.CompletedProcess(process.args, process.returncode, output)
 
     def wait_for(self, *names: str) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not all((self.folder / name).exists() for name in names):
-            assert time.monotonic() < deadline, f"none of {names} appeared"
-            time.sleep(0.02)
+        wait_until(
+            lambda: all((self.folder / name).exists() for name in names),
+            f"all files of {names}",
+            DEADLINE_SECONDS,
+        )
 
     def processes(self) -> list[psutil.Process]:
         """All that was started here and still runs, the launcher too."""
@@ -139,11 +141,14 @@ class Launcher:
         return found
 
     def assert_nothing_is_left(self, within_seconds: float = 0.0) -> None:
-        deadline = time.monotonic() + within_seconds
-        while left := self.processes():
-            # No command line here: to ask a process that just ended raises.
-            assert time.monotonic() < deadline, left
-            time.sleep(0.05)
+        left: list[psutil.Process] = []
+
+        def is_so() -> bool:
+            left[:] = self.processes()
+            return not left
+
+        # No command line here: to ask a process that just ended raises.
+        wait_until(is_so, lambda: f"the end of {left}", within_seconds)
 
     def close(self) -> None:
         while left := self.processes():

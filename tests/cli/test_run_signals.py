@@ -242,11 +242,11 @@ def test_a_job_past_its_timeout_is_stopped_with_code_124(launcher):
 
 def test_what_a_worker_leaves_behind_neither_holds_up_the_job_nor_stays(launcher):
     # The child keeps the pipe of its worker open, and goes on writing to it.
-    code = '''
+    code = """
 import pathlib, sys
 pathlib.Path(sys.argv[1]).touch()
 while True: print("still here", flush=True)
-'''
+"""
     launcher.script(
         f"""
         subprocess.Popen([sys.executable, "-c", {code!r}, f"writes-{{RANK}}"])

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests.harness.timing import within
+from tests.harness.timing import wait_until, within
 from tfdp.communication.connection import acceptor
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.communication.connection.handshake import (
@@ -222,8 +222,7 @@ def test_a_lack_of_files_is_told_and_waited_for():
     bed = Bed(server)
     with bed.stack:
         outsider = bed.outsider()
-        while not bed.lacks:
-            time.sleep(0.001)
+        wait_until(lambda: bed.lacks, "a lack of files", DEADLINE_SECONDS)
         server.is_full = False
         authenticate(outsider, dial_steps(SECRET, "test"), DEADLINE_SECONDS)
     assert "cannot open more files" in bed.lacks[0]

@@ -15,7 +15,7 @@ def test_what_a_condition_has_found_is_returned():
 def test_a_condition_that_stays_false_is_named():
     with pytest.raises(TimeoutError, match=r"^waited 0\.02 s for the file$"):
         wait_until(lambda: False, "the file", 0.02)
-    with pytest.raises(TimeoutError, match="for what is left: 3$"):
+    with pytest.raises(TimeoutError, match=r"for what is left: 3$"):
         wait_until(lambda: False, lambda: f"what is left: {1 + 2}", 0.0)
 
 

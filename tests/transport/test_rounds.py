@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 
+from tests.harness.timing import wait_until
 from tfdp.communication.transport import (
     PeerLost,
     RoundFollower,
@@ -177,8 +177,8 @@ def test_too_few_make_no_round_also_where_a_follower_waits(job):
         trio = job(2, 3, _SECONDS)
         trio.come(1, 1.0)
         leader = trio.come(0, 1.0)
-        while len(trio.ends[0]._waiting()) < 2:
-            time.sleep(0.001)
+        own = trio.ends[0]
+        wait_until(lambda own=own: len(own._waiting()) == 2, "two to wait", _SECONDS)
         trio.sockets[3].shutdown(socket.SHUT_RDWR)
         with pytest.raises(TransportError, match="A round needs 3 workers"):
             leader()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import socket
-import time
 
 import pytest
 
+from tests.harness.timing import wait_until
 from tests.transport.workers import FileStore, Worker, by_sockets, run
 from tfdp.communication.connection import acceptor
 from tfdp.communication.connection.handshake import (
@@ -90,9 +90,7 @@ def meet_unauthenticated(worker: Worker, act: str) -> list[str]:
     connection.receive_into(received)
     assert received == b"own"
     if outsider is not None:
-        deadline = time.monotonic() + 5.0
-        while not handler.lines and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: handler.lines, "a line of the log", 5.0)
         if outsider.fileno() >= 0:
             with_end = b""
             try:
