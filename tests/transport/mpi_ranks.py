@@ -165,12 +165,14 @@ def error_of(call: Callable[[], Any]) -> list[Any]:
 def closed_here(rank: int, size: int) -> Any:
     """Rank 0 waits for the others, which do not come, until it is closed."""
     comm = MpiCommunicator(range(size), "closed")
+    after = MpiCommunicator(range(size), "after")
     if rank == 0:
         threading.Timer(0.5, comm.close, ["the step was cancelled"]).start()
         answer = error_of(lambda: comm.all_reduce(np.ones(100_000), 1))
         again = error_of(lambda: comm.barrier(2))
+        after.barrier(1)
         return [*answer, again[1]]
-    time.sleep(1.0)
+    after.barrier(1)
     return error_of(lambda: comm.all_reduce(np.ones(100_000), 1))
 
 
