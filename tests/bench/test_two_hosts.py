@@ -9,13 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.harness.commands import run_python
+from tests.harness.timing import wait_until
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import BedError, TwoHosts
 from tools.bench.published_models import resnet50
@@ -154,7 +154,7 @@ def test_a_signal_leaves_no_host_and_no_process_behind(possible, tmp_path, signu
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_until(lambda: len(sleepers(mark)) == 4)
+        wait_until(lambda: len(sleepers(mark)) == 4, "all workers", DEADLINE_SECONDS)
         assert len(hosts_in_use() - before) == 2
     finally:
         process.send_signal(signum)
@@ -162,7 +162,9 @@ def test_a_signal_leaves_no_host_and_no_process_behind(possible, tmp_path, signu
     assert code == (-signum if signum == signal.SIGKILL else 128 + signum)
     # Once the script is killed, its keeper needs a moment.
     patience = 10.0 if signum == signal.SIGKILL else 0.0
-    wait_until(lambda: hosts_in_use() == before and not sleepers(mark), patience)
+    wait_until(
+        lambda: hosts_in_use() == before and not sleepers(mark), "the end", patience
+    )
 
 
 def sleepers(mark: str) -> list[psutil.Process]:
@@ -172,13 +174,6 @@ def sleepers(mark: str) -> list[psutil.Process]:
             if process.cmdline() == ["sleep", mark]:
                 found.append(process)
     return found
-
-
-def wait_until(condition, seconds: float = DEADLINE_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_what_runs_on_a_host_ends_with_the_bed(possible):

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import pytest
 from tests.harness.commands import HEEDING, ROOT
 from tests.harness.mpi import ENVIRONMENT, is_open_mpi, needs_mpi, options
 from tests.harness.tiers import full
+from tests.harness.timing import wait_until
 from tfdp.communication.coordination.preemption import PREEMPTED
 
 pytestmark = [needs_mpi, pytest.mark.processes]
@@ -96,13 +96,6 @@ class _Killer:
                 os.kill(pid, signal.SIGKILL)
 
 
-def comes_true(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (found := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
-
-
 def has_ended(pid: int) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -112,7 +105,7 @@ def has_ended(pid: int) -> bool:
 def check_nothing_is_left(answers: list[dict[str, Any]]) -> None:
     assert len(answers) == NUM_RANKS
     pids = [answer["pid"] for answer in answers]
-    assert comes_true(lambda: all(map(has_ended, pids)), 10.0)
+    wait_until(lambda: all(map(has_ended, pids)), "the end of all ranks", 10.0)
     for answer in answers:
         answer["pid"] = 0  # of nobody, or of another process
     memory = {name for answer in answers for name in answer["memory"]}

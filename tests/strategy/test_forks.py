@@ -9,7 +9,6 @@ import os
 import subprocess
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -18,6 +17,7 @@ from tests.harness import forks
 from tests.harness.commands import run_python
 from tests.harness.forks import Start
 from tests.harness.tf_config import cluster_configs
+from tests.harness.timing import wait_until
 
 pytestmark = pytest.mark.processes
 
@@ -35,15 +35,17 @@ def _end_of_script(code: int) -> None:
 
 
 def _code_of(pid: int) -> int | str:
-    deadline = time.monotonic() + CHILD_SECONDS
-    while time.monotonic() < deadline:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return "hangs"
+    try:
+        _, status = wait_until(
+            lambda: (ended := os.waitpid(pid, os.WNOHANG))[0] and ended,
+            f"the end of process {pid}",
+            CHILD_SECONDS,
+        )
+    except TimeoutError:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        return "hangs"
+    return os.waitstatus_to_exitcode(status)
 
 
 class Forked(Exception):
