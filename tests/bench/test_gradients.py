@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import socket
-import time
 
 import pytest
 
 from tests.harness.commands import run_python
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
+from tests.harness.timing import wait_until
 from tfdp.ground.plans.topology import Topology
 from tfdp.launch.cli.main import run_command
 from tools.bench.__main__ import bench
@@ -140,9 +140,7 @@ def test_bytes_of_tcp_connections_of_this_process_are_counted():
         before = tcp_bytes_sent()
         sender.sendall(bytes(100_000))
         receiver.recv(100_000, socket.MSG_WAITALL)
-        deadline = time.monotonic() + 10
-        while tcp_bytes_sent() < before + 100_000:
-            assert time.monotonic() < deadline
+        wait_until(lambda: tcp_bytes_sent() >= before + 100_000, "all bytes", 10.0)
         sender.sendall(b"x")  # the connection goes on
         assert receiver.recv(1) == b"x"
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.harness.interrupted import Layout
+from tests.harness.timing import wait_until
 
 NUM_SAMPLES, BATCH_SIZE = 40, 8
 STEPS_PER_EPOCH = NUM_SAMPLES // BATCH_SIZE
@@ -138,8 +139,10 @@ def asked_to_end_before_fit(layout: Layout, rank: int, *, folder: str) -> None:
     _strategy(layout, tfdp)
     pathlib.Path(folder, f"ready-{rank}").touch()
     # Who ends earlier is lost to one that still makes its strategy.
-    while len(list(pathlib.Path(folder).glob("ready-*"))) < layout.num_workers:
-        time.sleep(0.01)
+    ready = pathlib.Path(folder)
+    wait_until(
+        lambda: len(list(ready.glob("ready-*"))) == layout.num_workers, "all workers"
+    )
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(60.0)
 

@@ -12,7 +12,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -26,6 +25,7 @@ from tests.cli.launcher import (
 )
 from tests.cli.nodes import ended, read_until
 from tests.cli.test_nodes import FAILS, SECOND_TIME, WAITS
+from tests.harness.timing import wait_until
 from tfdp.communication.cluster import free_ports
 from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.remote_line import BEAT, order
@@ -200,12 +200,13 @@ def test_a_connection_that_is_silent_ends_what_runs_behind_it(launcher):
     words = ["run", "--nodes", "1", "--rendezvous", place, "-n", "1", "script.py"]
     process.stdin.write(order(words, "0123456789abcdef", 5.0))
     process.stdin.flush()
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (launcher.folder / "ready-0").exists():
-        assert time.monotonic() < deadline
+
+    def is_ready() -> bool:
         process.stdin.write(BEAT)
         process.stdin.flush()
-        time.sleep(0.2)
+        return (launcher.folder / "ready-0").exists()
+
+    wait_until(is_ready, "a worker", DEADLINE_SECONDS)
     # The pipe stays open, as that of an sshd whose network has gone.
     assert process.wait(STOPS_WITHIN_SECONDS) == 128 + signal.SIGHUP
     launcher.assert_nothing_is_left()

@@ -8,7 +8,6 @@ import os
 import pathlib
 import signal
 import subprocess
-import time
 
 import keras
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 from tests.cli.launcher import Launcher
 from tests.harness import common
 from tests.harness.tiers import full
+from tests.harness.timing import wait_until
 from tfdp.communication.cluster import free_ports
 
 pytestmark = pytest.mark.processes
@@ -58,11 +58,13 @@ def steps(folder: pathlib.Path, index: int) -> list[tuple[int, float]]:
 
 def wait_for_steps(folder: pathlib.Path, index: int, count: int) -> int:
     """Waits until an island has made so many steps; returns its process."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while len(found := steps(folder, index)) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found[-1][0]
+
+    def made() -> list[tuple[int, float]]:
+        found = steps(folder, index)
+        return found if len(found) >= count else []
+
+    what = f"{count} steps of island {index}"
+    return wait_until(made, what, DEADLINE_SECONDS)[-1][0]
 
 
 def expected(first: list[np.ndarray]) -> list[np.ndarray]:

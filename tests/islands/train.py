@@ -11,10 +11,12 @@ import numpy as np
 
 import tfdp
 from tests.harness import common
+from tests.harness.timing import wait_until
 from tfdp.communication.cluster.islands import Island
 
 ISLAND = Island.from_environment()
 NUM_BATCHES, EPOCHS, SYNC_EVERY = 11, 2, 4
+WAITING_SECONDS = 120.0
 
 
 def data() -> tuple:
@@ -45,8 +47,8 @@ class Steps(keras.callbacks.Callback):
         time.sleep(self._seconds)
         print(os.getpid(), time.monotonic(), file=self._file, flush=True)
         self._num_steps += 1
-        while self._num_steps == self._waits_at and not self._is_other_back():
-            time.sleep(0.05)
+        if self._num_steps == self._waits_at:
+            wait_until(self._is_other_back, "the other island", WAITING_SECONDS)
 
     def _is_other_back(self) -> bool:
         lines = pathlib.Path("steps-1").read_text().splitlines()

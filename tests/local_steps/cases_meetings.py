@@ -16,6 +16,7 @@ import tfdp
 from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.launches import Launch, launches
+from tests.harness.timing import wait_until
 from tests.local_steps.cases_local_sgd import adam, first_model
 from tests.reduction import cases_plans as plans
 
@@ -76,10 +77,8 @@ class Part(keras.callbacks.Callback):
         if self._is_first and batch == self._later:
             self._file.touch()
         if not self._is_first and batch == 1:
-            deadline = time.monotonic() + _DEADLINE_SECONDS
-            while not self._file.exists():
-                assert time.monotonic() < deadline, "the other worker waits, too"
-                time.sleep(0.01)
+            what = "the other worker, which waits, too"
+            wait_until(self._file.exists, what, _DEADLINE_SECONDS)
 
 
 @case(
