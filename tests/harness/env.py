@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-import time
 import typing
 
 import numpy as np
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 from tests.harness import strategies
 from tests.harness.setups import Setup
+from tests.harness.timing import wait_until
 
 
 @dataclasses.dataclass
@@ -99,9 +99,9 @@ class Env:
     def wait_for_all(self, label: str, timeout_seconds: float = 30.0) -> None:
         """Waits, by files and not by collectives, until all workers are here."""
         (self.tmp / f".{label}.{self.rank}").touch()
-        deadline = time.monotonic() + timeout_seconds
-        ranks = range(self.setup.num_workers)
-        while not all((self.tmp / f".{label}.{r}").exists() for r in ranks):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"Not all workers reached {label!r}")
-            time.sleep(0.01)
+        files = [self.tmp / f".{label}.{r}" for r in range(self.setup.num_workers)]
+        wait_until(
+            lambda: all(file.exists() for file in files),
+            f"all workers at {label!r}",
+            timeout_seconds,
+        )

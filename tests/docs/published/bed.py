@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
+
+from tests.harness.timing import wait_until
 
 NUM_REPLICAS = 2
 # Begins the names of results that are added over workers.
@@ -81,12 +82,12 @@ class Bed:
     def wait_for_all(self, label: str, timeout_seconds: float = 60.0) -> None:
         """Wait until all workers are here."""
         (self.folder / f".{label}.{self.rank}").touch()
-        deadline = time.monotonic() + timeout_seconds
         num_workers = NUM_REPLICAS if self.kind == "workers" else 1
-        while len(list(self.folder.glob(f".{label}.?"))) < num_workers:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"Not all workers reached {label!r}")
-            time.sleep(0.01)
+        wait_until(
+            lambda: len(list(self.folder.glob(f".{label}.?"))) >= num_workers,
+            f"all workers at {label!r}",
+            timeout_seconds,
+        )
 
 
 def _pictures(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
