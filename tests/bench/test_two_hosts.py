@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from tests.harness.commands import run_python
+from tests.harness.tiers import full
 from tests.harness.timing import wait_until
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import BedError, TwoHosts
@@ -132,7 +133,7 @@ def test_the_counters_count_a_transfer_and_the_link_holds_its_rate(run):
     ("end", "code", "words"),
     [
         ("exit 7", 7, "failed with exit code 7"),
-        ("kill -KILL $$", 137, "was killed by SIGKILL"),
+        full("kill -KILL $$", 137, "was killed by SIGKILL"),
     ],
 )
 def test_the_first_failing_code_is_the_scripts_own(run, end, code, words):
@@ -143,7 +144,9 @@ def test_the_first_failing_code_is_the_scripts_own(run, end, code, words):
     assert f"143, 143, {code}, 143" in done.stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, full(signal.SIGINT), full(signal.SIGKILL)]
+)
 def test_a_signal_leaves_no_host_and_no_process_behind(possible, tmp_path, signum):
     before = hosts_in_use()
     mark = f"1000.{os.getpid()}"  # seconds, of a sleep like no other
@@ -189,11 +192,13 @@ def test_what_runs_on_a_host_ends_with_the_bed(possible):
     ("arguments", "message"),
     [
         (["--rate", "fast", "--", "true"], "Received: rate='fast'"),
-        (["--rate", "0mbit", "--", "true"], "Received: rate='0mbit'"),
-        (["--workers-per-host", "0", "--", "true"], "--workers-per-host must be at"),
-        (["--devices-per-worker", "-1", "--", "true"], "--devices-per-worker must be"),
+        full(["--rate", "0mbit", "--", "true"], "Received: rate='0mbit'"),
+        full(["--workers-per-host", "0", "--", "true"], "workers-per-host must be at"),
+        full(
+            ["--devices-per-worker", "-1", "--", "true"], "devices-per-worker must be"
+        ),
         (["--", "no-such-command"], "Received: no-such-command"),
-        ([], "There must be a command to run after --"),
+        full([], "There must be a command to run after --"),
     ],
 )
 def test_a_wrong_command_line_gets_one_sentence(run, arguments, message):

@@ -317,7 +317,7 @@ FULL = OSError(28, "No space left on device")
 @pytest.mark.parametrize(
     ("error", "is_after"),
     # Killed after one operation is killed before the next.
-    [(Killed(), False), (FULL, False), (FULL, True), full(Killed(), True)],
+    [(Killed(), False), full(FULL, False), full(FULL, True), full(Killed(), True)],
 )
 def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(
     tmp_path, monkeypatch, error, is_after

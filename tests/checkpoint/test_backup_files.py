@@ -298,6 +298,7 @@ def test_a_run_that_had_stopped_early_does_not_go_on(tmp_path):
     assert_same(found, undisturbed)
 
 
+@pytest.mark.full
 def test_the_next_fit_begins_with_its_own_first_epoch(backups, undisturbed):
     model = build()
     found = fit(arrays(**PLAIN), BackupAndRestore(backups), make_model=lambda _: model)
@@ -331,6 +332,7 @@ def test_values_come_back_as_they_were():
         to_json(object())
 
 
+@pytest.mark.full
 def test_a_backup_can_be_restored_as_a_checkpoint(of_step_7):
     model = build()
     tfdp.checkpoint.restore(model, of_step_7 / "step-7")

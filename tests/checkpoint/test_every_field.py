@@ -201,6 +201,7 @@ def run(interrupted) -> dict[str, Any]:
     return run
 
 
+@pytest.mark.full
 def test_junk_in_any_field_of_a_run_is_refused_in_one_sentence(run):
     said = [sentence_of(check_run, junk) for _, junk in fuzzing.everywhere(run)]
     assert all(text.startswith("its ") for text in said if text)

@@ -61,6 +61,7 @@ def test_gradients_that_wait_for_an_update_are_saved(tmp_path):
     assert again.optimizer.loss_scale == model.optimizer.loss_scale
 
 
+@pytest.mark.full
 def test_nothing_waits_after_a_checkpoint_in_which_nothing_did(tmp_path):
     tfdp.checkpoint.save(trained(2, accumulation_steps=2), tmp_path)
     again = trained(1, accumulation_steps=2)
@@ -95,6 +96,7 @@ def plain() -> keras.Model:
     return compiled(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
 
 
+@pytest.mark.full
 def test_gradients_that_wait_in_plain_keras_are_saved_too(tmp_path):
     saved, model = plain(), trained(0, accumulation_steps=2)
     go_on(saved, 0, 3)

@@ -290,7 +290,7 @@ def test_a_store_that_vanishes_while_tensors_are_read_says_what_that_leaves(stor
     assert "(Gone: no route). Some variables may have been overwritten" in str(reply)
 
 
-@pytest.mark.parametrize("damage", ["missing", "altered"])
+@pytest.mark.parametrize("damage", [full("missing"), "altered"])
 def test_a_damaged_object_is_named(store, damage):
     save(values(), URL)
     for name, path in bucket.objects(store).items():

@@ -93,6 +93,7 @@ def test_a_damaged_backup_is_set_aside_and_the_one_before_is_taken(store):
     assert load_index(f"{URL}/step-7.damaged").run["steps"] == 7
 
 
+@pytest.mark.full
 def test_what_a_killed_save_has_put_goes_with_the_next_one(store):
     cut_run(URL, step=6)
     left = "runs/mine/step-7/data-0123456789ab/worker-0-0.index"
@@ -106,7 +107,7 @@ class Away(Exception):
     pass
 
 
-@pytest.mark.parametrize("verb", ["list", "head", "get"])
+@pytest.mark.parametrize("verb", ["list", full("head"), full("get")])
 def test_a_store_that_is_away_lets_no_run_begin_anew_or_from_an_older_one(store, verb):
     cut_run(URL, step=7)
     before = list(bucket.objects(store))
@@ -207,6 +208,7 @@ def try_a_fault(store: Path, tmp_path: Path, hook: Faulty, undisturbed: Any) -> 
     return bool(said)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("of_each", [20, full(6), full(1)])
 def test_a_request_that_gets_a_503_ends_the_run_in_a_sentence_and_loses_nothing(
     store, tmp_path, of_each
@@ -227,6 +229,7 @@ def test_a_request_that_gets_a_503_ends_the_run_in_a_sentence_and_loses_nothing(
     assert not all(ended)
 
 
+@pytest.mark.full
 def test_a_store_that_is_slow_changes_nothing(store, tmp_path):
     undisturbed = fit(arrays(**PLAIN))
     cut_run(URL, step=7, keep=2)

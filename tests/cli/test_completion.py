@@ -14,6 +14,7 @@ import pytest
 from click.shell_completion import BashComplete
 
 from tests.harness.commands import ROOT
+from tests.harness.tiers import full
 from tfdp.launch.cli.main import cli
 
 DEADLINE_SECONDS = 100
@@ -60,9 +61,9 @@ def complete(tmp_path) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("tfdp r", "run"),
+        full("tfdp r", "run"),
         ("tfdp run --num-w", "--num-workers"),
-        ("tfdp bench compare --family t", "transformer"),
+        full("tfdp bench compare --family t", "transformer"),
     ],
 )
 def test_bash_completes_and_nothing_of_tensorflow_is_loaded(

@@ -13,6 +13,7 @@ import textwrap
 import pytest
 
 from tests.cli.launcher import ROOT, STOPS_WITHIN_SECONDS, Launcher, lines_of
+from tests.harness.tiers import full
 from tfdp.launch.cli.import_once import parent
 from tfdp.launch.cli.import_once.script import Imports, imports_of
 from tfdp.launch.cli.signals import SignalPipe
@@ -140,7 +141,7 @@ def test_tfdp_is_imported_too_where_the_script_does(tmp_path):
     assert imports_of(str(script)) == Imports([*TENSORFLOW, "tfdp"], {})
 
 
-@pytest.mark.parametrize(("end", "code"), [("raise", 1), ("0", 0), ("7", 7)])
+@pytest.mark.parametrize(("end", "code"), [full("raise", 1), ("0", 0), full("7", 7)])
 def test_a_worker_sees_what_it_would_see_by_itself(fakes, end, code):
     (fakes.folder / "script.py").write_text(FACTS)
     seen = {}
@@ -182,14 +183,14 @@ def test_the_workers_of_all_attempts_are_forks_of_one(fakes):
     [
         (["--no-fork"], {}, ""),
         ([], {}, "os.environ['A'] = str(1)"),
-        ([], {"COVERAGE_PROCESS_START": "none"}, ""),
-        (
+        full([], {"COVERAGE_PROCESS_START": "none"}, ""),
+        full(
             [],
             {"AT_IMPORT": "threading.Thread(target=time.sleep, args=(2,)).start()"},
             "",
         ),
-        ([], {"AT_IMPORT": "if sys.path[0] != os.getcwd(): raise ImportError"}, ""),
-        ([], {"CUDA_VISIBLE_DEVICES": ""}, "import shadowed"),
+        full([], {"AT_IMPORT": "if sys.path[0] != os.getcwd(): raise ImportError"}, ""),
+        full([], {"CUDA_VISIBLE_DEVICES": ""}, "import shadowed"),
     ],
     ids=["option", "environment", "coverage", "thread", "error", "shadow"],
 )
@@ -232,6 +233,7 @@ def test_a_variable_that_cannot_be_foreseen_is_named(fakes):
     assert "script.py:9" in done.stdout, done.stdout
 
 
+@pytest.mark.full
 def test_a_module_of_a_package_imports_the_package(fakes):
     part = fakes.folder / "packages" / "tensorflow" / "part.py"
     part.write_text("value = 1")
@@ -292,6 +294,7 @@ def test_ctrl_c_ends_the_import(fakes):
     fakes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
+@pytest.mark.full
 def test_the_timeout_ends_the_import(fakes):
     fakes.environment["AT_IMPORT"] = "time.sleep(600)"
     fakes.script("import tensorflow")
@@ -299,6 +302,7 @@ def test_the_timeout_ends_the_import(fakes):
     fakes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
+@pytest.mark.full
 def test_workers_import_for_themselves_once_the_one_that_forks_has_ended(fakes):
     fakes.script(
         """
@@ -331,6 +335,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(fakes):
     fakes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
+@pytest.mark.full
 def test_two_forked_workers_train_as_two_that_import_for_themselves(launcher):
     (launcher.folder / "script.py").write_text(
         textwrap.dedent(

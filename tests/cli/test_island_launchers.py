@@ -76,6 +76,7 @@ def machines(tmp_path) -> collections.abc.Iterator[TwoMachines]:
     machines.close()
 
 
+@pytest.mark.full
 def test_a_hub_ends_when_the_launcher_of_the_other_machine_is_killed(machines):
     first, second = machines.begin()
     os.kill(second.pid, signal.SIGKILL)

@@ -11,6 +11,7 @@ import pytest
 from tests.cli.launcher import DEADLINE_SECONDS, logs_of
 from tests.cli.nodes import Nodes, ended
 from tests.cli.test_ssh import launcher as ssh_launcher  # noqa: F401  a fixture
+from tests.harness.tiers import full
 from tfdp.launch.cli.json_screen import JsonScreen
 
 pytestmark = pytest.mark.processes
@@ -134,9 +135,9 @@ def test_hosts_write_on_one_terminal(ssh_launcher):  # noqa: F811
     ("arguments", "words"),
     [
         (["-n", "0", *JSON, "script.py"], "Received: 0"),
-        (["-n", "2", "--log-format=json", "missing.py"], "Received: missing.py"),
-        (["-n", "2", *JSON, "--no-such-option", "script.py"], "--no-such-option"),
-        ([*JSON, "script.py"], "-n"),
+        full(["-n", "2", "--log-format=json", "missing.py"], "Received: missing.py"),
+        full(["-n", "2", *JSON, "--no-such-option", "script.py"], "--no-such-option"),
+        full([*JSON, "script.py"], "-n"),
         (["--hosts", "a", "--hostfile", "b", *JSON, "script.py"], "not both"),
     ],
 )

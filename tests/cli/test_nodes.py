@@ -37,6 +37,7 @@ def nodes(tmp_path) -> collections.abc.Iterator[Nodes]:
     nodes.close()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not is_own("::1"), reason="needs IPv6")
 def test_nodes_meet_at_an_ipv6_address(nodes):
     nodes.place = f"[::1]:{free_ports(1)[0]}"

@@ -9,6 +9,7 @@ import resource
 import pytest
 
 from tests.cli.launcher import lines_of
+from tests.harness.tiers import full
 from tfdp.communication.cluster import Cluster
 from tfdp.communication.cluster import ports as cluster_ports
 from tfdp.communication.cluster.gpus import visible_gpus
@@ -46,7 +47,7 @@ def test_as_many_workers_as_gpus_or_else_as_cpu_cores(launcher):
     assert lines_of(result.stdout, 0) == [f"{launch.num_cores()} []"]
 
 
-@pytest.mark.parametrize("option", ["-D", "--devices-per-worker"])
+@pytest.mark.parametrize("option", ["-D", full("--devices-per-worker")])
 def test_devices_per_worker_travel_in_tf_config(launcher, option):
     launcher.script("print(CONFIG['tfdp']['devices_per_worker'])")
     result = launcher.run("-n", "2", option, "3", "script.py")
@@ -64,6 +65,7 @@ def test_rebalance_travels_in_tf_config_and_says_where_it_has_no_effect(launcher
     assert "--rebalance has no effect with one worker" in result.stdout
 
 
+@pytest.mark.full
 def test_cores_are_divided_among_workers(launcher):
     launcher.script(
         "print(os.environ['TF_NUM_INTRAOP_THREADS'], os.environ['OMP_NUM_THREADS'])"

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from tests.cli.launcher import lines_of, logs_of
+from tests.harness.tiers import full
 
 pytestmark = pytest.mark.processes
 
@@ -49,8 +50,8 @@ def test_a_full_disk_under_the_output_does_not_end_the_training(launcher):
     assert logs_of(launcher.folder)[0].read_text().split()[-1] == "19"
 
 
-@pytest.mark.parametrize("what", ["fifo", "symlink", "hard link", "folder"])
-@pytest.mark.parametrize("name", ["worker-1.log", "restarts.log"])
+@pytest.mark.parametrize("what", ["fifo", "symlink", full("hard link"), full("folder")])
+@pytest.mark.parametrize("name", ["worker-1.log", full("restarts.log")])
 def test_a_log_is_a_regular_file_and_no_link(launcher, what, name):
     victim = launcher.folder / "victim"
     victim.write_text("mine")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cli.launcher import lines_of
+from tests.harness.tiers import full
 from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
 
 pytestmark = pytest.mark.processes
@@ -80,6 +81,7 @@ if size == 3 and RANK != 1:
 """
 
 
+@pytest.mark.full
 def test_a_job_that_lost_a_worker_saves_when_asked_and_goes_on_with_all(launcher):
     launcher.script(
         LEFT_OUT_ONCE
@@ -111,6 +113,7 @@ def test_a_job_that_does_not_save_when_asked_is_never_stopped(launcher):
     assert "growth" not in result.stdout
 
 
+@pytest.mark.full
 def test_the_worker_that_others_name_as_lost_is_the_one_that_failed(launcher):
     from tfdp.communication.coordination.watch.errors import (
         WorkerFailure,
@@ -142,10 +145,10 @@ def test_the_worker_that_others_name_as_lost_is_the_one_that_failed(launcher):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["-n", "2", "--grow-after", "5"], "all workers always run"),
+        full(["-n", "2", "--grow-after", "5"], "all workers always run"),
         (["-n", "2", "--min-workers", "3"], "Received: --min-workers 3, -n 2"),
-        (["-n", "2", "--min-workers", "0"], "at least 1. Received: 0"),
-        (["-n", "2", "--max-restarts", "-1"], "not negative. Received: -1"),
+        full(["-n", "2", "--min-workers", "0"], "at least 1. Received: 0"),
+        full(["-n", "2", "--max-restarts", "-1"], "not negative. Received: -1"),
     ],
 )
 def test_wrong_numbers_of_restarts_and_workers_are_named(launcher, arguments, text):

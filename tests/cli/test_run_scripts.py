@@ -12,6 +12,7 @@ import click
 import pytest
 
 from tests.cli.launcher import DEADLINE_SECONDS, ROOT, lines_of
+from tests.harness.tiers import full
 from tfdp.launch.cli import main
 from tfdp.launch.cli.program import check_program
 
@@ -72,7 +73,11 @@ BAD_INPUT = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "words"), BAD_INPUT)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    # Each starts a process.
+    [BAD_INPUT[0], *(full(*case) for case in BAD_INPUT[1:-1]), BAD_INPUT[-1]],
+)
 def test_bad_input_gets_one_sentence_and_code_2_at_once(launcher, arguments, words):
     launcher.script("pathlib.Path('started').touch()")
     start = time.monotonic()
@@ -173,8 +178,8 @@ def test_the_command_line_imports_no_tensorflow():
     ("arguments", "words"),
     [
         (["--version"], "tfdp "),
-        (["--help"], "doctor"),
-        ([], "doctor"),
+        full(["--help"], "doctor"),
+        full([], "doctor"),
         (["run", "--help"], "--log-dir"),
     ],
 )

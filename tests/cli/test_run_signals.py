@@ -26,6 +26,7 @@ from tests.cli.launcher import (
     read_terminal,
 )
 from tests.cli.nodes import read_until
+from tests.harness.tiers import full
 from tfdp.launch.cli.attempts import pause
 from tfdp.launch.cli.job import JobContext
 from tfdp.launch.cli.screen import Screen
@@ -92,7 +93,9 @@ def test_a_second_ctrl_c_kills_at_once(launcher):
     launcher.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize(("signum", "code"), END_SIGNALS)
+@pytest.mark.parametrize(
+    ("signum", "code"), [END_SIGNALS[0], *(full(*end) for end in END_SIGNALS[1:])]
+)
 def test_a_signal_while_a_failed_attempt_ends_is_the_end_of_the_job(
     launcher, signum, code
 ):
@@ -120,7 +123,9 @@ def test_a_signal_while_a_failed_attempt_ends_is_the_end_of_the_job(
     assert "restart" not in output
 
 
-@pytest.mark.parametrize(("signum", "code"), END_SIGNALS)
+@pytest.mark.parametrize(
+    ("signum", "code"), [END_SIGNALS[0], *(full(*end) for end in END_SIGNALS[1:])]
+)
 def test_a_signal_between_two_attempts_is_the_end_of_the_job(launcher, signum, code):
     launcher.script("sys.exit(3)")
     process = launcher.start("-n", "1", "--max-restarts", "4", "script.py")
@@ -174,6 +179,7 @@ def test_a_closed_terminal_stops_the_workers_with_their_grace(launcher):
     assert (launcher.folder / "saved-1").exists()
 
 
+@pytest.mark.full
 def test_processes_that_fork_again_and_again_do_not_outlive_the_job(launcher):
     code = """
 import os, time
@@ -260,6 +266,7 @@ while True: print("still here", flush=True)
     launcher.assert_nothing_is_left()
 
 
+@pytest.mark.full
 def test_children_of_a_dead_worker_are_found_by_session_and_by_environment(launcher):
     launcher.script(
         f"""

@@ -211,6 +211,7 @@ def test_workers_that_are_cut_off_name_each_other_and_go_on_once_joined(
         )
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_ends_all_with_one_error_and_leaves_the_backup_before(
     undisturbed: dict,
 ):
@@ -220,6 +221,7 @@ def test_a_disk_that_is_full_ends_all_with_one_error_and_leaves_the_backup_befor
     assert len({end.error for end in outcome.first.ends}) == 1
 
 
+@pytest.mark.full
 def test_a_run_whose_newest_backup_was_damaged_goes_on_from_the_one_before(
     damaged: tuple[JobPlan, Outcome], undisturbed: dict
 ):

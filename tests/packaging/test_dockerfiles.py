@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.commands import ROOT
+from tests.harness.tiers import full
 from tests.packaging.test_distributions import DEADLINE_SECONDS
 from tools.docs_check import tracked_files
 
@@ -62,7 +63,7 @@ def test_an_image_runs_python_as_a_user_who_is_not_root(name):
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a checkout is copied")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [NAMES[0], full(NAMES[1])])
 def test_what_is_copied_makes_the_wheel_of_the_package(name, tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     for sources, target in copied(name)[:2]:

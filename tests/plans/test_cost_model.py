@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.harness.commands import ROOT
+from tests.harness.tiers import full
 from tfdp.ground.links import DEFAULT_LINKS, Link, Links
 from tfdp.ground.plans.cost_model import candidates_for, choose, predict_seconds
 from tfdp.ground.plans.prediction import BucketPrediction, StepPrediction
@@ -384,7 +385,7 @@ def test_a_fit_of_noisy_times_predicts_held_out_ones():
     assert np.median(np.abs(errors)) < 0.1
 
 
-@pytest.mark.parametrize("index", [0, 4, 8, 11])
+@pytest.mark.parametrize("index", [0, full(4), full(8), 11])
 @pytest.mark.parametrize("factor", [0.4, 4.0])
 def test_one_time_that_is_far_off_does_not_bend_a_fit(index, factor):
     algorithms = [RING, TREE, HALVING, HIERARCHICAL]
