@@ -14,6 +14,7 @@ regularizers = keras.regularizers
 
 
 @case("Regularizers")
+@same_as("unequal_shares_with_mean_over_the_batch_and_penalties_at_once")
 def regularizers_of_kernel_and_bias(env: Env) -> dict:
     def build():
         model = common.mlp(
@@ -26,7 +27,7 @@ def regularizers_of_kernel_and_bias(env: Env) -> dict:
 
 
 @case("Activity regularizers")
-@same_as("regularizers_of_kernel_and_bias")
+@same_as("unequal_shares_with_mean_over_the_batch_and_penalties_at_once")
 def activity_regularizer(env: Env) -> dict:
     def build():
         model = common.mlp(activity_regularizer=regularizers.L2(0.1))
@@ -35,7 +36,7 @@ def activity_regularizer(env: Env) -> dict:
     return common.train(env, build, *common.regression_data())
 
 
-@case("Constraints")
+@case("Constraints", quick_setup="two_by_two")
 def constraints(env: Env) -> dict:
     def build():
         model = common.mlp(
@@ -117,6 +118,7 @@ def loss_that_returns_a_scalar(env: Env) -> dict:
 
 
 @case("Wrong numbers: `mean_with_sample_weight`")
+@same_as("unequal_shares_with_masked_mean_accumulated")
 def mean_with_sample_weight(env: Env) -> dict:
     def build():
         loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -127,6 +129,7 @@ def mean_with_sample_weight(env: Env) -> dict:
 
 
 @case("Wrong numbers: sequence loss with a mask")
+@same_as("unequal_shares_with_masked_mean_accumulated")
 def mask_that_reaches_the_loss(env: Env) -> dict:
     def build():
         model = keras.Sequential(
@@ -146,7 +149,7 @@ def mask_that_reaches_the_loss(env: Env) -> dict:
 
 
 @case("Losses that look at the mask but divide by the whole count")
-@same_as("mask_that_reaches_the_loss")
+@same_as("unequal_shares_with_masked_mean_accumulated")
 def mask_in_a_loss_over_the_batch_size(env: Env) -> dict:
     def build():
         model = keras.Sequential(

@@ -13,7 +13,7 @@ from tests.harness import common, registry
 from tests.harness.env import Env
 from tfdp.checkpoint.training_state import metric_variables
 
-case = registry.case
+case, same_as = registry.case, registry.same_as
 ONE_PROCESS: dict[str, Any] = {"setups": ("mirrored",)}
 
 
@@ -36,6 +36,7 @@ LOSSES: list[Callable] = [
 
 
 @case("Losses of rows that are mixed or selected", **ONE_PROCESS)
+@same_as("losses_that_couple_rows")
 def losses_of_mixed_or_selected_rows(env: Env) -> dict:
     results: dict[str, Any] = {}
     for number, loss in enumerate(LOSSES):
@@ -69,6 +70,7 @@ class Logs(keras.Model):
 
 
 @case("Logged norms of gradients are those of the global batch", **ONE_PROCESS)
+@same_as("logs_of_vectors_and_nests")
 def norms_of_gradients_are_logged_as_on_one_device(env: Env) -> dict:
     with env.scope():
         model = Logs()
@@ -116,6 +118,7 @@ def merges_of_metrics_are_restored(env: Env) -> dict:
 
 
 @case("A metric that begins with one is that of one device", **ONE_PROCESS)
+@same_as("metric_classes_that_are_no_sums")
 def minimum_metrics_begin_with_their_own_value(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), metrics=[Least()])

@@ -76,13 +76,20 @@ def losses_of_several_outputs(env: Env) -> dict:
     }
 
 
-@case("Wrong numbers: losses of single outputs, with sample weights")
+def _weights() -> np.ndarray:
+    return np.linspace(0.0, 2.0, NUM_SAMPLES).astype("float32")
+
+
+@case("Wrong numbers: losses of single outputs, each with its sample weights")
 def losses_of_several_outputs_with_sample_weights(env: Env) -> dict:
-    one = np.linspace(0.0, 2.0, NUM_SAMPLES).astype("float32")
-    return {
-        "one for all": _trained(env, one),
-        "one for each": _trained(env, {"value": one, "kind": one[::-1].copy()}),
-    }
+    weights = _weights()
+    return _trained(env, {"value": weights, "kind": weights[::-1].copy()})
+
+
+@case("Wrong numbers: losses of single outputs, with the same sample weights")
+@same_as("losses_of_several_outputs_with_sample_weights")
+def losses_of_several_outputs_with_common_sample_weights(env: Env) -> dict:
+    return _trained(env, _weights())
 
 
 @case("Wrong numbers: losses of single outputs, each with its reduction")

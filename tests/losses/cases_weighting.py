@@ -89,14 +89,15 @@ KINDS: dict[str, tuple[Callable, Callable, Callable]] = {
 }
 _PENALTIES = "mean_over_the_batch_and_penalties"
 _WEIGHTED = "mean_with_sample_weight"
-# The quick tier runs one of each kind; a mask is a weight of each sample, too.
+# The quick tier runs one of each kind; a mask is a weight of each token.
 SAME_AS = {
     f"{_PENALTIES}_accumulated": f"{_PENALTIES}_at_once",
     "sum_accumulated": "sum_at_once",
-    f"{_WEIGHTED}_at_once": f"{_WEIGHTED}_accumulated",
-    "sample_weight_at_once": f"{_WEIGHTED}_accumulated",
-    "sample_weight_accumulated": f"{_WEIGHTED}_accumulated",
-    "masked_mean_accumulated": f"{_WEIGHTED}_accumulated",
+    f"{_WEIGHTED}_at_once": "masked_mean_accumulated",
+    f"{_WEIGHTED}_accumulated": "masked_mean_accumulated",
+    "sample_weight_at_once": "masked_mean_accumulated",
+    "sample_weight_accumulated": "masked_mean_accumulated",
+    "masked_mean_at_once": "masked_mean_accumulated",
 }
 
 
@@ -123,6 +124,7 @@ def _register(name: str, kind: tuple, steps: int) -> None:
         f"unequal_shares_with_{own}",
         function,
         f"A partial batch in unequal shares: {name}, {title}",
+        quick_setup="two_workers" if own == "sum_at_once" else "",
         same_as=f"unequal_shares_with_{SAME_AS[own]}" if own in SAME_AS else "",
     )
 
