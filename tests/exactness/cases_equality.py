@@ -107,26 +107,27 @@ OPTIMIZERS = {
     "sgd": functools.partial(keras.optimizers.SGD, 0.05, momentum=0.9),
     "adamw": functools.partial(keras.optimizers.AdamW, 0.01),
 }
+# A cell of the matrix trains a transformer block and a normalized convolution, too.
 SAME_AS = {
-    "mlp_with_adamw": "cnn_with_adamw",
-    "cnn_with_sgd": "mlp_with_sgd",
-    "embedding_lstm_with_adamw": "masked_lstm",
-    "transformer_with_adamw": "cnn_with_adamw",
-    "multi_output_with_adamw": "losses_of_several_outputs_with_sample_weights",
+    cnn: "loss_scale_optimizer_with_everything_in_float32",
+    embedding_lstm: "masked_lstm",
+    transformer: "loss_scale_optimizer_with_everything_in_float32",
+    multi_output: "losses_of_several_outputs_with_sample_weights",
 }
 KEY_BIAS = {"*key*bias*": "softmax ignores it: its exact gradient is zero"}
 
 for _model in MODELS:
-    for _name, _optimizer in OPTIMIZERS.items():
+    for _kind, _optimizer in OPTIMIZERS.items():
+        _name = f"{_model.__name__}_with_{_kind}"
 
         def _function(env: Env, build=_model, optimizer=_optimizer) -> dict:
             return train(env, build, optimizer)
 
         registry.register(
-            f"{_model.__name__}_with_{_name}",
+            _name,
             _function,
             "Plain training",
-            quick_setup={mlp: "two_by_two", cnn: "two_workers"}.get(_model, ""),
-            same_as=SAME_AS.get(f"{_model.__name__}_with_{_name}", ""),
+            quick_setup="two_workers",
+            same_as=SAME_AS.get(_model, "" if _kind == "sgd" else "mlp_with_sgd"),
             skip=KEY_BIAS if _model is transformer else {},
         )
