@@ -235,28 +235,12 @@ def cast(dtype: str, scale: float = 1.0) -> Callable:
 
 @case("Batches of any structure and dtype")
 def batches_of_any_structure_and_dtype(env: Env) -> dict:
-    mask = _of_chance(NUM_ROWS, 4) > 0.4
-    mask[:, 0] = True
-    steps = _of_chance(NUM_ROWS, 4, 1)
-    plain = of_parts(X, Y)
+    scaled = of_parts(X, Y).map(lambda x, y: ((x, tf.constant(2.0)), y))
     results = {
-        "temporal": fitted(env, temporal, of_parts(steps, 1 - steps, steps[..., 0])),
-        "mask": fitted(env, Attention, of_parts({"ids": TOKENS, "mask": mask}, Y)),
-        "scalar": fitted(
-            env, Scaled, plain.map(lambda x, y: ((x, tf.constant(2.0)), y))
-        ),
-        "none": fitted(env, cast("float32"), plain.map(lambda x, y: (x, y, None))),
+        "scalar": fitted(env, Scaled, scaled),
         "without labels": fitted(env, restored, of_parts(X)),
+        "uint8": _of_dtype(env, X * 50 + 100, "uint8", 0.01),
     }
-    for dtype, scale in {
-        "uint8": 0.01,
-        "bool": 1.0,
-        "float16": 1.0,
-        "int64": 0.1,
-    }.items():
-        x = X * 50 + 100 if dtype == "uint8" else X > 0 if dtype == "bool" else X * 3
-        data = of_parts(x.astype(dtype), Y)
-        results[dtype] = fitted(env, cast(dtype, scale), data)
     with env.scope():
         model = common.compiled(cast("float32")(), metrics=["mae"])
         words = OfRows(looked_up())
@@ -265,6 +249,27 @@ def batches_of_any_structure_and_dtype(env: Env) -> dict:
     text = np.array(WORDS)[np.arange(NUM_ROWS) % len(WORDS)][:, None]
     found = words.predict(of_parts(tf.constant(text)), verbose=0)
     return results | {"predicted": found}
+
+
+@case("Batches with masks, temporal weights and other dtypes")
+@same_as("batches_of_any_structure_and_dtype")
+def batches_with_masks_weights_and_other_dtypes(env: Env) -> dict:
+    mask = _of_chance(NUM_ROWS, 4) > 0.4
+    mask[:, 0] = True
+    steps = _of_chance(NUM_ROWS, 4, 1)
+    without_weights = of_parts(X, Y).map(lambda x, y: (x, y, None))
+    return {
+        "temporal": fitted(env, temporal, of_parts(steps, 1 - steps, steps[..., 0])),
+        "mask": fitted(env, Attention, of_parts({"ids": TOKENS, "mask": mask}, Y)),
+        "none": fitted(env, cast("float32"), without_weights),
+        "bool": _of_dtype(env, X > 0, "bool", 1.0),
+        "float16": _of_dtype(env, X * 3, "float16", 1.0),
+        "int64": _of_dtype(env, X * 3, "int64", 0.1),
+    }
+
+
+def _of_dtype(env: Env, x: np.ndarray, dtype: str, scale: float) -> dict:
+    return fitted(env, cast(dtype, scale), of_parts(x.astype(dtype), Y))
 
 
 def _of_chance(*shape: int) -> np.ndarray:
@@ -404,12 +409,20 @@ def other_and_static_numbers_of_rows(env: Env) -> dict:
     first = of_parts(X, Y, drop=True)
     others = tf.data.Dataset.from_tensor_slices(_of_chance(4 * size, 5))
     zipped = tf.data.Dataset.zip((first, others.batch(2 * size, drop_remainder=True)))
+    return {
+        "two datasets": fitted(env, compiled(OfTwoDatasets), zipped),
+        "static": fitted(env, OfStaticShape, first),
+    }
+
+
+@case("Pairs along the first axis, stateful layers, noise for a known number of rows")
+@same_as("other_and_static_numbers_of_rows")
+def pairs_stateful_layers_and_noise_of_static_shape(env: Env) -> dict:
+    size = common.BATCH_SIZE
     steps = of_parts(_of_chance(2 * size, 4, 1), Y[: 2 * size], drop=True)
     images = of_parts(_of_chance(2 * size, 4, 4, 1), drop=True)
     return {
-        "two datasets": fitted(env, compiled(OfTwoDatasets), zipped),
         "pairs": fitted(env, compiled(OfPairs), Pairs(), shuffle=False),
-        "static": fitted(env, OfStaticShape, first),
         "stateful": fitted(env, stateful, steps),
         "noise": fitted(env, compiled(OfFixedNoise), images),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +11,7 @@ import numpy as np
 from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.launches import launches
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.program.heads import with_heads
 from tests.reduction.cases_plans import step_of
 
@@ -94,9 +94,11 @@ def recurrent() -> keras.Model:
 
 KINDS: dict[str, tuple[Build, Callable[[], np.ndarray]]] = {
     "dense": (dense, lambda: common.features(NUM_ROWS)),
+    "transformer": (transformer, lambda: common.tokens(NUM_ROWS)),
+}
+MORE_KINDS: dict[str, tuple[Build, Callable[[], np.ndarray]]] = {
     "convolutions": (convolutions, images),
     "augmented": (augmented, images),
-    "transformer": (transformer, lambda: common.tokens(NUM_ROWS)),
     "recurrent": (recurrent, lambda: common.tokens(NUM_ROWS)),
 }
 
@@ -123,9 +125,11 @@ LEAST: dict[str, tuple[Build, Callable[[], np.ndarray]]] = {
 
 LOSSES: list[Any] = [
     losses.CategoricalCrossentropy(label_smoothing=0.1),
+    losses.MeanSquaredError(reduction="sum"),
+]
+MORE_LOSSES: list[Any] = [
     losses.BinaryCrossentropy(),
     losses.CategoricalFocalCrossentropy(),
-    losses.MeanSquaredError(reduction="sum"),
     losses.Huber(),
     losses.CosineSimilarity(),
     losses.KLDivergence(),
@@ -135,10 +139,13 @@ LOSSES: list[Any] = [
 ]
 
 
-def chosen_metrics() -> list:
+def few_metrics() -> list:
+    return ["accuracy", metrics.AUC(num_thresholds=20)]
+
+
+def many_metrics() -> list:
     return [
-        "accuracy",
-        metrics.AUC(num_thresholds=20),
+        *few_metrics(),
         metrics.Precision(thresholds=[0.3, 0.5]),
         metrics.Precision(top_k=2, name="top"),
         metrics.F1Score(),
@@ -167,22 +174,37 @@ def converting_operations(env: Env, model: keras.Model, x: Any, y: Any) -> list[
 
 @case("No collective but of gradients", compare=False)
 def steps_of_common_models_convert_nothing(env: Env) -> dict:
+    return check_conversions(env, KINDS, LOSSES, few_metrics())
+
+
+@case(
+    "No collective but of gradients, in more layers, losses and metrics", compare=False
+)
+@same_as("steps_of_common_models_convert_nothing")
+def steps_of_more_models_convert_nothing(env: Env) -> dict:
+    return check_conversions(env, MORE_KINDS, LOSSES + MORE_LOSSES, many_metrics())
+
+
+def check_conversions(
+    env: Env, kinds: Mapping[str, Any], losses: Sequence[Any], metrics: list
+) -> dict:
+    """Checks that the steps of models have the collectives of the least ones."""
     if env.is_reference:
         return {}
     y = np.eye(3, dtype="float32")[np.arange(NUM_ROWS) % 3]
     found = {}
-    for name, (build, data) in (LEAST | KINDS).items():
+    for name, (build, data) in (LEAST | kinds).items():
         with env.scope():
             model = build()
             model.compile(keras.optimizers.Adam(0.01), "mse")
         found[name] = converting_operations(env, model, data(), y)
-    heads = [str(place) for place in range(len(LOSSES))]
+    heads = [str(place) for place in range(len(losses))]
     with env.scope():
         model = with_heads(
             heads, lambda name: layers.Dense(3, activation="softmax", name=name)
         )
-        chosen = dict(zip(heads, LOSSES, strict=True))
-        measured = {"0": chosen_metrics()}
+        chosen = dict(zip(heads, losses, strict=True))
+        measured = {"0": metrics}
         model.compile(keras.optimizers.SGD(0.01), chosen, metrics=measured)
     x = common.features(NUM_ROWS)
     found["losses and metrics"] = converting_operations(
@@ -191,11 +213,11 @@ def steps_of_common_models_convert_nothing(env: Env) -> dict:
     # The rows of a batch are counted in every step, and the rows of a sparse gradient
     # gathered; nothing else is.
     least = {name: found.pop(name) for name in LEAST}
-    assert not {kind for kinds in least.values() for kind in kinds} - {"all_gather"}
+    assert not {kind for one in least.values() for kind in one} - {"all_gather"}
     of_tokens = ("transformer", "recurrent")
-    for name, kinds in found.items():
+    for name, collectives in found.items():
         expected = least["table" if name in of_tokens else "linear"]
-        assert kinds == expected, (name, kinds, expected)
+        assert collectives == expected, (name, collectives, expected)
     return {}
 
 

@@ -146,6 +146,7 @@ def normalizations_on_replicas_without_rows(env: Env) -> dict:
     compare=False,
     deadline_seconds=300.0,
 )
+@same_as("local_normalization_keeps_the_contract_of_keras")
 def local_normalization_on_replicas_without_rows(env: Env) -> dict:
     def build() -> keras.Model:
         return branches(
@@ -159,39 +160,61 @@ def local_normalization_on_replicas_without_rows(env: Env) -> dict:
     return {"weights": results["weights"], "history": results["history"]}
 
 
+def attention(h: Any) -> Any:
+    return layers.Flatten()(
+        layers.MultiHeadAttention(2, 4, use_bias=False)(h, h, use_causal_mask=True)
+    )
+
+
+def train_on_few_tokens(env: Env, make_kinds: Callable[[], dict]) -> dict:
+    """Train a model whose branches begin with embedded tokens and a mask."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((common.LENGTH,), dtype="int32")
+        h = layers.Embedding(common.NUM_TOKENS, 4, mask_zero=True)(inputs)
+        found = [
+            layers.Dense(1, name=f"{name}_head")(make(h))
+            for name, make in make_kinds().items()
+        ]
+        return keras.Model(inputs, layers.Add()(found))
+
+    return train_on_few_rows(env, build, common.tokens(sum(NUM_ROWS)))
+
+
 @case(
     "Recurrence, attention and embeddings on replicas without rows",
     deadline_seconds=300.0,
 )
 def sequences_on_replicas_without_rows(env: Env) -> dict:
-    def attention(h: Any) -> Any:
-        return layers.Flatten()(
-            layers.MultiHeadAttention(2, 4, use_bias=False)(h, h, use_causal_mask=True)
-        )
-
-    def build() -> keras.Model:
-        inputs = keras.Input((common.LENGTH,), dtype="int32")
-        h = layers.Embedding(common.NUM_TOKENS, 4, mask_zero=True)(inputs)
-        kinds: dict[str, Callable] = {
+    def make_kinds() -> dict[str, Callable]:
+        return {
             "attention": attention,
+            "simple": layers.SimpleRNN(3),
+            "pooled": layers.GlobalAveragePooling1D(),
+        }
+
+    return train_on_few_tokens(env, make_kinds)
+
+
+@case(
+    "Gated recurrence, wrappers and products on replicas without rows",
+    deadline_seconds=300.0,
+)
+@same_as("sequences_on_replicas_without_rows")
+def more_layers_of_sequences_on_replicas_without_rows(env: Env) -> dict:
+    def make_kinds() -> dict[str, Callable]:
+        return {
             "lstm": layers.LSTM(3),
             "gru": flat(layers.Bidirectional(layers.GRU(3, return_sequences=True))),
-            "simple": layers.SimpleRNN(3),
             "time_distributed": flat(layers.TimeDistributed(layers.Dense(2))),
-            "pooled": layers.GlobalAveragePooling1D(),
             "highest": layers.GlobalMaxPooling1D(),
             "dot": lambda h: layers.Flatten()(layers.Dot(axes=2)([h, h])),
             "additive": lambda h: layers.Flatten()(
                 layers.AdditiveAttention(use_scale=False)([h, h])
             ),
         }
-        found = [
-            layers.Dense(1, name=f"{name}_head")(make(h))
-            for name, make in kinds.items()
-        ]
-        return keras.Model(inputs, layers.Add()(found))
 
-    return train_on_few_rows(env, build, common.tokens(sum(NUM_ROWS)))
+    return train_on_few_tokens(env, make_kinds)
 
 
 @case(

@@ -53,12 +53,12 @@ def logged() -> Iterator[list[str]]:
         logging.getLogger("tfdp").removeHandler(handler)
 
 
-def _normalized() -> keras.Model:
-    """Local normalization, with a mask from padding and without one."""
+def _normalized(between: keras.layers.Layer) -> keras.Model:
+    """Local normalization, with a mask from padding and, after a layer, without one."""
     tokens = keras.Input((common.LENGTH,), dtype="int32")
     h = layers.Embedding(common.NUM_TOKENS, 4, mask_zero=True)(tokens)
     h = layers.BatchNormalization(momentum=0.8)(h)
-    h = layers.LSTM(4)(h)
+    h = between(h)
     h = layers.BatchNormalization(momentum=0.8)(h)
     return keras.Model(tokens, layers.Dense(1)(h))
 
@@ -68,7 +68,13 @@ def an_option_makes_each_batch_normalization_global(env: Env) -> dict:
     # The last batch has one row, so that only one replica has any.
     x, y = common.token_data(2 * common.BATCH_SIZE + 1)
     with options(env, sync_batch_norm=True):
-        return common.train(env, lambda: common.compiled(_normalized()), x, y, epochs=2)
+        return common.train(
+            env,
+            lambda: common.compiled(_normalized(layers.GlobalAveragePooling1D())),
+            x,
+            y,
+            epochs=2,
+        )
 
 
 class Singular(keras.Model):
@@ -110,7 +116,9 @@ def what_a_step_gathers_is_told_once(env: Env) -> None:
 def a_step_that_gathers_nothing_is_not_told_of(env: Env) -> None:
     x, y = common.token_data()
     with logged() as told, options(env, gathers="error", sync_batch_norm=True):
-        model = common.build_in_scope(env, lambda: common.compiled(_normalized()))
+        model = common.build_in_scope(
+            env, lambda: common.compiled(_normalized(layers.LSTM(4)))
+        )
         common.fit(model, x, y)
         model.evaluate(x, y, verbose=0)
         model.predict(x, verbose=0)
@@ -130,7 +138,11 @@ def an_option_refuses_gathers(env: Env) -> None:
         np.testing.assert_array_equal(old, new)
 
 
-@case("A gather larger than the memory of one worker is refused", compare=False)
+@case(
+    "A gather larger than the memory of one worker is refused",
+    compare=False,
+    quick_setup="two_by_two",
+)
 def a_gather_that_does_not_fit_in_memory_is_refused(env: Env) -> None:
     x, y = common.regression_data()
     model = common.build_in_scope(env, _singular)
@@ -149,6 +161,7 @@ def a_gather_that_does_not_fit_in_memory_is_refused(env: Env) -> None:
 
 @case(
     "Workers whose steps differ: the first operation that differs, on each",
+    setups=("two_workers",),
     compare=False,
 )
 def workers_whose_steps_differ_are_told(env: Env) -> None:

@@ -64,7 +64,7 @@ def with_reductions(*names: str) -> dict[str, keras.losses.Loss]:
 
 
 @case("Losses of Keras, as they are and with other reductions", **_CASE)
-@same_as("losses_that_are_no_means")
+@same_as("losses_that_couple_rows")
 def losses_of_keras(env: Env) -> dict:
     with precision("float64"):
         chosen = {name: make() for name, make in OF_KERAS.items()}
@@ -139,7 +139,7 @@ def segmentation_losses() -> dict[str, Any]:
 
 
 @case("Dice and Tversky over a batch of images", **_CASE)
-@same_as("losses_that_are_no_means")
+@same_as("losses_that_couple_rows")
 def losses_of_segmentation(env: Env) -> dict:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(NUM_ROWS, 6, 6, 2))
@@ -200,7 +200,7 @@ def scalar_of_tokens(y: Any, p: Any) -> Any:
 
 
 @case("Losses of sequences with and without Keras's mask", **_CASE)
-@same_as("mask_that_reaches_the_loss")
+@same_as("unequal_shares_with_masked_mean_accumulated")
 def losses_of_masked_sequences(env: Env) -> dict:
     results = {}
     x, y = tokens()
@@ -236,7 +236,7 @@ def connectionist(y: Any, p: Any) -> Any:
 
 
 @case("CTC, with a replica that has no rows")
-@same_as("losses_that_are_no_means")
+@same_as("losses_that_couple_rows")
 def losses_of_unaligned_sequences(env: Env) -> dict:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(NUM_ROWS, 8, 4)).astype("float32")
@@ -290,7 +290,19 @@ class OwnLoss(keras.Model):
 
 
 @case("`add_loss`, activity regularizers and `compute_loss`", **_CASE)
+def losses_that_models_compute(env: Env) -> dict:
+    return _with_own_losses(env, OwnLoss, None)
+
+
+@case("`add_loss` and activity regularizers beside a loss of `compile`", **_CASE)
+@same_as("losses_that_models_compute")
 def losses_that_models_add(env: Env) -> dict:
+    return _with_own_losses(env, keras.Model, "mse")
+
+
+def _with_own_losses(env: Env, kind: type, loss: Any) -> dict:
+    """Trains a model that adds losses to that of `compile`, or to its own."""
+
     def activity(values: Any) -> Any:
         return 0.1 * ops.mean(ops.abs(values)) + 0.1 * ops.max(values)
 
@@ -300,20 +312,12 @@ def losses_that_models_add(env: Env) -> dict:
         h = Penalties()(dense(inputs))
         return inputs, {"own": layers.Dense(3, name="own")(h)}
 
-    x, results = features(), {}
+    def build() -> keras.Model:
+        return common.compiled(kind(*parts()), keras.optimizers.SGD(0.02), loss)
+
+    x = features()
     y = {"own": labels(x)}
-    kinds: dict[str, tuple[type, Any]] = {
-        "added": (keras.Model, "mse"),
-        "computed": (OwnLoss, None),
-    }
     with precision("float64"):
-        for name, (kind, loss) in kinds.items():
-
-            def build(kind: type = kind, loss: Any = loss) -> keras.Model:
-                model = kind(*parts())
-                return common.compiled(model, keras.optimizers.SGD(0.02), loss)
-
-            results[name] = common.train(
-                env, build, x, y, batch_size=MORE_ROWS, epochs=2, validation_data=(x, y)
-            )
-    return results
+        return common.train(
+            env, build, x, y, batch_size=MORE_ROWS, epochs=2, validation_data=(x, y)
+        )

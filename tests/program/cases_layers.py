@@ -578,6 +578,8 @@ def _train_local_normalization(num_replicas: int) -> dict:
 @case(
     "BatchNormalization: moments of each replica, moving ones their mean by rows",
     compare=False,
+    # There the last batch, of one row, leaves three replicas without any.
+    quick_setup="two_by_two",
 )
 def local_normalization_keeps_the_contract_of_keras(env: Env) -> dict:
     with env.scope():
@@ -1035,7 +1037,6 @@ register(
     "layers that couple rows, draw, branch or call Python",
     named(
         "deviation_of_the_batch",
-        "dropout",
         "draws_of_a_generator",
         "python",
         of=[*STATISTICS, *DRAWS, *FUNCTIONS],

@@ -268,21 +268,21 @@ def metric_functions_of_a_batch(env: Env) -> dict:
     return measured(env, lambda: list(FUNCTIONS))
 
 
-@case(
-    "Metric classes that count batches, multiply, keep extremes, compare rows", **_CASE
-)
+@case("Metric classes that count batches, multiply and keep extremes", **_CASE)
 def metric_classes_that_are_no_sums(env: Env) -> dict:
     def make() -> list:
-        return [
-            Batches(),
-            MeanOfMeans(),
-            Begun(),
-            BegunOnce("begun_once"),
-            Extremes(),
-            KernelDistance(),
-        ]
+        return [MeanOfMeans(), Extremes()]
 
     return measured(env, make, weighted=lambda: [Batches("weighted_batches")])
+
+
+@case("Metric classes that begin with other values than zero, or compare rows", **_CASE)
+@same_as("metric_classes_that_are_no_sums")
+def metric_classes_that_begin_with_values_or_compare_rows(env: Env) -> dict:
+    def make() -> list:
+        return [Batches(), Begun(), BegunOnce("begun_once"), KernelDistance()]
+
+    return measured(env, make)
 
 
 @case("Metrics of Keras by thresholds, confusion matrices and top-k", **_CASE)

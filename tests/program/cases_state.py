@@ -491,7 +491,6 @@ register(
     named(
         "codebook_by_scatter_nd_add",
         "variable_made_outside_of_the_scope",
-        "plain_variable_of_the_scope",
         of=[*LAYERS, *STEPS],
     ),
 )

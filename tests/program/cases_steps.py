@@ -852,14 +852,18 @@ register(
     named(
         "clipped_by_the_global_norm",
         "penalty_on_gradients_of_inputs",
-        "updates_by_turns",
         "coupled_with_sharded_optimizer",
-        of=[*GRADIENTS, *UPDATES, *COMBINED],
+        of=[*GRADIENTS, *COMBINED],
     ),
+)
+register(
+    "updates_that_steps_make",
+    "several and conditional updates",
+    UPDATES,
+    same_as="an_update_in_a_branch",
 )
 for _name, _covers, _programs in (
     ("gradients_that_steps_change", "gradients changed by hand", GRADIENTS),
-    ("updates_that_steps_make", "several and conditional updates", UPDATES),
     ("logs_that_steps_return", "vectors and raw values in logs", LOGS),
     ("steps_that_speak_of_replicas", "replica contexts in a step", REPLICAS),
     ("steps_with_scaled_losses", "scaled losses, overflow", PRECISION),
