@@ -174,7 +174,7 @@ def converting_operations(env: Env, model: keras.Model, x: Any, y: Any) -> list[
 
 @case("No collective but of gradients", compare=False)
 def steps_of_common_models_convert_nothing(env: Env) -> dict:
-    return check_conversions(env, KINDS, LOSSES, few_metrics())
+    return check_conversions(env, KINDS, LOSSES, few_metrics)
 
 
 @case(
@@ -182,11 +182,14 @@ def steps_of_common_models_convert_nothing(env: Env) -> dict:
 )
 @same_as("steps_of_common_models_convert_nothing")
 def steps_of_more_models_convert_nothing(env: Env) -> dict:
-    return check_conversions(env, MORE_KINDS, LOSSES + MORE_LOSSES, many_metrics())
+    return check_conversions(env, MORE_KINDS, LOSSES + MORE_LOSSES, many_metrics)
 
 
 def check_conversions(
-    env: Env, kinds: Mapping[str, Any], losses: Sequence[Any], metrics: list
+    env: Env,
+    kinds: Mapping[str, Any],
+    chosen: Sequence[Any],
+    make_metrics: Callable[[], list],
 ) -> dict:
     """Checks that the steps of models have the collectives of the least ones."""
     if env.is_reference:
@@ -198,14 +201,16 @@ def check_conversions(
             model = build()
             model.compile(keras.optimizers.Adam(0.01), "mse")
         found[name] = converting_operations(env, model, data(), y)
-    heads = [str(place) for place in range(len(losses))]
+    heads = [str(place) for place in range(len(chosen))]
     with env.scope():
         model = with_heads(
             heads, lambda name: layers.Dense(3, activation="softmax", name=name)
         )
-        chosen = dict(zip(heads, losses, strict=True))
-        measured = {"0": metrics}
-        model.compile(keras.optimizers.SGD(0.01), chosen, metrics=measured)
+        model.compile(
+            keras.optimizers.SGD(0.01),
+            dict(zip(heads, chosen, strict=True)),
+            metrics={"0": make_metrics()},
+        )
     x = common.features(NUM_ROWS)
     found["losses and metrics"] = converting_operations(
         env, model, x, dict.fromkeys(heads, y)
