@@ -127,7 +127,7 @@ for _model in MODELS:
             _name,
             _function,
             "Plain training",
-            quick_setup="two_workers",
-            same_as=SAME_AS.get(_model, "" if _kind == "sgd" else "mlp_with_sgd"),
+            quick_setup="two_workers" if _kind == "sgd" else "two_by_two",
+            same_as=SAME_AS.get(_model, ""),
             skip=KEY_BIAS if _model is transformer else {},
         )

@@ -359,10 +359,11 @@ COVERING |= {
     for row, (column, dtype, setup_name) in _SHARDED_PARAMETERS.items()
 }
 # For the quick tier, where one process costs least.
-COVERING[cell_name("adamax", "ema", "float32", "optimizer")] = (
-    "mirrored",
-    "two_by_two",
-)
+for _cell in (
+    cell_name("adamax", "ema", "float32", "optimizer"),
+    cell_name("sgd", "a_partial_batch", "float32", "gradients"),
+):
+    COVERING[_cell] = ("mirrored", "two_by_two")
 # Of these the quick tier runs each kind of sharding; "everything" accumulates, clips by
 # the global norm, averages and scales the loss.
 QUICK = {
@@ -375,7 +376,7 @@ QUICK = {
 }
 # By column, the quick case that shows the same.
 SAME_AS = QUICK | {
-    "no_option": "mlp_with_sgd",
+    "no_option": "mlp_with_adamw",
     "accumulation": QUICK["everything"],
     "global_clipnorm": QUICK["everything"],
     "an_overflow_on_one_replica": "overflow_on_last_replica_skips_the_step_everywhere",

@@ -106,7 +106,7 @@ def class_weight(env: Env) -> dict:
 
 
 @case("Wrong numbers: a loss function that returns a scalar mean")
-@same_as("losses_that_return_a_number_and_that_do_not")
+@same_as("losses_that_couple_rows")
 def loss_that_returns_a_scalar(env: Env) -> dict:
     def mean_square(y_true, y_pred):
         return keras.ops.mean(keras.ops.square(y_true - y_pred))

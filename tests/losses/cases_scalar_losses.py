@@ -53,7 +53,7 @@ def _weights_of_batches() -> np.ndarray:
 
 
 @case("Wrong numbers: a loss function that returns a number, partial batches")
-@same_as("losses_that_return_a_number_and_that_do_not")
+@same_as("losses_that_couple_rows")
 def loss_function_that_returns_a_number(env: Env) -> dict:
     return {
         "plain": trained(env, mean_square),
@@ -62,7 +62,7 @@ def loss_function_that_returns_a_number(env: Env) -> dict:
 
 
 @case("Wrong numbers: a loss class that returns a number, with every reduction")
-@same_as("losses_that_return_a_number_and_that_do_not")
+@same_as("losses_that_couple_rows")
 def loss_class_that_returns_a_number(env: Env) -> dict:
     return {
         str(reduction): trained(env, MeanSquare(reduction=reduction))
@@ -86,6 +86,7 @@ def loss_that_returns_a_number_with_sample_weights(env: Env) -> dict:
 
 
 @case("Wrong numbers: a loss that returns a number, beside one that does not")
+@same_as("losses_that_couple_rows")
 def losses_that_return_a_number_and_that_do_not(env: Env) -> dict:
     def build() -> keras.Model:
         inputs = keras.Input((common.NUM_FEATURES,))

@@ -94,11 +94,11 @@ def recurrent() -> keras.Model:
 
 KINDS: dict[str, tuple[Build, Callable[[], np.ndarray]]] = {
     "dense": (dense, lambda: common.features(NUM_ROWS)),
-    "transformer": (transformer, lambda: common.tokens(NUM_ROWS)),
 }
 MORE_KINDS: dict[str, tuple[Build, Callable[[], np.ndarray]]] = {
     "convolutions": (convolutions, images),
     "augmented": (augmented, images),
+    "transformer": (transformer, lambda: common.tokens(NUM_ROWS)),
     "recurrent": (recurrent, lambda: common.tokens(NUM_ROWS)),
 }
 
@@ -228,6 +228,7 @@ def check_conversions(
 
 @case(
     "Several steps an execution: what one step exchanges",
+    setups=("two_workers", "two_by_two"),
     compare=False,
 )
 def several_steps_an_execution_exchange_what_one_step_does(env: Env) -> dict:

@@ -137,7 +137,10 @@ def eager_normalization_is_of_own_rows(env: Env) -> dict:
     found = []
     for eagerly in True, False:
         keras.utils.set_random_seed(7)
-        results = trained(env, lambda eagerly=eagerly: build(eagerly=eagerly))
+        data = common.regression_data(NUM_ROWS)
+        results = common.train(
+            env, lambda eagerly=eagerly: build(eagerly=eagerly), *data
+        )
         found.append([results["history"]["loss"], *results["weights"].values()])
     for eager, traced in zip(*found, strict=True):
         np.testing.assert_allclose(eager, traced, atol=1e-5)

@@ -58,7 +58,8 @@ def _normalized(between: keras.layers.Layer) -> keras.Model:
     tokens = keras.Input((common.LENGTH,), dtype="int32")
     h = layers.Embedding(common.NUM_TOKENS, 4, mask_zero=True)(tokens)
     h = layers.BatchNormalization(momentum=0.8)(h)
-    h = between(h)
+    # What is linear would leave no gradient to the first normalization's offset.
+    h = between(layers.Activation("tanh")(h))
     h = layers.BatchNormalization(momentum=0.8)(h)
     return keras.Model(tokens, layers.Dense(1)(h))
 

@@ -1034,12 +1034,11 @@ def prints_and_summaries_are_made_once(env: Env) -> dict:
 
 register(
     "programs_of_layers",
-    "layers that couple rows, draw, branch or call Python",
+    "layers that draw, or couple rows in Python",
     named(
-        "deviation_of_the_batch",
-        "draws_of_a_generator",
+        "dropout",
         "python",
-        of=[*STATISTICS, *DRAWS, *FUNCTIONS],
+        of=[*DRAWS, *FUNCTIONS],
     ),
 )
 for _name, _covers, _programs in (
