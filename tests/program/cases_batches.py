@@ -115,13 +115,18 @@ def ragged_and_sparse_batches(env: Env) -> dict:
     return _all_fitted(env, programs)
 
 
-@case("Text and sparse encodings in the model, maxima and means of ragged values")
+@case("Ragged batches with sums and maxima of rows, a mean and a penalty of values")
+@same_as("ragged_and_sparse_batches")
+def ragged_batches_with_statistics(env: Env) -> dict:
+    return fitted(env, lambda: OfRows(OfRagged(), dense()), of_parts(ragged(), Y))
+
+
+@case("Text and sparse encodings in the model")
 @same_as("ragged_and_sparse_batches")
 def text_and_sparse_encodings(env: Env) -> dict:
     words = np.array(WORDS)[TOKENS]
     weights = list(np.linspace(1, 2, 6))
     programs: dict[str, tuple[Callable, Any]] = {
-        "ragged": (lambda: OfRows(OfRagged(), dense()), ragged()),
         "words": (
             lambda: OfRows(looked_up(), OfRagged(), dense()),
             tf.strings.split(TEXTS),

@@ -290,12 +290,13 @@ class OwnLoss(keras.Model):
 
 
 @case("`add_loss`, activity regularizers and `compute_loss`", **_CASE)
+@same_as("add_loss")
 def losses_that_models_compute(env: Env) -> dict:
     return _with_own_losses(env, OwnLoss, None)
 
 
 @case("`add_loss` and activity regularizers beside a loss of `compile`", **_CASE)
-@same_as("losses_that_models_compute")
+@same_as("add_loss")
 def losses_that_models_add(env: Env) -> dict:
     return _with_own_losses(env, keras.Model, "mse")
 

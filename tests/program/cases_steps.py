@@ -848,12 +848,11 @@ def compiled_by_xla(env: Env) -> dict:
 
 register(
     "programs_of_steps",
-    "gradients and updates by hand, sharded state",
+    "gradients changed by hand",
     named(
         "clipped_by_the_global_norm",
         "penalty_on_gradients_of_inputs",
-        "coupled_with_sharded_optimizer",
-        of=[*GRADIENTS, *COMBINED],
+        of=GRADIENTS,
     ),
 )
 register(
