@@ -326,6 +326,7 @@ def test_the_line_that_node_0_prints_gives_the_others_the_secret(nodes):
 
 
 AN_HOUR_AHEAD = """
+import time
 now = time.time
 time.time = lambda: now() + 3600
 from tfdp.launch.cli.main import main
