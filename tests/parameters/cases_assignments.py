@@ -43,18 +43,36 @@ def values_of_one_worker(env: Env) -> dict:
     model = compiled(env, common.mlp)
     common.fit(model, x, y)
     weights = model.get_weights()
+    kernel = model.layers[0].kernel
+    if env.rank == 1:
+        kernel.assign(weights[0])
+    refused(env, model, kernel.path, "nothing", "1 value")
+    model.set_weights(weights)
+    # By other values, though as many.
+    bias = model.layers[1].bias
+    bias.assign(weights[3] + env.rank)
+    refused(env, model, bias.path, "1 value", "1 value")
+    model.set_weights(weights)
+    return {"history": common.fit(model, x, y)}
+
+
+@case("Sharded parameters: values are counted until all are replaced", **OPTIONS)
+@same_as("values_of_one_worker")
+def values_of_one_worker_count_until_they_are_replaced(env: Env) -> dict:
+    x, y = common.regression_data(16)
+    model = compiled(env, common.mlp)
+    common.fit(model, x, y)
+    weights = model.get_weights()
 
     def repair() -> None:
         model.set_weights(weights)
         model.evaluate(x, y, verbose=0)
 
-    kernel = model.layers[0].kernel
+    kernel, bias = model.layers[0].kernel, model.layers[1].bias
     if env.rank == 1:
         kernel.assign(weights[0])
     refused(env, model, kernel.path, "nothing", "1 value")
     repair()
-    # By other values, though as many.
-    bias = model.layers[1].bias
     bias.assign(weights[3] + env.rank)
     refused(env, model, bias.path, "1 value", "1 value")
     if env.rank == 0:
@@ -83,9 +101,17 @@ def weights_of_one_worker_beside_sharded_state(env: Env) -> dict:
         with pytest.raises(RuntimeError, match="apart, as seen before the") as error:
             common.fit(model, x, y, callbacks=callbacks)
         assert f"in {model.weights[0].path!r} (4 of " in str(error.value)
+    return {}
+
+
+@case("Sharded state: values of one worker only are named between steps", **OPTIONS)
+@same_as("values_of_one_worker")
+def values_of_one_worker_beside_sharded_state(env: Env) -> dict:
+    x, y = common.regression_data(16)
     with env.scope():
         model = common.compiled(common.mlp())
-    common.fit(model, x, y, callbacks=callbacks)
+    before = model.get_weights()
+    common.fit(model, x, y, callbacks=[tfdp.callbacks.ShardedOptimizer(stage=2)])
     kernel = model.layers[0].kernel
     if env.rank == 0:
         kernel.assign(before[0])

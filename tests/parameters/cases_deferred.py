@@ -34,7 +34,7 @@ def deferred_parameters_train_like_one_device(env: Env) -> dict:
     keras.utils.set_random_seed(3)
     data = common.regression_data()
     with _scope(env):
-        model = deep()
+        model = common.mlp(units=64)
         if not env.is_reference:
             parts = [v.value.values for v in model.trainable_variables]
             sizes = [sum(part.shape[0] for part in own) for own in parts]
@@ -50,7 +50,11 @@ def deferred_parameters_train_like_one_device(env: Env) -> dict:
     return {"before": before, "history": history, "weights": env.weights(model)}
 
 
-@case("Initial values of the first worker", compare=False)
+@case(
+    "Initial values of the first worker",
+    compare=False,
+    quick_setup="two_by_two",
+)
 def deferred_parameters_begin_with_the_first_workers_values(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -88,14 +92,14 @@ def a_scope_that_defers_on_one_worker_only_is_refused(env: Env) -> dict:
 def deferred_models_are_saved_and_loaded_without_an_optimizer(env: Env) -> dict:
     data = common.regression_data()
     keras.utils.set_random_seed(3)
-    plain = deep()
+    plain = common.mlp()
     path = env.tmp / f"plain.{env.rank}.weights.h5"
     plain.save_weights(path)
     if env.is_reference:
         return {}
     keras.utils.set_random_seed(4)
     with _scope(env):
-        model = deep()
+        model = common.mlp()
     model.load_weights(path)
     expected = plain.predict(data[0], verbose=0)
     predicted = model.predict(data[0], verbose=0)

@@ -14,6 +14,7 @@ import tfdp
 from tests.compression.numpy_definitions import Quantized
 from tests.harness import common, registry
 from tests.harness.env import Env
+from tests.parameters.cases_parameters import gathered_bytes
 from tests.reduction import cases_selection as routes
 from tests.sharding.cases_plans import small_buckets
 from tfdp.communication.collectives.timing import UNIT, UNIT_AGAIN, Recorder
@@ -106,8 +107,13 @@ def quantized_gathers_train_as_rounded_weights_do(env: Env) -> dict:
         return {}
     with small_buckets(env):
         wanted = define(env, common.regression_data())
-        found = trained(env).get_weights()
+        with Recorder() as recorder:
+            model = trained(env)
+        found = model.get_weights()
     check(found, wanted)
+    exact = gathered_bytes(model, itemsize=8) / env.num_replicas
+    assert _gathered_bytes(recorder) <= 0.27 * exact
+    assert env.strategy.communication_plan(model).gather_ratio <= 0.27
     return {str(index): weight for index, weight in enumerate(found)}
 
 
@@ -179,7 +185,7 @@ def half_precision() -> keras.Model:
 
 
 @case("Gathers of 8 bits in half precision", compare=False)
-@registry.same_as("quantized_gathers_send_a_quarter_of_the_bytes")
+@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
 def quantized_gathers_send_half_of_the_bytes_of_16_bits(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -215,6 +221,7 @@ def _wide() -> keras.Model:
     "Bytes of gathers of 8 bits",
     compare=False,
 )
+@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
 def quantized_gathers_send_a_quarter_of_the_bytes(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -250,14 +257,22 @@ def files_have_the_weights_that_are_kept(env: Env) -> dict:
 def constraints_of_rounded_weights_are_refused(env: Env) -> dict:
     if env.is_reference:
         return {}
-
-    def build(**options: typing.Any) -> keras.Model:
-        dense = layers.Dense(64, **options)
-        return keras.Sequential([keras.Input((6,)), dense, layers.Dense(1)])
-
     with pytest.raises(ValueError, match="would keep the rounding error"):
-        trained(env, lambda: build(kernel_constraint="non_neg"))
+        trained(env, lambda: _constrained(kernel_constraint="non_neg"))
+    return {}
+
+
+@case("Constraints beside gathers of 8 bits", compare=False)
+@registry.same_as("quantized_gathers_train_as_rounded_weights_do")
+def constraints_of_exact_weights_are_kept(env: Env) -> dict:
+    if env.is_reference:
+        return {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        trained(env, lambda: build(bias_constraint="non_neg"))
+        trained(env, lambda: _constrained(bias_constraint="non_neg"))
     return {}
+
+
+def _constrained(**options: typing.Any) -> keras.Model:
+    dense = layers.Dense(64, **options)
+    return keras.Sequential([keras.Input((6,)), dense, layers.Dense(1)])
