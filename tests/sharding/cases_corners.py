@@ -145,7 +145,7 @@ def noise_scale_needs_the_replicas_own_sums(env: Env) -> dict:
     return {}
 
 
-@case("one worker cannot write", compare=False)
+@case("one worker cannot write", quick_setup="two_by_two", compare=False)
 def all_workers_hear_that_the_first_could_not_save(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -192,6 +192,7 @@ def owner_without_a_gradient_counts_on(env: Env) -> dict:
 
 
 @case("names excluded from weight decay, on the host")
+@registry.same_as("offloaded_state_is_updated_on_the_host")
 def offload_heeds_names_that_are_excluded(env: Env) -> dict:
     optimizer = OwnAdamW(0.01, weight_decay=5.0)
     optimizer.exclude_from_weight_decay(var_names=["kernel"])

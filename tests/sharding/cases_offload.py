@@ -40,56 +40,81 @@ def owned(model: keras.Model) -> list[list[keras.Variable]]:
     ]
 
 
-@case("state in host memory")
+@case("state in host memory, of slices")
 def offloaded_state_is_updated_on_the_host(env: Env) -> dict:
-    results = {}
-    for name in ("AdamW", "Lamb"):
-        make = getattr(optimizers, name)
-        options = {} if env.is_reference else {"sharding": "optimizer"}
-        if not env.is_reference:
-            options["offload"] = "cpu"
-        optimizer = make(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.9)
-        model = compiled(env, optimizer, **options)
-        common.fit(model, *common.regression_data(32))
-        results[name] = env.weights(model)
-        if env.is_reference:
-            continue
+    return _offloaded(env, optimizers.AdamW)
+
+
+@case("state in host memory, of whole variables")
+@registry.same_as("offloaded_state_is_updated_on_the_host")
+def offloaded_state_of_whole_variables_is_updated_on_the_host(env: Env) -> dict:
+    return _offloaded(env, optimizers.Lamb)
+
+
+def _offloaded(env: Env, kind: type[optimizers.Optimizer]) -> dict:
+    options = {} if env.is_reference else {"sharding": "optimizer"}
+    if not env.is_reference:
+        options["offload"] = "cpu"
+    optimizer = kind(0.01, weight_decay=0.1, use_ema=True, ema_momentum=0.9)
+    model = compiled(env, optimizer, **options)
+    common.fit(model, *common.regression_data(32))
+    if not env.is_reference:
         for slots in owned(model):
             devices = {tf.DeviceSpec.from_string(s.value.device) for s in slots}
             assert {(d.device_type, d.device_index) for d in devices} == {("CPU", 0)}
-    return results
+    return env.weights(model)
 
 
 @case(
     "memory of sharded state",
+    setups=(*registry.ALL, "six_devices"),
+    quick_setup="six_devices",
     compare=False,
 )
 def memory_report_is_what_the_variables_hold(env: Env) -> dict:
-    if env.is_reference:
-        return {}
-    for sharding in ("none", "optimizer", "gradients"):
-        for make in (optimizers.Nadam, optimizers.Lamb):
-            model = compiled(env, make(0.01), sharding=sharding, accumulation_steps=2)
-            report = model.optimizer.memory_report()
-            weights = sum(w.numpy().nbytes for w in model.trainable_variables)
-            assert report.whole.parameters == report.sharded.parameters == weights
-            assert report.whole.accumulators == weights
-            sums = model.optimizer.features.accumulation.sums
-            accumulated = sum(4 * math.prod(item.shape) for item in sums)
-            assert report.sharded.accumulators == accumulated
-            if sharding == "none":
-                assert report.sharded == report.whole
-                continue
-            held = [sum(_size(s) for s in slots) for slots in owned(model)]
-            # Nadam has one number besides, and another replica may hold most.
-            assert max(held) <= report.sharded.slots
-            is_even = (
-                report.sharded.slots <= 1.2 * report.whole.slots / env.num_replicas
-            )
-            assert make is optimizers.Lamb or is_even
-            line = str(env.strategy.communication_plan(model))
-            assert f"slots {report.sharded.slots:,} (unsharded" in line
+    _check_memory(
+        env,
+        ("none", optimizers.Nadam),
+        ("optimizer", optimizers.Lamb),
+        ("gradients", optimizers.Nadam),
+    )
     return {}
+
+
+@case("memory of sharded state, other stages and optimizers", compare=False)
+@registry.same_as("memory_report_is_what_the_variables_hold")
+def memory_report_of_other_stages_is_what_the_variables_hold(env: Env) -> dict:
+    _check_memory(
+        env,
+        ("none", optimizers.Lamb),
+        ("optimizer", optimizers.Nadam),
+        ("gradients", optimizers.Lamb),
+    )
+    return {}
+
+
+def _check_memory(env: Env, *choices: tuple[str, type[optimizers.Optimizer]]) -> None:
+    if env.is_reference:
+        return
+    for sharding, make in choices:
+        model = compiled(env, make(0.01), sharding=sharding, accumulation_steps=2)
+        report = model.optimizer.memory_report()
+        weights = sum(w.numpy().nbytes for w in model.trainable_variables)
+        assert report.whole.parameters == report.sharded.parameters == weights
+        assert report.whole.accumulators == weights
+        sums = model.optimizer.features.accumulation.sums
+        accumulated = sum(4 * math.prod(item.shape) for item in sums)
+        assert report.sharded.accumulators == accumulated
+        if sharding == "none":
+            assert report.sharded == report.whole
+            continue
+        held = [sum(_size(s) for s in slots) for slots in owned(model)]
+        # Nadam has one number besides, and another replica may hold most.
+        assert max(held) <= report.sharded.slots
+        is_even = report.sharded.slots <= 1.2 * report.whole.slots / env.num_replicas
+        assert make is optimizers.Lamb or is_even
+        line = str(env.strategy.communication_plan(model))
+        assert f"slots {report.sharded.slots:,} (unsharded" in line
 
 
 def _size(slot: keras.Variable) -> int:

@@ -27,16 +27,22 @@ if hasattr(optimizers, "MultiOptimizer"):
         chosen = {"dense/.*": clipped}
         return optimizers.MultiOptimizer(optimizers.OptimizerMap(default, chosen))
 
-    @case("MultiOptimizer of slices and whole variables")
+    @case("MultiOptimizer of slices and whole variables, in stage 2")
     def sharded_multi_optimizer(env: Env) -> dict:
-        results = {}
-        for stage, steps in (1, 1), (2, 3):
-            keras.utils.set_random_seed(stage)
-            switches = Sharded(steps, stage=stage)
-            data = common.regression_data(72)
-            results[str(stage)] = train(env, switches, _multi, common.mlp, *data)
-            # Keras's own counts batches here, and updates everywhere else.
-            del results[str(stage)]["iterations"]
+        return _of_parts(env, 3, 2)
+
+    @case("MultiOptimizer of slices and whole variables, in stage 1")
+    @registry.same_as("sharded_multi_optimizer")
+    def sharded_multi_optimizer_in_stage_1(env: Env) -> dict:
+        return _of_parts(env, 1, 1)
+
+    def _of_parts(env: Env, steps: int, stage: int) -> dict:
+        keras.utils.set_random_seed(stage)
+        switches = Sharded(steps, stage=stage)
+        data = common.regression_data(72)
+        results = train(env, switches, _multi, common.mlp, *data)
+        # Keras's own counts batches here, and updates everywhere else.
+        del results["iterations"]
         return results
 
 
@@ -106,6 +112,16 @@ def own_class_without_slots_is_sharded(env: Env) -> dict:
 
 @case("Weight decay with exclusions, constraints")
 def sharded_state_heeds_exclusions_and_constraints(env: Env) -> dict:
+    return _excluding(env, optimizers.AdamW)
+
+
+@case("Weight decay with exclusions, constraints, other optimizers")
+@registry.same_as("sharded_state_heeds_exclusions_and_constraints")
+def sharded_state_heeds_exclusions_and_constraints_of_others(env: Env) -> dict:
+    return _excluding(env, optimizers.SGD, optimizers.Lamb)
+
+
+def _excluding(env: Env, *kinds: type) -> dict:
     def build() -> keras.Model:
         return common.mlp(
             units=5, kernel_constraint="max_norm", bias_constraint="non_neg"
@@ -120,7 +136,7 @@ def sharded_state_heeds_exclusions_and_constraints(env: Env) -> dict:
         return make_it
 
     results = {}
-    for kind in optimizers.SGD, optimizers.AdamW, optimizers.Lamb:
+    for kind in kinds:
         keras.utils.set_random_seed(2)
         data = common.regression_data(48)
         chosen = excluding(kind)
@@ -224,7 +240,6 @@ for _scope in "node", "all":
     '`shard_scope="node"` on uneven nodes',
     setups=("three_devices",),  # nodes of two are even elsewhere
 )
-@registry.same_as("adamw_in_stage_1_shared_by_node")
 def uneven_nodes_share_one_state(env: Env) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -244,7 +259,7 @@ def _compressed(dtype: str, **options: Any) -> None:
         function,
         f"Slices that travel in {dtype}: close to those of float32",
         tol=0.02,
-        same_as="sharded_with_bf16_on_the_wire" if dtype == "fp16" else "",
+        same_as="training_with_int8_and_sharded_gradients",
     )
 
 

@@ -67,29 +67,53 @@ def _distributed(inner: Any, **options: Any) -> Any:
     return lambda: tfdp.DistributedOptimizer(inner(), **options)
 
 
+# For each variant its optimizer, and the number of its sums of a few numbers.
+SCALED = {"loss_scale": "dynamic"}
+VARIANTS: dict[str, tuple[Any, int]] = {
+    "nothing to look at": (_distributed(make(optimizers.Adam)), 0),
+    "scaled and clipped": (
+        _distributed(make(optimizers.Adam, clipnorm=1.0), **SCALED),
+        1,
+    ),
+}
+MORE_VARIANTS: dict[str, tuple[Any, int]] = {
+    "clipvalue": (_distributed(make(optimizers.Adam, clipvalue=0.1)), 0),
+    "global_clipnorm": (_distributed(make(optimizers.SGD, global_clipnorm=1.0)), 1),
+}
+if hasattr(optimizers, "MultiOptimizer"):
+    MORE_VARIANTS["parts that clip"] = (_distributed(own._multi, **SCALED), 1)
+
+
 @case(
     "A reduce-scatter and an all-gather for each bucket",
     setups=("mirrored", "two_workers"),
     compare=False,
 )
 def sharded_step_has_two_collectives_for_each_bucket(env: Env) -> dict:
+    return _count_collectives(env, VARIANTS)
+
+
+@case(
+    "A reduce-scatter and an all-gather for each bucket, other ways to clip",
+    setups=("mirrored", "two_workers"),
+    compare=False,
+)
+@registry.same_as("sharded_step_has_two_collectives_for_each_bucket")
+def sharded_step_that_clips_has_two_collectives_for_each_bucket(env: Env) -> dict:
+    return _count_collectives(env, MORE_VARIANTS)
+
+
+def _count_collectives(env: Env, variants: dict[str, tuple[Any, int]]) -> dict:
     key, local = env.strategy.extended.group.key, env.setup.devices_per_worker
-    adam, clipping = make(optimizers.Adam), {"loss_scale": "dynamic"}
-    variants: dict[str, tuple[Any, int]] = {
-        "nothing to look at": (_distributed(adam), 0),
-        "clipvalue": (_distributed(make(optimizers.Adam, clipvalue=0.1)), 0),
-        "global_clipnorm": (_distributed(make(optimizers.SGD, global_clipnorm=1.0)), 1),
-        "scaled and clipped": (
-            _distributed(make(optimizers.Adam, clipnorm=1.0), **clipping),
-            1,
-        ),
-    }
-    if hasattr(optimizers, "MultiOptimizer"):
-        variants["parts that clip"] = (_distributed(own._multi, **clipping), 1)
     counts = {}
     for name, (optimizer, num_small) in variants.items():
-        with small_buckets(env):
+        with small_buckets(env), Recorder() as recorder:
             model, step = _step(env, optimizer)
+        # As an all-reduce.
+        size = 4 * sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+        expected = 2 * (env.num_replicas - 1) / env.num_replicas * size
+        sent = _sent_by_the_first(env, recorder)
+        assert abs(sent / expected - 1) <= 0.02, (name, sent, expected)
         buckets = _num_buckets(model)
         assert buckets >= 2
         found = sum(launches_in(step, key).values(), Launches())
@@ -133,6 +157,10 @@ def _bytes_sent(env: Env, optimizer: Any) -> float:
     """What the first local replica sends in a step, of gradients and weights."""
     with small_buckets(env), Recorder() as recorder:
         _step(env, optimizer)
+    return _sent_by_the_first(env, recorder)
+
+
+def _sent_by_the_first(env: Env, recorder: Recorder) -> float:
     n = env.num_replicas
     factors = dict.fromkeys(("all_to_all", "reduce_scatter"), (n - 1) / n)
     factors["all_reduce"] = 2 * (n - 1) / n
@@ -145,6 +173,7 @@ def _bytes_sent(env: Env, optimizer: Any) -> float:
 
 
 @case("As many bytes as an all-reduce", compare=False)
+@registry.same_as("sharded_step_has_two_collectives_for_each_bucket")
 def sharded_step_sends_as_many_bytes_as_an_all_reduce(env: Env) -> dict:
     adam = make(optimizers.Adam)
     plain = _bytes_sent(env, _distributed(adam, sharding="none"))
@@ -215,7 +244,12 @@ def held_by(state: Any) -> int:
     return _num_bytes({id(v): v for v in [*slots, *others]}.values())
 
 
-@case("Each replica holds one N-th of the slots", compare=False)
+@case(
+    "Each replica holds one N-th of the slots",
+    setups=(*registry.ALL, "eight_devices"),
+    quick_setup="eight_devices",
+    compare=False,
+)
 def each_replica_holds_its_share_of_the_slots(env: Env) -> dict:
     for kind in optimizers.Adam, optimizers.Lamb:
         with env.scope():

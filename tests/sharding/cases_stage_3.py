@@ -20,13 +20,13 @@ from tests.sharding.cases_sharded import in_stage_3
 
 CHOSEN = (
     "stage_2_by_callback_with_accumulation_and_loss_scaling",
-    "overflow_is_skipped_by_all_owners",
+    "overflow_is_skipped_by_all_owners*",
     "odd_variables_with_lamb_in_stage_2",
     "sharded_layers_frozen_between_fits_without_recompiling",
     "sharded_layers_frozen_between_fits_with_recompiling",
-    "partial_batches_of_sharded_state",
-    "sharded_multi_optimizer",
-    "sharded_state_heeds_exclusions_and_constraints",
+    "partial_batches_of_sharded_state*",
+    "sharded_multi_optimizer*",
+    "sharded_state_heeds_exclusions_and_constraints*",
     "lamb_in_stage_2_shared_by_node",
     "different_optimizers_are_named",
     "sharded_files_go_on_in_plain_keras",
