@@ -231,7 +231,9 @@ def accumulation_leaves_variables_without_gradients_alone(env: Env) -> dict:
     return train(env, Switches(2), sgd, _with_unused, *data)
 
 
-def _frozen_between_fits(env: Env, recompile: bool) -> dict:
+def _frozen_between_fits(
+    env: Env, *, recompile: bool, and_unfrozen: bool = True
+) -> dict:
     data, switches = common.regression_data(40), Switches(2)
 
     def compile_model() -> None:
@@ -245,7 +247,8 @@ def _frozen_between_fits(env: Env, recompile: bool) -> dict:
     model = common.build_in_scope(env, common.mlp)
     compile_model()
     results = {"first": fit()}
-    for name, is_trained in ("frozen", False), ("unfrozen", True):
+    then = {"frozen": False, "unfrozen": True} if and_unfrozen else {"frozen": False}
+    for name, is_trained in then.items():
         model.layers[0].trainable = is_trained
         if recompile:
             compile_model()
@@ -261,8 +264,14 @@ def layers_frozen_between_fits_with_recompiling(env: Env) -> dict:
     return _frozen_between_fits(env, recompile=True)
 
 
-@case("Layers frozen and unfrozen between fits, not recompiled")
+@case("Layers frozen between fits, not recompiled")
 def layers_frozen_between_fits_without_recompiling(env: Env) -> dict:
+    return _frozen_between_fits(env, recompile=False, and_unfrozen=False)
+
+
+@case("Layers frozen and unfrozen between fits, not recompiled")
+@registry.same_as("layers_frozen_between_fits_without_recompiling")
+def layers_unfrozen_between_fits_without_recompiling(env: Env) -> dict:
     return _frozen_between_fits(env, recompile=False)
 
 

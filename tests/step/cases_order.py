@@ -111,11 +111,22 @@ def _unordered_of_fit(env: Env, switches: Switches, *more: object) -> list:
 )
 def no_update_passes_a_read_of_its_variable(env: Env) -> dict:
     if env.is_reference:
+        return {}
+    assert _unordered_of_fit(env, Switches(2, scale=16.0)) == []
+    return {}
+
+
+@registry.case(
+    "Each update comes after the reads of its step, with sharded state",
+    setups=("mirrored",),
+)
+@registry.same_as("no_update_passes_a_read_of_its_variable")
+def no_update_of_sharded_state_passes_a_read_of_its_variable(env: Env) -> dict:
+    if env.is_reference:
         _see_the_fault_of_tensorflow(env)
         return {}
     sharded = tfdp.callbacks.ShardedOptimizer
     assert _unordered_of_fit(env, Switches()) == []
-    assert _unordered_of_fit(env, Switches(2, scale=16.0)) == []
     assert _unordered_of_fit(env, Switches(), sharded()) == []
     assert _unordered_of_fit(env, Switches(2), sharded(stage=2)) == []
     assert _unordered_of_fit(env, Switches(), sharded(stage=3)) == []

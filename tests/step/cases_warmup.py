@@ -111,7 +111,11 @@ def other_callbacks_act_on_the_rate_after_warmup(env: Env) -> dict:
     return {}
 
 
-@case("A LearningRateSchedule stays multiplied", compare=False)
+@case(
+    "A LearningRateSchedule stays multiplied",
+    quick_setup="two_by_two",
+    compare=False,
+)
 def warmup_multiplies_a_schedule(env: Env) -> dict:
     def optimizer():
         schedule = optimizers.schedules.ExponentialDecay(BASE, 3, 0.5, staircase=True)
@@ -181,6 +185,7 @@ def warmup_resumed_at_its_last_update(env: Env) -> dict:
 
 
 @case("Warmup of a model that has trained before", compare=False)
+@registry.same_as("warmup_goes_on_where_it_was_saved")
 def warmup_begins_where_it_is_switched_on(env: Env) -> dict:
     model = meter(env)
     check(fit(model, batches=4), np.full(4, BASE))
@@ -201,15 +206,27 @@ def _momentum(rates: np.ndarray, corrects: bool, nesterov: bool = False) -> np.n
 
 @case("Momentum is rescaled with the rate", compare=False)
 def momentum_follows_the_rate_in_warmup(env: Env) -> dict:
-    rates = BASE * factors(7, 1.0, _replicas(env), BATCHES)
-    for corrects, nesterov in (True, False), (True, True), (False, False):
-
-        def optimizer(nesterov=nesterov):
-            return optimizers.SGD(BASE, momentum=0.9, nesterov=nesterov)
-
-        warmup = Warmup(steps=7, momentum_correction=corrects)
-        check(fit(meter(env, optimizer), warmup), _momentum(rates, corrects, nesterov))
+    _check_momentum(env, corrects=True, nesterov=True)
     return {}
+
+
+@case("Plain momentum is rescaled with the rate, or not", compare=False)
+@registry.same_as("momentum_follows_the_rate_in_warmup")
+def plain_momentum_follows_the_rate_in_warmup_or_not(env: Env) -> dict:
+    for corrects in True, False:
+        _check_momentum(env, corrects=corrects, nesterov=False)
+    return {}
+
+
+def _check_momentum(env: Env, *, corrects: bool, nesterov: bool) -> None:
+    rates = BASE * factors(7, 1.0, _replicas(env), BATCHES)
+
+    def optimizer() -> optimizers.Optimizer:
+        return optimizers.SGD(BASE, momentum=0.9, nesterov=nesterov)
+
+    warmup = Warmup(steps=7, momentum_correction=corrects)
+    moves = fit(meter(env, optimizer), warmup)
+    check(moves, _momentum(rates, corrects, nesterov))
 
 
 if hasattr(optimizers, "MultiOptimizer"):
