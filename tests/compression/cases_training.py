@@ -224,38 +224,56 @@ def eager_steps_of_sharded_state_are_compressed_as_others_are(env: Env) -> dict:
     return {}
 
 
+INT8 = tfdp.CommunicationOptions(compression="int8", links=SLOW)
+
+
+def _model_on(num_replicas: int, communication: Any) -> keras.Model:
+    devices = [f"CPU:{index}" for index in range(num_replicas)]
+    strategy = tfdp.MirroredStrategy(devices, communication=communication)
+    with strategy.scope():
+        return common.compiled(common.mlp(UNITS), keras.optimizers.Adam(0.01))
+
+
+def _save_trained(env: Env, num_replicas: int) -> None:
+    source = _model_on(num_replicas, INT8)
+    common.fit(source, *common.regression_data(32))
+    tfdp.checkpoint.save(source, env.tmp / "directory")
+
+
+def _restore_and_drop(env: Env, target: keras.Model, reason: str) -> None:
+    with pytest.warns(UserWarning, match="are dropped") as caught:
+        tfdp.checkpoint.restore(target, env.tmp / "directory")
+    (text,) = {str(w.message) for w in caught if "dropped" in str(w.message)}
+    assert text.endswith(f"begin at zero: {reason}.")
+
+
+@case("residuals of fewer replicas", setups=("eight_devices",), compare=False)
+def residuals_of_other_replicas_are_dropped_with_one_sentence(env: Env) -> dict:
+    _save_trained(env, 2)
+    reason = "they were saved by 2 replicas, and this run has 4"
+    _restore_and_drop(env, _model_on(4, INT8), reason)
+    return {}
+
+
 @case(
-    "residuals of other replicas",
+    "residuals of other replicas, and of another compressor",
     setups=("eight_devices",),
     compare=False,
 )
-@registry.same_as("checkpoint_has_the_residuals_of_int8")
-def residuals_of_other_replicas_are_dropped_with_one_sentence(env: Env) -> dict:
+@registry.same_as("residuals_of_other_replicas_are_dropped_with_one_sentence")
+def training_goes_on_where_residuals_are_dropped(env: Env) -> dict:
     x, y = common.regression_data(32)
-    options = tfdp.CommunicationOptions(compression="int8", links=SLOW)
-
-    def model_on(num_replicas: int, communication: Any) -> keras.Model:
-        devices = [f"CPU:{index}" for index in range(num_replicas)]
-        strategy = tfdp.MirroredStrategy(devices, communication=communication)
-        with strategy.scope():
-            return common.compiled(common.mlp(UNITS), keras.optimizers.Adam(0.01))
-
-    source = model_on(4, options)
-    common.fit(source, x, y)
-    tfdp.checkpoint.save(source, env.tmp / "directory")
+    _save_trained(env, 4)
     cases = (
-        (2, options, "they were saved by 4 replicas, and this run has 2"),
+        (2, INT8, "they were saved by 4 replicas, and this run has 2"),
         (4, None, "gradients are not compressed now"),
     )
     for num_replicas, communication, reason in cases:
-        target = model_on(num_replicas, communication)
-        with pytest.warns(UserWarning, match="are dropped") as caught:
-            tfdp.checkpoint.restore(target, env.tmp / "directory")
-        (text,) = {str(w.message) for w in caught if "dropped" in str(w.message)}
-        assert text.endswith(f"begin at zero: {reason}.")
+        target = _model_on(num_replicas, communication)
+        _restore_and_drop(env, target, reason)
         common.fit(target, x, y)
     other = tfdp.CommunicationOptions(compression=BlockQuantized(bits=4), links=SLOW)
-    target = model_on(4, other)
+    target = _model_on(4, other)
     tfdp.checkpoint.restore(target, env.tmp / "directory")
     with pytest.warns(UserWarning, match="to other buckets or another compressor"):
         common.fit(target, x, y)
@@ -326,6 +344,20 @@ def momentum_correction_has_all_buckets_or_says_so(env: Env) -> dict:
         common.fit(model, *common.regression_data(8))
         # Also a bucket that gains nothing.
         assert any("momentum" in name for name in states_of(env, model))
+    options = tfdp.CommunicationOptions(compression=corrected)
+    with tfdp.MirroredStrategy(["CPU:0"], communication=options).scope():
+        model = common.compiled(common.mlp(UNITS))
+    with pytest.warns(UserWarning, match="with one replica nothing is compressed"):
+        common.fit(model, *common.regression_data(8))
+    return {}
+
+
+@case("Momentum of a compressor beside sparse gradients", compare=False)
+@registry.same_as("momentum_correction_has_all_buckets_or_says_so")
+def momentum_correction_leaves_rows_out_and_says_so(env: Env) -> dict:
+    if env.is_reference:
+        return {}
+    corrected = TopK(ratio=0.6, momentum=0.9)
     with routed(env, compression=corrected, links=SLOW):
         with env.scope():
             table = keras.layers.Embedding(common.NUM_TOKENS, 4)
@@ -333,11 +365,6 @@ def momentum_correction_has_all_buckets_or_says_so(env: Env) -> dict:
             model = common.compiled(keras.Sequential(parts))
         with pytest.warns(UserWarning, match="rows of sparse gradients are not"):
             common.fit(model, *common.token_data(8))
-    options = tfdp.CommunicationOptions(compression=corrected)
-    with tfdp.MirroredStrategy(["CPU:0"], communication=options).scope():
-        model = common.compiled(common.mlp(UNITS))
-    with pytest.warns(UserWarning, match="with one replica nothing is compressed"):
-        common.fit(model, *common.regression_data(8))
     return {}
 
 
@@ -356,19 +383,31 @@ class NoPair(Compressor):
         return group.all_reduce(bucket.flat)
 
 
-@case("compressors that are wrong", compare=False)
-def wrong_results_of_a_compressor_are_told_on_every_worker(env: Env) -> dict:
+SENTENCES = {
+    WrongShape: r"`WrongShape.reduce` must return a sum of shape \(\d+,\)",
+    WrongState: "`WrongState` returned must have the names that `state` gave",
+    NoPair: "`NoPair.reduce` must return a tensor and a dict",
+}
+
+
+@case("a compressor that returns a wrong sum", compare=False)
+def wrong_sums_of_a_compressor_are_told_on_every_worker(env: Env) -> dict:
+    return _told_of_wrong_results(env, WrongShape)
+
+
+@case("compressors that return no state, or another one", compare=False)
+@registry.same_as("wrong_sums_of_a_compressor_are_told_on_every_worker")
+def wrong_states_of_a_compressor_are_told_on_every_worker(env: Env) -> dict:
+    return _told_of_wrong_results(env, WrongState, NoPair)
+
+
+def _told_of_wrong_results(env: Env, *kinds: type[Compressor]) -> dict:
     if env.is_reference:
         return {}
-    sentences = {
-        WrongShape: r"`WrongShape.reduce` must return a sum of shape \(\d+,\)",
-        WrongState: "`WrongState` returned must have the names that `state` gave",
-        NoPair: "`NoPair.reduce` must return a tensor and a dict",
-    }
-    for kind, sentence in sentences.items():
+    for kind in kinds:
         with compressed(env, kind()):
             model = model_in_scope(env)
-            with pytest.raises(ValueError, match=sentence):
+            with pytest.raises(ValueError, match=SENTENCES[kind]):
                 common.fit(model, *common.regression_data(8))
     return {}
 
