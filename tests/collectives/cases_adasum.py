@@ -81,7 +81,9 @@ def adasum_is_what_its_definition_says(env: Env) -> dict:
     return {}
 
 
-@algorithm_case("Adasum across nodes combines the sums of the nodes")
+@algorithm_case(
+    "Adasum across nodes combines the sums of the nodes", quick_setup="six_devices"
+)
 def adasum_across_nodes_combines_the_sums_of_nodes(env: Env) -> dict:
     for node_size in node_sizes(env):
         wanted = np.concatenate(definition.combined_each(members_of(env, node_size)))

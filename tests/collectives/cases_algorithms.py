@@ -57,13 +57,15 @@ LEVELS = (
 )
 
 
-def algorithm_case(covers: str, **options: typing.Any) -> collections.abc.Callable:
+def algorithm_case(
+    covers: str, quick_setup: str = "", **options: typing.Any
+) -> collections.abc.Callable:
     """Registers a case on all set-ups, and on one with TensorFlow's groups only."""
     # Eight replicas on two cores that others use are slow to trace.
     options |= {"compare": False, "deadline_seconds": 240.0}
 
     def add(function: typing.Callable) -> typing.Callable:
-        case(covers, setups=SETUPS, **options)(function)
+        case(covers, setups=SETUPS, quick_setup=quick_setup, **options)(function)
         case(covers, setups=("two_by_two",), **options)(by_tensorflow(function))
         return function
 

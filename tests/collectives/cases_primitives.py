@@ -61,11 +61,11 @@ def by_tensorflow(function: typing.Callable) -> typing.Callable:
     return same_as(left_out["same_as"])(run_by_tensorflow)
 
 
-def collective_case(covers: str) -> collections.abc.Callable:
+def collective_case(covers: str, quick_setup: str = "") -> collections.abc.Callable:
     """Registers a case over the strategy's transport, and over TensorFlow's."""
 
     def add(function: typing.Callable) -> typing.Callable:
-        case(covers, setups=SETUPS, compare=False)(function)
+        case(covers, setups=SETUPS, compare=False, quick_setup=quick_setup)(function)
         case(covers, compare=False)(by_tensorflow(function))
         return function
 
@@ -180,7 +180,7 @@ def all_reduce_adds_every_dtype_and_length(env: Env) -> dict:
     return {}
 
 
-@collective_case("all-reduce keeps the shape of tensors of any rank")
+@collective_case("all-reduce keeps the shape of tensors of any rank", "two_by_two")
 def all_reduce_keeps_the_shape(env: Env) -> dict:
     group = new_group(env)
     for shape in [(), (3,), (2, 3), (5, 1, 2), (2, 0, 3)]:
@@ -211,7 +211,7 @@ def all_gather_joins_by_rank(env: Env) -> dict:
     return {}
 
 
-@collective_case("all-to-all sends the i-th slice to replica i")
+@collective_case("all-to-all sends the i-th slice to replica i", "two_workers")
 def all_to_all_sends_slices(env: Env) -> dict:
     group, size = new_group(env), env.num_replicas
     for dtype in GATHERED:
@@ -373,7 +373,7 @@ def collectives_in_a_conditional_in_a_loop(env: Env) -> dict:
     return {}
 
 
-@collective_case("inner tf.functions, called several times")
+@collective_case("inner tf.functions, called several times", "three_devices")
 def collectives_in_inner_functions(env: Env) -> dict:
     group = new_group(env)
 
