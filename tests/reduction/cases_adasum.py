@@ -137,11 +137,13 @@ def check(
 
 # For cases of these names the quick tier runs others.
 SAME_AS = {
+    "between_nodes": "between_nodes_with_both",
     "with_accumulation": "between_nodes_with_both",
     "with_a_loss_scale": "between_nodes_with_both",
     "of_sharded_gradients": "of_a_sharded_optimizer",
     "of_sharded_parameters": "of_a_sharded_optimizer",
-    "in_float16_between_nodes": "in_bfloat16_on_the_wire",
+    "in_bfloat16_on_the_wire": "between_replicas",
+    "in_float16_between_nodes": "between_replicas",
 }
 
 
@@ -195,6 +197,7 @@ def adasum_on_eight_replicas(env: Env) -> dict:
 
 
 @case("Adasum in a loop of one's own", compare=False)
+@same_as("adasum_of_a_sharded_optimizer")
 def adasum_in_a_loop_of_ones_own(env: Env) -> dict:
     if env.is_reference:
         return {}
@@ -251,39 +254,49 @@ def adasum_skips_an_overflow_of_one_replica(env: Env) -> dict:
 
 @case("the plan of Adasum", compare=False)
 def adasum_sends_as_many_bytes_as_planned(env: Env) -> dict:
+    return _send_as_planned(env, "none", 2)
+
+
+@case("the plan of Adasum of a sharded optimizer", compare=False)
+@same_as("adasum_sends_as_many_bytes_as_planned")
+def adasum_of_a_sharded_optimizer_sends_as_many_bytes_as_planned(env: Env) -> dict:
+    return _send_as_planned(env, "optimizer", 3)
+
+
+def _send_as_planned(env: Env, sharding: str, passes: int) -> dict:
     if env.is_reference:
         return {}
     size = env.num_replicas
-    for sharding, passes in (("none", 2), ("optimizer", 3)):
-        with routed(env, algorithm="adasum"):
-            with env.scope():
-                model = keras.Sequential(
-                    [
-                        keras.Input((64,)),
-                        keras.layers.Dense(512),
-                        keras.layers.Dense(64),
-                    ]
-                )
-                optimizer = tfdp.DistributedOptimizer(sgd(), sharding=sharding)
-                common.compiled(model, optimizer)
-            x = common.features(8).repeat(11, axis=1)[:, :64]
-            with timing.Recorder() as recorder:
-                common.fit(model, x, x)
-            plan = env.strategy.communication_plan(model)
-        wanted = (timing.GRADIENTS, timing.PARAMETERS)
-        sent = sum(
-            item.wire_bytes
-            for item in recorder.collectives
-            if item.label.split()[0] in wanted and item.replica == 0
-        )
-        assert plan.wire_bytes == pytest.approx(sent, rel=0.02)
-        exact = passes * (size - 1) / size * plan.num_bytes
-        assert plan.wire_bytes == pytest.approx(exact, rel=0.001)
-        assert "adasum" in str(plan)
+    with routed(env, algorithm="adasum"):
+        with env.scope():
+            model = keras.Sequential(
+                [
+                    keras.Input((64,)),
+                    keras.layers.Dense(512),
+                    keras.layers.Dense(64),
+                ]
+            )
+            optimizer = tfdp.DistributedOptimizer(sgd(), sharding=sharding)
+            common.compiled(model, optimizer)
+        x = common.features(8).repeat(11, axis=1)[:, :64]
+        with timing.Recorder() as recorder:
+            common.fit(model, x, x)
+        plan = env.strategy.communication_plan(model)
+    wanted = (timing.GRADIENTS, timing.PARAMETERS)
+    sent = sum(
+        item.wire_bytes
+        for item in recorder.collectives
+        if item.label.split()[0] in wanted and item.replica == 0
+    )
+    assert plan.wire_bytes == pytest.approx(sent, rel=0.02)
+    exact = passes * (size - 1) / size * plan.num_bytes
+    assert plan.wire_bytes == pytest.approx(exact, rel=0.001)
+    assert "adasum" in str(plan)
     return {}
 
 
 @case("sparse gradients in the plan of Adasum", compare=False)
+@same_as("adasum_of_sparse_gradients")
 def adasum_plans_tables_of_sparse_gradients(env: Env) -> dict:
     if env.is_reference:
         return {}

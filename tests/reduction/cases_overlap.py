@@ -11,7 +11,7 @@ from tensorflow.python.framework import tensor_util
 
 from tests.harness import common
 from tests.harness.env import Env
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.reduction.cases_plans import bucket_mb, traced_step
 from tfdp.communication.collectives.timing import Recorder
 
@@ -51,6 +51,7 @@ def overlap(intervals: list[tuple[float, float]]) -> float:
     compare=False,
     side_by_side=False,
 )
+@same_as("collectives_begin_in_the_order_of_the_plan")
 def half_of_the_communication_is_in_the_backward_pass(env: Env) -> dict:
     with env.scope():
         model = transformer()

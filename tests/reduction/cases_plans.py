@@ -16,6 +16,7 @@ from tests.harness import common
 from tests.harness.env import Env
 from tests.harness.launches import launches
 from tests.harness.registry import case, same_as
+from tfdp.training.reduction.communication_plan import CommunicationPlan
 
 layers = keras.layers
 # Small, so that small models have several.
@@ -188,7 +189,7 @@ def buckets_follow_the_backward_pass(env: Env) -> dict:
 @case("plan: printed, it is a table", compare=False)
 def plan_prints_as_a_table(env: Env) -> dict:
     with bucket_mb(env, SMALL_MB):
-        model = compiled_in_scope(env, transformer)
+        model = compiled_in_scope(env, lambda: transformer(num_blocks=1))
         plan = env.strategy.communication_plan(model)
     text = str(plan)
     title = text.splitlines()[:2]
@@ -207,24 +208,46 @@ def plan_prints_as_a_table(env: Env) -> dict:
 
 @case("plan: a step has as many all-reduces as buckets", compare=False)
 def step_has_one_all_reduce_for_each_bucket(env: Env) -> dict:
-    key, local = env.strategy.extended.group.key, env.setup.devices_per_worker
-    counts = []
-    for build, size in [(perceptron, SMALL_MB), (perceptron, 25), (transformer, 4e-3)]:
-        with bucket_mb(env, size):
-            model = compiled_in_scope(env, build)
-            step = traced_step(model, DATA[build]())
-            plan = env.strategy.communication_plan(model)
-        assert plan.traced
-        reduces = collectives(step, "all_reduce", key)
-        assert reduces == local * len(plan.buckets), (reduces, shown(plan))
-        # For rows: how many there are, their indices and their values.
-        gathers = collectives(step, "all_gather", key)
-        assert gathers == 3 * local * len(plan.sparse)
-        counts.append(len(plan.buckets))
+    data = common.token_data()
+    plan = _checked_plan(env, lambda: transformer(num_blocks=1), SMALL_MB, data)
+    assert len(plan.buckets) >= 4
+    assert len(plan.sparse) == 1
+    return {"counts": len(plan.buckets)}
+
+
+@case("plan: as many all-reduces as buckets, of any size", compare=False)
+@same_as("step_has_one_all_reduce_for_each_bucket")
+def step_has_one_all_reduce_for_each_bucket_of_any_size(env: Env) -> dict:
+    counts = [
+        len(_checked_plan(env, build, size, DATA[build]()).buckets)
+        for build, size in [
+            (perceptron, SMALL_MB),
+            (perceptron, 25),
+            (transformer, 4e-3),
+        ]
+    ]
     assert counts[0] >= 2
     assert counts[1] == 1
     assert counts[2] >= 4
     return {"counts": counts}
+
+
+def _checked_plan(
+    env: Env, build: common.Build, size: float, data: tuple
+) -> CommunicationPlan:
+    """The plan of a model, whose step launches the collectives that it lists."""
+    key, local = env.strategy.extended.group.key, env.setup.devices_per_worker
+    with bucket_mb(env, size):
+        model = compiled_in_scope(env, build)
+        step = traced_step(model, data)
+        plan = env.strategy.communication_plan(model)
+    assert plan.traced
+    reduces = collectives(step, "all_reduce", key)
+    assert reduces == local * len(plan.buckets), (reduces, shown(plan))
+    # For rows: how many there are, their indices and their values.
+    gathers = collectives(step, "all_gather", key)
+    assert gathers == 3 * local * len(plan.sparse)
+    return plan
 
 
 @case(
@@ -233,17 +256,32 @@ def step_has_one_all_reduce_for_each_bucket(env: Env) -> dict:
     compare=False,
 )
 def counts_of_uneven_batches_need_no_collective(env: Env) -> dict:
+    x, y = DATA[perceptron]()
+    _check_counts(env, common.batched(x[:13], y[:13]))
+    return {}
+
+
+@case(
+    "plan: counts of samples of arrays",
+    setups=("two_workers", "two_by_two"),
+    compare=False,
+)
+@same_as("counts_of_uneven_batches_need_no_collective")
+def counts_of_batches_of_arrays_need_no_collective(env: Env) -> dict:
+    x, y = DATA[perceptron]()
+    _check_counts(env, x[:8], y[:8])
+    return {}
+
+
+def _check_counts(env: Env, *data: typing.Any) -> None:
     host, merged_logs = env.strategy.extended.host_group.key, 1
     # A batch of arrays or of a dataset may be partial, so that its size is known at run
     # time only. Workers compare before the loop what determines it.
-    x, y = DATA[perceptron]()
-    for data in (x[:8], y[:8]), (common.batched(x[:13], y[:13]),):
-        model = compiled_in_scope(env, perceptron)
-        common.fit(model, *data)
-        step = step_of(model.train_function)
-        found = collectives(step, "all_reduce", host)
-        assert found == merged_logs, found
-    return {}
+    model = compiled_in_scope(env, perceptron)
+    common.fit(model, *data)
+    step = step_of(model.train_function)
+    found = collectives(step, "all_reduce", host)
+    assert found == merged_logs, found
 
 
 @case("plan: fused BatchNormalization", compare=False)

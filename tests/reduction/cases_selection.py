@@ -19,7 +19,7 @@ import tfdp.training.reduction.link_measure as link_measure
 from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.launches import launches
-from tests.harness.registry import case
+from tests.harness.registry import case, same_as
 from tests.reduction.cases_plans import traced_step
 from tfdp.ground.plans.topology import Topology
 from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
@@ -90,6 +90,7 @@ def _train_by(algorithm: typing.Any) -> collections.abc.Callable[[Env], dict]:
 
 
 _SAME_AS = {
+    "ring": "training_by_hierarchical",
     "tree": "algorithms_add_every_dtype_and_length",
     "halving_doubling": "algorithms_add_every_dtype_and_length",
     "levels": "training_by_hierarchical",
@@ -105,6 +106,7 @@ for _name, _algorithm in {
         f"training_by_{_name}",
         _train_by(_algorithm),
         f"training by {_name}",
+        quick_setup="two_by_two" if _name == "hierarchical" else "",
         same_as=_SAME_AS.get(_name, ""),
     )
 
@@ -121,6 +123,7 @@ def training_by_what_links_say(env: Env) -> dict:
 
 # Twelve updates with gradients of 8 or 11 bits: close, and not equal.
 @case("training in bfloat16 on the wire", tol=0.02)
+@same_as("training_with_float16_between_nodes")
 def training_with_bfloat16_on_the_wire(env: Env) -> dict:
     return train(env, compression="bf16", links=SLOW)
 
@@ -181,7 +184,12 @@ def compression_is_off_where_it_would_not_gain(env: Env) -> dict:
     return {}
 
 
-@case("algorithms in the plan", compare=False)
+@case(
+    "algorithms in the plan",
+    setups=(*registry.ALL, "eight_devices"),
+    quick_setup="eight_devices",
+    compare=False,
+)
 def plan_shows_algorithm_and_predicted_time(env: Env) -> dict:
     with routed(env, algorithm="hierarchical"):
         with env.scope():
