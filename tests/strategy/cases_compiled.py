@@ -351,7 +351,10 @@ def _own_step(kind: type[keras.Model]) -> keras.Model:
     return kind(plain.inputs, plain.outputs)
 
 
-@case("`jit_compile=True`: a `train_step` of the user's own")
+@case(
+    "`jit_compile=True`: a `train_step` of the user's own",
+    quick_setup="two_workers",
+)
 def xla_with_a_step_of_the_users_own(env: Env) -> dict:
     model = _compiled(env, lambda: _own_step(OwnStep))
     return _trained(env, model, *common.regression_data(92))
@@ -376,7 +379,10 @@ class _Words(layers.Layer):
         return tf.strings.to_number(tf.strings.as_string(tf.stop_gradient(x))) + x
 
 
-@case("`jit_compile=True`: an operation that XLA lacks is named")
+@case(
+    "`jit_compile=True`: an operation that XLA lacks is named",
+    quick_setup="two_by_two",
+)
 def xla_not_where_it_lacks_an_operation(env: Env) -> dict:
     def build() -> keras.Model:
         inputs = keras.Input((common.NUM_FEATURES,))
