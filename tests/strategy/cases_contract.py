@@ -118,6 +118,31 @@ def run_action(env: Env, make: collections.abc.Callable, action: Action) -> dict
     return {}
 
 
+def name_of(action_name: str, make: collections.abc.Callable) -> str:
+    return f"contract{action_name.removeprefix('_test')}_{make.__name__}"
+
+
+# Sums and means are reduced in one way, by both strategies, in a function and eagerly:
+# in the quick tier one stands for others.
+REPRESENTATIVES = {
+    "_test_all_reduce_sum_gradient_tape": "_test_all_reduce_sum_gradient_tape",
+    "_test_all_reduce_sum_gradients": "_test_all_reduce_sum_gradients",
+    "_test_all_reduce_mean_gradient_tape": "_test_all_reduce_sum_gradient_tape",
+    "_test_all_reduce_mean_gradients": "_test_all_reduce_sum_gradients",
+    "_test_all_reduce_mean": "_test_all_reduce_mean",
+}
+
+
+def same_as(action_name: str, make: collections.abc.Callable) -> str:
+    """The case that the quick tier runs for this one, or `""`."""
+    method = action_name.removesuffix("_in_function")
+    if method not in REPRESENTATIVES:
+        return ""
+    name = name_of(action_name, make)
+    other = name_of(REPRESENTATIVES[method] + "_in_function", mirrored)
+    return "" if name == other else other
+
+
 for action_name, chosen in actions().items():
     for make_strategy in (mirrored, multi_worker_alone):
 
@@ -125,9 +150,10 @@ for action_name, chosen in actions().items():
             return run_action(env, make, action)
 
         register(
-            f"contract{action_name.removeprefix('_test')}_{make_strategy.__name__}",
+            name_of(action_name, make_strategy),
             function,
             f"TensorFlow's contract: {action_name}",
+            same_as=same_as(action_name, make_strategy),
             setups=("mirrored",),
             compare=False,
         )
