@@ -158,6 +158,7 @@ def rows_follow_speed(env: Env) -> dict:
     "Rebalance: each replica has the rows that its weight says; validation is equal",
     setups=MULTI,
 )
+@same_as("rebalanced_run_goes_on")
 def rows_are_those_of_the_weights(env: Env) -> dict:
     seen: list[int] = []
     model = model_of(env)
@@ -302,7 +303,7 @@ def rebalanced_run_goes_on(env: Env) -> dict:
     setups=("two_workers",),
     compare=False,
 )
-@same_as("rows_are_those_of_the_weights")
+@same_as("rebalanced_run_goes_on")
 def rows_of_shuffled_arrays(env: Env) -> dict:
     tf.random.set_seed(None)
     seen: list[int] = []
@@ -348,7 +349,7 @@ def own_shards_are_left_alone(env: Env) -> dict:
     setups=("two_workers", "two_by_two"),
     compare=False,
 )
-@same_as("rows_are_those_of_the_weights")
+@same_as("rebalanced_run_goes_on")
 def no_weights_without_rebalance(env: Env) -> dict:
     def kinds(step) -> set[str]:
         functions = step.graph._functions.values()

@@ -83,6 +83,7 @@ def shuffled_data_gives_the_batches_of_one_device(env: Env) -> dict:
     "`shuffle=True`, `Dataset.shuffle` without a seed on any worker: shards overlap",
     compare=False,
     fresh=True,
+    quick_setup="two_workers",
 )
 def shuffling_without_seeds_gives_each_sample_once(env: Env) -> dict:
     arrays = common.fit(counted_model(env), _ids(), _ids(), shuffle=True, epochs=2)
@@ -142,6 +143,7 @@ def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
 @case(
     "Generators that the user has seeded, each by itself",
     compare=False,
+    quick_setup="two_workers",
 )
 def generators_seeded_by_the_user_stay_as_they_are(env: Env) -> dict:
     random.seed(env.rank)
@@ -227,6 +229,7 @@ def sharding_off_with_the_same_data_everywhere(env: Env) -> dict:
 @case(
     "Sharding OFF and data of its own on each worker; `predict` too",
     compare=False,
+    quick_setup="two_workers",
 )
 def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
     rows = _ids()[env.rank :: env.setup.num_workers]
@@ -243,7 +246,10 @@ def sharding_off_with_own_data_on_each_worker(env: Env) -> dict:
     return {"history": history, "predict": predicted}
 
 
-@case("`map` before `batch`: each worker prepares its own rows only")
+@case(
+    "`map` before `batch`: each worker prepares its own rows only",
+    quick_setup="two_workers",
+)
 def each_worker_prepares_its_own_rows(env: Env) -> dict:
     calls = []
 

@@ -117,23 +117,31 @@ def steps_of_both(env: Env, how: str = "join") -> tf.data.Dataset:
     setups=("two_workers", "two_by_two"),
 )
 def own_files_train_as_one_device_on_the_same_rows(env: Env) -> dict:
-    results = {}
-    for how in "join", "stop":
-        read: Read = collections.Counter()
-        if env.is_reference:
-            data = steps_of_both(env, how)
-        else:
-            files = tfdp.data.shard_files(write_files(env), seed=3)
-            assert len(files) == len(FILES_OF_WORKERS[env.rank])
-            data = rows_of(files, read).batch(BATCH).prefetch(1)
-        with uneven(env, how):
-            num_steps = SHORTEST if how == "stop" else LONGEST
-            results[how] = counted(env, num_steps, data, is_known=False)
-        if not env.is_reference and how == "join":
-            expected = {"rows": EPOCHS * ROWS_OF_WORKERS[env.rank]}
-            expected |= {str(n): EPOCHS for n in FILES_OF_WORKERS[env.rank]}
-            assert read == expected, read
+    read: Read = collections.Counter()
+    results = _train_on_own_files(env, "join", read)
+    if not env.is_reference:
+        expected = {"rows": EPOCHS * ROWS_OF_WORKERS[env.rank]}
+        expected |= {str(n): EPOCHS for n in FILES_OF_WORKERS[env.rank]}
+        assert read == expected, read
     return results
+
+
+@case("`shard_files` with `stop`", setups=("two_workers", "two_by_two"))
+@same_as("own_files_train_as_one_device_on_the_same_rows")
+def own_files_stop_with_the_first_that_end(env: Env) -> dict:
+    return _train_on_own_files(env, "stop", collections.Counter())
+
+
+def _train_on_own_files(env: Env, how: str, read: Read) -> dict:
+    if env.is_reference:
+        data = steps_of_both(env, how)
+    else:
+        files = tfdp.data.shard_files(write_files(env), seed=3)
+        assert len(files) == len(FILES_OF_WORKERS[env.rank])
+        data = rows_of(files, read).batch(BATCH).prefetch(1)
+    num_steps = SHORTEST if how == "stop" else LONGEST
+    with uneven(env, how):
+        return counted(env, num_steps, data, is_known=False)
 
 
 @case(

@@ -32,7 +32,7 @@ def uint8_input(env: Env) -> dict:
     return common.train(env, build, x, x[:, :1].astype("float32") / 255)
 
 
-@case("Crash: a cache in a file, at one path")
+@case("Crash: a cache in a file, at one path", quick_setup="two_workers")
 def cache_in_a_file(env: Env) -> dict:
     path = str(env.tmp / "cache")
     rows = tf.data.Dataset.from_tensor_slices(common.regression_data())
@@ -99,6 +99,7 @@ def int64_input(env: Env) -> dict:
 
 
 @case("Crash: sparse input")
+@same_as("ragged_and_sparse_batches")
 def sparse_input(env: Env) -> dict:
     def build():
         # Built by the data, which tells how many features there are.
@@ -121,6 +122,7 @@ class RaggedMean(layers.Layer):
 
 
 @case("Crash: ragged input")
+@same_as("ragged_and_sparse_batches")
 def ragged_input(env: Env) -> dict:
     def build():
         inputs = keras.Input((None,), dtype="int32", ragged=True)

@@ -221,11 +221,20 @@ def stop_at_the_shortest_of_known_lengths(env: Env) -> dict:
             (text,) = told(caught, "Workers have different numbers")
             assert "batches: 3 on worker 0, 5 on worker 1. " in text, text
             assert text.endswith("Dropped batches: 2 of worker 1."), text
-        results["in pairs"] = counted(
-            env, SHORTEST + 1, *data, steps_per_execution=2, is_known=False
-        )
-        if not env.is_reference:
-            assert len(told(caught, "Workers have different numbers")) == 1
+    return results
+
+
+@case(
+    "`stop` with several steps in an execution, known lengths",
+    setups=("two_workers", "two_by_two"),
+)
+@same_as("stop_at_the_shortest_of_known_lengths")
+def stop_at_the_shortest_within_an_execution(env: Env) -> dict:
+    with uneven(env, "stop") as caught:
+        data = of_one_device("stop") if env.is_reference else dataset_of(env)
+        options = {"steps_per_execution": 2, "is_known": False}
+        results = counted(env, SHORTEST + 1, data, **options)
+    assert env.is_reference or len(told(caught, "Workers have different numbers")) == 1
     return results
 
 
@@ -290,6 +299,7 @@ def uneven_data_that_is_not_sharded(env: Env) -> dict:
     "Sharding OFF, different cardinality that nobody knows, `steps_per_execution`",
     setups=("two_workers", "two_by_two"),
 )
+@same_as("files_of_different_sizes")
 def uneven_data_of_unknown_length_that_is_not_sharded(env: Env) -> dict:
     results = {}
     for how in "join", "stop":
@@ -305,6 +315,7 @@ def uneven_data_of_unknown_length_that_is_not_sharded(env: Env) -> dict:
     "`stop` where workers were given distributed datasets, one of them endless",
     setups=("two_workers", "two_by_two"),
 )
+@same_as("stop_at_the_shortest_of_known_lengths")
 def endless_data_on_one_worker(env: Env) -> dict:
     """The other one has 3 batches; an epoch of 8 steps goes on with empty ones.
 
@@ -381,6 +392,7 @@ def files_of_different_sizes(env: Env) -> dict:
     "`stop` with models that run eagerly, and with two devices",
     setups=("two_workers", "two_by_two"),
 )
+@same_as("stop_at_the_shortest_of_known_lengths")
 def stop_eagerly(env: Env) -> dict:
     results = {}
     with uneven(env, "stop"):

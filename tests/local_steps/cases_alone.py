@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import keras
 import numpy as np
 import pytest
@@ -106,35 +108,42 @@ def check_trained(env: Env, model: keras.Model, expected: keras.Model) -> None:
         )
 
 
+def check_losses_of_replicas(env: Env, build: Callable[[Make], keras.Model]) -> None:
+    """A model trained by replicas alone is that of replicas on one device."""
+    x, y, batches = data_of(build)
+    with env.scope():
+        model = build(momentum)
+    expected = Replicas(env.num_replicas, momentum, model.get_weights(), build)
+    steps: list = []
+
+    def keep(batch: int, logs: dict | None) -> None:
+        steps.append(plans.step_of(model.train_function))
+
+    callbacks = [
+        tfdp.callbacks.LocalSGD(SYNC_EVERY),
+        keras.callbacks.LambdaCallback(on_train_batch_end=keep),
+    ]
+    history = common.fit(model, x, y, epochs=1, callbacks=callbacks)
+    for number, rows in enumerate(batches, start=1):
+        expected.step(x[rows], y[rows])
+        if number % SYNC_EVERY == 0:
+            expected.average()
+    check_trained(env, model, expected.models[0])
+    np.testing.assert_allclose(history["loss"], [expected.loss], rtol=1e-4)
+    assert {launch.branch for launch in launches(steps[0])} == {"then_branch"}
+
+
 @case("A loss of all rows is that of the replica's own", compare=False)
 def losses_of_replicas_alone_are_of_their_own_rows(env: Env) -> dict:
-    for build in masked, of_a_root, of_pairs:
-        x, y, batches = data_of(build)
-        with env.scope():
-            model = build(momentum)
-        expected = Replicas(env.num_replicas, momentum, model.get_weights(), build)
-        steps: list = []
+    check_losses_of_replicas(env, of_a_root)
+    return {}
 
-        def keep(
-            batch: int,
-            logs: dict | None,
-            steps: list = steps,
-            model: keras.Model = model,
-        ) -> None:
-            steps.append(plans.step_of(model.train_function))
 
-        callbacks = [
-            tfdp.callbacks.LocalSGD(SYNC_EVERY),
-            keras.callbacks.LambdaCallback(on_train_batch_end=keep),
-        ]
-        history = common.fit(model, x, y, epochs=1, callbacks=callbacks)
-        for number, rows in enumerate(batches, start=1):
-            expected.step(x[rows], y[rows])
-            if number % SYNC_EVERY == 0:
-                expected.average()
-        check_trained(env, model, expected.models[0])
-        np.testing.assert_allclose(history["loss"], [expected.loss], rtol=1e-4)
-        assert {launch.branch for launch in launches(steps[0])} == {"then_branch"}
+@case("Losses of masked rows and of pairs are those of the replica's", compare=False)
+@registry.same_as("losses_of_replicas_alone_are_of_their_own_rows")
+def masked_and_paired_losses_of_replicas_alone(env: Env) -> dict:
+    for build in masked, of_pairs:
+        check_losses_of_replicas(env, build)
     return {}
 
 
@@ -173,7 +182,7 @@ def trained_twice(env: Env, callbacks: list, change: float) -> keras.Model:
     data = common.regression_data(NUM_ROWS)
     for factor in 1.0, change:
         model.set_weights([factor * value for value in model.get_weights()])
-        common.fit(model, *data, epochs=EPOCHS, callbacks=callbacks)
+        common.fit(model, *data, epochs=1, callbacks=callbacks)
     return model
 
 
@@ -408,12 +417,12 @@ def local_steps_of_several_optimizers_say_so(env: Env) -> dict:
     setups=("mirrored",),
 )
 def diloco_of_one_device_makes_outer_steps(env: Env) -> dict:
-    first = common.compiled(common.mlp(), optimizers.Adam(0.05))
+    first = common.compiled(common.mlp(), momentum())
     begun = first.get_weights()
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica")
     data = common.regression_data(NUM_ROWS)
     common.fit(first, *data, epochs=EPOCHS, callbacks=[callback])
-    wanted = expected_model(1, begun, EVERYTHING).get_weights()
+    wanted = expected_model(1, begun, EVERYTHING, momentum).get_weights()
     for found, value in zip(first.get_weights(), wanted, strict=True):
         np.testing.assert_allclose(found, value, atol=1e-5)
     other = common.compiled(common.mlp(), sgd())

@@ -24,6 +24,7 @@ from tests.local_steps.cases_local_sgd import (
     data_with_overflows,
     first_model,
     inner_variables,
+    momentum,
     scale_of,
     scaled,
     trained_alone,
@@ -80,10 +81,14 @@ class Nodes(Replicas):
 
 
 def expected_model(
-    count: int, first: list[np.ndarray], fragments: list[tuple[int, list[int]]]
+    count: int,
+    first: list[np.ndarray],
+    fragments: list[tuple[int, list[int]]],
+    make: Make = adam,
 ) -> keras.Model:
     """Trains nodes; a fragment has the updates, modulo `SYNC_EVERY`, when it is due."""
-    nodes = Nodes(count, first, optimizers.SGD(0.7, momentum=0.9, nesterov=True))
+    outer = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
+    nodes = Nodes(count, first, outer, make=make)
     for _ in range(EPOCHS):
         for number, batch in enumerate(batches(), start=1):
             nodes.step(*batch)
@@ -100,6 +105,7 @@ EVERYTHING = [(0, [0, 1, 2, 3])]
 
 
 @case("Replicas train alone between outer steps", compare=False)
+@registry.same_as("diloco_has_slow_workers_leave_out_inner_steps")
 def diloco_makes_outer_steps_of_what_replicas_have_learned(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(sync_every=SYNC_EVERY, scope="replica")
     model, first = trained_alone(env, adam, callback)
@@ -109,7 +115,7 @@ def diloco_makes_outer_steps_of_what_replicas_have_learned(env: Env) -> dict:
 
 
 @case("Fragments of the weights are exchanged one after the other", compare=False)
-@registry.same_as("diloco_makes_outer_steps_of_what_replicas_have_learned")
+@registry.same_as("diloco_scales_late_exchanges_of_fragments")
 def diloco_exchanges_fragments_in_turn(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", fragments=2)
     model, first = trained_alone(env, adam, callback)
@@ -147,7 +153,7 @@ def diloco_has_slow_workers_leave_out_inner_steps(env: Env) -> dict:
         inputs = keras.Input((common.NUM_FEATURES,))
         # So much that a busy machine makes nobody else the slow one.
         x = Slow(0.25 if env.rank else 0.0)(inputs)
-        model = common.compiled(keras.Model(inputs, common.mlp()(x)), adam())
+        model = common.compiled(keras.Model(inputs, common.mlp()(x)), momentum())
     first = model.get_weights()
     callback = tfdp.callbacks.DiLoCo(6, scope="replica", dynamic_steps=True)
     data = common.regression_data(NUM_ROWS)
@@ -155,7 +161,7 @@ def diloco_has_slow_workers_leave_out_inner_steps(env: Env) -> dict:
     shares = history["inner_steps"]
     assert shares[0] == 1 > 0.8 > max(shares[1:]), shares
     outer = optimizers.SGD(0.7, momentum=0.9, nesterov=True)
-    nodes = Nodes(env.num_replicas, first, outer)
+    nodes = Nodes(env.num_replicas, first, outer, make=momentum)
     slow = range(env.num_replicas // 2, env.num_replicas)
     for share in shares:
         made = 0
@@ -176,6 +182,7 @@ def diloco_has_slow_workers_leave_out_inner_steps(env: Env) -> dict:
     compare=False,
     setups=("two_by_two", "two_workers"),
 )
+@registry.same_as("diloco_skips_an_overflow_in_its_node")
 def diloco_trains_nodes_synchronously(env: Env) -> dict:
     options = tfdp.CommunicationOptions(node_size=env.setup.devices_per_worker)
     strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
@@ -217,7 +224,7 @@ def diloco_skips_an_overflow_in_its_node(env: Env) -> dict:
 
 
 @case("`sync_every=1` with SGD(1.0) is synchronous training")
-@registry.same_as("local_sgd_of_single_steps_is_synchronous")
+@registry.same_as("diloco_goes_on_from_weights_that_were_set")
 def diloco_of_single_steps_is_synchronous(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), optimizers.SGD(0.05))
@@ -245,12 +252,12 @@ def resumed_and_not(
     env: Env, make: Callable[[], keras.callbacks.Callback]
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Weights of a run that was interrupted and resumed, and of one that was not."""
-    data = common.regression_data(NUM_ROWS)
+    data = common.regression_data()
 
     def fit(folder: str, *more: keras.callbacks.Callback) -> list[np.ndarray]:
         keras.utils.set_random_seed(3)
         with env.scope():
-            model = first_model(adam)
+            model = first_model(momentum)
         backup = tfdp.callbacks.BackupAndRestore(str(env.tmp / folder), save_freq=4)
         try:
             common.fit(model, *data, epochs=EPOCHS, callbacks=[make(), *more, backup])
@@ -281,6 +288,7 @@ def diloco_is_resumed_exactly(env: Env) -> dict:
 
 
 @case("Nodes need more than one", compare=False, setups=("mirrored",))
+@registry.same_as("diloco_of_one_device_makes_outer_steps")
 def diloco_on_one_node_says_so(env: Env) -> dict:
     with env.scope():
         model = first_model(adam)

@@ -19,6 +19,7 @@ from tests.local_steps.cases_local_sgd import (
     adam,
     batches,
     check_weights,
+    momentum,
     trained_alone,
 )
 from tests.reduction.cases_selection import SLOW, routed
@@ -41,9 +42,14 @@ class DelayedNodes(Nodes):
     """Nodes that use what they have sent some updates later: streaming DiLoCo."""
 
     def __init__(
-        self, count: int, weights: list[np.ndarray], mixing: float, scales: bool
+        self,
+        count: int,
+        weights: list[np.ndarray],
+        mixing: float,
+        scales: bool,
+        make: Make = adam,
     ) -> None:
-        super().__init__(count, weights, outer_sgd())
+        super().__init__(count, weights, outer_sgd(), make=make)
         self._mixing, self._scales = mixing, scales
         self._sent: dict[int, np.ndarray] = {}
 
@@ -101,11 +107,15 @@ def delayed_model(
 
 
 def check_delayed(
-    env: Env, callback: keras.callbacks.Callback, fragments: list, **options: object
+    env: Env,
+    callback: keras.callbacks.Callback,
+    fragments: list,
+    make: Make = adam,
+    **options: object,
 ) -> list[int]:
     """Compares a model trained with delays; returns the logged staleness."""
-    model, first = trained_alone(env, adam, callback)
-    nodes = DelayedNodes(env.num_replicas, first, **options)
+    model, first = trained_alone(env, make, callback)
+    nodes = DelayedNodes(env.num_replicas, first, make=make, **options)
     delay = callback.options.delay
     check_weights(env, model, delayed_model(nodes, fragments, delay))
     env.read(model.optimizer.variables)  # one state of all replicas
@@ -113,6 +123,7 @@ def check_delayed(
 
 
 @case("Exchanges travel meanwhile", compare=False)
+@registry.same_as("diloco_scales_late_exchanges_of_fragments")
 def diloco_uses_exchanges_later(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", delay=2)
     staleness = check_delayed(env, callback, EVERYTHING, mixing=0.5, scales=False)
@@ -143,7 +154,6 @@ def rounds_of_one_worker_say_so(env: Env) -> dict:
 
 
 @case("Late exchanges of fragments count less", compare=False)
-@registry.same_as("diloco_uses_exchanges_later")
 def diloco_scales_late_exchanges_of_fragments(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(
         SYNC_EVERY,
@@ -154,7 +164,9 @@ def diloco_scales_late_exchanges_of_fragments(env: Env) -> dict:
         scale_by_staleness=True,
     )
     fragments = [(2, [0]), (0, [1, 2, 3])]
-    staleness = check_delayed(env, callback, fragments, mixing=0.25, scales=True)
+    staleness = check_delayed(
+        env, callback, fragments, momentum, mixing=0.25, scales=True
+    )
     assert staleness == [1, 1]
     return {}
 
@@ -163,7 +175,7 @@ class QuantizedNodes(Nodes):
     """Nodes whose pseudo-gradients travel in 8 bits, with error feedback."""
 
     def __init__(self, count: int, weights: list[np.ndarray]) -> None:
-        super().__init__(count, weights, outer_sgd(), wide_model)
+        super().__init__(count, weights, outer_sgd(), wide_model, momentum)
         self._quantized = QuantizedWide(8, 256)
 
     def meet(self, positions: list[int]) -> None:
@@ -216,7 +228,7 @@ def diloco_rounds_what_was_learned_with_error_feedback(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", compression="int8")
     everyone = {"links": SLOW, "node_size": env.num_replicas}
     with precision("float64"), routed(env, **everyone):
-        model = common.build_in_scope(env, lambda: wide_model(adam))
+        model = common.build_in_scope(env, lambda: wide_model(momentum))
         first = model.get_weights()
         x, y = (np.concatenate(part) for part in zip(*rows, strict=True))
         common.fit(model, x, y, epochs=EPOCHS, callbacks=[callback])

@@ -48,6 +48,11 @@ def inner_variables(model: keras.Model) -> list:
     return getattr(optimizer, "inner_optimizer", optimizer).variables
 
 
+def state_of(model: keras.Model) -> list:
+    """What a step reads and changes: weights and the state of the optimizer."""
+    return [*model.weights, *model.optimizer.variables]
+
+
 def data_with_overflows() -> tuple:
     """The last replica overflows in the second batch, the first one in the sixth."""
     x, y = common.regression_data(9 * common.BATCH_SIZE)
@@ -92,11 +97,29 @@ class Replicas:
                 model.optimizer.iterations.assign_add(1)
                 continue
             scale = scale_of(model)
-            model.reset_metrics()
-            self.losses.append(float(model.train_on_batch(x[rows], y[rows])))
+            self.losses.append(self._train(index, x[rows], y[rows]))
             self.num_rows.append(len(rows))
             # Of a step that was skipped nothing was learned.
             self.samples[index] += len(rows) * (scale_of(model) >= scale)
+
+    def _train(self, index: int, x: np.ndarray, y: np.ndarray) -> float:
+        """A step of one model, by the function of the first: tracing costs most."""
+        traced = self.models[0]
+        self._swap(index)
+        traced.reset_metrics()
+        loss = float(traced.train_on_batch(x, y))
+        self._swap(index)
+        return loss
+
+    def _swap(self, index: int) -> None:
+        """Exchanges the state of a model with that of the first."""
+        if index == 0:
+            return
+        first, other = map(state_of, (self.models[0], self.models[index]))
+        for variable, own in zip(first, other, strict=True):
+            value = variable.numpy()
+            variable.assign(own)
+            own.assign(value)
 
     @property
     def loss(self) -> float:
@@ -144,8 +167,8 @@ def check_weights(env: Env, model: keras.Model, expected: keras.Model) -> None:
 
 @case("Replicas train alone and are averaged", compare=False)
 def local_sgd_averages_what_models_have_learned_alone(env: Env) -> dict:
-    model, first = trained_alone(env, adam, tfdp.callbacks.LocalSGD(sync_every=5))
-    expected = Replicas(env.num_replicas, adam, first)
+    model, first = trained_alone(env, momentum, tfdp.callbacks.LocalSGD(sync_every=5))
+    expected = Replicas(env.num_replicas, momentum, first)
     for _ in range(EPOCHS):
         for number, batch in enumerate(batches(), start=1):
             expected.step(*batch)
@@ -181,6 +204,7 @@ def local_sgd_begins_after_synchronous_steps(env: Env) -> dict:
 
 
 @case("`sync_every=1` with plain SGD is synchronous training")
+@registry.same_as("diloco_goes_on_from_weights_that_were_set")
 def local_sgd_of_single_steps_is_synchronous(env: Env) -> dict:
     with env.scope():
         model = common.compiled(common.mlp(), optimizers.SGD(0.05))
@@ -213,6 +237,7 @@ def local_sgd_accumulates_micro_batches(env: Env) -> dict:
 
 
 @case("Of several steps one communicates gradients", compare=False)
+@registry.same_as("losses_of_replicas_alone_are_of_their_own_rows")
 def local_steps_launch_collectives_when_an_average_is_due(env: Env) -> dict:
     with env.scope():
         model = common.compiled(plans.perceptron(), optimizers.SGD(0.05))
@@ -239,7 +264,7 @@ def local_sgd_averages_what_is_flushed(env: Env) -> dict:
     # 12 batches: two are left over.
     accumulation = tfdp.callbacks.GradientAccumulation(5, flush="epoch")
     callback = tfdp.callbacks.LocalSGD(sync_every=50)
-    model, _ = trained_alone(env, adam, accumulation, callback)
+    model, _ = trained_alone(env, momentum, accumulation, callback)
     env.weights(model)  # the same on all replicas
     return {}
 
@@ -298,17 +323,28 @@ def local_sgd_skips_an_overflow_where_it_is(env: Env) -> dict:
 @case("What cannot be combined says so", compare=False)
 def local_sgd_refuses_what_needs_all_replicas(env: Env) -> dict:
     data = common.regression_data()
+    with env.scope():
+        model = first_model(adam)
     for others, text in (
         ([tfdp.callbacks.ShardedOptimizer()], "sharded state"),
         ([tfdp.callbacks.GradientNoiseScale()], "the gradient noise scale"),
         ([tfdp.callbacks.ConsistencyCheck()], "ConsistencyCheck"),
         ([tfdp.callbacks.DiLoCo(scope="replica")], "only one `LocalSGD` or `DiLoCo`"),
     ):
-        with env.scope():
-            model = first_model(adam)
         callbacks = [tfdp.callbacks.LocalSGD(), *others]
         with pytest.raises(ValueError, match=text):
             common.fit(model, *data, callbacks=callbacks)
-    # A `fit` after it, without local steps, may have them.
+    return {}
+
+
+@case("What local steps refuse is allowed without them", compare=False)
+@registry.same_as("local_sgd_refuses_what_needs_all_replicas")
+def a_fit_after_refused_local_steps_may_check_consistency(env: Env) -> dict:
+    data = common.regression_data()
+    with env.scope():
+        model = first_model(adam)
+    check = tfdp.callbacks.ConsistencyCheck()
+    with pytest.raises(ValueError, match="ConsistencyCheck"):
+        common.fit(model, *data, callbacks=[tfdp.callbacks.LocalSGD(), check])
     common.fit(model, *data, callbacks=[tfdp.callbacks.ConsistencyCheck()])
     return {}

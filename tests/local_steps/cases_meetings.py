@@ -17,7 +17,7 @@ from tests.harness import common, registry
 from tests.harness.env import Env
 from tests.harness.launches import Launch, launches
 from tests.harness.timing import wait_until
-from tests.local_steps.cases_local_sgd import adam, first_model
+from tests.local_steps.cases_local_sgd import adam, first_model, momentum
 from tests.reduction import cases_plans as plans
 
 case = registry.case
@@ -52,6 +52,7 @@ def launches_of_a_step(env: Env, callback: keras.callbacks.Callback) -> list[Lau
 
 
 @case("Inner steps launch no collective", compare=False)
+@registry.same_as("losses_of_replicas_alone_are_of_their_own_rows")
 def inner_steps_launch_nothing(env: Env) -> dict:
     found = launches_of_a_step(env, tfdp.callbacks.LocalSGD(SYNC_EVERY))
     assert {launch.branch for launch in found} == {"then_branch"}, found
@@ -81,28 +82,39 @@ class Part(keras.callbacks.Callback):
             wait_until(self._file.exists, what, _DEADLINE_SECONDS)
 
 
+def fit_with_a_late_worker(
+    env: Env, callback: keras.callbacks.Callback, later: int
+) -> None:
+    """Trains, the first worker up to a batch before the second one goes on."""
+    with env.scope():
+        model = first_model(momentum)
+    data = common.regression_data(10 * common.BATCH_SIZE)
+    callbacks = [callback, Part(env, "later", later)]
+    common.fit(model, *data, epochs=1, callbacks=callbacks)
+    env.weights(model)
+
+
 @case(
     "A worker that is late holds nobody up between exchanges",
     compare=False,
     setups=WORKERS,
 )
 def a_late_worker_stops_nobody_before_an_exchange(env: Env) -> dict:
-    kinds = {
-        # The batch before the first exchange.
-        "local": (tfdp.callbacks.LocalSGD(SYNC_EVERY), SYNC_EVERY - 2),
-        # What was sent after the sixth batch is used after the ninth.
-        "late": (
-            tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", delay=3),
-            SYNC_EVERY + 1,
-        ),
-    }
-    for name, (callback, later) in kinds.items():
-        with env.scope():
-            model = first_model(adam)
-        data = common.regression_data(10 * common.BATCH_SIZE)
-        callbacks = [callback, Part(env, name, later)]
-        common.fit(model, *data, epochs=1, callbacks=callbacks)
-        env.weights(model)
+    # The batch before the first exchange.
+    fit_with_a_late_worker(env, tfdp.callbacks.LocalSGD(SYNC_EVERY), SYNC_EVERY - 2)
+    return {}
+
+
+@case(
+    "A worker that is late holds nobody up while exchanges travel",
+    compare=False,
+    setups=WORKERS,
+)
+@registry.same_as("exchanges_go_on_without_a_late_worker")
+def a_late_worker_stops_nobody_while_exchanges_travel(env: Env) -> dict:
+    late = tfdp.callbacks.DiLoCo(SYNC_EVERY, scope="replica", delay=3)
+    # What was sent after the sixth batch is used after the ninth.
+    fit_with_a_late_worker(env, late, SYNC_EVERY + 1)
     return {}
 
 
@@ -169,7 +181,7 @@ class OwnLogs(keras.Model):
 
 
 @case("Logs of a step of one's own are those of all", compare=False)
-@registry.same_as("inner_steps_launch_nothing")
+@registry.same_as("replicas_alone_draw_other_numbers")
 def logs_are_averaged_at_the_end_of_an_epoch(env: Env) -> dict:
     x, y = common.regression_data(2 * common.BATCH_SIZE)
     with env.scope():
@@ -198,7 +210,7 @@ def exchanges_go_on_without_a_late_worker(env: Env) -> dict:
         3, scope="replica", delay=1, min_participants=1, patience_seconds=0.05
     )
     with env.scope():
-        model = first_model(adam)
+        model = first_model(momentum)
     data = common.regression_data(20 * common.BATCH_SIZE)
     # Six exchanges are made by the first worker alone.
     callbacks = [callback, Part(env, "rounds", 18)]
@@ -243,6 +255,7 @@ class StopTheOther(keras.callbacks.Callback):
     setups=("two_workers",),
     side_by_side=False,
 )
+@registry.same_as("exchanges_go_on_without_a_late_worker")
 def a_stopped_worker_costs_no_inner_step(env: Env) -> dict:
     callback = tfdp.callbacks.DiLoCo(
         10, scope="replica", delay=4, min_participants=1, patience_seconds=0.2

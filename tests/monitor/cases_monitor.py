@@ -387,7 +387,11 @@ def monitor_names_a_slow_worker_once_an_epoch(env: Env) -> dict:
     return {}
 
 
-@case("Timeline: lanes of every worker, buckets inside their steps", compare=False)
+@case(
+    "Timeline: lanes of every worker, buckets inside their steps",
+    compare=False,
+    quick_setup="two_by_two",
+)
 def timeline_shows_all_workers(env: Env) -> dict:
     model = model_of(env)
     path = env.tmp / "timeline.json"

@@ -424,7 +424,7 @@ def consistency_check_says_what_it_leaves_out(env: Env) -> dict:
     return {}
 
 
-@case("Read and saved in many messages", compare=False)
+@case("Read and saved in many messages", compare=False, quick_setup="two_workers")
 def large_parameters_are_read_in_messages(env: Env) -> dict:
     if env.is_reference:
         return {}
