@@ -320,6 +320,7 @@ def backup_within_an_epoch_of_own_files(env: Env) -> dict:
     "`shard_files` with wrong files: one error on every worker",
     compare=False,
     setups=("two_workers", "two_by_two"),
+    quick_setup="two_by_two",
 )
 def wrong_files_are_refused_by_all(env: Env) -> dict:
     pattern = write_files(env)

@@ -210,7 +210,7 @@ def exchanges_go_on_without_a_late_worker(env: Env) -> dict:
         3, scope="replica", delay=1, min_participants=1, patience_seconds=0.05
     )
     with env.scope():
-        model = first_model(momentum)
+        model = first_model(adam)
     data = common.regression_data(20 * common.BATCH_SIZE)
     # Six exchanges are made by the first worker alone.
     callbacks = [callback, Part(env, "rounds", 18)]

@@ -190,7 +190,7 @@ def what_cannot_be_tuned_says_so_once(env: Env) -> dict:
     return {}
 
 
-@case("loops that are not tuned", compare=False, quick_setup="two_by_two")
+@case("loops that are not tuned", compare=False)
 def loops_of_a_users_own_have_the_default_buckets(env: Env) -> dict:
     with tuned(env) as clock, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
