@@ -247,6 +247,22 @@ def topology_is_found_from_hosts(env: Env) -> dict:
     compare=False,
 )
 def long_runs_measure_their_links_and_keep_them(env: Env) -> dict:
+    # What a byte costs shows between two sizes.
+    with mock.patch.object(link_measure, "_SIZES_BYTES", (2**12, 2**22)):
+        return _measure_and_keep(env)
+
+
+@case(
+    "links that are measured by tensors of all sizes",
+    setups=("two_by_two",),
+    compare=False,
+)
+@same_as("long_runs_measure_their_links_and_keep_them")
+def long_runs_measure_their_links_by_all_sizes(env: Env) -> dict:
+    return _measure_and_keep(env)
+
+
+def _measure_and_keep(env: Env) -> dict:
     extended = env.strategy.extended
     worker_group = extended.worker_group
 

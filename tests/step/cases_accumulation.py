@@ -99,6 +99,7 @@ def adamw(**options: Any) -> optimizers.Optimizer:
 
 
 @case("Leftover micro-batches are carried over, as in Keras")
+@registry.same_as("stage_1_by_constructor_with_accumulation_and_loss_scaling")
 def accumulation_carries_leftovers_over_as_keras_does(env: Env) -> dict:
     # 11 batches an epoch: 5 updates in two epochs, and 2 batches wait.
     data = common.regression_data(88)
