@@ -70,6 +70,21 @@ def _without(env: Env, model: keras.Model, reason: str, *data: Any) -> dict:
     quick_setup="mirrored",
 )
 def xla_in_all_loops(env: Env) -> dict:
+    x, y = common.regression_data(24)  # XLA compiles each shape of a batch anew
+    model = _compiled(env, common.mlp, metrics=["mae"], optimizer=optimizers.Adam(0.01))
+    found = _trained(env, model, x, y, epochs=2)
+    x, y = x[:8], y[:8]
+    return found | {
+        "evaluate": model.evaluate(x, y, batch_size=8, verbose=0),
+        "predict": model.predict(x, batch_size=8, verbose=0),
+        "on batch": model.train_on_batch(x, y),
+        "weights": env.weights(model),
+    }
+
+
+@case("`jit_compile=True`: loops over batches of other shapes")
+@registry.same_as("xla_in_all_loops")
+def xla_of_batches_of_other_shapes(env: Env) -> dict:
     x, y = common.regression_data(28)  # the last batch has four rows
     model = _compiled(env, common.mlp, metrics=["mae"], optimizer=optimizers.Adam(0.01))
     found = _trained(env, model, x, y, epochs=2)
