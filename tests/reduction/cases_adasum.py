@@ -152,6 +152,8 @@ def _register(name: str, *args: typing.Any, **options: typing.Any) -> None:
         f"adasum_{name}",
         lambda env: check(env, *args, **options),
         f"Adasum: {name.replace('_', ' ')}",
+        # Elsewhere a node is one replica.
+        quick_setup="two_by_two" if "between_nodes" in name else "",
         same_as=f"adasum_{SAME_AS[name]}" if name in SAME_AS else "",
         compare=False,
     )

@@ -225,6 +225,7 @@ def _on_nodes(scope: str, stage: int, kind: type) -> None:
         f"{kind.__name__.lower()}_in_stage_{stage}_shared_by_{scope}",
         function,
         f'ZeRO-{stage} with `shard_scope="{scope}"` across nodes',
+        quick_setup="two_by_two",  # elsewhere a node is one replica
         same_as=""
         if stage == 1 and scope == "node"
         else "adamw_in_stage_1_shared_by_node",
