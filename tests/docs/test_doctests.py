@@ -17,9 +17,9 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_SECONDS = 240
 
-# All examples run in one process, for TensorFlow is slow to import. Two logical
-# CPU devices stand for two replicas; they are only asked for here, and come into
-# being when an example first uses TensorFlow.
+# The examples of the modules run in one process, and those of the pages in another,
+# for TensorFlow is slow to import. Two logical CPU devices stand for two replicas; they
+# are only asked for here, and come into being when an example first uses TensorFlow.
 RUNNER = """
 import doctest, importlib, io, json, os, pathlib, re, sys, traceback
 import tensorflow as tf
@@ -98,30 +98,36 @@ def pages_with_examples() -> list[str]:
     ]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> dict[str, tuple[int, str]]:
-    """For each module and page, how many examples were tried, and what went wrong."""
-    file = tmp_path_factory.mktemp("doctests") / "reports.json"
+def run_examples(names: list[str], folder: Path) -> dict[str, tuple[int, str]]:
+    """For each module or page, how many examples were tried, and what went wrong."""
+    file = folder / "reports.json"
     done = run_script(
-        RUNNER,
-        *(file, BLOCKS, ROOT),
-        *(*modules_with_examples(), *pages_with_examples()),
-        deadline_seconds=DEADLINE_SECONDS,
+        RUNNER, *(file, BLOCKS, ROOT), *names, deadline_seconds=DEADLINE_SECONDS
     )
     assert done.code == 0, done.output[-5000:]
     return json.loads(file.read_text("utf-8"))
 
 
+@pytest.fixture(scope="module")
+def reports_of_modules(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    return run_examples(modules_with_examples(), tmp_path_factory.mktemp("modules"))
+
+
+@pytest.fixture(scope="module")
+def reports_of_pages(tmp_path_factory) -> dict[str, tuple[int, str]]:
+    return run_examples(pages_with_examples(), tmp_path_factory.mktemp("pages"))
+
+
 @pytest.mark.parametrize("module", modules_with_examples())
-def test_examples_in_docstrings_print_what_they_say(module, reports):
-    tries, failures = reports[module]
+def test_examples_in_docstrings_print_what_they_say(module, reports_of_modules):
+    tries, failures = reports_of_modules[module]
     assert not failures, failures
     assert tries > 0, "the examples were not found: is a __doc__ replaced?"
 
 
 @pytest.mark.parametrize("page", pages_with_examples())
-def test_examples_in_docs_run_and_print_what_they_say(page, reports):
-    tries, failures = reports[page]
+def test_examples_in_docs_run_and_print_what_they_say(page, reports_of_pages):
+    tries, failures = reports_of_pages[page]
     assert not failures, failures
     assert tries > 0
 

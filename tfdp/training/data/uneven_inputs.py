@@ -89,9 +89,14 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
     """
 
     def __init__(self, iterator: Any, strategy: Any) -> None:
-        self._iterator = iterator
+        # The one reference to it, in a list that `delete_in_background` empties.
+        self._kept = [iterator]
         self.strategy = strategy
         keep_in_forks(iterator)
+
+    @property
+    def _iterator(self) -> Any:
+        return self._kept[0]
 
     def delete_in_background(self) -> None:
         """Delete this worker's iterator on another thread, when `self` is deleted.
@@ -100,8 +105,7 @@ class StepIterator(_compat.DistributedIteratorInterface, _compat.CompositeTensor
         of a cancellation can precede the wait of TensorFlow's autotuning, which then
         sleeps for its whole period (`Model::OptimizeLoop`, `CancellationManager`).
         """
-        # `id` only takes the reference, so that the thread drops the last one.
-        _deletions.register(self, id, self._iterator)
+        _deletions.register(self, self._kept.clear)
 
     def __iter__(self) -> Any:
         return self
