@@ -193,9 +193,12 @@ def test_what_runs_on_a_host_ends_with_the_bed(possible):
     [
         (["--rate", "fast", "--", "true"], "Received: rate='fast'"),
         full(["--rate", "0mbit", "--", "true"], "Received: rate='0mbit'"),
-        full(["--workers-per-host", "0", "--", "true"], "workers-per-host must be at"),
         full(
-            ["--devices-per-worker", "-1", "--", "true"], "devices-per-worker must be"
+            ["--workers-per-host", "0", "--", "true"], "--workers-per-host must be at"
+        ),
+        full(
+            ["--devices-per-worker", "-1", "--", "true"],
+            "--devices-per-worker must be",
         ),
         (["--", "no-such-command"], "Received: no-such-command"),
         full([], "There must be a command to run after --"),

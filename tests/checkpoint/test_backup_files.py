@@ -332,7 +332,6 @@ def test_values_come_back_as_they_were():
         to_json(object())
 
 
-@pytest.mark.full
 def test_a_backup_can_be_restored_as_a_checkpoint(of_step_7):
     model = build()
     tfdp.checkpoint.restore(model, of_step_7 / "step-7")

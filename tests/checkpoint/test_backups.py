@@ -209,7 +209,7 @@ def test_a_worker_that_is_killed_between_two_puts_goes_on_exactly(
 @pytest.mark.parametrize(
     ("number", "step", "rank"),
     [
-        full(signal.SIGTERM, 0, None),
+        (signal.SIGTERM, 0, None),
         full(signal.SIGTERM, 6, 1),
         full(SAVE_SIGNAL, 6, 1),
     ],

@@ -96,7 +96,6 @@ def plain() -> keras.Model:
     return compiled(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2))
 
 
-@pytest.mark.full
 def test_gradients_that_wait_in_plain_keras_are_saved_too(tmp_path):
     saved, model = plain(), trained(0, accumulation_steps=2)
     go_on(saved, 0, 3)

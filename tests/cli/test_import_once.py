@@ -233,7 +233,6 @@ def test_a_variable_that_cannot_be_foreseen_is_named(fakes):
     assert "script.py:9" in done.stdout, done.stdout
 
 
-@pytest.mark.full
 def test_a_module_of_a_package_imports_the_package(fakes):
     part = fakes.folder / "packages" / "tensorflow" / "part.py"
     part.write_text("value = 1")
@@ -294,7 +293,6 @@ def test_ctrl_c_ends_the_import(fakes):
     fakes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
-@pytest.mark.full
 def test_the_timeout_ends_the_import(fakes):
     fakes.environment["AT_IMPORT"] = "time.sleep(600)"
     fakes.script("import tensorflow")
@@ -302,7 +300,6 @@ def test_the_timeout_ends_the_import(fakes):
     fakes.assert_nothing_is_left(within_seconds=STOPS_WITHIN_SECONDS)
 
 
-@pytest.mark.full
 def test_workers_import_for_themselves_once_the_one_that_forks_has_ended(fakes):
     fakes.script(
         """

@@ -111,7 +111,6 @@ sys.exit("WorkerLost: Worker 0 (127.0.0.1:1) was lost at 'fit'.")
 """
 
 
-@pytest.mark.full
 def test_the_worker_that_was_lost_is_named_and_not_only_who_says_so(launcher):
     launcher.script(LOST_FIRST)
     result = launcher.run("-n", "2", "script.py")
@@ -137,7 +136,6 @@ def test_the_exit_code_is_that_of_the_lost_worker_though_others_end_first(
     assert f"worker {lost} failed with exit code 69." in result.stdout.splitlines()[-1]
 
 
-@pytest.mark.full
 def test_who_keeps_the_output_in_a_file_sees_the_error_on_the_screen(launcher):
     launcher.script("print('Epoch 1'); raise ValueError('wrong')")
     result = launcher.run("-n", "1", "script.py", stderr=subprocess.PIPE)
@@ -173,7 +171,6 @@ def test_ctrl_c_of_a_script_that_does_not_catch_it_takes_two_lines(launcher):
     )
 
 
-@pytest.mark.full
 def test_a_worker_killed_by_a_signal_gives_128_plus_its_number(launcher):
     launcher.script("if RANK == 1: os.kill(os.getpid(), signal.SIGKILL)\nwait_for('x')")
     result = launcher.run("-n", "2", "script.py")

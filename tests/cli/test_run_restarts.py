@@ -81,7 +81,6 @@ if size == 3 and RANK != 1:
 """
 
 
-@pytest.mark.full
 def test_a_job_that_lost_a_worker_saves_when_asked_and_goes_on_with_all(launcher):
     launcher.script(
         LEFT_OUT_ONCE

@@ -179,7 +179,6 @@ def test_a_closed_terminal_stops_the_workers_with_their_grace(launcher):
     assert (launcher.folder / "saved-1").exists()
 
 
-@pytest.mark.full
 def test_processes_that_fork_again_and_again_do_not_outlive_the_job(launcher):
     code = """
 import os, time
@@ -266,7 +265,6 @@ while True: print("still here", flush=True)
     launcher.assert_nothing_is_left()
 
 
-@pytest.mark.full
 def test_children_of_a_dead_worker_are_found_by_session_and_by_environment(launcher):
     launcher.script(
         f"""
