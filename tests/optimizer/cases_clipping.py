@@ -15,7 +15,7 @@ CLIPS = {"clipnorm": 0.02, "clipvalue": 0.01, "global_clipnorm": 0.05}
 # The global norm needs the gradients of all variables, other limits do not.
 QUICK = "global_clipnorm_of_dense"
 SAME_AS = {
-    "clipnorm": "rmsprop_with_clipnorm_in_float32",
+    "clipnorm": "odd_variables_with_lamb_in_stage_2",
     "clipvalue": "adagrad_with_clipvalue_in_float32_and_sharded_optimizer",
 }
 
