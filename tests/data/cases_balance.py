@@ -121,7 +121,7 @@ def shifted(env: Env, model: keras.Model, *data, **options) -> dict:
     setups=("two_workers", "two_by_two"),
     side_by_side=False,
 )
-@same_as("rebalanced_run_goes_on")
+@same_as("rows_are_those_of_the_weights")
 def rows_follow_speed(env: Env) -> dict:
     model = model_of(env)
     shown = io.StringIO()
@@ -158,7 +158,6 @@ def rows_follow_speed(env: Env) -> dict:
     "Rebalance: each replica has the rows that its weight says; validation is equal",
     setups=MULTI,
 )
-@same_as("rebalanced_run_goes_on")
 def rows_are_those_of_the_weights(env: Env) -> dict:
     seen: list[int] = []
     model = model_of(env)
@@ -258,7 +257,7 @@ def _register(name: str, kind: tuple) -> None:
         function,
         f"Rebalance: weights that change, with {name.replace('_', ' ')}",
         setups=MULTI,
-        same_as="rebalanced_run_goes_on",
+        same_as="rows_are_those_of_the_weights",
     )
 
 
@@ -281,6 +280,7 @@ class Fail(keras.callbacks.Callback):
     "Rebalance: a run that goes on from a backup begins with equal rows, and is right",
     setups=("two_workers", "two_by_two"),
 )
+@same_as("rows_are_those_of_the_weights")
 def rebalanced_run_goes_on(env: Env) -> dict:
     data = common.regression_data(NUM_SAMPLES)
     if env.is_reference:
@@ -303,7 +303,7 @@ def rebalanced_run_goes_on(env: Env) -> dict:
     setups=("two_workers",),
     compare=False,
 )
-@same_as("rebalanced_run_goes_on")
+@same_as("rows_are_those_of_the_weights")
 def rows_of_shuffled_arrays(env: Env) -> dict:
     tf.random.set_seed(None)
     seen: list[int] = []
@@ -349,7 +349,7 @@ def own_shards_are_left_alone(env: Env) -> dict:
     setups=("two_workers", "two_by_two"),
     compare=False,
 )
-@same_as("rebalanced_run_goes_on")
+@same_as("rows_are_those_of_the_weights")
 def no_weights_without_rebalance(env: Env) -> dict:
     def kinds(step) -> set[str]:
         functions = step.graph._functions.values()

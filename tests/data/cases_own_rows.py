@@ -83,6 +83,7 @@ def assert_own_rows(env: Env, data: Rows) -> None:
 
 @case(
     "A `PyDataset` that gives rows: all workers read all (fit, evaluate, predict)",
+    quick_setup="two_workers",
 )
 def py_dataset_of_rows(env: Env) -> dict:
     x, y = common.regression_data(NUM_ROWS)
