@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import tensorflow as tf
@@ -12,6 +13,7 @@ import tensorflow as tf
 import tfdp
 from tests.test_forks import in_fork
 from tfdp.ground.base.finalizers import FinalizerThread
+from tfdp.training.data import uneven_inputs
 from tfdp.training.data.per_replica_dataset import divide_and_prefetch
 
 DEADLINE_SECONDS = 30.0
@@ -91,6 +93,23 @@ def _numbers() -> tf.data.Dataset:
 def test_the_iterator_of_an_epoch_is_deleted_on_another_thread():
     assert _thread_that_deletes(_numbers()) == "tfdp-iterators"
     assert _thread_that_deletes(_numbers().cache()) == "tfdp-iterators"
+
+
+class AtOnce:
+    """Runs a finalizer on a thread, which ends before the deletion goes on."""
+
+    def register(self, owned_by: object, function: Callable, *args: object) -> None:
+        def run() -> None:
+            thread = threading.Thread(target=function, args=args, name="first")
+            thread.start()
+            thread.join(DEADLINE_SECONDS)
+
+        weakref.finalize(owned_by, run)
+
+
+def test_an_iterator_is_deleted_there_also_if_that_thread_comes_first(monkeypatch):
+    monkeypatch.setattr(uneven_inputs, "_deletions", AtOnce())
+    assert _thread_that_deletes(_numbers()) == "first"
 
 
 def test_an_iterator_is_deleted_at_once_where_the_user_sees_it(tmp_path):
