@@ -206,17 +206,15 @@ def _of_kind(env: Env, kind: str, num_rows: int) -> tf.data.Dataset:
     setups=("two_workers", "two_by_two"),
 )
 def stop_at_the_shortest_of_known_lengths(env: Env) -> dict:
-    results = {}
     val_rows = (8, 21)
     with uneven(env, "stop") as caught:
         if env.is_reference:
-            data = (of_one_device("stop"),)
+            data = of_one_device("stop")
             validation = of_one_device("join", num_rows=val_rows)
         else:
-            data = (dataset_of(env),)
+            data = dataset_of(env)
             validation = common.batched(*data_of(env.rank, val_rows[env.rank]))
-        options = {"validation_data": validation}
-        results["validated"] = counted(env, SHORTEST, *data, **options)
+        results = counted(env, SHORTEST, data, validation_data=validation)
         if not env.is_reference:
             (text,) = told(caught, "Workers have different numbers")
             assert "batches: 3 on worker 0, 5 on worker 1. " in text, text
@@ -230,10 +228,13 @@ def stop_at_the_shortest_of_known_lengths(env: Env) -> dict:
 )
 @same_as("stop_at_the_shortest_of_known_lengths")
 def stop_at_the_shortest_within_an_execution(env: Env) -> dict:
+    options = {"steps_per_execution": 2, "is_known": False}
     with uneven(env, "stop") as caught:
         data = of_one_device("stop") if env.is_reference else dataset_of(env)
-        options = {"steps_per_execution": 2, "is_known": False}
-        results = counted(env, SHORTEST + 1, data, **options)
+        results = {
+            "one by one": counted(env, SHORTEST, data),
+            "in pairs": counted(env, SHORTEST + 1, data, **options),
+        }
     assert env.is_reference or len(told(caught, "Workers have different numbers")) == 1
     return results
 

@@ -109,6 +109,18 @@ def checkpoints_at_one_path(env: Env) -> dict:
     }
 
 
+@case("One path on all workers: the best by `val_loss`")
+@same_as("checkpoints_at_one_path")
+def the_best_of_validation_at_one_path(env: Env) -> dict:
+    path = str(env.tmp / "best.keras")
+    results = _fit(
+        env, callbacks.ModelCheckpoint(path, "val_loss", save_best_only=True)
+    )
+    env.wait_for_all("trained")
+    x, _ = common.regression_data()
+    return results | {"best": keras.models.load_model(path).predict(x, verbose=0)}
+
+
 @case("One path on all workers: CSVLogger")
 @same_as("checkpoints_at_one_path")
 def csv_logger_at_one_path(env: Env) -> dict:
