@@ -231,10 +231,6 @@ KINDS: dict[str, tuple] = {
 }
 
 
-# The other kinds of data run in the full tier.
-ALWAYS = ("steps_per_execution", "accumulation")
-
-
 def _register(name: str, kind: tuple) -> None:
     make, compile_options, fit_options, accumulation = kind
 

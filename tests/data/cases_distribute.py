@@ -282,9 +282,7 @@ def _augment(index: tf.Tensor, epoch: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     return tf.where(kept, tf.roll(x, turn, 0), 0.0)
 
 
-@case(
-    "Augmentation seeded by index and epoch: on each step the samples of one device",
-)
+@case("Augmentation seeded by index and epoch: on each step the samples of one device")
 def augmented_samples_are_those_of_one_device(env: Env) -> dict:
     num, epochs = 21, 2
 

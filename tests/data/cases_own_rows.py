@@ -26,7 +26,6 @@ BATCH = common.BATCH_SIZE
 # Three full batches and one of five rows, which four replicas share as two, one, one
 # and one.
 NUM_ROWS = 3 * BATCH + 5
-MULTI = ("two_workers", "two_by_two")
 
 
 class Rows(keras.utils.PyDataset):

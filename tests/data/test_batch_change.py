@@ -236,7 +236,6 @@ def check(
 
 
 @pytest.mark.full
-@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
 def test_half_the_replicas_go_on_as_one_device_with_half_batch_and_rate(tmp_path):

@@ -87,15 +87,16 @@ def register(
 ) -> None:
     """Adds a case.
 
-    The quick tier runs it on the first of its set-ups, which costs least, unless
-    `quick_setup` names another one or `same_as` another case.
+    The quick tier runs it on the first of its set-ups (of `ALL` that costs least),
+    unless `quick_setup` names another one or `same_as` another case.
     """
     if name in _CASES:
         raise ValueError(f"Two cases of one name. Received: name={name!r}")
     module = function.__module__.removeprefix("tests.")
     quick_setup = "" if same_as or not setups else quick_setup or setups[0]
-    case = Case(name, function, covers, module, setups, quick_setup, same_as)
-    _CASES[name] = dataclasses.replace(case, **options)
+    _CASES[name] = Case(
+        name, function, covers, module, setups, quick_setup, same_as, **options
+    )
 
 
 def case(covers: str, **options: typing.Any) -> collections.abc.Callable:

@@ -58,9 +58,7 @@ def _continued(env: Env, model: keras.Model, callables: dict) -> dict:
     }
 
 
-@case(
-    "`tf.train.Checkpoint` and SavedModels of all workers at one path",
-)
+@case("`tf.train.Checkpoint` and SavedModels of all workers at one path")
 @same_as("checkpoint_of_tensorflow_at_one_path")
 def checkpoints_of_tensorflow_at_one_path(env: Env) -> dict:
     """Workers that save at the same time do not touch each other's files."""

@@ -63,9 +63,6 @@ EVERY = {
     "muon": functools.partial(optimizers.Muon, 0.01),
 }
 
-# One of each kind of update; all are in the matrix of `exactness` as well.
-ALWAYS = ("sgd_with_momentum", "adam", "adafactor", "ftrl", "lion", "muon")
-
 for _name, _optimizer in EVERY.items():
     _register(
         f"optimizer_{_name}",

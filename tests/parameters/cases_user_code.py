@@ -21,7 +21,6 @@ from tfdp.training.parameters import host_gathers
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
 # Replicas beside each other and on other workers, and the cheaper one first.
-SETUPS = ("mirrored", "two_by_two")
 
 
 def sharded(env: Env, optimizer: optimizers.Optimizer, **options: Any) -> Any:

@@ -16,7 +16,6 @@ from tests.harness.registry import case, same_as
 layers = keras.layers
 # One row, a batch that does not divide, and one row again.
 NUM_ROWS = (1, 7, 1)
-_CASE: dict[str, Any] = {"deadline_seconds": 300.0}
 
 
 def branches(inputs: Any, kinds: dict[str, Callable]) -> keras.Model:

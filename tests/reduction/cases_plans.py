@@ -21,7 +21,6 @@ from tfdp.training.reduction.communication_plan import CommunicationPlan
 layers = keras.layers
 # Small, so that small models have several.
 SMALL_MB = 1024 / 2**20
-SETUPS = ("mirrored", "two_workers")
 
 
 @contextlib.contextmanager

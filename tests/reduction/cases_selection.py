@@ -31,7 +31,6 @@ from tfdp.training.reduction.link_measure import (
 )
 from tfdp.training.strategy.extended import _nodes
 
-SETUPS = ("mirrored", "two_by_two")
 # So slow that any byte that is saved is worth it.
 SLOW = tfdp.options.Links(tfdp.options.Link(0.0, 1.0), tfdp.options.Link(0.0, 10.0))
 

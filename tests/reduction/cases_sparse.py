@@ -300,9 +300,7 @@ def rows_that_come_once(env: Env, dtype: str) -> dict:
     return results
 
 
-@case(
-    "sparse: rows that one device has once are added up",
-)
+@case("sparse: rows that one device has once are added up")
 @same_as("embedding_with_adam")
 def rows_that_one_device_has_once(env: Env) -> dict:
     return rows_that_come_once(env, "float32")

@@ -62,9 +62,7 @@ def _sequential(*layers: Any) -> keras.Model:
     return keras.Sequential([keras.Input((common.NUM_FEATURES,)), *layers])
 
 
-@case(
-    "buckets smaller than replicas are many, variables of no elements",
-)
+@case("buckets smaller than replicas are many, variables of no elements")
 @registry.same_as("sharded_step_has_two_collectives_for_each_bucket")
 def hardly_anything_is_trained(env: Env) -> dict:
     dense = keras.layers.Dense

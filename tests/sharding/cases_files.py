@@ -180,9 +180,7 @@ def sharded_file_goes_on_whole(env: Env) -> dict:
     return results
 
 
-@case(
-    "BackupAndRestore, interrupted with slices that wait",
-)
+@case("BackupAndRestore, interrupted with slices that wait")
 def backup_restores_sharded_state(env: Env) -> dict:
     x, y = common.regression_data(48)
 
@@ -209,9 +207,7 @@ def backup_restores_sharded_state(env: Env) -> dict:
     return trained(model, env)
 
 
-@case(
-    "A checkpoint while gradients wait that Keras itself accumulates on each worker",
-)
+@case("A checkpoint while gradients wait that Keras itself accumulates on each worker")
 @registry.same_as("overflow_is_skipped_by_all_owners")
 def gradients_that_wait_on_each_worker_are_summed(env: Env) -> dict:
     x, y = common.regression_data()

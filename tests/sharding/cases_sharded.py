@@ -24,10 +24,6 @@ layers, optimizers = keras.layers, keras.optimizers
 STAGES = {1: "optimizer", 2: "gradients"}
 # The stage that stands for all others, see `in_stage_3`.
 _forced: list[int] = []
-# More replicas than most models here have variables.
-MANY = ("six_devices", "eight_devices")
-# Partial batches and overflows need a replica that the others are not on.
-SPREAD = ("two_workers", "two_by_two")
 
 
 @contextlib.contextmanager

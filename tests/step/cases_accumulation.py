@@ -122,9 +122,7 @@ def _num_traces(model: keras.Model) -> int:
     return step.experimental_get_tracing_count()
 
 
-@case(
-    "`steps={epoch: steps}`: mean gradients of larger batches, one trace",
-)
+@case("`steps={epoch: steps}`: mean gradients of larger batches, one trace")
 def accumulation_steps_change_by_epoch_without_a_new_trace(env: Env) -> dict:
     x, y = common.regression_data(64)
     with env.scope():

@@ -24,7 +24,6 @@ from tfdp.ground.base import xla
 
 case = registry.case
 layers, optimizers = keras.layers, keras.optimizers
-WORKERS = ("two_workers", "mirrored")
 IGNORED = "`jit_compile=True` is ignored"
 
 
@@ -161,9 +160,7 @@ def xla_for_images_of_unknown_size(env: Env) -> dict:
     return _trained(env, _compiled(env, build), data)
 
 
-@case(
-    "`jit_compile=True`: a CNN with accumulation, loss scaling, sharded gradients",
-)
+@case("`jit_compile=True`: a CNN with accumulation, loss scaling, sharded gradients")
 @registry.same_as("xla_for_the_update")
 def xla_with_accumulation_scaling_and_shards(env: Env) -> dict:
     # The last of 14 batches has one row: pooling and all else see an empty one too.
@@ -186,9 +183,7 @@ def xla_with_accumulation_scaling_and_shards(env: Env) -> dict:
     return _trained(env, model, x, y)
 
 
-@case(
-    "`jit_compile=True`: sharded optimizer, several steps in one execution",
-)
+@case("`jit_compile=True`: sharded optimizer, several steps in one execution")
 @registry.same_as("xla_for_the_update")
 def xla_with_a_sharded_optimizer_and_steps_per_execution(env: Env) -> dict:
     optimizer: Any = optimizers.AdamW(0.01)
@@ -468,9 +463,7 @@ def xla_in_fit_where_predict_lacks_an_operation(env: Env) -> dict:
     return found
 
 
-@case(
-    "`jit_compile=True`: synchronized BatchNormalization has collectives of its own",
-)
+@case("`jit_compile=True`: synchronized BatchNormalization has collectives of its own")
 @registry.same_as("xla_not_where_it_lacks_an_operation")
 def xla_not_with_collectives_in_the_model(env: Env) -> dict:
     def build() -> keras.Model:
