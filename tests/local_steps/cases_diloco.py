@@ -249,10 +249,10 @@ class Stop(keras.callbacks.Callback):
 
 
 def resumed_and_not(
-    env: Env, make: Callable[[], keras.callbacks.Callback]
+    env: Env, make: Callable[[], keras.callbacks.Callback], num_rows: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Weights of a run that was interrupted and resumed, and of one that was not."""
-    data = common.regression_data()
+    data = common.regression_data(num_rows)
 
     def fit(folder: str, *more: keras.callbacks.Callback) -> list[np.ndarray]:
         keras.utils.set_random_seed(3)
@@ -270,8 +270,12 @@ def resumed_and_not(
     return fit("killed"), whole
 
 
-def check_resumed(env: Env, make: Callable[[], keras.callbacks.Callback]) -> dict:
-    for found, expected in zip(*resumed_and_not(env, make), strict=True):
+def check_resumed(
+    env: Env,
+    make: Callable[[], keras.callbacks.Callback],
+    num_rows: int = common.NUM_SAMPLES,
+) -> dict:
+    for found, expected in zip(*resumed_and_not(env, make, num_rows), strict=True):
         np.testing.assert_array_equal(found, expected)
     return {}
 
@@ -279,7 +283,10 @@ def check_resumed(env: Env, make: Callable[[], keras.callbacks.Callback]) -> dic
 @case("A run that is killed between averages is resumed exactly", compare=False)
 @registry.same_as("diloco_is_resumed_exactly")
 def local_sgd_is_resumed_exactly(env: Env) -> dict:
-    return check_resumed(env, lambda: tfdp.callbacks.LocalSGD(3, start_step=2))
+    # The last batch of an epoch is smaller.
+    return check_resumed(
+        env, lambda: tfdp.callbacks.LocalSGD(3, start_step=2), NUM_ROWS
+    )
 
 
 @case("A run that is killed between outer steps is resumed exactly", compare=False)
