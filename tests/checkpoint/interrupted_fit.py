@@ -148,20 +148,23 @@ def asked_to_end_before_fit(layout: Layout, rank: int, *, folder: str) -> None:
 
 
 def asked_to_end_while_joining(layout: Layout, rank: int, *, at: int) -> None:
-    """Is sent SIGTERM when TensorFlow's handler is there, on one worker."""
-    from tfdp.communication.coordination import join
+    """Is sent SIGTERM when it waits for the others to join, on one worker."""
+    from tfdp.communication.store import Gathering, Store
 
-    restore = join.restore_python_handler
+    gather = Store.gather
 
-    def restore_too_late() -> None:
-        if rank == at:
+    def gather_and_end(store: Store, key: str, text: str) -> Gathering:
+        gathering = gather(store, key, text)
+        if key == "join" and rank == at:
             os.kill(os.getpid(), signal.SIGTERM)
-        restore()
+        return gathering
 
-    join.restore_python_handler = restore_too_late
+    Store.gather = gather_and_end
     import tfdp
 
-    _strategy(layout, tfdp)
+    # The other one may wait for this one to start again.
+    options = tfdp.CommunicationOptions(timeout_seconds=10.0)
+    tfdp.MultiWorkerMirroredStrategy(communication=options)
     time.sleep(60.0 if rank == at else 5.0)
 
 

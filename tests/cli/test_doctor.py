@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from tests.harness import forks
+from tests.harness.tf_config import cluster_configs
 from tfdp.communication.cluster import Cluster, topology_of
 from tfdp.launch.cli import doctor
 from tfdp.launch.cli.lines import without_escapes
@@ -98,8 +99,8 @@ def test_doctor_shows_versions_devices_nccl_cluster_ports_and_a_warning(
         f"worker 1  127.0.0.1:{free_port}  this task, port free",
         "replica 3  CPU:1  local rank 3",
         "evaluator  elsewhere:1  takes no part in training",
-        "listens on all interfaces",
-        "trusted network only",
+        "worker 0 serves the job's store to processes of this user",
+        "TensorFlow's server listens on a free port of all interfaces and runs any",
     ):
         assert line in output, output
     assert "uneven" not in output
@@ -205,7 +206,7 @@ def test_a_terminal_gets_lines_that_fit_and_a_file_whole_ones(
     monkeypatch.setenv("COLUMNS", "50")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.delenv("TF_CONFIG", raising=False)
+    monkeypatch.setenv("TF_CONFIG", cluster_configs(2)[0])
     monkeypatch.setattr(doctor, "quiet_stderr", contextlib.nullcontext)
     monkeypatch.setattr(doctor, "_import_tensorflow", lambda console: None)
     monkeypatch.setattr(sys, "stdout", output())
@@ -214,7 +215,7 @@ def test_a_terminal_gets_lines_that_fit_and_a_file_whole_ones(
     lines = without_escapes(sys.stdout.getvalue()).splitlines()
     assert longest / 2 < max(map(len, lines)) <= longest
     words = "\n".join(lines).split()
-    assert {"interfaces,", "localhost,", "NetworkPolicy"} <= set(words)
+    assert {"interfaces", "Kubernetes,", "NetworkPolicy"} <= set(words)
 
 
 def test_workers_on_one_host_are_drawn_under_one_node():

@@ -22,8 +22,8 @@ from tests.harness.tiers import full
 from tests.harness.timing import wait_until
 from tests.strategy.trained import check_answers
 from tfdp.communication.cluster import free_ports
+from tfdp.communication.cluster.own_addresses import is_own
 from tfdp.communication.coordination.preemption import PREEMPTED
-from tfdp.communication.transport.addresses import is_own
 from tools.bench import hosts_bed
 from tools.bench.hosts_bed import TwoHosts
 

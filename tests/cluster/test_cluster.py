@@ -19,11 +19,10 @@ from tests.harness.timing import within
 from tfdp.communication.cluster import (
     Cluster,
     ProbeResult,
-    check_port_free,
     free_ports,
+    listen,
     ports,
     probe_port,
-    rendezvous,
     split_address,
     unreachable_workers,
 )
@@ -427,28 +426,40 @@ def test_tf_config_comes_before_slurm():
     assert Cluster.from_environment(slurm(TF_CONFIG="{}")).num_workers == 7
 
 
+def listen_once(address: str) -> None:
+    """Listens on a port as a task does, and stops at once."""
+    sockets = listen(address)
+    assert sockets
+    for each in sockets:
+        each.close()
+
+
 def test_a_taken_port_is_named_within_a_second():
     taken = pytest.raises(ValueError, match=r"Port \d+.*already taken")
     with listening() as port, within(1), taken as caught:
-        check_port_free(f"localhost:{port}")
+        listen_once(f"localhost:{port}")
     assert str(port) in str(caught.value)
 
 
-def test_a_port_taken_on_ipv6_alone_is_seen():
+@pytest.mark.parametrize("host", ["localhost", "[::1]", "no-such-host.invalid"])
+def test_a_port_taken_on_ipv6_alone_is_seen(host, monkeypatch):
     if not socket.has_dualstack_ipv6():
         pytest.skip("no IPv6 here")
+    if host == "localhost":  # on a machine that gives it both addresses
+        both = ["127.0.0.1", "::1"]
+        monkeypatch.setattr(ports, "addresses_of", lambda host: both)
     with socket.socket(socket.AF_INET6) as server:
         server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         server.bind(("::", 0))
         server.listen()
         with pytest.raises(ValueError, match="already taken"):
-            check_port_free(f"localhost:{server.getsockname()[1]}")
+            listen_once(f"{host}:{server.getsockname()[1]}")
 
 
-def test_a_free_port_stays_free_after_the_check():
+def test_a_port_is_free_once_no_task_listens_on_it():
     port = unused_port()
     for _ in range(2):
-        check_port_free(f"no-such-host.invalid:{port}")
+        listen_once(f"no-such-host.invalid:{port}")
 
 
 def test_a_port_whose_last_connection_was_just_closed_is_free():
@@ -461,7 +472,7 @@ def test_a_port_whose_last_connection_was_just_closed_is_free():
         peer, _ = server.accept()
         peer.close()  # the side that closes first keeps the port for a minute
         client.close()
-    check_port_free(f"localhost:{port}")
+    listen_once(f"localhost:{port}")
 
 
 def test_unreachable_names_the_ranks_whose_port_does_not_answer():
@@ -499,23 +510,6 @@ def test_unreachable_keeps_its_time_when_a_host_has_no_name():
     cluster = Cluster(("127.0.0.1:1", "no-such-host.invalid:1"))
     with within(2):
         assert unreachable_workers(cluster, timeout_seconds=0.5) == [1]
-
-
-def test_what_an_attempt_has_met_is_known_while_the_next_is_under_way(monkeypatch):
-    def look_up(address: str, timeout_seconds: float) -> ports.ProbeResult:
-        time.sleep(0.3)
-        return ports.ProbeResult.UNKNOWN_HOST
-
-    monkeypatch.setattr(ports, "probe_port", look_up)
-    cluster = Cluster(("127.0.0.1:1", "no-such-host.invalid:1"))
-    assert ports._probe_workers(cluster, 1.0) == {1: ports.ProbeResult.UNKNOWN_HOST}
-
-
-def test_a_host_without_a_name_is_said_at_once_and_waited_for():
-    cluster = Cluster((f"127.0.0.1:{unused_port()}", "no-such-host.invalid:1"))
-    expected = r"host name does not resolve here: worker 1 \(no-such-host.invalid:1\)"
-    with pytest.warns(UserWarning, match=expected):
-        assert rendezvous(cluster, timeout_seconds=1.5) == [1]
 
 
 def test_a_connection_of_a_port_to_itself_is_no_answer(monkeypatch):

@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import pytest
-import tensorflow as tf
 
-from tfdp.communication.coordination import worker_group as module
+from tests.store.clusters import cluster_of, members_of, on_all
 from tfdp.communication.coordination.progress import ProgressRecorder, WorkerProgress
 from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.communication.store import Membership
 
-
-class Store:
-    """The key-value store of the coordination service, in one process."""
-
-    def __init__(self) -> None:
-        self.is_leaving = False
-        self._known: dict[str, str] = {}
-        self._changed = threading.Condition()
-
-    def set_key_value(self, key: str, value: str) -> None:
-        with self._changed:
-            self._known[key] = value
-            self._changed.notify_all()
-        if self.is_leaving and "/seen/" in key:
-            raise tf.errors.UnavailableError(None, None, "Socket closed")
-
-    def get_key_value(self, key: str, timeout_seconds: float) -> str:
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._known, timeout_seconds):
-                raise tf.errors.DeadlineExceededError(None, None, key)
-            return self._known[key]
-
-    def delete_key_value(self, key: str) -> None:
-        with self._changed:
-            self._known.pop(key, None)
+SECONDS = 0.6
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    """The store of a cluster."""
-    store = Store()
-    for name in ("set_key_value", "get_key_value", "delete_key_value"):
-        monkeypatch.setattr(module._compat, name, getattr(store, name))
-    return store
+def members() -> Iterator[list[Membership]]:
+    """Three members of one job."""
+    with members_of(cluster_of(3)) as members:
+        yield members
 
 
 @pytest.fixture
-def workers(store: Store, monkeypatch: pytest.MonkeyPatch) -> list[WorkerGroup]:
-    """Three workers of one cluster."""
-    monkeypatch.setattr(module.forks, "at_exit", lambda function: None)
-    made = [WorkerGroup(rank, 3, timeout_seconds=0.6) for rank in range(3)]
-    for worker in made:
-        worker._prefix = "cluster"
-    return made
+def workers(members: list[Membership]) -> list[WorkerGroup]:
+    """The groups of three workers of one job."""
+    return [
+        WorkerGroup(rank, 3, timeout_seconds=SECONDS, store=member.store)
+        for rank, member in enumerate(members)
+    ]
 
 
 def exchange(worker: WorkerGroup, after_seconds: float = 0.0) -> list[str]:
@@ -65,30 +37,37 @@ def exchange(worker: WorkerGroup, after_seconds: float = 0.0) -> list[str]:
 
 
 def test_all_get_the_texts_of_all(workers: list[WorkerGroup]):
-    with ThreadPoolExecutor(3) as pool:
-        texts = list(pool.map(exchange, workers))
+    texts = on_all(workers, exchange)
     assert texts == [["from 0", "from 1", "from 2"]] * 3
 
 
 def test_a_first_worker_that_ends_once_all_have_its_answer_is_no_error(
-    workers: list[WorkerGroup], store: Store
+    workers: list[WorkerGroup], members: list[Membership]
 ):
-    store.is_leaving = True
-    with ThreadPoolExecutor(3) as pool:
-        texts = list(pool.map(exchange, workers))
+    def exchange_and_end(worker: WorkerGroup) -> list[str]:
+        texts = exchange(worker)
+        if worker.rank == 0:
+            members[0].leave()
+        return texts
+
+    texts = on_all(workers, exchange_and_end)
     assert texts == [["from 0", "from 1", "from 2"]] * 3
 
 
-def test_who_waits_for_the_first_worker_names_the_one_that_it_waits_for(
-    workers: list[WorkerGroup],
+@pytest.mark.parametrize("waiting", [(0,), (1, 2), (0, 2)])
+def test_all_that_wait_name_all_that_are_missing(
+    workers: list[WorkerGroup], waiting: tuple[int, ...]
 ):
-    with ThreadPoolExecutor(2) as pool:
-        # It has waited for as long as it would before the first worker has.
-        last = pool.submit(exchange, workers[2])
-        first = pool.submit(exchange, workers[0], 0.3)
-        for waiting in (first, last):
-            with pytest.raises(TimeoutError, match="s for worker 1 at 'topic'"):
-                waiting.result()
+    def failure(worker: WorkerGroup) -> str:
+        # The last one has waited for as long as it would before the first one has.
+        after_seconds = SECONDS / 2 * (worker.rank == waiting[0])
+        with pytest.raises(TimeoutError) as raised:
+            exchange(worker, after_seconds)
+        return str(raised.value)
+
+    names = ", ".join(f"worker {rank}" for rank in range(3) if rank not in waiting)
+    for text in on_all([workers[rank] for rank in waiting], failure):
+        assert text.startswith(f"Waited 1 s for {names} at 'topic'. Start every worker")
 
 
 def test_who_waits_for_too_long_says_where_the_missing_one_is(
@@ -121,8 +100,8 @@ def test_who_takes_no_part_after_all_has_made_no_call(
     with pytest.raises(ValueError, match="others have left"):
         workers[rank].all_gather("scope", check=check)
     assert seen == [1 - rank]
-    with ThreadPoolExecutor(3) as pool:
-        texts = list(pool.map(exchange, workers))
+    assert workers[rank].num_calls == 0
+    texts = on_all(workers, exchange)
     assert texts == [["from 0", "from 1", "from 2"]] * 3
 
 

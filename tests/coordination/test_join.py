@@ -1,75 +1,94 @@
-"""What a worker says where it cannot join its cluster."""
+"""Workers that join while others start, or while one does not start."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import re
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-import tensorflow as tf
 
-from tfdp.communication.cluster import Cluster
-from tfdp.communication.coordination import join
-from tfdp.communication.coordination.join import Worker, joining
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(join, "join_deadline", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(join, "_ENDING_SECONDS", 0.2)
+from tests.harness.timing import within
+from tests.store.clusters import cluster_of, members_of, of_rank, on_all
+from tfdp.communication.connection.acceptor import Acceptor
+from tfdp.communication.store import Membership, membership
 
 
 @pytest.fixture
-def stranger() -> Iterator[socket.socket]:
-    """Something that listens on the port of the first worker."""
-    with socket.create_server(("localhost", 0)) as server:
-        yield server
+def first_two() -> Iterator[list[Membership]]:
+    """Two members of a cluster whose third worker does not start."""
+    cluster = cluster_of(3)
+    members = [Membership(of_rank(cluster, rank)) for rank in range(2)]
+    yield members
+    on_all(members, Membership.leave)
 
 
-def address(server: socket.socket) -> str:
-    return f"localhost:{server.getsockname()[1]}"
+def failure_of_join(member: Membership, timeout_seconds: float) -> str:
+    """Joins, and leaves after the error, as a strategy does."""
+    with pytest.raises(TimeoutError) as raised:
+        member.join(timeout_seconds)
+    member.leave()
+    return str(raised.value)
 
 
-def second_worker(first: str) -> Worker:
-    return Worker(Cluster((first, "localhost:1"), task_index=1), None, None, 4.0)
+def test_worker_is_not_admitted_while_the_first_one_ends(first_two: list[Membership]):
+    first, second = first_two
+    assert first.server is not None
+    first.server.drain()
+    assert "(worker 0 is ending)" in failure_of_join(second, 0.5)
 
 
-def test_a_stranger_on_the_port_of_the_first_worker_is_named(stranger: socket.socket):
-    first = address(stranger)
-    with (
-        pytest.raises(
-            TimeoutError, match=r"Waited 4 s to join.*another program"
-        ) as told,
-        joining(second_worker(first)),
-    ):
-        raise tf.errors.DeadlineExceededError(None, None, "Deadline Exceeded")
-    assert f"worker 0 ({first})" in str(told.value)
-    assert "\n" not in str(told.value)
-
-
-def test_a_worker_that_stops_while_all_join_is_named():
-    with (
-        pytest.raises(TimeoutError, match=r"^worker 0 \(.*\) exited.*Socket closed"),
-        joining(second_worker("localhost:2")),
-    ):
-        raise tf.errors.UnavailableError(None, None, "Socket closed\nand more")
-
-
-def test_a_worker_that_stops_and_still_answers_gets_one_sentence(
-    stranger: socket.socket,
+@pytest.mark.parametrize("impatient", [0, 1])
+def test_worker_that_times_out_ends_all_others_with_the_same_error(
+    first_two: list[Membership], impatient: int
 ):
-    with (
-        pytest.raises(TimeoutError, match=r"^One of the workers exited while") as told,
-        joining(second_worker(address(stranger))),
-    ):
-        raise tf.errors.UnavailableError(None, None, "Socket closed\nand more")
-    assert "\n" not in str(told.value)
+    limits = [60.0, 60.0]
+    limits[impatient] = 1.5
+    with within(20.0), ThreadPoolExecutor(2) as pool:
+        texts = list(pool.map(failure_of_join, first_two, limits))
+    assert texts[0] == texts[1]
+    assert re.findall(r"worker \d", texts[0]) == ["worker 2"]
+    assert texts[0].startswith("Waited 2 s for worker 2 (")
 
 
-def test_an_error_of_another_kind_stays_as_it_is(stranger: socket.socket):
-    with (
-        pytest.raises(RuntimeError, match=r"^of another kind$"),
-        joining(second_worker(address(stranger))),
-    ):
-        raise RuntimeError("of another kind")
+def test_all_gather_that_is_complete_is_missing_nobody_and_is_not_ended():
+    with members_of(cluster_of(2)) as members:
+        gatherings = [member.store.gather("call", "") for member in members]
+        assert gatherings[0].texts(10.0) == ["", ""]
+        assert gatherings[0].missing() == []
+        assert not gatherings[0].withdraw("too late")
+        assert gatherings[1].texts(10.0) == ["", ""]
+
+
+def test_answer_that_came_before_the_end_of_the_first_worker_is_not_lost():
+    with members_of(cluster_of(2)) as members:
+        gatherings = [member.store.gather("call", "") for member in members]
+        assert gatherings[0].texts(10.0) == ["", ""]
+        members[0].leave()
+        assert gatherings[1].missing() == []
+        assert not gatherings[1].withdraw()
+        assert gatherings[1].texts(10.0) == ["", ""]
+
+
+class SlowAcceptor(Acceptor):
+    """Acceptor that accepts connections while it is still being created."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        time.sleep(0.5)
+
+
+def test_worker_that_connects_while_the_first_one_starts_is_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    cluster = cluster_of(2)
+    second = Membership(of_rank(cluster, 1))
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(second.join, 10.0)
+        monkeypatch.setattr(membership, "Acceptor", SlowAcceptor)
+        first = Membership(of_rank(cluster, 0))
+        first.join(10.0)
+        joining.result()
+    on_all([first, second], Membership.leave)

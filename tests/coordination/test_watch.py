@@ -9,11 +9,16 @@ import json
 import pathlib
 import sys
 import threading
+import types
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import tensorflow as tf
 
 import tfdp
+from tests.harness.timing import wait_until
+from tests.store.clusters import cluster_of, members_of
 from tfdp.communication.cluster import ProbeResult, free_ports, probe_port
 from tfdp.communication.coordination import watch as watch_module
 from tfdp.communication.coordination.clock import ProcessClock
@@ -29,8 +34,29 @@ from tfdp.communication.coordination.watch.errors import (
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat, IdleMeter
 from tfdp.communication.coordination.watch.watchdog import Watchdog
+from tfdp.communication.store import server as server_module
 from tfdp.ground import _compat
 from tfdp.ground.base.process_identity import ProcessIdentity
+
+
+class Store:
+    """A store that answers each heartbeat alike."""
+
+    host = 0
+
+    def __init__(self, **answer: object) -> None:
+        self.answer = {"beats": {}, "ages": {}, "lost": [], **answer}
+        self.sent: list[dict[str, Any]] = []
+
+    def beat(self, text: str, **options: bool) -> dict[str, Any]:
+        self.sent.append({**json.loads(text), **options})
+        return self.answer
+
+
+def membership(rank: int = 0) -> types.SimpleNamespace:
+    """What a watchdog asks its membership for, in a job of two workers."""
+    cluster = types.SimpleNamespace(workers=("a:1", "b:1"), rank=rank)
+    return types.SimpleNamespace(cluster=cluster, store=Store())
 
 
 class Clock:
@@ -49,8 +75,41 @@ def test_who_is_heard_of_is_not_suspected(clock: Clock):
     clock.now += 2
     known.record_heartbeat(1)
     clock.now += 2
+    known.record_answer(dated={1, 2})
     assert known.suspects() == [2]
     assert known.cause(2) == ""
+
+
+def test_who_is_listed_without_an_age_is_not_suspected(clock: Clock):
+    known = FailureDetector([1, 2], limit_seconds=60)
+    clock.now += 70
+    known.record_answer(dated={2})
+    assert known.suspects() == [2]
+    assert known.cause(1) == ""
+    assert known.cause(2).startswith("no sign of life for 70 s")
+
+
+@pytest.mark.parametrize("host", [0, 1])
+def test_while_the_store_does_not_answer_only_its_host_is_suspected(
+    clock: Clock, host: int
+):
+    known = FailureDetector([0, 1, 2], limit_seconds=60, host=host)
+    clock.now += 70
+    assert known.suspects() == [host]
+    assert [rank for rank in range(3) if known.cause(rank)] == [host]
+    known.record_answer(dated={0, 2})
+    assert known.suspects() == [0, 2]
+
+
+def test_who_has_no_connection_is_suspected_at_once_unless_it_has_left(clock: Clock):
+    known = FailureDetector([1, 2, 3], limit_seconds=60)
+    known.record_status(1, is_disconnected=True)
+    known.record_status(2, is_disconnected=True, has_left=True)
+    assert known.suspects() == [1]
+    clock.now += 70
+    known.record_answer(dated=set())
+    assert known.cause(1).startswith("no sign of life for 70 s")
+    assert known.cause(2) == known.cause(3) == ""
 
 
 def test_a_port_that_refuses_twice_in_a_row_is_that_of_a_process_that_has_ended(
@@ -86,6 +145,7 @@ def test_who_stands_still_is_lost_at_the_limit_and_not_before(clock: Clock):
         1, progress=WorkerProgress(7, "step 3 of epoch 1 of fit", 0.0)
     )
     clock.now += 59
+    known.record_answer(dated={1})
     assert known.cause(1) == ""
     clock.now += 2
     assert known.cause(1).startswith("no sign of life for 61 s")
@@ -149,11 +209,12 @@ def test_who_was_suspended_itself_hears_of_the_others_before_it_blames_them(
     for _ in range(5):
         assert known.cause(1) == ""
         real[0] += 1.0
+        known.record_answer(dated={1})
     assert known.cause(1).startswith("no sign of life for 6 s")
 
 
 def test_who_stood_still_for_too_long_blames_itself(monkeypatch):
-    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], 8.0)
+    watchdog = Watchdog(membership(), 8.0)
     monkeypatch.setattr(watchdog_module.clock, "pause_within", lambda seconds: 9.0)
     watchdog._blame(1, "its process has ended")
     assert watchdog._failure == WorkerFailure(0, "it was suspended for 9 s")
@@ -179,7 +240,7 @@ WAITING = WorkerProgress(5, "step 5", 20.0, is_computing=True, reductions=1)
 def test_workers_that_wait_for_different_things_are_told_and_end_after_the_timeout(
     reductions, limit, idle, failure, said, capsys
 ):
-    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], limit)
+    watchdog = Watchdog(membership(), limit)
     watchdog._detector.record_status(
         1, has_left=False, last_error="", idle_seconds=idle
     )
@@ -202,7 +263,7 @@ def test_workers_that_wait_for_different_things_are_told_and_end_after_the_timeo
     ],
 )
 def test_who_waits_for_data_is_told(own, others, said, capsys):
-    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], None)
+    watchdog = Watchdog(membership(), None)
     watchdog._detector.record_status(
         1, has_left=False, last_error="", idle_seconds=20.0
     )
@@ -216,9 +277,9 @@ def test_who_waits_for_data_is_told(own, others, said, capsys):
 def test_who_has_no_data_says_so_itself_and_is_named_by_the_others(monkeypatch):
     failure = WorkerFailure(1, "its data source, x, has none", own="X has none.")
     for rank, words in (1, "X has none."), (0, "Worker 1 (b:1) was lost at fit: its "):
-        watchdog = Watchdog(WorkerGroup(rank), ["a:1", "b:1"], 8.0)
+        watchdog = Watchdog(membership(rank), 8.0)
         assert watchdog._message(failure, "fit").startswith(words)
-    watchdog = Watchdog(WorkerGroup(1), ["a:1", "b:1"], 8.0)
+    watchdog = Watchdog(membership(1), 8.0)
     monkeypatch.setattr(watchdog._data, "update", lambda: 9.0)
     monkeypatch.setattr(watchdog._data, "failure", lambda rank: failure)
     watchdog._check_data()
@@ -228,7 +289,7 @@ def test_who_has_no_data_says_so_itself_and_is_named_by_the_others(monkeypatch):
 
 @pytest.mark.parametrize("source", ["", "the generator `batches`"])
 def test_who_waits_for_its_data_is_not_given_up_by_the_others(source, monkeypatch):
-    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], 8.0)
+    watchdog = Watchdog(membership(), 8.0)
     own = dataclasses.replace(WAITING, seconds=11.0)
     monkeypatch.setattr(Heartbeat, "progress", own)
     other = dataclasses.replace(own, count=own.count - 1, source=source)
@@ -244,7 +305,7 @@ def test_who_waits_for_its_data_is_not_given_up_by_the_others(source, monkeypatc
 def test_who_has_left_a_step_is_given_up_by_those_that_wait_in_it(
     idle_seconds, error, num_ahead, monkeypatch
 ):
-    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], 8.0)
+    watchdog = Watchdog(membership(), 8.0)
     own = dataclasses.replace(WAITING, seconds=11.0)
     monkeypatch.setattr(Heartbeat, "progress", own)
     watchdog._heartbeat._idle.seconds = idle_seconds
@@ -272,7 +333,7 @@ def test_a_process_is_idle_while_it_uses_next_to_no_processor(monkeypatch, clock
 def test_a_call_of_tensorflow_that_lasts_is_a_wait_outside_of_loops_too(
     monkeypatch, clock, capsys
 ):
-    heartbeat = Heartbeat(WorkerGroup(0), FailureDetector([1], 60.0))
+    heartbeat = Heartbeat(0, Store(), FailureDetector([1], 60.0))
     calls = [object()]
     monkeypatch.setattr("time.process_time", lambda: 5.0)
     monkeypatch.setattr(_compat, "call_in_progress", lambda: calls[-1])
@@ -287,7 +348,7 @@ def test_a_call_of_tensorflow_that_lasts_is_a_wait_outside_of_loops_too(
     assert wait(10)
     calls.append(object())  # the next one
     assert not wait(2)
-    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], 8.0)
+    watchdog = Watchdog(membership(), 8.0)
     watchdog._heartbeat = heartbeat
     assert wait(20)
     other = WorkerProgress(99, "", 20.0, is_computing=True, reductions=0)
@@ -363,110 +424,176 @@ def test_places_count_alike_for_the_same_calls():
     assert first.current.count == second.current.count > 0
 
 
-class Store:
-    """A key-value store in which, as in TensorFlow's, a key is written once."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-
-    def set(self, key: str, text: str) -> None:
-        assert key not in self.texts
-        self.texts[key] = text
-
-    def get(self, key: str, timeout_seconds: float) -> str:
-        del timeout_seconds
-        if key not in self.texts:
-            from tensorflow.errors import DeadlineExceededError
-
-            raise DeadlineExceededError(None, None, key)
-        return self.texts[key]
-
-
-class WorkerGroup:
-    """What a heartbeat asks a worker group for."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def new_prefix(self) -> str:
-        return "own"
-
-
-def use(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, function in (
-        ("set_key_value", store.set),
-        ("get_key_value", store.get),
-        ("delete_key_value", lambda key: store.texts.pop(key, None)),
-    ):
-        monkeypatch.setattr(
-            f"tfdp.communication.coordination.watch.heartbeat._compat.{name}", function
-        )
-
-
 class SlowStore(Store):
-    """A store whose first write takes as long as it is told to."""
+    """A store whose first answer takes as long as it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.begun, self.goes_on = threading.Event(), threading.Event()
 
-    def set(self, key: str, text: str) -> None:
+    def beat(self, text: str, **options: bool) -> dict[str, Any]:
+        answer = super().beat(text, **options)
         self.begun.set()
         self.goes_on.wait(10.0)
-        super().set(key, text)
+        return answer
 
 
-def test_who_leaves_while_it_beats_says_so_in_another_beat(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_who_leaves_while_it_beats_says_so_in_another_beat():
     store = SlowStore()
-    use(store, monkeypatch)
-    heartbeat = Heartbeat(WorkerGroup(0), FailureDetector([1], 60.0))
+    heartbeat = Heartbeat(0, store, FailureDetector([1], 60.0))
     heartbeat.start()
     assert store.begun.wait(10.0)
     heartbeat.has_left = True
     threading.Timer(0.1, store.goes_on.set).start()
     heartbeat.beat_now(10.0)
-    assert json.loads(store.texts["own/summary"])["own"]["has_left"]
+    assert [sent["has_left"] for sent in store.sent] == [False, True]
     heartbeat.join(10.0)
     assert not heartbeat.is_alive()
 
 
-def test_the_first_worker_tells_all_what_it_has_heard(monkeypatch: pytest.MonkeyPatch):
+def test_a_report_is_for_all_if_it_is_news_or_of_one_that_waits(monkeypatch):
     store = Store()
-    use(store, monkeypatch)
-    known = {
-        r: FailureDetector([o for o in range(3) if o != r], 60.0) for r in range(3)
-    }
-    heartbeats = [Heartbeat(WorkerGroup(rank), known[rank]) for rank in range(3)]
-    heartbeats[2].last_error = "ValueError: bad data"
-    for _ in range(2):
-        for heartbeat in (heartbeats[1], heartbeats[2], heartbeats[0]):
-            heartbeat._beat()
-    assert known[1].status(2).progress is not None
-    assert known[1].status(2).last_error == "ValueError: bad data"
-    # Who leaves because of another one is not to blame.
-    heartbeats[1].failure, heartbeats[1].has_left = (
-        WorkerFailure(2, "its process has ended"),
-        True,
-    )
-    for heartbeat in (heartbeats[1], heartbeats[0], heartbeats[2]):
+    heartbeat = Heartbeat(0, store, FailureDetector([1], 60.0))
+    for seconds in (0.0, 2.0, 6.0):
+        own = dataclasses.replace(WAITING, seconds=seconds)
+        monkeypatch.setattr(Heartbeat, "progress", own)
         heartbeat._beat()
-    assert heartbeats[0].failure == heartbeats[2].failure == heartbeats[1].failure
+    found = [(sent["is_notable"], sent["wants_all"]) for sent in store.sent]
+    assert found == [(False, False), (False, True), (True, True)]
+    monkeypatch.setattr(Heartbeat, "progress", dataclasses.replace(WAITING, seconds=0))
+    for change in {"last_error": "OSError"}, {"has_left": True}, {}:
+        vars(heartbeat).update(change)
+        heartbeat._beat()
+    found = [(sent["is_notable"], sent["is_news"]) for sent in store.sent[3:]]
+    assert found == [(True, True), (True, True), (True, False)]
 
 
-def test_a_beat_that_is_read_again_is_no_new_sign_of_life(
-    monkeypatch: pytest.MonkeyPatch, clock: Clock
+@pytest.fixture
+def watchdogs() -> Iterator[list[Watchdog]]:
+    """The watchdogs of three members of a job, which do nothing by themselves."""
+    with members_of(cluster_of(3)) as members:
+        yield [Watchdog(member) for member in members]
+
+
+def test_all_learn_the_place_the_error_and_the_end_of_each(watchdogs: list[Watchdog]):
+    first, second, third = watchdogs
+    third._heartbeat.last_error = "ValueError: bad data"
+    third._heartbeat._beat()
+
+    def status(watchdog: Watchdog) -> Any:
+        return watchdog._detector.status(2)
+
+    for watchdog in first, second:
+        wait_until(lambda w=watchdog: status(w).last_error, "the error")
+        assert status(watchdog).last_error == "ValueError: bad data"
+        assert status(watchdog).progress is not None
+        assert status(watchdog).process == ProcessIdentity.current()
+        assert not status(watchdog).has_left
+    third._heartbeat.has_left = True
+    third._heartbeat._beat()
+    for watchdog in first, second:
+        wait_until(lambda w=watchdog: status(w).has_left, "the end")
+
+
+@pytest.mark.parametrize("teller", [0, 1])
+def test_who_leaves_because_of_another_one_is_not_to_blame(
+    watchdogs: list[Watchdog], teller: int
 ):
-    known = FailureDetector([1], limit_seconds=60)
-    heartbeat = Heartbeat(WorkerGroup(0), known)
-    progress = {"count": 1, "name": "", "seconds": 0.0, "is_all_gathering": False}
-    beat = {"count": 5, "progress": progress, "last_error": "", "has_left": False}
-    beat["idle_seconds"] = 0.0
-    assert heartbeat._receive(1, beat)
-    clock.now += 10
-    assert not heartbeat._receive(1, beat)
-    assert known.suspects() == [1]
+    telling, waiting = watchdogs[teller], watchdogs[1 - teller]
+    failure = WorkerFailure(2, "its process has ended")
+    telling._heartbeat.failure, telling._heartbeat.has_left = failure, True
+    telling._heartbeat._beat()
+    for watchdog in waiting, watchdogs[2]:
+        assert watchdog._wakes.wait(5.0)
+        wait_until(
+            lambda w=watchdog: w._detector.status(teller).has_left, "its end is known"
+        )
+        watchdog._is_urgent.set()  # an end is a cause, too, while an error waits
+        watchdog._check_workers()
+        assert watchdog._failure == failure
+
+
+def test_a_failure_is_recorded_before_the_end_of_who_tells_it(monkeypatch):
+    detector = FailureDetector([1], 60.0)
+    teller = Heartbeat(1, Store(), FailureDetector([0], 60.0))
+    heartbeat = Heartbeat(0, Store(), detector)
+    failure = WorkerFailure(2, "its process has ended")
+    teller.failure, teller.has_left = failure, True
+    seen = []
+    monkeypatch.setattr(
+        detector, "record_status", lambda rank, **_: seen.append(heartbeat.failure)
+    )
+    heartbeat._receive({"beats": {"1": [0.0, json.dumps(teller._report())]}})
+    assert seen == [failure]
+
+
+def test_the_end_of_a_connection_is_learned_by_all_at_once(watchdogs: list[Watchdog]):
+    watchdogs[2].membership.leave()
+    for watchdog in watchdogs[:2]:
+        assert watchdog._wakes.wait(5.0)
+        assert watchdog._detector.suspects() == [2]
+
+
+def test_the_end_of_the_host_is_learned_by_all_at_once(watchdogs: list[Watchdog]):
+    watchdogs[0].membership.leave()
+    for watchdog in watchdogs[1:]:
+        assert watchdog._wakes.wait(5.0)
+        assert watchdog._detector.suspects() == [0]
+
+
+@pytest.mark.parametrize("listed", ["beats", "ages"])
+def test_a_beat_that_is_read_again_is_no_new_sign_of_life(listed: str, clock: Clock):
+    known = FailureDetector([1, 2], limit_seconds=60)
+    store = Store()
+    report = json.dumps(Heartbeat(1, store, known)._report())
+    heartbeat = Heartbeat(0, store, known)
+    for age in 0.0, 10.0, 70.0:
+        clock.now = 1000.0 + age
+        found = {"1": [age, report]} if listed == "beats" else {"1": age}
+        store.answer = Store(**{listed: found}).answer
+        heartbeat._beat()
+        assert known.suspects() == ([1] if age else [])
+        cause = "no sign of life for 70 s" if age > known.limit_seconds else ""
+        assert known.cause(1).partition(";")[0] == cause
+        assert known.cause(2) == ""
+
+
+def test_a_worker_that_sends_no_beats_is_suspected_by_those_that_wait(
+    watchdogs: list[Watchdog], monkeypatch
+):
+    monkeypatch.setattr(server_module, "_BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(Heartbeat, "progress", WAITING)
+    for watchdog in watchdogs:
+        watchdog._detector.beat_seconds = 0.2
+        watchdog._heartbeat._beat()
+
+    def is_suspected() -> bool:
+        for watchdog in watchdogs[:2]:
+            watchdog._heartbeat._beat()
+        return all(w._detector.suspects() == [2] for w in watchdogs[:2])
+
+    wait_until(is_suspected, "the third is suspected")
+
+
+@pytest.mark.parametrize(("rank", "behind"), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0)])
+def test_stragglers_are_warned_of_by_the_lowest_rank_that_waits(
+    rank: int, behind: int, watchdogs: list[Watchdog], monkeypatch, capsys
+):
+    watchdog = watchdogs[rank]
+    monkeypatch.setattr(Heartbeat, "progress", WAITING)
+    for other in watchdog._detector.ranks():
+        count = WAITING.count - (other == behind)
+        progress = dataclasses.replace(WAITING, name="step 4", count=count)
+        watchdog._detector.record_heartbeat(other, progress=progress)
+    for _ in range(2):
+        watchdog._check_stragglers()
+    address = watchdog.membership.cluster.workers[behind]
+    text = (
+        f"tfdp: waiting at step 5 for 20 s for worker {behind} ({address}), which is "
+        "at step 4.\n"
+    )
+    is_lowest = rank == min({0, 1, 2} - {behind})
+    assert capsys.readouterr().err == text * is_lowest
 
 
 def test_a_message_names_worker_address_place_and_bucket():
@@ -491,10 +618,10 @@ def test_the_bucket_of_an_error_is_that_of_its_node(text: str, bucket: str):
     assert bucket_of_error(text) == bucket
 
 
-def test_a_closed_port_refuses_and_an_unknown_host_is_told():
+def test_a_closed_port_refuses_and_an_unknown_host_does_not_answer():
     (port,) = free_ports(1)
     assert probe_port(f"127.0.0.1:{port}", 1.0) is ProbeResult.REFUSED
-    assert probe_port("host.invalid:1", 0.5) is ProbeResult.UNKNOWN_HOST
+    assert probe_port("host.invalid:1", 0.5) is ProbeResult.NONE
 
 
 def test_a_process_that_ends_itself_leaves_no_generated_file():
@@ -518,7 +645,7 @@ def test_a_process_that_ends_itself_leaves_no_generated_file():
 def test_what_ends_a_loop_of_keras_is_told_unless_it_ends_all_of_them(
     error: BaseException, reported: str, monkeypatch: pytest.MonkeyPatch
 ):
-    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"])
+    watchdog = Watchdog(membership())
     monkeypatch.setattr(watchdog._heartbeat, "beat_now", lambda seconds: None)
     with pytest.raises(type(error)), watchdog.translate_errors():
         raise error
@@ -531,14 +658,14 @@ def test_what_ends_a_loop_of_keras_is_told_unless_it_ends_all_of_them(
 def test_who_stands_still_is_given_up_in_time_for_all_to_end_within_the_timeout(
     timeout_seconds: float | None, silent_seconds: float
 ):
-    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"], timeout_seconds)
+    watchdog = Watchdog(membership(), timeout_seconds)
     assert watchdog._detector.limit_seconds == silent_seconds
 
 
 def test_an_error_that_has_waited_for_a_name_once_does_not_wait_again_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    watchdog = Watchdog(WorkerGroup(0), ["a:1", "b:1"])
+    watchdog = Watchdog(membership())
     waits = []
     monkeypatch.setattr(
         watchdog, "_await_failure", lambda *seconds: bool(waits.append(1))
@@ -559,7 +686,9 @@ def test_ctrl_c_is_one_line_that_names_the_scripts(capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", lambda *what: shown.append(what[0]))
     explained = []
     monkeypatch.setattr(Watchdog, "explain_uncaught", lambda _, e: explained.append(e))
-    watch_module._explain_uncaught(Watchdog.__new__(Watchdog))
+    watchdogs = [Watchdog.__new__(Watchdog)]
+    monkeypatch.setattr(watch_module, "_watchdogs", watchdogs)
+    watch_module._explain_uncaught()
     library = compile("raise KeyboardInterrupt", json.__file__, "exec")
     script = compile("import json\nexec(library)", "train.py", "exec")
     with pytest.raises(KeyboardInterrupt) as raised:

@@ -16,7 +16,7 @@ from tests.harness.setups import (
     TWO_WORKERS_IPV6,
     TWO_WORKERS_TCP,
 )
-from tfdp.communication.transport.addresses import is_own
+from tfdp.communication.cluster.own_addresses import is_own
 
 CASES = load_cases()
 RUNS = {

@@ -7,16 +7,16 @@ import pathlib
 import re
 import shutil
 import subprocess
+import time
 
 import pytest
 
 from tests.cli.launcher import Launcher
 from tests.cli.nodes import ended
-from tfdp.communication.cluster import Cluster
-from tfdp.communication.coordination import join
+from tests.store.clusters import cluster_of, members_of
+from tfdp.communication.store import Membership
 from tfdp.features.monitor import meter as module
 from tfdp.features.monitor.meter import Meter
-from tfdp.ground import _compat
 
 HERE = pathlib.Path(__file__).parent
 AN_HOUR = 3600
@@ -54,16 +54,21 @@ def test_training_goes_on_while_the_clock_is_set(launcher, backend, seconds):
     launcher.assert_nothing_is_left(within_seconds=5.0)
 
 
-def test_heartbeats_of_tensorflow_outlast_a_clock_that_is_set(monkeypatch):
-    found = {}
-    monkeypatch.setattr(
-        _compat,
-        "configure_coordination_service",
-        lambda **options: found.update(options),
-    )
-    join._configure_coordination_service(Cluster(("a:1", "b:1")), timeout_seconds=8.0)
-    assert found["heartbeat_timeout_in_ms"] > 2 * AN_HOUR * 1000
-    assert found["cluster_register_timeout_in_ms"] == 8000
+@pytest.mark.parametrize("seconds", [AN_HOUR, -AN_HOUR])
+def test_no_heartbeat_grows_old_when_the_clock_is_set(monkeypatch, seconds):
+    now = time.time
+    with members_of(cluster_of(2)) as members:
+
+        def beat(member: Membership, *, wants_all: bool = False) -> dict:
+            kind = {"is_notable": False, "is_news": False, "wants_all": wants_all}
+            return member.store.beat("report", **kind)
+
+        beat(members[1])
+        monkeypatch.setattr(time, "time", lambda: now() + seconds)
+        assert beat(members[0])["ages"] == {}
+        found = beat(members[0], wants_all=True)["beats"]
+        assert set(found) == {"0", "1"}
+        assert all(0.0 <= age < 60.0 for age, _ in found.values())
 
 
 @pytest.mark.parametrize(("seconds", "is_read"), [(0, True), (3600, False)])

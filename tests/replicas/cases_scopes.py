@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.harness import common
@@ -271,3 +274,27 @@ def callbacks_of_all_workers(env: Env) -> dict:
     # Those of the first worker, from the first step on.
     assert set(seen) == {0.0}
     return assert_trains(env, model)
+
+
+@case(
+    "Scopes: variables that a `tf.function` creates have the first worker's values",
+    setups=("two_by_two", "two_workers"),
+    compare=False,
+)
+def variables_of_a_function(env: Env) -> dict:
+    created: list[tf.Variable] = []
+
+    @tf.function
+    def read_in_steps() -> Any:
+        def step() -> tf.Tensor:
+            if not created:
+                created.append(tf.Variable(tf.fill([3], env.rank + 5)))
+            return created[0] + 0
+
+        return env.strategy.run(step)
+
+    with env.scope():
+        found = env.strategy.experimental_local_results(read_in_steps())
+    for value in found:
+        np.testing.assert_array_equal(value, [5, 5, 5])
+    return {}

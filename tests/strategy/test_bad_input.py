@@ -54,11 +54,12 @@ def mirrored(devices=None, logical_cpus=2, **options) -> int:
     ).num_replicas_in_sync
 
 
-def multi_worker_after_tensorflow() -> int:
+def multi_worker_after_tensorflow(starts: bool, **options) -> int:
     import tensorflow as tf
 
-    tf.constant(1)
-    return multi_worker()
+    if starts:
+        tf.constant(1)
+    return multi_worker(**options)
 
 
 def logical_cpus_after_tensorflow(count: int) -> list[str]:
@@ -163,7 +164,7 @@ def test_worker_that_never_starts_is_named_by_all_the_others(action: Callable):
         *(Start(action, text, options) for _, text in starts), error="TimeoutError"
     )
     for (name, _), text in zip(starts, texts, strict=True):
-        assert name in text
+        assert text.startswith(f"Waited {START_TIMEOUT_SECONDS:.0f} s for {name}(")
         assert len(re.findall(r"worker \d \(", text)) == 1, "only the silent one"
 
 
@@ -244,11 +245,11 @@ def test_workers_that_disagree_on_options_are_refused_by_all(option: str, values
 def auto_strategy_of(**versions: str) -> int:
     import keras
 
-    from tfdp.communication.coordination import checks
+    from tfdp.communication.store import membership
 
     keras.__version__ = versions.get("Keras", keras.__version__)
     own = versions.get("tfdp", "1.0")
-    checks._own_version = lambda: own
+    membership.own_version = lambda: own
     return auto_strategy()
 
 
@@ -329,10 +330,21 @@ def test_logical_devices_that_are_there_already_are_no_error():
     assert answer.value == ["CPU:0"]
 
 
-def test_tensorflow_that_has_started_is_refused_by_every_worker():
-    starts = [Start(multi_worker_after_tensorflow, text) for text in cluster_configs(2)]
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_tensorflow_that_has_started_is_refused_by_every_worker(ranks: tuple[int, ...]):
+    # With `backend="ring"` all workers start TensorFlow's server.
+    starts = [
+        Start(
+            multi_worker_after_tensorflow,
+            text,
+            {"starts": rank in ranks, "backend": "ring"},
+        )
+        for rank, text in enumerate(cluster_configs(2))
+    ]
+    begin = f"TensorFlow has already started on worker {ranks[0]}, at "
     for text in refused(*starts):
-        assert re.search(r"already started, at .*:\d+: `tf.constant\(1\)`\.", text)
+        assert text.startswith(begin)
+        assert re.search(r", at .*:\d+: `tf.constant\(1\)`\. GPUs and", text)
 
 
 def auto_strategy_after_keras() -> tuple[int, list[str]]:

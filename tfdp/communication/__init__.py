@@ -2,7 +2,8 @@
 
 - `collectives`: process groups, all-reduce algorithms.
 - `transport`: connections and collectives between CPU processes.
-- `coordination`: rendezvous, consistency checks, heartbeats.
-- `connection`: authenticated TCP connections: both ends prove the job's secret.
+- `coordination`: agreement, consistency checks, heartbeats.
+- `store`: the job's key-value store: all-gathers of texts, reports of the workers.
+- `connection`: authenticated connections: both ends prove the job's secret.
 - `cluster`: `TF_CONFIG`, Slurm, MPI, nodes, ports and devices.
 """

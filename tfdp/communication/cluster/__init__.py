@@ -5,11 +5,10 @@ cluster in milliseconds. Reading order:
     spec: the cluster and this task's rank
     tf_config, slurm, clouds: read it from the environment
     launchers: ranks that MPI and other launchers set in the environment
-    mpi_start, mpi_job, mpi_cluster: cluster of an MPI job, agreed over MPI
+    mpi_guard, mpi_start, mpi_job, mpi_cluster: cluster of an MPI job, agreed over MPI
     own_addresses, gpus: IP addresses and GPUs of this host
-    address, ports: check, probe and find ports; rendezvous of workers
+    address, ports: find, open and probe ports
     limits: open files and threads that a worker needs, and their limits
-    join_guard: deadline of a worker that joins
     islands: workers that train as separate jobs
     nodes: replicas of each node, and how they are found
     devices: local devices that hold a replica
@@ -20,7 +19,6 @@ cluster in milliseconds. Reading order:
 from __future__ import annotations
 
 from tfdp.communication.cluster.address import split_address
-from tfdp.communication.cluster.join_guard import join_deadline
 from tfdp.communication.cluster.launchers import unconnected_processes
 from tfdp.communication.cluster.mpi_cluster import (
     count_workers,
@@ -30,11 +28,10 @@ from tfdp.communication.cluster.mpi_cluster import (
 from tfdp.communication.cluster.nodes import topology_of
 from tfdp.communication.cluster.ports import (
     ProbeResult,
-    check_port_free,
     describe_workers,
     free_ports,
+    listen,
     probe_port,
-    rendezvous,
     unreachable_workers,
 )
 from tfdp.communication.cluster.spec import Cluster
@@ -42,15 +39,13 @@ from tfdp.communication.cluster.spec import Cluster
 __all__ = [
     "Cluster",
     "ProbeResult",
-    "check_port_free",
     "count_workers",
     "describe_workers",
     "find_cluster",
     "free_ports",
-    "join_deadline",
+    "listen",
     "probe_port",
     "rank_of_process",
-    "rendezvous",
     "split_address",
     "topology_of",
     "unconnected_processes",

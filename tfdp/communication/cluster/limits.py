@@ -11,14 +11,17 @@ from tfdp.ground.text import pluralize
 # Files of TensorFlow's server with two workers: polling and sockets. Measured in
 # /proc/self/fd with TensorFlow 2.19 to 2.21; each further worker adds one connection.
 _SERVER_FILES = 8
-# A mesh's listening sockets, and the socket pair that wakes its thread.
-_MESH_FILES = 4
+# The store: three listening sockets, those that wake and watch for its thread, and the
+# own connection; worker 0 has one more for each worker.
+_STORE_FILES = 8
+# A mesh's listening sockets, and those that wake and watch for its thread.
+_MESH_FILES = 5
 # Lanes of a worker, each with a connection to every other worker: four channels for
 # collectives of replicas, and one for small values of the workers.
 _NUM_LANES = 5
 # Estimate of the threads of a worker; /proc/self/status shows 138 on two cores.
 _THREADS, _THREADS_PER_CORE = 120, 8
-# Files of Python after its start; then a join guard, a data file and a log.
+# Files of Python after its start; then a data file, a log and a few more.
 _PYTHON_FILES = _OTHER_FILES = 8
 
 
@@ -28,7 +31,8 @@ def needed_files(num_workers: int, *, one_host: bool, connects: bool) -> int:
     Args:
         num_workers: Int, number of workers of the job.
         one_host: Bool, whether all workers are on one host, and so share memory.
-        connects: Bool, whether tfdp connects the workers, rather than NCCL.
+        connects: Bool, whether tfdp connects the workers, rather than TensorFlow's
+            server, which NCCL needs.
 
     Returns:
         Int, files in addition to those that the process has open before.
@@ -36,12 +40,14 @@ def needed_files(num_workers: int, *, one_host: bool, connects: bool) -> int:
     Example:
 
     >>> needed_files(2, one_host=True, connects=True)
-    42
+    43
     """
     if num_workers == 1:
         return 0
-    needed = _SERVER_FILES + num_workers + _OTHER_FILES
-    if connects:
+    needed = _STORE_FILES + num_workers + _OTHER_FILES
+    if not connects:
+        needed += _SERVER_FILES + num_workers
+    else:
         connections = (_NUM_LANES + 1) * (num_workers - 1)
         # A lane holds the descriptor of each member's memory until it has mapped it.
         memory = (_NUM_LANES + 2) * num_workers if one_host else 0

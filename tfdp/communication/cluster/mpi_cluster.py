@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from tfdp.communication.cluster.spec import Cluster
 
 # Host of all workers of one machine, as in the clusters of `tfdp run`.
 _LOCAL_HOST = "127.0.0.1"
+# Random bytes of the secret that the processes of several hosts share.
+_SECRET_BYTES = 16
 _agreed: list[Cluster] = []
 _lock = threading.Lock()
 
@@ -165,7 +168,8 @@ def agree_on_cluster(job: MpiJob, timeout_seconds: float | None = None) -> Clust
             for fields in job.exchange(dataclasses.asdict(placement), timeout_seconds)
         ]
         reachable = _probe_other_hosts(job.rank, placements)
-        views = job.exchange({"reached": reachable}, timeout_seconds)
+        own = {"reached": reachable, "secret": secrets.token_hex(_SECRET_BYTES)}
+        views = job.exchange(own, timeout_seconds)
         hosts = choose_hosts(placements, [view["reached"] for view in views])
         # Ports stay reserved until all processes have chosen, because another process's
         # probe needs an answer on them.
@@ -175,7 +179,9 @@ def agree_on_cluster(job: MpiJob, timeout_seconds: float | None = None) -> Clust
         join_address(host, place.port)
         for host, place in zip(hosts, placements, strict=True)
     )
-    return Cluster(workers, task_index=job.rank)
+    is_one_host = len(_first_ranks(placements)) == 1
+    secret = None if is_one_host else views[0]["secret"]
+    return Cluster(workers, task_index=job.rank, secret=secret)
 
 
 def _first_ranks(placements: Sequence[ProcessPlacement]) -> dict[str, int]:

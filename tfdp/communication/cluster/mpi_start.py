@@ -12,12 +12,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from tfdp.communication.cluster.join_guard import (
+from tfdp.communication.cluster.launchers import LaunchedRank, has_mpi4py, mpi_rank
+from tfdp.communication.cluster.mpi_guard import (
     shared_memory_of,
     start_deadline,
     unlink,
 )
-from tfdp.communication.cluster.launchers import LaunchedRank, has_mpi4py, mpi_rank
 from tfdp.communication.cluster.mpi_job import LONGEST_PAUSE_SECONDS, Backoff, MpiJob
 from tfdp.ground.forks import at_exit
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import pathlib
 import secrets
@@ -92,6 +93,72 @@ def _is_usable(text: str) -> bool:
         or address.is_multicast
         or address.is_unspecified
     )
+
+
+def addresses_of(host: str) -> list[str]:
+    """Return the IP addresses of a host, none if its name does not resolve here.
+
+    Args:
+        host: String, a name or an IP address.
+
+    Example:
+
+    >>> addresses_of("127.0.0.1")
+    ['127.0.0.1']
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
+def is_own(address: str) -> bool:
+    """Whether an address belongs to this host.
+
+    Args:
+        address: String, an IPv4 or IPv6 address.
+
+    Returns:
+        Bool.
+    """
+    if parse_address(address).is_unspecified:  # means all addresses, not one of them
+        return False
+    try:
+        with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
+            probe.bind(socket_address(address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the socket family of an IPv4 or IPv6 address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def socket_address(address: str, port: int) -> tuple:
+    """Return the argument of `socket.bind` and `connect`, with a link-local scope.
+
+    Args:
+        address: String, an IPv4 or IPv6 address.
+        port: Int, the port.
+    """
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    found = socket.getaddrinfo(
+        address, port, family_of(address), socket.SOCK_STREAM, flags=flags
+    )
+    return found[0][4]
+
+
+def parse_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Parse an IP address without its scope."""
+    return ipaddress.ip_address(address.partition("%")[0])
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IPv4 or IPv6 address is reachable only from this host."""
+    return parse_address(address).is_loopback
 
 
 @contextlib.contextmanager

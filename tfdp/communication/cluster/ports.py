@@ -1,4 +1,4 @@
-"""TCP ports: find free ones, check and probe them; rendezvous of all workers."""
+"""TCP ports: find free ones, listen on them, and probe those of other tasks."""
 
 from __future__ import annotations
 
@@ -11,40 +11,48 @@ import socket
 import time
 from collections.abc import Iterator
 
-from tfdp.communication.cluster.address import split_address
+from tfdp.communication.cluster.address import is_local_name, split_address
 from tfdp.communication.cluster.limits import lack_of_files
-from tfdp.communication.cluster.own_addresses import call_at_once
+from tfdp.communication.cluster.own_addresses import (
+    addresses_of,
+    call_at_once,
+    family_of,
+    is_loopback,
+    is_own,
+    socket_address,
+)
 from tfdp.communication.cluster.spec import Cluster
-from tfdp.ground import user_code
-from tfdp.ground.forks import close_in_forks
 
-_WARN_AFTER_SECONDS = 10.0
-# Time limit of one round of probes, in which the ports of all workers must answer.
-_TOGETHER_SECONDS = 1.0
+_BACKLOG = 512
 _LOWEST_PORT = 10000
 _PORT_RANGE_FILE = "/proc/sys/net/ipv4/ip_local_port_range"
 
 
-def check_port_free(address: str) -> None:
-    """Check that this task can open the port of its own address.
-
-    The port is bound on all interfaces, as TensorFlow's server does, whatever the
-    host of the address, and is closed again.
+def listen(address: str) -> list[socket.socket]:
+    """Listen on the port of this task, at each address of this host that its name has.
 
     Args:
         address: String, this task's own `"host:port"`.
 
+    Returns:
+        List of listening sockets. If the name has no address of this host, as behind a
+        forwarding router, one socket listens on all interfaces.
+
     Raises:
-        ValueError: If another process holds the port, or this one may not
-            open it.
+        ValueError: If another process holds the port, or this one may not open it.
 
     Example:
-    >>> check_port_free("localhost:29")  # doctest: +SKIP
+    >>> [sock.close() for sock in listen("localhost:29")]  # doctest: +SKIP
     """
-    _, port = split_address(address)
+    host, port = split_address(address)
+    sockets: list[socket.socket] = []
     try:
-        _bind(port, reuses=True).close()
+        for own in _addresses_to_listen_on(host):
+            sockets.append(_bind(port, own, reuses=True))
+            sockets[-1].listen(_BACKLOG)
     except OSError as error:
+        for sock in sockets:
+            sock.close()
         taken = error.errno == errno.EADDRINUSE
         reason = "is already taken by another process" if taken else error.strerror
         raise ValueError(
@@ -53,6 +61,19 @@ def check_port_free(address: str) -> None:
             "an earlier run) or give this task another port in TF_CONFIG. "
             f"Received: {address!r}"
         ) from error
+    return sockets
+
+
+def _addresses_to_listen_on(host: str) -> list[str]:
+    """Return the addresses of this host that its name has, or `""` for all interfaces.
+
+    Other hosts do not reach a loopback address, to which Debian's `/etc/hosts` maps the
+    host's own name.
+    """
+    own = [address for address in addresses_of(host) if is_own(address)]
+    if not is_local_name(host):
+        own = [address for address in own if not is_loopback(address)]
+    return own or [""]
 
 
 def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
@@ -73,86 +94,25 @@ def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:
     >>> unreachable_workers(Cluster(("localhost:2222",)), timeout_seconds=1.0)
     []
     """
-    return sorted(_probe_workers(cluster, timeout_seconds))
-
-
-def _probe_workers(cluster: Cluster, timeout_seconds: float) -> dict[int, ProbeResult]:
-    """Return the last `ProbeResult` of each worker that accepts no connection, by rank.
-
-    Args:
-        cluster: `Cluster` whose other workers are probed.
-        timeout_seconds: Float, seconds to keep trying.
-    """
     deadline = time.monotonic() + timeout_seconds
     own_rank = None if cluster.is_evaluator else cluster.rank
     ranks = [rank for rank in range(cluster.num_workers) if rank != own_rank]
-    found = dict.fromkeys(ranks, ProbeResult.NONE)
+    silent = set(ranks)
 
     def try_until(rank: int) -> None:
         """Probe a worker until its port accepts, or the deadline has passed."""
-        while found[rank] is not ProbeResult.ACCEPTED:
-            left = deadline - time.monotonic()
-            found[rank] = probe_port(cluster.workers[rank], max(left, 0.05))
+        while True:
+            left = max(deadline - time.monotonic(), 0.05)
+            if probe_port(cluster.workers[rank], left) is ProbeResult.ACCEPTED:
+                silent.discard(rank)
+                return
             if time.monotonic() + 0.1 >= deadline:
                 return
             time.sleep(0.1)
 
     call_at_once(try_until, ranks, timeout_seconds)
-    # The dict is copied, because threads that have not returned in time may still write
-    # to it.
-    return {r: at for r, at in found.copy().items() if at is not ProbeResult.ACCEPTED}
-
-
-def rendezvous(cluster: Cluster, timeout_seconds: float | None = None) -> list[int]:
-    """Wait until every worker has started, before TensorFlow does.
-
-    TensorFlow waits in native code, without a timeout on the first worker and
-    without the name of a missing worker on the others. So each worker first opens
-    its port here and probes the ports of the others. All have seen each other before
-    the last one returns; TensorFlow's server then opens the port again.
-
-    Args:
-        cluster: The `Cluster`; this task is one of its workers.
-        timeout_seconds: Float or `None`, the longest wait. Defaults to `None`,
-            no limit, with a warning that names the missing workers.
-
-    Returns:
-        List of int, the ranks of the workers that did not start.
-
-    Raises:
-        ValueError: If this task's own port is taken.
-
-    Example:
-    >>> rendezvous(Cluster(("localhost:2222",)), timeout_seconds=1.0)
-    []
-    """
-    begin = time.monotonic()
-    limit = float("inf") if timeout_seconds is None else timeout_seconds
-    with _listening(cluster.workers[cluster.rank], cluster.num_workers):
-        while True:
-            # All workers must answer in one short round of probes: a worker that has
-            # answered an earlier round may have given up since.
-            found = _probe_workers(cluster, _TOGETHER_SECONDS)
-            missing = sorted(found)
-            waited = time.monotonic() - begin
-            if not missing or waited >= limit:
-                return missing
-            unknown = [r for r in missing if found[r] is ProbeResult.UNKNOWN_HOST]
-            if unknown:
-                user_code.warn(
-                    "The host name does not resolve here: "
-                    f"{describe_workers(cluster, unknown)}. Check TF_CONFIG; the "
-                    "machine may also not have started yet.",
-                    once_for=cluster,
-                    topic="unknown hosts",
-                )
-            if waited >= _WARN_AFTER_SECONDS:
-                user_code.warn(
-                    f"Waiting for {describe_workers(cluster, missing)} to start. Start "
-                    "every worker of TF_CONFIG.",
-                    once_for=cluster,
-                    topic="missing workers",
-                )
+    # `sorted` copies, since threads that have not returned in time may still write.
+    return sorted(silent)
 
 
 def describe_workers(cluster: Cluster, ranks: list[int]) -> str:
@@ -172,29 +132,12 @@ def describe_workers(cluster: Cluster, ranks: list[int]) -> str:
     return ", ".join(f"worker {rank} ({cluster.workers[rank]})" for rank in ranks)
 
 
-@contextlib.contextmanager
-def _listening(address: str, num_workers: int) -> Iterator[None]:
-    """Listen on this task's port; the kernel completes connections without `accept`.
-
-    Args:
-        address: String, this task's `"host:port"`.
-        num_workers: Int, number of workers that may connect.
-    """
-    check_port_free(address)
-    _, port = split_address(address)
-    server = _bind(port, reuses=True)
-    server.listen(max(128, 2 * num_workers))
-    with close_in_forks(server):
-        yield
-
-
 class ProbeResult(enum.Enum):
     """Result of a TCP connection attempt."""
 
     ACCEPTED = "a process listens, or did until it was stopped"
     REFUSED = "the host is up, and no process listens"
-    UNKNOWN_HOST = "the name of the host does not resolve"
-    NONE = "no answer in time, or no route to the host"
+    NONE = "no answer in time, no route to the host, or its name does not resolve"
 
 
 def probe_port(address: str, timeout_seconds: float) -> ProbeResult:
@@ -221,25 +164,24 @@ def probe_port(address: str, timeout_seconds: float) -> ProbeResult:
             return ProbeResult.REFUSED if is_itself else ProbeResult.ACCEPTED
     except ConnectionRefusedError:
         return ProbeResult.REFUSED
-    except socket.gaierror:
-        return ProbeResult.UNKNOWN_HOST
     except OSError:
         return ProbeResult.NONE
 
 
-def _bind(port: int, *, reuses: bool) -> socket.socket:
-    """Bind a port on all interfaces; raise `OSError` if it is taken on any.
+def _bind(port: int, address: str = "", *, reuses: bool) -> socket.socket:
+    """Bind a port at an address, or on all interfaces; raise `OSError` if it is taken.
 
-    With `reuses`, as in gRPC, closed connections of an earlier run, which linger for a
-    minute, do not take the port; a listening process does.
+    With `reuses`, closed connections of an earlier run, which linger for a minute, do
+    not take the port; a listening process does.
     """
-    is_dual = socket.has_dualstack_ipv6()
-    sock = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET)
+    is_dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else family_of(address)
+    sock = socket.socket(family)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuses)
         if is_dual:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        sock.bind(("", port))
+        sock.bind(socket_address(address, port) if address else ("", port))
     except OSError:
         sock.close()
         raise

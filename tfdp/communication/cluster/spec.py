@@ -41,6 +41,8 @@ class Cluster:
             if `task_type` is `"chief"`. Defaults to `False`.
         rebalance: Bool, whether faster workers get more rows of a batch, from the
             `tfdp` key of `TF_CONFIG`. Defaults to `False`.
+        secret: String, the secret that the launcher has given the workers of a job on
+            several hosts in the `tfdp` key of `TF_CONFIG`; or `None`.
 
     Raises:
         ValueError: If an address is malformed or appears twice, or if the
@@ -61,6 +63,7 @@ class Cluster:
     evaluators: tuple[str, ...] = ()
     has_chief: bool = False
     rebalance: bool = False
+    secret: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         tf_config.check_job_name(self.task_type)
@@ -72,6 +75,7 @@ class Cluster:
         _check_index(self)
         _check_devices_per_worker(self.devices_per_worker)
         _check_rebalance(self.rebalance)
+        _check_secret(self.secret)
 
     @classmethod
     def from_tf_config(cls, text: str) -> Cluster | None:
@@ -145,7 +149,7 @@ class Cluster:
             "cluster": {name: tasks for name, tasks in jobs.items() if tasks},
             "task": {"type": self.task_type, "index": self.task_index},
         }
-        names = ("devices_per_worker", "rebalance")
+        names = ("devices_per_worker", "rebalance", "secret")
         settings = {name: getattr(self, name) for name in names if getattr(self, name)}
         if settings:
             config["tfdp"] = settings
@@ -253,4 +257,13 @@ def _check_rebalance(rebalance: object) -> None:
         raise ValueError(
             "rebalance (in the 'tfdp' key of TF_CONFIG) must be true or false. "
             f"Received: rebalance={tf_config.describe(rebalance)}"
+        )
+
+
+def _check_secret(secret: object) -> None:
+    """Raise unless `secret` is `None` or a string."""
+    if not (secret is None or (isinstance(secret, str) and secret)):
+        raise ValueError(
+            "secret (in the 'tfdp' key of TF_CONFIG) must be a string that is not "
+            f"empty. Received: {type(secret).__name__}"
         )

@@ -31,6 +31,7 @@ from tfdp.communication.collectives.groups import (
     LaunchOrder,
     ProcessGroup,
     Transport,
+    align_group_keys,
     device_positions,
     is_collective,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "Transport",
     "adasum",
     "adasum_across_nodes",
+    "align_group_keys",
     "device_positions",
     "end_failed_call",
     "halving_doubling",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import tensorflow as tf
@@ -25,7 +25,8 @@ from tfdp.ground.text import pluralize
 # Far above TensorFlow's group keys, which count sets of devices from 1.
 _FIRST_GROUP_KEY = 1 << 24
 _KEYS_PER_STRATEGY = 1 << 18
-_strategy_counter = itertools.count()
+# The number of the next launch order, in a list of one.
+_next_index = [0]
 
 # Partition of a group into subgroups: the positions of the members of each.
 Partition = tuple[tuple[int, ...], ...]
@@ -170,6 +171,18 @@ def device_positions(devices: Sequence[str]) -> list[int]:
     return [positions[name] for name in devices]
 
 
+def align_group_keys(all_gather: Callable[[int], list[int]]) -> None:
+    """Continue the group keys of this process from the largest ones of any worker.
+
+    One worker may have created more strategies than another before: in a notebook, for
+    example, or for a model of its own.
+
+    Args:
+        all_gather: Callable, from the number of this worker to those of all.
+    """
+    _next_index[0] = max(all_gather(_next_index[0]))
+
+
 class LaunchOrder:
     """Order in which collectives start on the devices of this process.
 
@@ -204,7 +217,8 @@ class LaunchOrder:
             ]
             for device in self.devices
         ]
-        self.strategy_index = next(_strategy_counter)
+        self.strategy_index = _next_index[0]
+        _next_index[0] += 1
         self._group_counter = itertools.count()
         self._num_keys = 0
         self._ranges: dict[tuple, range] = {}

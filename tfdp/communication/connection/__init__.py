@@ -3,5 +3,6 @@
 Workers, launchers on several machines and islands connect through this package, which
 does not import TensorFlow. Reading order:
     handshake: messages and checks of both ends, run over a socket or a stream
+    secret: the job's secret, read from a file or generated for one job
     acceptor: thread that accepts connections, with limits on unauthenticated ones
 """

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from tfdp.communication.cluster.limits import lack_of_files
 from tfdp.communication.connection.handshake import (
+    NO_SIGNAL,
     Authenticated,
     ConnectionFailed,
     Steps,
@@ -72,7 +73,7 @@ class _Unauthenticated:
             return None
         try:
             while isinstance(step := self._steps.send(received), bytes):
-                self.sock.sendall(step, socket.MSG_NOSIGNAL)
+                self.sock.sendall(step, NO_SIGNAL)
                 received = None
         except StopIteration as end:
             return end.value
@@ -115,7 +116,7 @@ class Acceptor:
         # In order of arrival, so that the first one has the earliest deadline.
         self._unauthenticated: dict[_Unauthenticated, None] = {}
         self._num_refused = 0
-        self._selector = selectors.PollSelector()  # needs no file descriptor
+        self._selector = selectors.DefaultSelector()
         self._wakes, self._waker = map(close_in_forks, socket.socketpair())
         self._new: list[tuple[Readable, Callable[[], bool]]] = []
         self._is_closed = False
@@ -137,6 +138,17 @@ class Acceptor:
         """
         self._new.append((readable, read))
         self._wake()
+
+    def watch_output(self, readable: Readable, *, waits: bool) -> None:
+        """Call `read` also when a watched connection takes bytes; only on the thread.
+
+        Args:
+            readable: `Readable`, a watched connection.
+            waits: Bool, whether bytes wait until the connection takes them.
+        """
+        key = self._selector.get_key(readable)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
+        self._selector.modify(readable, events, key.data)
 
     def close(self) -> None:
         """Close all connections of the thread, and wait until it has ended."""
@@ -197,7 +209,7 @@ class Acceptor:
         peer = _Unauthenticated(sock, _describe_peer(sock, address), self._new_steps())
         self._unauthenticated[peer] = None
         self._register(peer, functools.partial(self._proceed, peer))
-        if not _is_own_user(sock):
+        if not is_own_user(sock):
             self._refuse(peer, "it belongs to another user")
             return
         if len(self._unauthenticated) > _MOST_UNAUTHENTICATED:
@@ -248,8 +260,12 @@ class Acceptor:
             readable.close()
 
 
-def _is_own_user(sock: socket.socket) -> bool:
-    """Whether the other end of a Unix socket runs as this user; true for TCP."""
+def is_own_user(sock: socket.socket) -> bool:
+    """Whether the other end of a Unix socket runs as this user; true for TCP.
+
+    Args:
+        sock: `socket.socket`, connected.
+    """
     if sock.family != socket.AF_UNIX:
         return True
     found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -29,6 +29,11 @@ _NONCE_BYTES = _PROOF_BYTES = 32
 GREETING_BYTES = _HEAD_BYTES + _NONCE_BYTES
 
 
+# Flag of `send`: report a connection that has ended as an error only, without a signal.
+# A system that lacks it never sends one to Python.
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+
+
 class ConnectionFailed(Exception):
     """Error: the other end was not reached, or has ended the connection."""
 

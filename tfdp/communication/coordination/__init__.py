@@ -4,8 +4,9 @@ Reading order:
     clock: time during which this process was not suspended
     progress: loop, epoch and step of this worker, for messages
     data_wait: time that this worker has waited for a batch of its data
-    worker_group: all-gather of texts over the coordination service, and a mailbox
+    worker_group: all-gather of texts over the job's store, and a mailbox
     join: start-up checks, and joining the cluster
+    tensorflow_server: TensorFlow's server, where its collectives are used
     checks: comparison of devices, versions, options, variables, plans and steps
     watch: heartbeats, failure detection, shutdown
     preemption: signals that request a checkpoint and exit

@@ -9,10 +9,8 @@ first difference.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import re
@@ -69,7 +67,6 @@ def check_same_setup(
         # change a step.
         "TensorFlow version": tf.__version__,
         "Keras version": keras.__version__,
-        "tfdp version": _own_version(),
         "settings of `rebalance`": str(rebalances).lower(),
     }
     for field in dataclasses.fields(options):
@@ -86,7 +83,24 @@ def check_same_setup(
                     f"Workers have different {name}: worker 0 has {first[name]}, "
                     f"worker {rank} has {value}. Use the same on all."
                 )
-    return [device for message in messages for device in message["devices"]]
+    return [
+        _name_in_cluster(device, rank)
+        for rank, message in enumerate(messages)
+        for device in message["devices"]
+    ]
+
+
+def _name_in_cluster(device: str, rank: int) -> str:
+    """Return a name of a worker's device that no device of another worker has.
+
+    Args:
+        device: String, full name of the device in its own process.
+        rank: Int, rank of the worker.
+    """
+    spec = tf.DeviceSpec.from_string(device)
+    # TensorFlow's server gives a device the name of its task.
+    is_unique = spec.job != "localhost"
+    return device if is_unique else spec.replace(job="worker", task=rank).to_string()
 
 
 def agreed_topology(
@@ -114,13 +128,6 @@ def agreed_topology(
     )
     # A host name may resolve to other addresses on another machine.
     return Topology.from_json(worker_group.all_gather("topology", found.to_json())[0])
-
-
-def _own_version() -> str:
-    """Return the installed version of tfdp, or `"not installed"`."""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("tfdp")
-    return "not installed"
 
 
 def check_same_variables(

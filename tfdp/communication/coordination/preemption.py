@@ -22,17 +22,6 @@ _listening: weakref.WeakSet[PreemptionNotice] = weakref.WeakSet()
 _ASK_SECONDS = 1.0
 
 
-def restore_python_handler() -> None:
-    """Restore Python's handler of SIGTERM, which TensorFlow silently replaces.
-
-    When TensorFlow joins a cluster, it installs a C handler that only records the
-    signal: the process would not end.
-    """
-    if threading.current_thread() is threading.main_thread():
-        handler = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
-
-
 class PreemptionNotice:
     """Handler that records SIGTERM and `SAVE_SIGNAL`, so that a step can end first.
 

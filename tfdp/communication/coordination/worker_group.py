@@ -1,48 +1,33 @@
 """All-gather of short texts between workers, without collectives and with timeouts.
 
 Collectives wait indefinitely if a worker is missing or sends another shape. So workers
-agree beforehand through the key-value store of TensorFlow's coordination service, which
-worker 0 hosts.
+agree beforehand through the job's store, which worker 0 hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import json
-import time
 from collections.abc import Callable
-from typing import Any, TypeAlias
-
-import tensorflow as tf
+from typing import Any
 
 from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.progress import WorkerProgress, progress
-from tfdp.ground import _compat, forks, user_code
+from tfdp.communication.store import Gathering, HostLost, Store
+from tfdp.ground import forks, user_code
 
 _WARN_AFTER_SECONDS = 10.0
 # Interval at which a wait checks whether the other worker is alive: at first, and the
 # longest.
-_CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 1.0, 3.0
+_CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 0.25, 3.0
 # Longest wait for the other workers before an error is raised.
 _LEAVE_SECONDS = 5.0
-# Longest wait of worker 0 at exit until the others, on busy machines too, have read the
-# last answer.
-_READING_SECONDS = 30.0
-# Added to the limit of a wait for worker 0's answer. Worker 0 may have begun its own
-# wait later; its answer names the missing worker, so it must not look missing itself.
-_ANSWER_SECONDS = 5.0
-_instances = itertools.count()
 # Description of the place of a worker whose progress has no name.
 NO_CALL = "no call of Keras or tfdp"
 # The latest group, by whether it has several workers. Strong references, because
 # workers must agree on the latest group whenever their garbage collectors run.
 _latest: dict[bool, WorkerGroup] = {}
-
-# Waits for the value of a key; takes the key, its worker's rank and a limit in seconds.
-_Wait: TypeAlias = Callable[[str, int, float | None], str]
 
 
 class WorkerGroup:
@@ -53,21 +38,23 @@ class WorkerGroup:
         num_workers: Int, number of workers.
         timeout_seconds: Float or `None`, the longest wait. Defaults to
             `None`, no limit, with a warning that names the missing worker.
+        store: `Store` of the job, or `None` for a single worker, the default.
     """
 
     def __init__(
-        self, rank: int, num_workers: int, timeout_seconds: float | None = None
+        self,
+        rank: int,
+        num_workers: int,
+        timeout_seconds: float | None = None,
+        store: Store | None = None,
     ) -> None:
         self.rank = rank
         self.num_workers = num_workers
         self.timeout_seconds = timeout_seconds
-        # Groups of a single worker are not numbered, so that the numbers of the others
-        # are the same on all workers.
-        self._prefix = f"tfdp/{next(_instances)}" if num_workers > 1 else "tfdp"
+        self._store = store
+        self._prefix = self.new_prefix()
         # Number of all-gathers that this worker has begun.
         self.num_calls = 0
-        self._prefixes = itertools.count()
-        self._last_call: str | None = None
         self.owner = forks.Owner()
         # Hooks of the failure detector, see `tfdp.communication.coordination.watch`:
         # check the worker that this one waits for, return a worker's progress, and
@@ -76,8 +63,12 @@ class WorkerGroup:
         self.progress_of: Callable[[int], WorkerProgress | None] = lambda rank: None
         self.guard: Callable[[], contextlib.AbstractContextManager]
         self.guard = contextlib.nullcontext
-        if rank == 0 and num_workers > 1:
-            forks.at_exit(self._wait_for_readers)
+
+    @property
+    def store(self) -> Store:
+        """`Store` of the job; only of a group of several workers."""
+        assert self._store is not None
+        return self._store
 
     @property
     def is_chief(self) -> bool:
@@ -92,7 +83,7 @@ class WorkerGroup:
 
     def new_prefix(self) -> str:
         """Return a new key prefix; all workers must call this in the same order."""
-        return f"{self._prefix}/own{next(self._prefixes)}"
+        return "" if self._store is None else self._store.new_prefix()
 
     def all_gather(
         self,
@@ -124,21 +115,13 @@ class WorkerGroup:
         self.owner.check(topic)
         limit = timeout_seconds or self.timeout_seconds
         message = json.dumps({"topic": topic, "value": value})
-        wait = functools.partial(self._wait, topic=topic, check=check)
         with progress.all_gathering(topic), self.guard():
             call = f"{self._prefix}/{self.num_calls}"
+            gathering = self.store.gather(call, message)
             self.num_calls += 1
-            exchange = (
-                self._exchange_with_chief if self.rank else self._collect_and_publish
-            )
-            try:
-                answer = exchange(call, message, limit, wait)
-            except ValueError:  # raised by `check`
-                self.num_calls -= 1
-                _compat.delete_key_value(f"{call}/{self.rank}")
-                raise
+            texts = self._wait(gathering, limit, topic, check)
             progress.texts_gathered()
-            return self._values(topic, json.loads(answer))
+            return self._values(topic, texts)
 
     def all_equal(self, topic: str, value: Any) -> bool:
         """Return whether the values of all workers are equal.
@@ -165,7 +148,7 @@ class WorkerGroup:
         Worker 0 hosts the store, and must not end before the others have read its
         answer.
         """
-        with contextlib.suppress(TimeoutError, RuntimeError, tf.errors.OpError):
+        with contextlib.suppress(TimeoutError, RuntimeError, HostLost):
             self.all_gather("an error", timeout_seconds=_LEAVE_SECONDS)
 
     def error(self, text: str) -> ValueError:
@@ -177,121 +160,70 @@ class WorkerGroup:
         self.leave()
         return ValueError(text)
 
-    def _exchange_with_chief(
-        self, call: str, message: str, limit: float | None, wait: _Wait
-    ) -> str:
-        """Send this worker's message to worker 0, and wait for its answer.
-
-        Args:
-            call: String, key prefix of this all-gather.
-            message: String, JSON of this worker's topic and value.
-            limit: Float or `None`, longest wait in seconds.
-            wait: Callable, see `_Wait`.
-
-        Returns:
-            String, JSON of a list of all messages, `None` for a missing one.
-        """
-        _compat.set_key_value(f"{call}/{self.rank}", message)
-        answer = wait(f"{call}/all", 0, limit and limit + _ANSWER_SECONDS)
-        # Worker 0 may end, and the store with it, before this write is confirmed.
-        with contextlib.suppress(tf.errors.OpError):
-            _compat.set_key_value(f"{call}/seen/{self.rank}", "")
-        return answer
-
-    def _collect_and_publish(
-        self, call: str, message: str, limit: float | None, wait: _Wait
-    ) -> str:
-        """Collect and publish all messages on worker 0: 2 N messages, not N * N.
-
-        Arguments and result are those of `_exchange_with_chief`.
-        """
-        messages: list[str | None] = [message]
-        for rank in range(1, self.num_workers):
-            try:
-                messages.append(wait(f"{call}/{rank}", rank, limit))
-            except TimeoutError:
-                messages.append(None)
-                limit = 0.001  # only to find which others are missing
-        if self._last_call is not None:
-            # Every worker has sent its message of this call, and so has read the answer
-            # of the call before.
-            _compat.delete_key_value(self._last_call)
-        answer = json.dumps(messages)
-        _compat.set_key_value(f"{call}/all", answer)
-        self._last_call = call
-        return answer
-
-    def _wait_for_readers(self) -> None:
-        """Wait until the others have read the last answer, before the store ends."""
-        if self._last_call is None:
-            return
-        end = time.monotonic() + _READING_SECONDS
-        # The wait for a lost worker ends with an error, which does not matter at exit.
-        with contextlib.suppress(Exception):
-            for rank in range(1, self.num_workers):
-                left = max(end - time.monotonic(), 0.01)
-                self._wait(f"{self._last_call}/seen/{rank}", rank, left, "the end")
-
     def _wait(
         self,
-        key: str,
-        rank: int,
+        gathering: Gathering,
         limit: float | None,
         topic: str,
-        check: Callable[[int], None] = lambda rank: None,
-    ) -> str:
-        """Wait for a key's value, with a warning and checks of its worker.
+        check: Callable[[int], None],
+    ) -> list[str]:
+        """Wait for the texts of all workers, with warnings and checks of missing ones.
 
         Args:
-            key: String, key of the store.
-            rank: Int, the worker that sets the key.
+            gathering: `Gathering`, in which this worker has sent its own text.
             limit: Float or `None`, longest wait in seconds.
             topic: String, subject of the values, for messages.
             check: Callable, as for `all_gather`.
 
         Returns:
-            String, the value.
+            List of strings, by rank.
 
         Raises:
-            TimeoutError: If the key is not set in time.
+            TimeoutError: If a text does not arrive in time.
         """
         begin = clock.now()
         while True:
             waited = clock.now() - begin
-            if limit is not None and waited >= limit:
-                self.check(rank, True, topic)
-                raise TimeoutError(self._timeout_message(topic, [rank], limit))
-            if waited >= _WARN_AFTER_SECONDS:
-                user_code.warn(
-                    f"Waiting for worker {rank} at {topic!r} for "
-                    f"{_WARN_AFTER_SECONDS:.0f} s. Every worker has to run the "
-                    "same calls of Keras and tfdp.",
-                    once_for=self,
-                    topic=key,
-                )
-            # Few long waits, since TensorFlow keeps each one until the key exists.
             step = min(_CHECK_SECONDS + waited / 5, _LONGEST_CHECK_SECONDS)
             left = step if limit is None else limit - waited
+            texts = gathering.texts(max(min(step, left), 0.01))
+            if texts is not None:
+                return texts
+            missing = [rank for rank in gathering.missing() if rank != self.rank]
+            is_over = limit is not None and clock.now() - begin >= limit
+            for rank in missing:
+                self.check(rank, is_over, topic)
+            if is_over and missing:
+                raise TimeoutError(self._timeout_message(topic, missing, limit))
+            if waited >= _WARN_AFTER_SECONDS and missing:
+                self._warn_of_wait(gathering.key, missing, topic)
             try:
-                return _compat.get_key_value(key, min(step, left))
-            except tf.errors.DeadlineExceededError:
-                self.check(rank, False, topic)
-                check(rank)
+                for rank in missing:
+                    check(rank)
+            except ValueError:
+                # If all texts have arrived meanwhile, the others go by them.
+                if gathering.withdraw():
+                    self.num_calls -= 1
+                    raise
 
-    def _values(self, topic: str, messages: list[str | None]) -> list[Any]:
-        """Return the values of an answer, after checking that all topics are equal.
+    def _warn_of_wait(self, key: str, ranks: list[int], topic: str) -> None:
+        """Warn once for a call of the workers that this one waits for."""
+        names = ", ".join(f"worker {rank}" for rank in ranks)
+        user_code.warn(
+            f"Waiting for {names} at {topic!r} for {_WARN_AFTER_SECONDS:.0f} s. Every "
+            "worker has to run the same calls of Keras and tfdp.",
+            once_for=self,
+            topic=key,
+        )
+
+    def _values(self, topic: str, texts: list[str]) -> list[Any]:
+        """Return the values of all workers, after checking that all topics are equal.
 
         Args:
             topic: String, subject of the values, for messages.
-            messages: List of strings, JSON of a topic and a value, by rank; `None` for
-                a missing one.
+            texts: List of strings, JSON of a topic and a value, by rank.
         """
-        missing = [rank for rank, text in enumerate(messages) if text is None]
-        if missing:
-            raise TimeoutError(
-                self._timeout_message(topic, missing, self.timeout_seconds)
-            )
-        parsed = [json.loads(text) for text in messages if text is not None]
+        parsed = [json.loads(text) for text in texts]
         topics = [entry["topic"] for entry in parsed]
         if len(set(topics)) > 1:
             at = ", ".join(f"worker {r} at {t!r}" for r, t in enumerate(topics))
@@ -338,6 +270,7 @@ class Mailbox:
     def __init__(self, worker_group: WorkerGroup) -> None:
         self.rank = worker_group.rank
         self.num_workers = worker_group.num_workers
+        self._worker_group = worker_group
         self._prefix = worker_group.new_prefix()
 
     def send(self, number: int, text: str) -> None:
@@ -347,7 +280,7 @@ class Mailbox:
             number: Int, unique for each text of this worker.
             text: String, the text.
         """
-        _compat.set_key_value(f"{self._prefix}/{number}/{self.rank}", text)
+        self._worker_group.store.put(f"{self._prefix}/{number}/{self.rank}", text)
 
     def receive(self, number: int, rank: int, timeout_seconds: float) -> str | None:
         """Receive a text of another worker.
@@ -362,10 +295,10 @@ class Mailbox:
         """
         key = f"{self._prefix}/{number}/{rank}"
         try:
-            text = _compat.get_key_value(key, timeout_seconds)
-        except tf.errors.DeadlineExceededError:
+            text = self._worker_group.store.get(key, timeout_seconds)
+        except TimeoutError:
             return None
-        _compat.delete_key_value(key)
+        self._worker_group.store.delete(key)
         return text
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import json
 import os
 import secrets
@@ -12,7 +11,12 @@ import socket
 import psutil
 
 from tfdp.communication.cluster.address import ip_address, is_local_name
-from tfdp.communication.cluster.own_addresses import network_of_host
+from tfdp.communication.cluster.own_addresses import (
+    is_loopback,
+    is_own,
+    network_of_host,
+    parse_address,
+)
 from tfdp.communication.transport.communicator import TransportError
 
 
@@ -97,44 +101,6 @@ def listening_address(host: str, interface: str | None) -> str:
     return _external_address(host, local[0])
 
 
-def is_own(address: str) -> bool:
-    """Whether an address belongs to this host.
-
-    Args:
-        address: String, an IPv4 or IPv6 address.
-
-    Returns:
-        Bool.
-    """
-    if _parse(address).is_unspecified:  # means all addresses, not one of them
-        return False
-    try:
-        with socket.socket(family_of(address), socket.SOCK_STREAM) as probe:
-            probe.bind(socket_address(address, 0))
-    except OSError:
-        return False
-    return True
-
-
-def family_of(address: str) -> socket.AddressFamily:
-    """Return the socket family of an IPv4 or IPv6 address."""
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def socket_address(address: str, port: int) -> tuple:
-    """Return the argument of `socket.bind` and `connect`, with a link-local scope.
-
-    Args:
-        address: String, an IPv4 or IPv6 address.
-        port: Int, the port.
-    """
-    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-    found = socket.getaddrinfo(
-        address, port, family_of(address), socket.SOCK_STREAM, flags=flags
-    )
-    return found[0][4]
-
-
 def own_addresses() -> dict[str, list[str]]:
     """Return the IPv4 and IPv6 addresses of each interface that is up.
 
@@ -159,17 +125,7 @@ def own_addresses() -> dict[str, list[str]]:
 
 def _preference(address: str) -> tuple[bool, bool]:
     """Return a sort key: IPv4 before IPv6, and link-local addresses last."""
-    return _parse(address).is_link_local, ":" in address
-
-
-def _parse(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Parse an IP address without its scope."""
-    return ipaddress.ip_address(address.partition("%")[0])
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an IPv4 or IPv6 address is reachable only from this host."""
-    return _parse(address).is_loopback
+    return parse_address(address).is_link_local, ":" in address
 
 
 def _address_of_interface(interface: str) -> str:

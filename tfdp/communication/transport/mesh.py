@@ -22,6 +22,11 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from tfdp.communication.cluster.limits import lack_of_files
+from tfdp.communication.cluster.own_addresses import (
+    family_of,
+    is_loopback,
+    socket_address,
+)
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.communication.connection.handshake import (
     Authenticated,
@@ -32,10 +37,7 @@ from tfdp.communication.connection.handshake import (
 )
 from tfdp.communication.transport.addresses import (
     Addresses,
-    family_of,
-    is_loopback,
     listening_address,
-    socket_address,
     this_machine,
 )
 from tfdp.communication.transport.communicator import (

@@ -15,6 +15,7 @@ from ray.train import DataConfig, RunConfig, ScalingConfig
 from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
+from tfdp.communication.connection.secret import new_secret
 from tfdp.features.tracking.watch import watch_as_rank
 
 # Environment variable by which TensorFlow uses Keras 2.
@@ -94,9 +95,12 @@ class _KerasBackend(Backend):
         """Set `TF_CONFIG` on all workers, by their addresses and ranks."""
         del backend_config
         addresses = worker_group.execute(_own_address)
+        secret = new_secret()
         ray.get(
             [
-                worker_group.execute_single_async(rank, _set_up, addresses, rank)
+                worker_group.execute_single_async(
+                    rank, _set_up, addresses, rank, secret
+                )
                 for rank in range(len(worker_group))
             ]
         )
@@ -109,12 +113,13 @@ def _own_address() -> str:
         return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
 
-def _set_up(addresses: list[str], rank: int) -> None:
+def _set_up(addresses: list[str], rank: int, secret: str) -> None:
     """Set `TF_CONFIG` of this worker, and have only the first worker log to trackers.
 
     Args:
         addresses: List of strings, `"host:port"` of all workers, by rank.
         rank: Int, rank of this worker.
+        secret: String, the secret of the job.
 
     Raises:
         RuntimeError: If Keras 2 is loaded in this process.
@@ -130,6 +135,7 @@ def _set_up(addresses: list[str], rank: int) -> None:
         {
             "cluster": {"worker": addresses},
             "task": {"type": "worker", "index": rank},
+            "tfdp": {"secret": secret},
         }
     )
     watch_as_rank(rank)

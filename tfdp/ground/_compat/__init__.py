@@ -6,7 +6,7 @@ replaced functions, `tfdp.training.keras_hooks.install`. Other packages write
 
     patches          machinery that replaces functions of Keras and TensorFlow
     owners           the classes and modules whose functions are replaced
-    runtime          devices, coordination service, collectives of a process
+    runtime          devices, server, collectives of a process
     programs         operations of a traced step, rebuilt on each replica
     graphs           operations of a graph under construction
     seeds            global seeds and random states

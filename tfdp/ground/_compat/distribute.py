@@ -15,9 +15,11 @@ from tensorflow.python.distribute import (
     collective_all_reduce_strategy,
     collective_util,
     cross_device_ops,
+    cross_device_utils,
     distribute_lib,
     distribute_utils,
     mirrored_strategy,
+    multi_worker_util,
     values,
 )
 from tensorflow.python.ops import resource_variable_ops
@@ -74,6 +76,51 @@ def without_tf_config() -> Iterator[None]:
 def set_cluster_resolver(strategy: Any, resolver: Any) -> None:
     """Set the `cluster_resolver` of a strategy of one process."""
     strategy.extended._cluster_resolver = resolver
+
+
+def initialize_worker(
+    extended: Any,
+    resolver: Any,
+    devices: tuple[str, ...],
+    host: str,
+    rank: int,
+    num_workers: int,
+) -> None:
+    """Initialize the stock extended class of one of several workers.
+
+    The stock method also starts a server and a thread that checks the other workers.
+
+    Args:
+        extended: `MultiWorkerExtended`.
+        resolver: The strategy's `cluster_resolver`.
+        devices: Tuple of strings, full names of the local devices.
+        host: String, full name of the CPU of this worker.
+        rank: Int, rank of this worker.
+        num_workers: Int, number of workers.
+    """
+    extended._cluster_spec = multi_worker_util.normalize_cluster_spec(
+        resolver.cluster_spec()
+    )
+    extended._task_type, extended._task_id = resolver.task_type, resolver.task_id
+    extended._id_in_cluster, extended._num_workers = rank, num_workers
+    extended._is_chief = rank == 0
+    extended._worker_device = host
+    extended._collective_keys = cross_device_utils.CollectiveKeys(
+        group_key_start=1 + extended._collective_key_base
+    )
+    extended._cross_device_ops, extended._host_cross_device_ops = (
+        CollectiveAllReduce(
+            devices=of,
+            group_size=len(of) * num_workers,
+            options=extended._communication_options,
+            collective_keys=extended._collective_keys,
+        )
+        for of in (devices, [host])
+    )
+    extended._initialize_single_worker(devices)
+    extended._num_devices_per_worker = len(devices)
+    extended._local_device_type = tf.DeviceSpec.from_string(devices[0]).device_type
+    extended._rpc_layer = resolver.rpc_layer
 
 
 def stock_initial_value(

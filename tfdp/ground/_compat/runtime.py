@@ -1,4 +1,4 @@
-"""TensorFlow's runtime: devices, coordination service, collectives, profiles."""
+"""TensorFlow's runtime: devices, server, collectives, profiles."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import threading
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute import (
-    collective_all_reduce_strategy,
-)
+from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.python.distribute import device_util, multi_worker_util
 from tensorflow.python.eager import context
 from tensorflow.python.framework import (
     ops,
@@ -50,6 +49,11 @@ def own_task() -> str:
     return f"/job:{server.job_name}/task:{server.task_index}" if server else ""
 
 
+def canonical_device(device: str) -> str:
+    """Return the full name of a device of this process."""
+    return device_util.canonicalize(device)
+
+
 def device_type(device: str) -> str:
     """Return the type of a device: `"CPU"` or `"GPU"`."""
     return tf.DeviceSpec.from_string(device).device_type or "CPU"
@@ -63,47 +67,33 @@ def plain_variable(value: Any, dtype: tf.DType, device: str, shape: Any = None) 
         )
 
 
-def configure_coordination_service(**config: Any) -> None:
-    """Set up the coordination service, with limits that stock strategies leave out."""
-    context.context().configure_coordination_service(**config)
+def start_server(jobs: dict[str, list[str]], job: str, index: int) -> None:
+    """Start TensorFlow's server, by which its collectives reach other workers.
 
-
-def coordinated_jobs(num_tasks: dict[str, int]) -> list:
-    """Return the jobs whose tasks the coordination service expects.
+    The coordination service, which stock strategies configure, is left out: it would
+    join in native code while it holds the GIL, and install a handler of SIGTERM.
+    Checked on TensorFlow 2.21.
 
     Args:
-        num_tasks: Dict from the name of a job, such as `"worker"`, to its tasks.
+        jobs: Dict from the name of a job, such as `"worker"`, to its addresses.
+        job: String, the job of this process.
+        index: Int, the index of this process in its job.
     """
-    return [
-        collective_all_reduce_strategy.coordination_config_pb2.CoordinatedJob(
-            name=name, num_tasks=count
+    spec, own = tf.train.ClusterSpec(jobs), context.context()
+    own.configure_collective_ops(
+        collective_leader=multi_worker_util.collective_leader(spec, job, index),
+        device_filters=(f"/job:{job}/task:{index}",),
+    )
+    own.enable_collective_ops(
+        tensorflow_server_pb2.ServerDef(
+            cluster=spec.as_cluster_def(),
+            default_session_config=own.config,
+            job_name=job,
+            task_index=index,
+            protocol="grpc",
         )
-        for name, count in num_tasks.items()
-    ]
-
-
-# The key under which TensorFlow's handler of SIGTERM publishes the preempted task.
-PREEMPTED_TASK_KEY = "TF_DEFAULT_PREEMPTION_NOTICE_KEY"
-
-
-def set_key_value(key: str, value: str) -> None:
-    """Publish a value in the cluster's coordination service."""
-    context.context().set_config_key_value(key, value)
-
-
-def get_key_value(key: str, timeout_seconds: float) -> str:
-    """Wait for a value in the cluster's coordination service.
-
-    Raises:
-        tf.errors.DeadlineExceededError: If the key is not published in time.
-    """
-    milliseconds = max(1, int(timeout_seconds * 1000))
-    return context.context().get_config_key_value(key, milliseconds)
-
-
-def delete_key_value(key: str) -> None:
-    """Remove a key, or all keys below it, from the coordination service."""
-    context.context().delete_config_key_value(key)
+    )
+    own.ensure_initialized()
 
 
 def abort_collectives(text: str) -> None:

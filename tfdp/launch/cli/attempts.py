@@ -263,6 +263,7 @@ class NodeAttempts(Attempts):
             Cluster(
                 workers,
                 task_index=self._first_rank + i,
+                secret=self._others.worker_secret,
                 **self._settings.cluster_options,
             )
             for i in range(self._settings.num_workers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from tfdp.communication.cluster import (
 )
 from tfdp.communication.cluster.mpi_start import current_job
 from tfdp.communication.cluster.spec import SOURCES
+from tfdp.communication.store import Admission
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import version_of
 from tfdp.launch.cli import parameter_types as types
@@ -36,11 +38,10 @@ _STEPS, _TIMEOUT_SECONDS = 60, 120.0
 # Longest wait for the other processes of an MPI job.
 _MPI_SECONDS = 60.0
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
-_TRUST = (
-    "TensorFlow's server listens on all interfaces, also when the cluster names "
-    "only localhost, and runs any graph that it receives. It does not authenticate "
-    "clients: train on a trusted network only. Close the workers' ports to all other "
-    "hosts by a firewall, a NetworkPolicy of Kubernetes, or a network namespace."
+_SERVER = (
+    'With GPUs or backend="ring", TensorFlow\'s server listens on a free port of all '
+    "interfaces and runs any graph that it receives: let only the workers reach it, by "
+    "a firewall, a NetworkPolicy of Kubernetes, or a network namespace."
 )
 
 
@@ -129,8 +130,10 @@ def _show_set_up() -> None:
     if tensorflow:
         _show_devices(console, tensorflow)
     _show_cluster(console, cluster, devices)
-    _title(console, "Warning", style="bold yellow")
-    console.print(f"  {_TRUST}")
+    if cluster is not None and cluster.num_workers > 1:
+        _title(console, "Network")
+        for line in _describe_network(cluster):
+            console.print(f"  {line}")
     if tensorflow is None:
         raise click.exceptions.Exit(1)
 
@@ -208,7 +211,7 @@ def _describe_nccl(tf: Any, num_gpus: int) -> str:
         if num_gpus:
             return f"available: built with CUDA {cuda}, {pluralize(num_gpus, 'GPU')}"
         why = f"is built with CUDA {cuda}, but sees no GPU"
-    return f"not available: this TensorFlow {why}; all-reduce uses TensorFlow's ring"
+    return f"not available: this TensorFlow {why}"
 
 
 def _show_cluster(
@@ -246,6 +249,25 @@ def _show_cluster(
     console.print(draw_topology(cluster, devices, states(cluster), topology))
     if (warning := describe_unevenness(topology)) is not None:
         console.print(f"  {warning}")
+
+
+def _describe_network(cluster: Cluster) -> Iterator[str]:
+    """Yield lines that say what a worker of a cluster listens on, and for whom."""
+    with usage_errors(ValueError):
+        admission = Admission.of(cluster)
+    who = (
+        "processes that know the workers' addresses: no secret is set, see SECURITY.md"
+    )
+    if admission.is_local:
+        who = "processes of this user"
+    elif admission.is_safe:
+        who = "processes with the job's secret"
+    yield f"each worker listens on its port; worker 0 serves the job's store to {who}"
+    yield (
+        "between CPUs, a further port that the system chooses and a Unix socket carry "
+        "the data, for processes with a secret from the store"
+    )
+    yield _SERVER
 
 
 def _source() -> str:

@@ -13,6 +13,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import tfdp
+from tfdp.communication.connection.secret import (
+    VARIABLE,
+    derive_secret,
+    line_to_paste,
+    new_secret,
+    read_secret,
+)
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli.launch import RunSettings
 from tfdp.launch.cli.node_options import NodeOptions
@@ -24,12 +31,6 @@ from tfdp.launch.rendezvous.failure import NODE_LOST, RendezvousError
 from tfdp.launch.rendezvous.member import Member
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import Hello
-from tfdp.launch.rendezvous.secret import (
-    VARIABLE,
-    line_to_paste,
-    new_secret,
-    read_secret,
-)
 from tfdp.launch.rendezvous.server import Server
 
 
@@ -38,16 +39,19 @@ class OtherNodes(Member):
 
     Args:
         screen: `Screen` that shows notices of node 0.
-        **connection: Arguments of `Member`.
+        secret: String, the job's secret.
+        **connection: Further arguments of `Member`.
 
     Attributes:
+        worker_secret: String, the secret of the job's workers.
         attempt: Int, number of the running attempt, or 0 before the first.
         has_left: Bool, whether this node has left the job because of a signal or a
             timeout.
     """
 
-    def __init__(self, screen: Screen, **connection: Any) -> None:
-        super().__init__(**connection)
+    def __init__(self, screen: Screen, secret: str, **connection: Any) -> None:
+        super().__init__(secret=secret, **connection)
+        self.worker_secret = derive_secret(secret, "workers")
         self.attempt = 0
         self.has_left = False
         self._screen = screen

@@ -11,12 +11,12 @@ import click
 
 import tfdp
 from tfdp.communication.cluster import free_ports
+from tfdp.communication.connection.secret import new_secret
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.launch import AutoCount, RunSettings
 from tfdp.launch.cli.node_options import NodeOptions, RendezvousAddress
 from tfdp.launch.cli.ssh import address_of
-from tfdp.launch.rendezvous.secret import new_secret
 
 # Heartbeat line, and the interval of heartbeats.
 BEAT = b".\n"

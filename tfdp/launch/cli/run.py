@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from tfdp.communication.cluster.gpus import visible_gpus
+from tfdp.communication.connection.secret import SecretError
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.cli import parameter_types as types
@@ -264,7 +265,7 @@ def _run_as_node(
         return logs
 
     with (
-        usage_errors(RendezvousError),
+        usage_errors(RendezvousError, SecretError),
         join_nodes(where, settings, secret, screen) as others,
     ):
         return NodeAttempts(context, settings, others, logs_of_node).run()

@@ -18,6 +18,7 @@ import click
 
 from tfdp.communication.cluster import Cluster, free_ports, split_address
 from tfdp.communication.cluster.islands import Island
+from tfdp.communication.connection.secret import VARIABLE, new_secret, read_secret
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.island_options import IslandOptions
@@ -27,7 +28,6 @@ from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.worker import Worker, open_logs, shell_code
 from tfdp.launch.rendezvous.address import listen
 from tfdp.launch.rendezvous.failure import RendezvousError
-from tfdp.launch.rendezvous.secret import VARIABLE, new_secret, read_secret
 
 if TYPE_CHECKING:
     from tfdp.features.islands.hub import Hub
@@ -61,7 +61,7 @@ def run_islands(
     """
     count, total = settings.num_workers, options.total or settings.num_workers
     screen = context.screen
-    with usage_errors(RendezvousError):
+    with usage_errors():
         secret = read_secret()
     if secret is None and options.hub is not None:
         raise click.UsageError(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 from rich.tree import Tree
 
-from tfdp.communication.cluster import Cluster, check_port_free, unreachable_workers
+from tfdp.communication.cluster import Cluster, listen, unreachable_workers
 from tfdp.ground.plans.topology import Topology
 from tfdp.ground.text import pluralize
 
@@ -38,7 +38,8 @@ def _own_port_state(cluster: Cluster) -> str:
     """Describe whether this worker's port is free."""
     assert cluster.address is not None
     try:
-        check_port_free(cluster.address)
+        for sock in listen(cluster.address):
+            sock.close()
     except ValueError:
         return "port taken: by its own training if that runs, else by another process"
     return "port free"

@@ -4,7 +4,6 @@ Node 0 listens; the launcher of each node, node 0 included, connects to it by TC
 clocks of the nodes may differ. No module here imports TensorFlow, and messages of peers
 that lack the job's secret are rejected. Reading order:
     failure: failures of workers and nodes, and the errors of a rendezvous
-    secret: the job's secret, read from a file or generated for one job
     channel: authenticated lines of JSON over a connection, and heartbeats
     address: the address at which node 0 listens, and whether it is this machine's
     roster: the description of a node, and what must agree on all nodes; the connected

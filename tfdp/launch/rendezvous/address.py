@@ -8,7 +8,7 @@ import os
 import socket
 
 from tfdp.communication.cluster.address import is_local_name
-from tfdp.communication.transport.addresses import is_own
+from tfdp.communication.cluster.own_addresses import is_own
 from tfdp.launch.rendezvous.failure import RendezvousError
 
 # Connections that may wait to be accepted.

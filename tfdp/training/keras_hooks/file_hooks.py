@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdp.communication.coordination.join import num_joined_workers
 from tfdp.ground import _compat
 from tfdp.ground.base.context import num_replicas_of, strategy_of
 from tfdp.training.keras_hooks.file_view import loss_scaling_of, sharded_tensors
@@ -100,8 +101,7 @@ def save_tensors(
     original: Callable, saver: Any, file_prefix: Any, options: Any = None
 ) -> Any:
     """Write a TensorFlow checkpoint, atomically if there are several workers."""
-    is_one_of_several = bool(_compat.own_task())
-    if not is_one_of_several or not tf.executing_eagerly():
+    if num_joined_workers() == 1 or not tf.executing_eagerly():
         return original(saver, file_prefix, options)
     prefix = tf.compat.as_str(tf.convert_to_tensor(file_prefix).numpy())
     return save_checkpoint_atomically(

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.communication.collectives import end_failed_call
+from tfdp.communication.coordination.worker_group import latest_group
 from tfdp.ground import _compat
 from tfdp.ground.base import program_trace, stand_in_seed
 from tfdp.training.parameters.gathers import backward_pass, marked_backward_pass
@@ -83,11 +84,10 @@ def cache(
 
     TensorFlow locks a cache file, so that a second worker would fail.
     """
-    task = _compat.own_task()
-    if filename and task and isinstance(filename, (str, os.PathLike)):
-        # "/job:worker/task:1" gives "worker1".
-        suffix = task.removeprefix("/job:").replace("/task:", "")
-        filename = f"{os.fspath(filename)}.{suffix}"
+    group = latest_group()
+    is_path = isinstance(filename, (str, os.PathLike))
+    if filename and is_path and group is not None and group.num_workers > 1:
+        filename = f"{os.fspath(filename)}.worker{group.rank}"
     return original(dataset, filename, name)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
@@ -18,16 +19,15 @@ import tensorflow as tf
 from tfdp.communication.cluster.devices import resolve_devices
 from tfdp.communication.collectives import (
     LaunchOrder,
+    Member,
     ProcessGroup,
+    align_group_keys,
     device_positions,
     timing,
 )
 from tfdp.communication.coordination.checks import agreed_topology, check_same_setup
-from tfdp.communication.coordination.join import (
-    Worker,
-    has_joined,
-    joining,
-)
+from tfdp.communication.coordination.join import Worker
+from tfdp.communication.coordination.tensorflow_server import start_server
 from tfdp.communication.coordination.watch import Watchdog, watch, watch_data
 from tfdp.communication.coordination.worker_group import WorkerGroup, remember_group
 from tfdp.ground import _compat
@@ -319,21 +319,27 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self.options = options
         self.worker = worker
         self.new_variables = NewVariables()
-        self._std_server_started = has_joined(worker)
-        with joining(worker):
-            super().__init__(
-                container_strategy,
-                cluster_resolver=worker.resolver,
-                communication_options=_compat.StockOptions(),
-            )
-        self.worker_group = remember_group(
-            WorkerGroup(worker.rank, worker.num_workers, worker.timeout_seconds)
-        )
         self._watchdog: Watchdog | None = None
-        if worker.cluster is not None:
-            addresses = worker.cluster.workers
-            self._watchdog = watch(self.worker_group, addresses, worker.timeout_seconds)
+        membership = worker.membership
+        self.worker_group = remember_group(
+            WorkerGroup(
+                worker.rank,
+                worker.num_workers,
+                worker.timeout_seconds,
+                None if membership is None else membership.store,
+            )
+        )
+        if membership is not None:
+            self._watchdog = watch(
+                self.worker_group, membership, worker.timeout_seconds
+            )
             watch_transports(self._watchdog)
+            start_server(membership.cluster, self.worker_group, options)
+        super().__init__(
+            container_strategy,
+            cluster_resolver=worker.resolver,
+            communication_options=_compat.StockOptions(),
+        )
         all_devices = check_same_setup(
             self.worker_group,
             self.worker_devices,
@@ -342,6 +348,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         )
         if worker.rebalances:
             self.balance = LoadBalancer(worker.num_workers, len(self.worker_devices))
+        align_group_keys(functools.partial(self.worker_group.all_gather, "group keys"))
         hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
         self._set_up_communication(worker.rank, hosts, all_devices)
 
@@ -352,11 +359,17 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         return self._watchdog.translate_errors()
 
     def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
-        """Start no server without a cluster; the stock method does for one worker."""
+        """Set up the local devices; the stock method also starts a server."""
         if self.worker.cluster is None:
             self._initialize_local(cluster_resolver, devices=devices)
-        else:
-            super()._initialize_strategy(cluster_resolver, devices)
+            return
+        task = _compat.own_task()
+        local, _ = self._initialize_local_devices(cluster_resolver, task)
+        host = _compat.canonical_device(f"{task}/device:CPU:0")
+        worker = self.worker
+        _compat.initialize_worker(
+            self, cluster_resolver, local, host, worker.rank, worker.num_workers
+        )
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
@@ -372,16 +385,22 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     ) -> Any:
         """Leave out the broadcast of each variable; a later one covers all of them.
 
-        Variables that a `tf.function` creates are initialized after tracing, so they
-        keep TensorFlow's own broadcast.
+        Variables that a `tf.function` creates are initialized after tracing, so each is
+        broadcast there.
         """
-        if tf.executing_eagerly() and self.worker.num_workers > 1:
-            return _compat.stock_initial_value(
-                self, replica_id, device, primary_var, **kwargs
-            )
-        return super()._get_variable_creator_initial_value(
-            replica_id=replica_id, device=device, primary_var=primary_var, **kwargs
+        initial_value = _compat.stock_initial_value(
+            self, replica_id, device, primary_var, **kwargs
         )
+        if tf.executing_eagerly() or self.worker.num_workers == 1 or replica_id:
+            return initial_value
+
+        def first_workers_value() -> tf.Tensor:
+            """Return the initial value of the first worker."""
+            value = initial_value() if callable(initial_value) else initial_value
+            own = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
+            return Member(self.host_group, 0).broadcast(own)
+
+        return first_workers_value
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         """Create a variable, and record it for the broadcast of initial values."""

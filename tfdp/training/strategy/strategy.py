@@ -195,8 +195,8 @@ class MirroredStrategy(_Strategy, tf.distribute.MirroredStrategy):
 class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredStrategy):
     """Strategy that trains on all devices of all workers of a cluster.
 
-    Create it before any other use of TensorFlow. Without a cluster it trains
-    on the devices of this machine.
+    With GPUs or `backend="ring"`, create it before any other use of TensorFlow.
+    Without a cluster it trains on the devices of this machine.
 
     Args:
         cluster_resolver: A `tf.distribute.cluster_resolver.ClusterResolver` or

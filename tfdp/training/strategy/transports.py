@@ -16,6 +16,7 @@ from tfdp.communication.collectives import (
 )
 from tfdp.communication.coordination.watch import Watchdog
 from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.communication.store import Store
 from tfdp.communication.transport import (
     Communicator,
     Connection,
@@ -34,9 +35,9 @@ from tfdp.ground.options import CommunicationOptions
 _DEFAULT_CONNECT_SECONDS = 300.0
 # The direct transport uses socket features of Linux.
 _HAS_DIRECT = sys.platform == "linux"
-# Meshes of this process, a worker of one cluster only. The key is the interfaces of all
+# Meshes of this process. The key is the store of the cluster and the interfaces of all
 # workers, because all must use the same meshes.
-_meshes: dict[tuple[str | None, ...], Mesh] = {}
+_meshes: dict[tuple[Store, tuple[str | None, ...]], Mesh] = {}
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
 
 
@@ -80,7 +81,9 @@ def new_transport(
 
 def watch_transports(watchdog: Watchdog) -> None:
     """Have a watchdog close the connections to all workers when one is lost."""
-    watchdog.closers = [close_transports]
+    if not watchdog.closers:
+        watchdog.closers = [close_transports]
+        watchdog.membership.leaving.append(close_transports)
     watchdog.reason_of_failure = reason_of_failure
 
 
@@ -201,33 +204,34 @@ def _mesh(
         host: String, this worker's host as the cluster names it.
         interfaces: Tuple of all workers' interfaces, strings or `None`, by rank.
     """
-    if interfaces not in _meshes:
-        # The key-value store is lost if the first worker exits.
+    key = worker_group.store, interfaces
+    if key not in _meshes:
+        # The store is lost if the first worker exits.
         with worker_group.guard():
-            _meshes[interfaces] = Mesh(
+            _meshes[key] = Mesh(
                 worker_group.rank,
                 worker_group.num_workers,
-                _Store(worker_group.new_prefix()),
+                _Store(worker_group),
                 host=host,
                 interface=options.interface,
                 timeout_seconds=options.timeout_seconds or _DEFAULT_CONNECT_SECONDS,
             )
-    return _meshes[interfaces]
+    return _meshes[key]
 
 
 class _Store:
-    """The coordination service's key-value store, a `transport.Store`.
+    """Keys of a mesh in the job's store, a `transport.Store`.
 
     Args:
-        prefix: String, the beginning of all keys.
+        worker_group: `WorkerGroup` between the workers.
     """
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+    def __init__(self, worker_group: WorkerGroup) -> None:
+        self._store, self._prefix = worker_group.store, worker_group.new_prefix()
 
     def put(self, key: str, text: str) -> None:
         """Set the text of a key."""
-        _compat.set_key_value(f"{self._prefix}/{key}", text)
+        self._store.put(f"{self._prefix}/{key}", text)
 
     def get(self, key: str, timeout_seconds: float) -> str:
         """Return the text of a key; wait until a worker has set it.
@@ -235,7 +239,4 @@ class _Store:
         Raises:
             TimeoutError: If no worker sets it within `timeout_seconds`.
         """
-        try:
-            return _compat.get_key_value(f"{self._prefix}/{key}", timeout_seconds)
-        except tf.errors.DeadlineExceededError:
-            raise TimeoutError(key) from None
+        return self._store.get(f"{self._prefix}/{key}", timeout_seconds)

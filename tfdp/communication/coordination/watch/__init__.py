@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 import sysconfig
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -25,7 +24,7 @@ from tfdp.communication.coordination.watch.errors import (
 )
 from tfdp.communication.coordination.watch.watchdog import Watchdog
 from tfdp.communication.coordination.worker_group import WorkerGroup
-from tfdp.ground import forks
+from tfdp.communication.store import Membership
 
 __all__ = [
     "COLLECTIVE_FAILED",
@@ -36,31 +35,32 @@ __all__ = [
     "watch_data",
 ]
 
-# At most one each, since a process is a worker of only one cluster.
+# At most one each, since a process is a worker of one cluster at a time.
 _watchdogs: list[Watchdog] = []
 _data_watchdogs: list[DataWatchdog] = []
 
 
 def watch(
-    worker_group: WorkerGroup, addresses: Sequence[str], limit_seconds: float | None
+    worker_group: WorkerGroup, membership: Membership, limit_seconds: float | None
 ) -> Watchdog:
-    """Start failure detection for the workers of a group, once per process.
+    """Start failure detection for the workers of a group, once for a membership.
 
     Args:
         worker_group: `WorkerGroup` between the workers.
-        addresses: Sequence of strings, `"host:port"` by rank.
+        membership: `Membership` of this process.
         limit_seconds: Float or `None`, time without a heartbeat after which a worker is
-            lost. Only the first call in a process sets it.
+            lost. Only the first call for a membership sets it.
 
     Returns:
         The `Watchdog` of this process.
     """
-    if not _watchdogs:
-        watchdog = Watchdog(worker_group, addresses, limit_seconds)
+    if not _watchdogs or _watchdogs[0].membership is not membership:
+        watchdog = Watchdog(membership, limit_seconds)
         watchdog.start()
-        forks.at_exit(watchdog.leave)
-        _watchdogs.append(watchdog)
-        _explain_uncaught(watchdog)
+        membership.leaving.append(watchdog.leave)
+        if not _watchdogs:
+            _explain_uncaught()
+        _watchdogs[:] = [watchdog]
     worker_group.check = _watchdogs[0].check
     worker_group.progress_of = _watchdogs[0].progress_of
     worker_group.guard = _watchdogs[0].translate_errors
@@ -79,7 +79,7 @@ def watch_data(limit_seconds: float) -> None:
         _data_watchdogs[0].start()
 
 
-def _explain_uncaught(watchdog: Watchdog) -> None:
+def _explain_uncaught() -> None:
     """Install an exception hook that names the lost worker below the traceback."""
     before = sys.excepthook
 
@@ -93,7 +93,7 @@ def _explain_uncaught(watchdog: Watchdog) -> None:
             print(f"tfdp: interrupted{where}", file=sys.stderr, flush=True)
             return
         before(kind, error, trace)
-        watchdog.explain_uncaught(error)
+        _watchdogs[0].explain_uncaught(error)
 
     sys.excepthook = show
 

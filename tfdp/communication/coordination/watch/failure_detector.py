@@ -10,10 +10,11 @@ from typing import Any
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.progress import WorkerProgress
 from tfdp.communication.coordination.watch.errors import SCRIPT_ENDED
+from tfdp.communication.store import beat_seconds
 from tfdp.ground.base.process_identity import ProcessIdentity
 
-# Time without a heartbeat after which a worker's port is probed.
-SUSPECT_SECONDS = 2.5
+# Number of missing heartbeats after which a worker's port is probed.
+_SUSPECT_BEATS = 2.5
 # Number of successive refused connections by which a worker's process has ended.
 _REFUSALS = 2
 
@@ -33,6 +34,7 @@ class WorkerStatus:
         accepted: Bool, whether its port accepted the last connection.
         process: `ProcessIdentity`, or `None` if unknown.
         evidence: String, the last probe's evidence that the process has ended.
+        is_disconnected: Bool, whether its connection to the store has ended.
     """
 
     last_heartbeat: float
@@ -44,6 +46,7 @@ class WorkerStatus:
     accepted: bool = True
     process: ProcessIdentity | None = None
     evidence: str = ""
+    is_disconnected: bool = False
 
 
 class FailureDetector:
@@ -52,11 +55,20 @@ class FailureDetector:
     Args:
         ranks: Sequence of int, the other workers.
         limit_seconds: Float, time without a heartbeat after which a worker is lost.
+        host: Int, rank of the worker that hosts the store. Defaults to 0.
+
+    Attributes:
+        beat_seconds: Float, time between two heartbeats of a worker.
     """
 
-    def __init__(self, ranks: Sequence[int], limit_seconds: float) -> None:
+    def __init__(
+        self, ranks: Sequence[int], limit_seconds: float, host: int = 0
+    ) -> None:
         now = clock.now()
         self.limit_seconds = limit_seconds
+        self.beat_seconds = beat_seconds(len(ranks) + 1)
+        self._host = host
+        self._answered_at = now
         self._status = {rank: WorkerStatus(now) for rank in ranks}
         self._lock = threading.Lock()
 
@@ -110,15 +122,39 @@ class FailureDetector:
         with self._lock:
             return dataclasses.replace(self._status[rank])
 
-    def suspects(self) -> list[int]:
-        """Return the ranks without a recent heartbeat."""
+    def record_answer(self, dated: set[int]) -> None:
+        """Record that the store has answered a heartbeat of this worker.
+
+        Args:
+            dated: Set of ints, the ranks whose last heartbeat has an age in the answer.
+                Those of all others are recent.
+        """
         now = clock.now()
+        with self._lock:
+            self._answered_at = now
+            for rank, status in self._status.items():
+                if rank not in dated and not status.is_disconnected:
+                    status.last_heartbeat = now
+
+    def suspects(self) -> list[int]:
+        """Return the ranks without a recent heartbeat, or without a connection.
+
+        While the store does not answer, only its host is one.
+        """
+        now = clock.now()
+        oldest = now - _SUSPECT_BEATS * self.beat_seconds
         with self._lock:
             return [
                 rank
                 for rank, status in self._status.items()
-                if now - status.last_heartbeat > SUSPECT_SECONDS
+                if (status.is_disconnected and not status.has_left)
+                or (status.last_heartbeat < oldest and self._knows(rank))
             ]
+
+    def _knows(self, rank: int) -> bool:
+        """Return whether this worker knows how old a worker's last heartbeat is."""
+        oldest = clock.now() - _SUSPECT_BEATS * self.beat_seconds
+        return rank == self._host or self._answered_at > oldest
 
     def ranks(self) -> list[int]:
         """Return the ranks of the other workers."""
@@ -134,7 +170,8 @@ class FailureDetector:
             return ""
         if status.refusals >= _REFUSALS:
             return self.cause_of_exit(rank)
-        if clock.now() - status.last_heartbeat < self.limit_seconds:
+        is_recent = clock.now() - status.last_heartbeat < self.limit_seconds
+        if is_recent or not self._knows(rank):
             return ""
         return self.cause_of_timeout(rank)
 

@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 # `ThreadPoolExecutor` is imported here, because the interpreter may be shutting down at
 # its first use.
@@ -30,7 +30,8 @@ from tfdp.communication.coordination.watch.errors import (
 )
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat
-from tfdp.communication.coordination.worker_group import NO_CALL, WorkerGroup
+from tfdp.communication.coordination.worker_group import NO_CALL
+from tfdp.communication.store import HostLost, Membership
 from tfdp.ground import _compat, user_code
 from tfdp.ground.forks import Owner
 
@@ -52,8 +53,9 @@ _SAME_CALLS = "every worker has to make the same calls on the same model"
 # Longest wait until the end of this worker's script is published, a little more than
 # one interval of heartbeats.
 _LEAVE_SECONDS = 1.2
-# Errors that TensorFlow raises if another worker is lost.
+# Errors that the store and TensorFlow raise if another worker is lost.
 _ERRORS_OF_OTHERS = (
+    HostLost,
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
@@ -66,36 +68,43 @@ _ERRORS_OF_OTHERS = (
 class Watchdog(threading.Thread):
     """Thread that detects a lost worker, and ends this worker with an error about it.
 
-    Worker 0 watches all others, and these watch worker 0. Waiting collectives are
-    aborted with an error; a process whose main thread hangs is ended with exit code 69.
+    Each worker watches all others. Waiting collectives are aborted with an error; a
+    process whose main thread hangs is ended with exit code 69.
 
     Args:
-        worker_group: `WorkerGroup` between the workers.
-        addresses: Sequence of strings, `"host:port"` by rank.
+        membership: `Membership` of this process.
         limit_seconds: Float or `None`, time without a heartbeat of one worker after
             which all others have ended. Defaults to `None`, 60 seconds.
     """
 
     def __init__(
         self,
-        worker_group: WorkerGroup,
-        addresses: Sequence[str],
+        membership: Membership,
         limit_seconds: float | None = None,
     ) -> None:
         super().__init__(name="tfdp watchdog", daemon=True)
         self.owner = Owner()
+        self.membership = membership
         limit = limit_seconds or DEFAULT_LIMIT_SECONDS
         self._timeout_seconds = limit_seconds
-        others = [r for r in range(len(addresses)) if r != worker_group.rank]
-        self._addresses = addresses
-        self._rank = worker_group.rank
+        self._addresses = membership.cluster.workers
+        self._rank = membership.cluster.rank
+        others = [r for r in range(len(self._addresses)) if r != self._rank]
         self._detector = FailureDetector(others, limit - min(_EXIT_SECONDS, limit / 4))
-        self._heartbeat = Heartbeat(worker_group, self._detector)
+        # Set to check the other workers at once.
+        self._wakes = threading.Event()
+        self._heartbeat = Heartbeat(
+            self._rank,
+            membership.store,
+            self._detector,
+            self._wakes.set,
+        )
         self._data = DataWatch(limit_seconds)
         self._failure: WorkerFailure | None = None
         # Set while an error of TensorFlow waits for the name of the lost worker.
         self._is_urgent = threading.Event()
         self._has_failed = threading.Event()
+        self._has_left = False
         # Whether the last check found a process that may have ended.
         self._may_have_ended = False
         # Set when the main thread has raised the error.
@@ -114,9 +123,11 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Check the other workers every second until one is lost."""
-        while self._failure is None:
+        while self._failure is None and not self._has_left:
             pause = _URGENT_CHECK_SECONDS if self._may_have_ended else _CHECK_SECONDS
-            is_urgent = self._is_urgent.wait(pause)
+            self._wakes.wait(pause)
+            self._wakes.clear()
+            is_urgent = self._is_urgent.is_set()
             if is_urgent or self._may_have_ended:
                 # A worker announces the end of its script before its port refuses
                 # connections, so read its heartbeat first.
@@ -126,7 +137,8 @@ class Watchdog(threading.Thread):
             self._check_stragglers()
             if is_urgent and self._failure is None:
                 time.sleep(_URGENT_CHECK_SECONDS)
-        self._abort(self._failure)
+        if self._failure is not None:
+            self._abort(self._failure)
 
     @contextlib.contextmanager
     def translate_errors(self) -> Iterator[None]:
@@ -215,14 +227,10 @@ class Watchdog(threading.Thread):
         return self._detector.status(rank).progress
 
     def leave(self) -> None:
-        """Announce the end of this worker's script and stop the heartbeat."""
-        self._heartbeat.has_left = True
+        """Announce that this worker leaves the cluster, and stop both threads."""
+        self._heartbeat.has_left = self._has_left = True
+        self._wakes.set()
         self._heartbeat.beat_now(_LEAVE_SECONDS)
-        if self._rank == 0 and (self._heartbeat.last_error or self._failure):
-            lost = self._failure.rank if self._failure is not None else None
-            if any(rank != lost for rank in self._detector.ranks()):
-                # The store ends with this process, so leave the others time to read it.
-                time.sleep(_LEAVE_SECONDS)
 
     def _await_failure(self, seconds: float = _DIAGNOSIS_SECONDS) -> bool:
         """Wait until the loss of a worker is known; return whether one is lost.
@@ -233,6 +241,7 @@ class Watchdog(threading.Thread):
             seconds: Float, the longest wait.
         """
         self._is_urgent.set()
+        self._wakes.set()
         has_failed = self._has_failed.wait(seconds)
         self._is_urgent.clear()
         return has_failed
@@ -268,9 +277,8 @@ class Watchdog(threading.Thread):
     def _check_workers(self) -> None:
         """Probe the ports of suspects and set the failure if one is lost."""
         is_urgent = self._is_urgent.is_set()
-        watched = self._detector.ranks() if self._rank == 0 or is_urgent else [0]
-        silent = watched if is_urgent else self._detector.suspects()
-        self._probe([rank for rank in watched if rank in silent])
+        watched = self._detector.ranks()
+        self._probe(watched if is_urgent else self._detector.suspects())
         if self._heartbeat.failure is not None:
             self._set_failure(self._heartbeat.failure)
         for rank in watched:
@@ -317,12 +325,13 @@ class Watchdog(threading.Thread):
 
     def _abort(self, failure: WorkerFailure) -> None:
         """Publish the failure, abort collectives, end the process if it hangs."""
-        if self._rank == 0:
-            self._heartbeat.beat_now(_GRACE_SECONDS / 2)
+        self._heartbeat.beat_now(_GRACE_SECONDS / 2)
         reason = f"worker {failure.rank} is lost"
         for close in self.closers:
             close(reason)
         _compat.abort_collectives(reason)
+        if failure.rank == self.membership.store.host:
+            self.membership.store.fail(f"The store of the job is lost: {reason}.")
         # Outside of Keras's loops, the next collective raises TensorFlow's error, and a
         # script without another collective may end normally: the process is not ended.
         is_own = failure.rank == self._rank and failure.own
@@ -409,6 +418,9 @@ class Watchdog(threading.Thread):
         self, own: WorkerProgress, stragglers: dict[int, WorkerProgress]
     ) -> None:
         """Warn of the workers behind this one, given by rank with their progress."""
+        waiting = [r for r in range(len(self._addresses)) if r not in stragglers]
+        if self._rank != waiting[0]:
+            return  # one warning is enough
         names = ", ".join(
             f"worker {rank} ({self._addresses[rank]}), which is at "
             f"{other.name or NO_CALL}"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import stat
 from collections.abc import Mapping
-
-from tfdp.launch.rendezvous.failure import RendezvousError
 
 # Environment variable that names the file of the secret.
 VARIABLE = "TFDP_JOB_SECRET_FILE"
@@ -21,6 +20,10 @@ _LEAST_CHARACTERS = 16
 _MOST_BYTES = 4096
 
 
+class SecretError(ValueError):
+    """Error: the file of the job's secret cannot be used; the text says why."""
+
+
 def new_secret() -> str:
     """Generate a secret for one job.
 
@@ -28,6 +31,19 @@ def new_secret() -> str:
         String of 32 hexadecimal digits.
     """
     return secrets.token_hex(_BYTES)
+
+
+def derive_secret(secret: str, purpose: str) -> str:
+    """Return the secret that a job has for one purpose, which does not tell the job's.
+
+    Args:
+        secret: String, the secret of the job.
+        purpose: String, such as `"workers"`.
+
+    Returns:
+        String of 64 hexadecimal digits.
+    """
+    return hmac.digest(secret.encode(), purpose.encode(), "sha256").hex()
 
 
 def read_secret(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -40,7 +56,7 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str | None:
         String, or `None` where the variable is not set.
 
     Raises:
-        RendezvousError: If the file cannot be read, other users can read it, or its
+        SecretError: If the file cannot be read, other users can read it, or its
             content is too short or too long.
 
     Example:
@@ -59,18 +75,18 @@ def read_secret(environ: Mapping[str, str] = os.environ) -> str | None:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(_MOST_BYTES + 1) or b""
     except OSError as error:
-        raise RendezvousError(
+        raise SecretError(
             f"The file of the job's secret cannot be read: {error.strerror}. Received: "
             f"{VARIABLE}={name}"
         ) from error
     if stat.S_ISREG(mode) and mode & stat.S_IROTH:
-        raise RendezvousError(
+        raise SecretError(
             "All users of this machine can read the job's secret: `chmod 600` its "
             f"file. Received: {VARIABLE}={name}, of mode {stat.S_IMODE(mode):o}"
         )
     secret = data.decode("utf-8", errors="replace").strip()
     if len(secret) < _LEAST_CHARACTERS or len(data) > _MOST_BYTES:
-        raise RendezvousError(
+        raise SecretError(
             f"The job's secret must have {_LEAST_CHARACTERS} to {_MOST_BYTES} "
             "characters; `openssl rand -hex 16` creates one. "
             f"Received: {len(secret)} in {VARIABLE}={name}"

@@ -8,9 +8,9 @@ import subprocess
 
 import pytest
 
-from tfdp.launch.rendezvous.failure import RendezvousError
-from tfdp.launch.rendezvous.secret import (
+from tfdp.communication.connection.secret import (
     VARIABLE,
+    SecretError,
     line_to_paste,
     new_secret,
     read_secret,
@@ -41,17 +41,17 @@ def test_the_file_is_read_without_the_end_of_its_line(tmp_path):
     ],
 )
 def test_a_file_that_is_no_secret_is_refused(tmp_path, text, mode, words):
-    with pytest.raises(RendezvousError, match=words):
+    with pytest.raises(SecretError, match=words):
         read_secret(write(tmp_path / "secret", text, mode))
 
 
 def test_a_file_that_cannot_be_read_is_named_and_a_fifo_not_waited_for(tmp_path):
-    with pytest.raises(RendezvousError, match=r"No such file.*Received: .*missing"):
+    with pytest.raises(SecretError, match=r"No such file.*Received: .*missing"):
         read_secret({VARIABLE: str(tmp_path / "missing")})
-    with pytest.raises(RendezvousError, match="Is a directory"):
+    with pytest.raises(SecretError, match="Is a directory"):
         read_secret({VARIABLE: str(tmp_path)})
     os.mkfifo(tmp_path / "fifo", 0o600)
-    with pytest.raises(RendezvousError, match="characters"):
+    with pytest.raises(SecretError, match="characters"):
         read_secret({VARIABLE: str(tmp_path / "fifo")})
 
 

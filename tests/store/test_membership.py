@@ -1,0 +1,353 @@
+"""Who joins a job, who does not, and what each is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.store.clusters import cluster_of, members_of, of_rank, on_all
+from tfdp.communication.cluster import Cluster, free_ports
+from tfdp.communication.cluster.address import join_address, split_address
+from tfdp.communication.cluster.own_addresses import is_own, own_addresses
+from tfdp.communication.connection.handshake import authenticate, dial_steps
+from tfdp.communication.connection.secret import VARIABLE
+from tfdp.communication.store import Admission, Membership
+from tfdp.communication.store import membership as module
+
+SECRET = "0123456789abcdef"
+
+
+@contextlib.contextmanager
+def member_of(cluster: Cluster, rank: int) -> Iterator[Membership]:
+    with member_of_this(Membership(of_rank(cluster, rank))) as member:
+        yield member
+
+
+def failure_of_join(member: Membership, seconds: float = 0.5) -> BaseException | None:
+    try:
+        member.join(seconds)
+    except (TimeoutError, ValueError) as error:
+        return error
+    return None
+
+
+@pytest.fixture
+def outside() -> Cluster:
+    """A cluster of two workers that connect by TCP, with a secret."""
+    addresses = own_addresses()
+    if not addresses:
+        pytest.skip("this machine has no address but loopback")
+    workers = tuple(join_address(addresses[0], port) for port in free_ports(2))
+    return Cluster(workers, secret=SECRET)
+
+
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    texts: list[str] = []
+    monkeypatch.setattr(module.user_code, "warn", lambda text, **_: texts.append(text))
+    return texts
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster, int], Any]:
+    """Makes a second member of a rank, whose port is free as on another host."""
+
+    def create(cluster: Cluster, rank: int) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "listen", lambda address: [])
+            patch.setattr(Membership, "_local_name", lambda *_: f"\0{os.urandom(8)!r}")
+            return member_of_this(Membership(of_rank(cluster, rank)))
+
+    return create
+
+
+@contextlib.contextmanager
+def member_of_this(member: Membership) -> Iterator[Membership]:
+    try:
+        yield member
+    finally:
+        member.leave()
+
+
+def test_a_missing_worker_is_named_by_all_that_are_there():
+    cluster = cluster_of(3)
+    with member_of(cluster, 0) as first, member_of(cluster, 2) as last:
+        for error in on_all([first, last], failure_of_join):
+            assert isinstance(error, TimeoutError)
+            assert str(error).startswith(
+                f"Waited 0 s for worker 1 ({cluster.workers[1]}), which did not start. "
+                "Start every worker of TF_CONFIG"
+            )
+
+
+def test_without_the_first_worker_the_others_name_it():
+    cluster = cluster_of(3)
+    with member_of(cluster, 1) as second:
+        text = str(failure_of_join(second))
+    assert text.startswith(f"Waited 0 s for worker 0 ({cluster.workers[0]}), which did")
+    assert "(Connection refused)" in text
+
+
+def test_a_host_name_that_does_not_resolve_is_said_to_who_waits_for_it():
+    port = free_ports(1)[0]
+    cluster = Cluster(("nowhere.invalid:1", f"localhost:{port}"), secret=SECRET)
+    with member_of(cluster, 1) as second:
+        text = str(failure_of_join(second))
+    assert (
+        "worker 0 (nowhere.invalid:1), which did not start (its host name does" in text
+    )
+
+
+def test_who_waits_for_long_is_told_for_whom(
+    warned: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "_WARN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.05)
+    cluster = cluster_of(2)
+    with member_of(cluster, 0) as first:
+        failure_of_join(first)
+    start = f"Waiting for worker 1 ({cluster.workers[1]}) to start. Start every worker"
+    assert any(text.startswith(start) for text in warned)
+
+
+def test_a_worker_that_ends_while_all_join_may_start_again():
+    cluster = cluster_of(3)
+    with member_of(cluster, 0) as first, ThreadPoolExecutor() as pool:
+        with member_of(cluster, 1) as gone:
+            failure_of_join(gone)
+        joining = pool.submit(first.join, 20)
+        with member_of(cluster, 1) as again, member_of(cluster, 2) as last:
+            on_all([again, last], lambda member: member.join(20))
+            joining.result(20)
+
+
+def test_a_first_worker_that_starts_again_finds_the_others_waiting():
+    cluster = cluster_of(2)
+    with member_of(cluster, 1) as second, ThreadPoolExecutor() as pool:
+        joining = pool.submit(second.join, 20)
+        with member_of(cluster, 0) as gone:
+            gone._connect()
+        with member_of(cluster, 0) as first:
+            first.join(20)
+            joining.result(20)
+
+
+def test_a_worker_that_joins_twice_is_told_so(elsewhere):
+    cluster = cluster_of(3)
+    with (
+        member_of(cluster, 0),
+        member_of(cluster, 1) as one,
+        elsewhere(cluster, 1) as other,
+    ):
+        failure_of_join(one)
+        text = str(failure_of_join(other))
+    assert "(another process has joined the job as this worker)" in text
+
+
+def test_a_worker_that_starts_again_alone_is_told_that_the_job_has_lost_it(elsewhere):
+    cluster = cluster_of(2)
+    with members_of(cluster) as members:
+        members[1].leave()
+        with elsewhere(cluster, 1) as again:
+            text = str(failure_of_join(again))
+    assert "(the job has started, and has lost this worker)" in text
+
+
+def test_a_job_of_another_size_is_refused(elsewhere):
+    cluster = cluster_of(2)
+    larger = Cluster((*cluster.workers, "127.0.0.1:1"), task_index=2)
+    with member_of(cluster, 0) as first, elsewhere(larger, 2) as other:
+        other._secret = first._secret
+        error = failure_of_join(other, 20)
+    assert isinstance(error, ValueError)
+    assert str(error).startswith(
+        f"This worker cannot join the job of worker 0 ({cluster.workers[0]}): the job "
+        "has 2 workers. Start all workers with the same cluster"
+    )
+
+
+def test_workers_with_different_versions_of_tfdp_are_told_so_all(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    versions = iter(["9.1", "9.2"])
+    monkeypatch.setattr(module, "own_version", lambda: next(versions))
+    cluster = cluster_of(2)
+    with member_of(cluster, 0) as first, member_of(cluster, 1) as second:
+        errors = on_all([first, second], lambda member: failure_of_join(member, 20))
+    for error in errors:
+        assert isinstance(error, ValueError)
+        assert re.fullmatch(
+            r"Workers have different tfdp version: worker 0 has 9\.[12], worker 1 has "
+            r"9\.[12]\. Use the same on all\.",
+            str(error),
+        )
+
+
+def test_a_port_that_is_taken_is_refused_at_once():
+    cluster = cluster_of(2)
+    with member_of(cluster, 0), pytest.raises(ValueError, match="is already taken by"):
+        Membership(cluster)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "words"),
+    [
+        (b"HTTP/1.1 400 Bad Request", "it is another service"),
+        (b"tfdp/0 store".ljust(64), "it runs another version of tfdp"),
+        (b"tfdp/1 worker 0".ljust(64), "it is another service"),
+    ],
+)
+def test_another_program_on_the_port_of_the_first_worker_is_named(
+    outside: Cluster, greeting: bytes, words: str
+):
+    with greeting_with(greeting, outside.workers[0]), member_of(outside, 1) as second:
+        error = failure_of_join(second, 20)
+    assert isinstance(error, ValueError)
+    assert str(error).startswith(
+        f"Another program listens on the port of worker 0 ({outside.workers[0]}): "
+        f"{words}. Check which process has it"
+    )
+
+
+def test_a_program_that_says_nothing_is_waited_for_and_named(
+    outside: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "_ATTEMPT_SECONDS", 0.2)
+    with greeting_with(b"", outside.workers[0]), member_of(outside, 1) as second:
+        assert "(no answer)" in str(failure_of_join(second))
+
+
+@contextlib.contextmanager
+def greeting_with(greeting: bytes, address: str) -> Iterator[None]:
+    """A program that greets all who connect, and reads nothing."""
+    with socket.create_server(split_address(address)) as server:
+        connections = []
+
+        def greet() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connections.append(server.accept()[0])
+                    connections[-1].sendall(greeting)
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        yield
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        for connection in connections:
+            connection.close()
+
+
+def test_a_job_of_another_secret_is_named(outside: Cluster):
+    other = Cluster(outside.workers, task_index=1, secret=SECRET + "x")
+    with member_of(outside, 0), member_of_this(Membership(other)) as second:
+        error = failure_of_join(second, 20)
+    assert "it does not have this job's secret" in str(error)
+
+
+def test_the_secret_comes_from_the_launcher_or_from_a_file(
+    outside: Cluster, tmp_path, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+):
+    file = tmp_path / "secret"
+    file.write_text(SECRET)
+    file.chmod(0o600)
+    monkeypatch.setenv(VARIABLE, str(file))
+    bare = Cluster(outside.workers, task_index=1)
+    assert not Admission.of(bare).is_local
+    with (
+        member_of(outside, 0) as first,
+        member_of_this(Membership(bare)) as second,
+    ):
+        on_all([first, second], lambda member: member.join(20))
+    assert warned == []
+
+
+def test_workers_without_a_secret_join_and_the_first_one_warns(
+    outside: Cluster, monkeypatch: pytest.MonkeyPatch, warned: list[str]
+):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(module, "_is_one_machine", lambda hosts: False)
+    with members_of(Cluster(outside.workers)):
+        pass
+    assert len(warned) == 1
+    assert f"any process that reaches {outside.workers[0]} and knows" in warned[0]
+
+
+def test_a_stranger_on_this_machine_gets_nothing_by_tcp(warned: list[str]):
+    cluster = cluster_of(2)
+    with members_of(cluster) as members:
+        with socket.create_connection(split_address(cluster.workers[0]), 5) as sock:
+            steps = dial_steps(members[0]._secret, "store", module._CLAIM.pack(1))
+            authenticate(sock, steps, 5)
+            assert sock.recv(100) == b""
+        members[1].store.put("key", "text")
+    assert warned == []
+
+
+def test_the_process_of_another_user_is_no_host(monkeypatch: pytest.MonkeyPatch):
+    cluster = cluster_of(2)
+    with member_of(cluster, 0), member_of(cluster, 1) as second:
+        monkeypatch.setattr(module, "is_own_user", lambda sock: False)
+        error = failure_of_join(second, 20)
+    assert "it belongs to another user" in str(error)
+
+
+def test_workers_of_one_machine_named_by_its_address_need_no_secret(
+    outside: Cluster, warned: list[str]
+):
+    cluster = Cluster(outside.workers)
+    assert Admission.of(cluster).is_local
+    with members_of(cluster) as members:
+        members[1].store.put("key", "text")
+    assert warned == []
+
+
+def test_a_name_of_the_unix_socket_that_is_taken_is_refused_in_one_sentence():
+    cluster = cluster_of(2)
+    _, port = split_address(cluster.workers[0])
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(f"\0tfdp-store-{port}")
+        words = rf"Unix socket @tfdp-store-{port}, on which .* Address already in use"
+        with pytest.raises(ValueError, match=words):
+            Membership(cluster)
+    with member_of(cluster, 0):
+        pass
+
+
+def test_strangers_who_stay_silent_keep_no_worker_out(outside: Cluster):
+    target = split_address(outside.workers[0])
+    with member_of(outside, 0) as first, member_of(outside, 1) as second:
+        strangers = [socket.create_connection(target, 5) for _ in range(200)]
+        on_all([first, second], lambda member: member.join(20))
+        for stranger in strangers:
+            stranger.close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.2", "[::1]"])
+def test_workers_of_one_machine_listen_on_loopback_only(host: str):
+    if host != "localhost" and not is_own(host.strip("[]")):
+        pytest.skip("this machine has no IPv6")
+    cluster = cluster_of(2, host)
+    with members_of(cluster) as members:
+        members[1].store.put("key", "text")
+        _, port = split_address(cluster.workers[1])
+        for address in own_addresses():
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((address, port), 5)
+
+
+def test_a_process_leaves_a_cluster_and_joins_another():
+    for _ in range(2):
+        with members_of(cluster_of(2)) as members:
+            prefixes = [member.store.new_prefix() for member in members]
+            assert prefixes == ["tfdp/0", "tfdp/0"]
+    with pytest.raises(ConnectionError, match="has left the cluster of this strategy"):
+        members[0].store.put("key", "text")

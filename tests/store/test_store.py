@@ -1,0 +1,243 @@
+"""What members of a job get from its store."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.store.clusters import cluster_of, members_of, on_all
+from tfdp.communication.store import HostLost, Membership, Store
+from tfdp.communication.store import messages as messages_module
+from tfdp.communication.store import server as server_module
+from tfdp.communication.store.messages import Decoder, MessageTooLong, encode
+
+
+@pytest.fixture
+def members() -> Iterator[list[Membership]]:
+    with members_of(cluster_of(3)) as members:
+        yield members
+
+
+@pytest.fixture
+def stores(members: list[Membership]) -> list[Store]:
+    return [member.store for member in members]
+
+
+def later(function, *args) -> Future:
+    """The result of a call on a thread, which has begun to wait."""
+    future: Future = Future()
+    threading.Thread(
+        target=lambda: future.set_result(function(*args)), daemon=True
+    ).start()
+    time.sleep(0.05)
+    return future
+
+
+def test_a_value_is_read_by_all_and_can_be_replaced_and_deleted(stores: list[Store]):
+    stores[1].put("key", "first")
+    assert [store.get("key", 5) for store in stores] == ["first"] * 3
+    stores[2].put("key", "sécond")
+    assert stores[0].get("key", 5) == "sécond"
+    stores[0].delete("key")
+    with pytest.raises(TimeoutError, match="key"):
+        stores[1].get("key", 0.01)
+
+
+def test_who_waits_for_a_value_gets_it_once_it_is_set(stores: list[Store]):
+    waiting = [later(store.get, "key", 10) for store in stores]
+    assert not any(future.done() for future in waiting)
+    stores[1].put("key", "text")
+    assert [future.result(5) for future in waiting] == ["text"] * 3
+
+
+def test_a_wait_that_is_given_up_leaves_nothing_behind(members: list[Membership]):
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            members[1].store.get("key", 0.001)
+    assert members[0].server._readers == {}
+    assert members[1].store._waiting == {}
+
+
+def test_values_that_arrive_while_waits_are_given_up_are_not_lost(
+    stores: list[Store],
+):
+    found = 0
+    for number in range(100):
+        waiting = later_without_pause(stores[1].get, f"key{number}", 0.002)
+        stores[0].put(f"key{number}", "text")
+        found += waiting() == "text"
+        assert stores[1].get(f"key{number}", 5) == "text"
+    assert found > 0
+
+
+def later_without_pause(function, *args):
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function, *args)
+
+    def result():
+        try:
+            return future.result(10)
+        except TimeoutError:
+            return None
+        finally:
+            pool.shutdown()
+
+    return result
+
+
+def test_an_all_gather_gives_each_member_all_texts(members: list[Membership]):
+    def gather(member: Membership) -> list[str] | None:
+        text = f"from {member.cluster.rank}"
+        return member.store.gather("call", text).texts(10)
+
+    assert on_all(members, gather) == [["from 0", "from 1", "from 2"]] * 3
+    assert members[0].server._gathers == {}
+
+
+def test_an_all_gather_says_who_is_missing_and_can_be_withdrawn(stores: list[Store]):
+    gatherings = [store.gather("call", "") for store in stores[:2]]
+    assert gatherings[1].texts(0.01) is None
+    assert gatherings[1].missing() == [2]
+    assert gatherings[1].withdraw()
+    assert gatherings[0].missing() == [1, 2]
+    again = [stores[1].gather("call", "a"), stores[2].gather("call", "b")]
+    assert [one.texts(5) for one in (gatherings[0], *again)] == [["", "a", "b"]] * 3
+    assert not again[0].withdraw()
+
+
+def test_a_member_that_ends_right_after_an_all_gather_takes_no_answer_along():
+    for _ in range(5):
+        with members_of(cluster_of(3)) as members:
+            big = "x" * 200_000
+            gatherings = [member.store.gather("call", big) for member in members]
+            assert gatherings[0].texts(10) == [big] * 3
+            members[0].leave()
+            assert [g.texts(10) for g in gatherings[1:]] == [[big] * 3] * 2
+
+
+def test_a_lost_host_ends_all_waits_at_once(members: list[Membership]):
+    waiting = members[1].store.gather("call", "")
+    begin = time.monotonic()
+    members[0].leave()
+    with pytest.raises(HostLost, match="on worker 0, has ended"):
+        waiting.texts(30)
+    with pytest.raises(HostLost):
+        members[2].store.put("key", "text")
+    assert time.monotonic() - begin < 4
+
+
+def test_all_learn_at_once_that_a_member_has_ended(members: list[Membership]):
+    news: queue.Queue[dict[str, Any]] = queue.Queue()
+    for member in members[:2]:
+        member.store.news = news.put
+    members[2].leave()
+    assert [news.get(timeout=5) for _ in range(2)] == [{"lost": [2]}] * 2
+    assert beat(members[1])["lost"] == [2]
+
+
+def beat(
+    member: Membership, text: str = "report", *, wants_all: bool = False, **is_: bool
+) -> dict[str, Any]:
+    kind = {"is_notable": False, "is_news": False} | is_
+    return member.store.beat(text, wants_all=wants_all, **kind)
+
+
+def reports(answer: dict[str, Any]) -> dict[str, str]:
+    return {rank: text for rank, (_, text) in answer["beats"].items()}
+
+
+def test_heartbeats_are_answered_with_notable_reports_or_all(
+    members: list[Membership],
+):
+    beat(members[0], "computes")
+    time.sleep(0.05)
+    assert reports(beat(members[1], "waits", is_notable=True)) == {"1": "waits"}
+    time.sleep(0.05)  # a summary is sent again for some milliseconds
+    assert reports(beat(members[2])) == {"1": "waits"}
+    found = beat(members[2], wants_all=True)
+    assert reports(found) == {"0": "computes", "1": "waits", "2": "report"}
+    assert found["ages"] == {}
+    assert found["lost"] == []
+    assert all(0 <= age < 5 for age, _ in found["beats"].values())
+
+
+def test_a_member_that_sends_no_heartbeat_is_listed_with_the_age_of_its_last(
+    members: list[Membership], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server_module, "_BEAT_SECONDS", 0.2)
+    beat(members[0])
+    time.sleep(0.5)
+    found = beat(members[1])["ages"]
+    assert set(found) == {"0", "2"}
+    assert all(0.3 < age < 5 for age in found.values())
+
+
+def test_news_are_sent_to_all_members_at_once(members: list[Membership]):
+    news: queue.Queue[dict[str, Any]] = queue.Queue()
+    members[2].store.news = news.put
+    beat(members[1], "failed", is_news=True)
+    assert news.get(timeout=5) == {"beats": {"1": [0.0, "failed"]}}
+
+
+def test_a_host_that_does_not_answer_is_itself_what_is_missing(
+    members: list[Membership], monkeypatch: pytest.MonkeyPatch
+):
+    gathering = members[1].store.gather("call", "")
+    monkeypatch.setattr(members[0].server, "_serve", lambda member, request: None)
+    assert gathering.missing(0.05) == [0]
+
+
+def test_large_texts_reach_a_member_that_reads_slowly(members: list[Membership]):
+    text = "x" * (4 << 20)
+    members[1].store.put("key", text)
+    waiting = [later(members[2].store.get, "key", 20) for _ in range(3)]
+    members[0].store.put("other", "small")
+    assert members[0].store.get("other", 5) == "small"
+    assert all(future.result(20) == text for future in waiting)
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_sent(
+    members: list[Membership], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(messages_module, "MOST_BYTES", 1000)
+    with pytest.raises(MessageTooLong, match=r"the limit is 0 MiB. Received: 0.0 MiB"):
+        members[1].store.put("key", "x" * 1000)
+    members[1].store.put("key", "text")
+    assert members[2].store.get("key", 5) == "text"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\xff\xff\xff\xff",
+        encode({"id": 1, "do": "explode"}),
+        encode({"id": 1}),
+        encode({"id": 1, "do": "put", "key": "k"}),
+        b"\0\0\0\2[]",
+        b"\0\0\0\4nope",
+    ],
+)
+def test_a_member_that_sends_something_else_is_cut_off(
+    members: list[Membership], sent: bytes
+):
+    lost = threading.Event()
+    members[2].store.news = lambda news: lost.set()
+    members[1].store.sock.sendall(sent)
+    assert lost.wait(5)
+    members[2].store.put("key", "text")
+    assert members[0].store.get("key", 5) == "text"
+
+
+def test_messages_are_found_in_a_stream_of_any_parts():
+    sent = [{"id": number, "text": "é" * number} for number in range(50)]
+    stream = b"".join(map(encode, sent))
+    for step in (1, 7, 1000):
+        decoder = Decoder()
+        parts = [stream[i : i + step] for i in range(0, len(stream), step)]
+        assert [m for part in parts for m in decoder.feed(part)] == sent

@@ -1,0 +1,65 @@
+"""TensorFlow's server, which NCCL and `backend="ring"` need between workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import tensorflow as tf
+
+from tfdp.communication.cluster import Cluster, free_ports
+from tfdp.communication.cluster.address import join_address
+from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import _compat, forks, user_code
+from tfdp.ground.options import CommunicationOptions
+
+# The cluster of this process's server, if any; TensorFlow allows only one.
+_started: list[Cluster] = []
+
+
+def start_server(
+    cluster: Cluster, worker_group: WorkerGroup, options: CommunicationOptions
+) -> None:
+    """Start TensorFlow's server on all workers, if any of them needs it.
+
+    It runs any graph that it is sent, on a port of all interfaces. The port is a free
+    one, since that of the cluster is for the store.
+
+    Args:
+        cluster: `Cluster` of this process.
+        worker_group: `WorkerGroup` between the workers.
+        options: `CommunicationOptions`.
+
+    Raises:
+        ValueError: On all workers, if TensorFlow has already started on one of them.
+    """
+    has_server = _started == [cluster]
+    too_late = not has_server and _compat.is_context_initialized()
+    began = user_code.start_of_tensorflow() if too_late else ""
+    found = worker_group.all_gather("start", [_needs_server(options), began])
+    if has_server or not any(needs for needs, _ in found):
+        return
+    for rank, (_, began) in enumerate(found):
+        if began:
+            raise worker_group.error(
+                f"TensorFlow has already started on worker {rank}, {began}. GPUs and "
+                '`backend="ring"` need TensorFlow\'s server between workers, which '
+                "starts with TensorFlow: create the strategy before any other use of "
+                "TensorFlow, before tensors, variables, models and datasets."
+            )
+    ports = worker_group.all_gather("TensorFlow's server", free_ports(1)[0])
+    servers = tuple(map(join_address, cluster.hosts, ports))
+    config = dataclasses.replace(cluster, workers=servers, evaluators=())
+    jobs = json.loads(config.to_tf_config())["cluster"]
+    _compat.start_server(jobs, cluster.task_type, cluster.task_index)
+    _started[:] = [cluster]
+    forks.close_port_in_forks(ports[cluster.rank])
+
+
+def _needs_server(options: CommunicationOptions) -> bool:
+    """Whether collectives of this worker may be TensorFlow's."""
+    if options.backend == "auto":
+        has_gpus = bool(tf.config.list_physical_devices("GPU"))
+        return has_gpus or sys.platform != "linux"
+    return options.backend in ("nccl", "ring")

@@ -1,0 +1,25 @@
+"""Key-value store of a job: what its workers tell each other before and beside steps.
+
+Worker 0 hosts the store; it needs no TensorFlow. Reading order:
+    messages: JSON of limited length, and what each request contains
+    server: values, all-gathers and members of a job
+    client: connection of a member, with answers that may come later
+    ports: sockets that a task listens on
+    membership: this process as a member of its cluster: joins, shares a store, leaves
+"""
+
+from tfdp.communication.store.client import Gathering, HostLost, Store
+from tfdp.communication.store.membership import Admission, Membership
+from tfdp.communication.store.messages import MessageTooLong
+from tfdp.communication.store.server import Server, beat_seconds
+
+__all__ = [
+    "Admission",
+    "Gathering",
+    "HostLost",
+    "Membership",
+    "MessageTooLong",
+    "Server",
+    "Store",
+    "beat_seconds",
+]

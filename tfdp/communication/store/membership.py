@@ -1,0 +1,330 @@
+"""This process as a member of its cluster: its port and its store."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tfdp.communication.cluster.address import is_local_name, split_address
+from tfdp.communication.cluster.own_addresses import addresses_of, is_own
+from tfdp.communication.cluster.ports import describe_workers, listen
+from tfdp.communication.cluster.spec import Cluster
+from tfdp.communication.connection.acceptor import Acceptor, is_own_user
+from tfdp.communication.connection.handshake import (
+    Authenticated,
+    ConnectionFailed,
+    UnauthenticatedPeer,
+    WrongService,
+    authenticate,
+    dial_steps,
+)
+from tfdp.communication.connection.secret import VARIABLE, read_secret
+from tfdp.communication.store.client import HostLost, NotOfThisJob, Store
+from tfdp.communication.store.messages import own_version
+from tfdp.communication.store.server import Server
+from tfdp.ground import user_code
+from tfdp.ground.forks import Owner, close_in_forks
+
+_logger = logging.getLogger("tfdp.store")
+
+# Rank of the worker that hosts the store.
+HOST = 0
+_SERVICE = "store"
+_CLAIM = struct.Struct("!I")  # the rank of a worker
+_WARN_AFTER_SECONDS = 10.0
+# Time limit of one attempt to connect, pause between two, and interval at which a
+# worker that waits for the others asks which are missing.
+_ATTEMPT_SECONDS, _RETRY_SECONDS, _WAIT_SECONDS = 5.0, 0.1, 1.0
+_BACKLOG = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """How a process proves to the store's host that it is a worker of the job.
+
+    Args:
+        is_local: Bool, whether all workers are on this machine and have no secret, so
+            that they connect by a Unix socket, and the user at its other end counts.
+        secret: String, the secret that both ends prove.
+        is_safe: Bool, whether no other user can join.
+    """
+
+    is_local: bool
+    secret: str = dataclasses.field(repr=False)
+    is_safe: bool
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Admission:
+        """Return how the workers of a cluster are admitted.
+
+        Args:
+            cluster: `Cluster`.
+
+        Raises:
+            ValueError: If the file of the job's secret is wrong.
+        """
+        secret = cluster.secret or read_secret()
+        is_local = (
+            secret is None
+            and sys.platform == "linux"
+            and _is_one_machine(cluster.hosts)
+        )
+        # Without a secret, workers of different jobs still do not take each other's.
+        digest = hashlib.sha256(" ".join(cluster.workers).encode()).hexdigest()
+        return cls(is_local, secret or digest, is_local or secret is not None)
+
+
+class Membership:
+    """This process as a member of its cluster.
+
+    It listens on the port that the cluster gives it, by which the other workers see
+    whether it lives; worker 0 serves the store of the job there. Workers of one machine
+    connect by a Unix socket: the kernel knows the user of the process at its other end.
+
+    Args:
+        cluster: `Cluster` of several workers; this process is one of them.
+
+    Raises:
+        ValueError: If the port is taken, or the file of the job's secret is wrong.
+
+    Attributes:
+        leaving: List of callables, called before the connections end.
+        store: `Store`, after `join`.
+        server: `Server` on the worker that hosts the store, `None` on the others.
+    """
+
+    store: Store
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.server = Server(cluster.num_workers) if cluster.rank == HOST else None
+        self.leaving: list[Callable[[], None]] = []
+        self._owner = Owner()
+        admission = Admission.of(cluster)
+        self._is_local, self._secret = admission.is_local, admission.secret
+        if not admission.is_safe and cluster.rank == HOST:
+            user_code.warn(
+                "The workers of this job have no secret: any process that reaches "
+                f"{cluster.workers[HOST]} and knows TF_CONFIG could join it. Set "
+                f"{VARIABLE} to the name of a file with the same secret on all of "
+                "them, or let only the workers reach this port.",
+                once_for=self,
+                topic="no secret",
+            )
+        sockets = listen(cluster.workers[cluster.rank])
+        if self._is_local:
+            sockets.append(self._listen_locally(sockets))
+        # Set once `_acceptor` is: its thread may accept a connection before.
+        self._has_acceptor = threading.Event()
+        self._acceptor = Acceptor(
+            self._secret,
+            _SERVICE,
+            sockets,
+            self._accept,
+            lacks_files=_logger.warning,
+            claim_bytes=_CLAIM.size,
+        )
+        self._has_acceptor.set()
+
+    def join(self, timeout_seconds: float | None) -> None:
+        """Connect to the store, and wait until all workers have.
+
+        Args:
+            timeout_seconds: Float or `None`, the longest wait. `None` means no limit,
+                with a warning that names the missing workers.
+
+        Raises:
+            TimeoutError: If a worker does not come in time.
+            ValueError: If another program listens on the port of the store's host, or
+                workers run different versions of tfdp.
+        """
+        begin = time.monotonic()
+        while True:
+            try:
+                self.store = self._connect()
+                self._wait_for_all(begin, timeout_seconds)
+                return
+            except (ConnectionFailed, HostLost) as error:
+                self._report_missing([HOST], str(error), begin, timeout_seconds)
+            time.sleep(_RETRY_SECONDS)
+
+    def leave(self) -> None:
+        """End all connections, after the other workers have received the answers."""
+        if not self._owner.is_current:
+            return
+        for function in self.leaving:
+            function()
+        if self.server is not None:
+            self.server.drain()
+        self._acceptor.close()
+        if hasattr(self, "store"):
+            self.store.fail(
+                "This process has left the cluster of this strategy, for that of a "
+                "later strategy."
+            )
+
+    def _wait_for_all(self, begin: float, timeout_seconds: float | None) -> None:
+        """Wait until all workers have connected to the store.
+
+        Args:
+            begin: Float, time of the beginning of `join`.
+            timeout_seconds: Float or `None`, see `join`.
+
+        Raises:
+            TimeoutError: If a worker does not come in time. All workers that wait raise
+                it together: the next one would name the first to end, too.
+            ValueError: If workers run different versions of tfdp.
+            HostLost: If the host ends meanwhile; it may start again.
+        """
+        gathering = self.store.gather("join", own_version())
+        while (versions := gathering.texts(_WAIT_SECONDS)) is None:
+            if not (missing := gathering.missing()):
+                continue
+            try:
+                self._report_missing(missing, "", begin, timeout_seconds)
+            except TimeoutError as error:
+                if gathering.withdraw(str(error)):
+                    raise
+        for rank, version in enumerate(versions):
+            if version != versions[0]:
+                raise ValueError(
+                    f"Workers have different tfdp version: worker 0 has {versions[0]}, "
+                    f"worker {rank} has {version}. Use the same on all."
+                )
+
+    def _report_missing(
+        self, ranks: list[int], reason: str, begin: float, timeout_seconds: float | None
+    ) -> None:
+        """Warn of workers that are missing; raise once the time is over.
+
+        Args:
+            ranks: List of ints, the workers.
+            reason: String, why the last connection has failed, or `""`.
+            begin: Float, time of the beginning of `join`.
+            timeout_seconds: Float or `None`, see `join`.
+        """
+        names = describe_workers(self.cluster, ranks)
+        because = f" ({reason})" if reason else ""
+        waited = time.monotonic() - begin
+        if timeout_seconds is not None and waited >= timeout_seconds:
+            raise TimeoutError(
+                f"Waited {timeout_seconds:.0f} s for {names}, which did not start"
+                f"{because}. Start every worker of TF_CONFIG, and check that they "
+                "reach each other's ports."
+            )
+        if waited >= _WARN_AFTER_SECONDS:
+            user_code.warn(
+                f"Waiting for {names} to start{because}. Start every worker of "
+                "TF_CONFIG.",
+                once_for=self,
+                topic="missing workers",
+            )
+
+    def _connect(self) -> Store:
+        """Connect to the store's host once.
+
+        Raises:
+            ConnectionFailed: If it was not reached, or refuses this process for now.
+            ValueError: If the process that listens there is not of this job.
+        """
+        failure: Exception = ConnectionFailed("its name has no address")
+        for family, address in self._addresses_of_host():
+            sock = _new_socket(family)
+            steps = dial_steps(self._secret, _SERVICE, _CLAIM.pack(self.cluster.rank))
+            try:
+                authenticate(sock, steps, _ATTEMPT_SECONDS, address)
+                if not is_own_user(sock):
+                    raise UnauthenticatedPeer("it belongs to another user")
+                store = Store(sock)
+                self._acceptor.watch(store, store.receive)
+                return store
+            except UnauthenticatedPeer as error:
+                sock.close()
+                raise ValueError(self._wrong_peer(error)) from None
+            except NotOfThisJob as error:
+                sock.close()
+                host = describe_workers(self.cluster, [HOST])
+                raise ValueError(
+                    f"This worker cannot join the job of {host}: {error}. Start all "
+                    "workers with the same cluster in TF_CONFIG."
+                ) from None
+            except ConnectionFailed as error:
+                sock.close()
+                failure = error
+        raise failure
+
+    def _addresses_of_host(self) -> list[tuple[int, tuple | str]]:
+        """Return the families and addresses at which the store's host may answer."""
+        if self._is_local:
+            return [(socket.AF_UNIX, self._local_name(HOST))]
+        host, port = split_address(self.cluster.workers[HOST])
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            reason = f"its host name does not resolve here: {error}"
+            raise ConnectionFailed(reason) from None
+        return [(family, address) for family, _, _, _, address in found]
+
+    def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
+        """Take an authenticated connection; called on the acceptor's thread."""
+        # What admits a worker of this machine is its user, which TCP does not tell.
+        is_proved = not self._is_local or sock.family == socket.AF_UNIX
+        if self.server is None or not is_proved:
+            sock.close()
+            return
+        (rank,) = _CLAIM.unpack(authenticated.claim)
+        self._has_acceptor.wait()
+        self.server.add(self._acceptor, sock, rank)
+
+    def _listen_locally(self, opened: list[socket.socket]) -> socket.socket:
+        """Listen on this worker's Unix socket; close the opened ones if that fails."""
+        sock = _new_socket(socket.AF_UNIX)
+        name = self._local_name(self.cluster.rank)
+        try:
+            sock.bind(name)
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            for each in (sock, *opened):
+                each.close()
+            raise ValueError(
+                f"The Unix socket @{name[1:]}, on which this worker has to listen, "
+                f"cannot be opened: {error.strerror}. Stop the process that holds it, "
+                "or give this worker another port in TF_CONFIG."
+            ) from error
+        return sock
+
+    def _local_name(self, rank: int) -> str:
+        """Return the name of a worker's abstract Unix socket, which leaves no file."""
+        _, port = split_address(self.cluster.workers[rank])
+        return f"\0tfdp-store-{port}"
+
+    def _wrong_peer(self, error: UnauthenticatedPeer) -> str:
+        """Return the message about a process on the host's port that is not its."""
+        what = str(error)
+        if isinstance(error, WrongService) and error.version is not None:
+            what = "it runs another version of tfdp"
+        return (
+            f"Another program listens on the port of "
+            f"{describe_workers(self.cluster, [HOST])}: {what}. Check which process "
+            f"has it, whether {VARIABLE} is the same on all workers, and whether "
+            "another job uses the port; then restart all workers."
+        )
+
+
+def _is_one_machine(hosts: Sequence[str]) -> bool:
+    """Return whether hosts are names of this machine that no other one has."""
+    if all(map(is_local_name, hosts)):
+        return True
+    return len(set(hosts)) == 1 and any(map(is_own, addresses_of(hosts[0])))
+
+
+def _new_socket(family: int) -> socket.socket:
+    """Create a socket that forked processes do not keep open."""
+    return close_in_forks(socket.socket(family, socket.SOCK_STREAM))

@@ -1,0 +1,369 @@
+"""Server of the store: the values, all-gathers and members of a job.
+
+All of it runs on the thread of an `Acceptor`, without locks. A request has an `id`,
+which its answer repeats; a request whose answer must wait is answered later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import socket
+import time
+from typing import Any
+
+from tfdp.communication.connection.acceptor import Acceptor
+from tfdp.communication.connection.handshake import NO_SIGNAL
+from tfdp.communication.store.messages import Decoder, encode
+from tfdp.ground.text import pluralize
+
+_RECEIVE_BYTES = 1 << 16
+# Time between two heartbeats of a worker, which grows with the number of workers beyond
+# the one that follows: the largest number of heartbeats that the host receives in a
+# second. The end of a process shows in the end of its connection, not in heartbeats.
+_BEAT_SECONDS, _MOST_BEATS_PER_SECOND = 1.0, 64
+# Number of missing heartbeats from which a summary has the age of the last one.
+_SILENT_BEATS = 1.5
+# Time for which a summary of heartbeats is sent again, for each worker of the job: to
+# make one takes time for each of them.
+_SUMMARY_SECONDS = 0.001
+# Longest wait at the end until the members have received the last answers.
+_DRAIN_SECONDS, _POLL_SECONDS = 5.0, 0.01
+
+
+def beat_seconds(num_workers: int) -> float:
+    """Return the time between two heartbeats of a worker.
+
+    Args:
+        num_workers: Int, number of workers of the job.
+
+    Example:
+
+    >>> beat_seconds(2), beat_seconds(256)
+    (1.0, 4.0)
+    """
+    return max(_BEAT_SECONDS, num_workers / _MOST_BEATS_PER_SECOND)
+
+
+class _Member:
+    """Connection of one worker, with the bytes that its socket does not take yet.
+
+    Args:
+        acceptor: `Acceptor` whose thread serves the connection.
+        sock: `socket.socket`, non-blocking, after the handshake.
+        rank: Int, rank of the worker.
+    """
+
+    def __init__(self, acceptor: Acceptor, sock: socket.socket, rank: int) -> None:
+        self._acceptor = acceptor
+        self.sock, self.rank = sock, rank
+        self.fileno, self.close = sock.fileno, sock.close
+        self.decoder = Decoder()
+        self._output = bytearray()
+
+    @property
+    def has_output(self) -> bool:
+        """Bool, whether bytes wait until the socket takes them."""
+        return bool(self._output)
+
+    def send(self, encoded: bytes) -> None:
+        """Send an encoded message, now as far as the socket takes it."""
+        self._output += encoded
+        self.flush()
+        if self._output:
+            self._acceptor.watch_output(self, waits=True)
+
+    def flush(self) -> None:
+        """Send bytes that have waited."""
+        try:
+            while self._output:
+                sent = self.sock.send(self._output, NO_SIGNAL)
+                del self._output[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:  # its end shows when it is read
+            self._output.clear()
+
+    def proceed(self) -> bytes | None:
+        """Send bytes that have waited, and receive.
+
+        Returns:
+            Bytes, none at the end of the connection; or `None` if none have arrived.
+        """
+        if self._output:
+            self.flush()
+            self._acceptor.watch_output(self, waits=bool(self._output))
+        try:
+            return self.sock.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""
+
+
+@dataclasses.dataclass
+class _Gather:
+    """All-gather that is under way.
+
+    Args:
+        texts: Dict from the rank of a worker to its text.
+        waiting: Dict from the rank of a worker to the id of its request.
+    """
+
+    texts: dict[int, str] = dataclasses.field(default_factory=dict)
+    waiting: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Beat:
+    """Last heartbeat of a worker.
+
+    Args:
+        text: String, what the worker reports.
+        is_notable: Bool, whether all workers receive it, in whatever state they are.
+        received_at: Float, time by `time.monotonic`.
+    """
+
+    text: str
+    is_notable: bool
+    received_at: float
+
+
+class Server:
+    """Store that all workers of a job share, hosted by one process.
+
+    Args:
+        num_workers: Int, number of workers.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._members: dict[int, _Member] = {}
+        self._lost_ranks: set[int] = set()
+        self._has_started = False
+        self._is_closed = False
+        self._values: dict[str, str] = {}
+        # By key, the members that wait for its value and the ids of their requests.
+        self._readers: dict[str, list[tuple[_Member, int]]] = {}
+        self._gathers: dict[str, _Gather] = {}
+        self._beats: dict[int, _Beat] = {}
+        # The last summaries of heartbeats, by whether they have all of them, and the
+        # time until which they are sent again.
+        self._summaries: dict[bool, tuple[float, dict[str, Any]]] = {}
+
+    def add(self, acceptor: Acceptor, sock: socket.socket, rank: int) -> None:
+        """Add the connection of a worker; called on the acceptor's thread.
+
+        Args:
+            acceptor: `Acceptor` whose thread serves the connection.
+            sock: `socket.socket`, after the handshake.
+            rank: Int, rank of the worker.
+        """
+        member = _Member(acceptor, sock, rank)
+        refusal = self._refusal(rank)
+        is_final = rank not in range(self._num_workers)
+        member.send(encode({"refused": refusal, "is_final": is_final}))
+        if refusal:
+            member.close()
+            return
+        self._members[rank] = member
+        self._beats[rank] = _Beat("", False, time.monotonic())
+        acceptor.watch(member, functools.partial(self._proceed, member))
+
+    def drain(self) -> None:
+        """Wait until all members have received what was sent, and end connections.
+
+        A connection that is closed while bytes arrive on it is reset, which may discard
+        the last answer: so only the direction to the member is ended first.
+        """
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        self._is_closed = True
+        for member in list(self._members.values()):
+            while member.has_output and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+            try:
+                member.sock.shutdown(socket.SHUT_WR)
+            except OSError:
+                continue
+        while self._members and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def _refusal(self, rank: int) -> str:
+        """Return why a connection of a worker is refused, or `""`."""
+        if rank not in range(self._num_workers):
+            return f"the job has {pluralize(self._num_workers, 'worker')}"
+        if self._is_closed:
+            return "worker 0 is ending"
+        if rank in self._members:
+            return "another process has joined the job as this worker"
+        if self._has_started and rank in self._lost_ranks:
+            return "the job has started, and has lost this worker"
+        return ""
+
+    def _proceed(self, member: _Member) -> bool:
+        """Write to and read from a member; return false at its end."""
+        received = member.proceed()
+        if received is None:
+            return True
+        if received:
+            try:
+                for request in member.decoder.feed(received):
+                    self._serve(member, request)
+                return True
+            except (ValueError, KeyError, TypeError):
+                pass  # it does not speak this protocol
+        self._remove(member)
+        return False
+
+    def _remove(self, member: _Member) -> None:
+        """Remove a member whose connection has ended."""
+        rank = member.rank
+        del self._members[rank]
+        self._lost_ranks.add(rank)
+        for key, readers in list(self._readers.items()):
+            self._readers[key] = [one for one in readers if one[0] is not member]
+        if not self._has_started:
+            # It may start again, and sends its text then.
+            for gather in self._gathers.values():
+                gather.texts.pop(rank, None)
+                gather.waiting.pop(rank, None)
+        if not self._is_closed:
+            self._push(lost=[rank])
+
+    def _serve(self, member: _Member, request: dict[str, Any]) -> None:
+        """Serve one request of a member."""
+        number = request["id"]
+        match request["do"]:
+            case "put":
+                self._put(request["key"], request["text"])
+            case "get":
+                self._get(member, number, request["key"])
+                return
+            case "cancel":
+                self._cancel(member, request["get"])
+            case "delete":
+                self._delete(request["key"])
+            case "gather":
+                self._gather(member, number, request["key"], request["text"])
+                return
+            case "missing":
+                self._answer(member, number, ranks=self._missing(request["key"]))
+                return
+            case "withdraw":
+                is_open = self._withdraw(member, request["key"], request["reason"])
+                self._answer(member, number, is_withdrawn=is_open)
+                return
+            case "beat":
+                self._beat(member, number, request)
+                return
+            case other:
+                raise ValueError(other)
+        self._answer(member, number)
+
+    def _answer(self, member: _Member, number: int, **answer: Any) -> None:
+        """Send the answer of a request, by its id."""
+        member.send(encode({"id": number, **answer}))
+
+    def _push(self, **news: Any) -> None:
+        """Send news of workers to all members, which have not asked for them."""
+        encoded = encode({"news": news})
+        for member in self._members.values():
+            member.send(encoded)
+
+    def _beat(self, member: _Member, number: int, request: dict[str, Any]) -> None:
+        """Record a heartbeat; answer with what is known of the workers."""
+        text, rank = request["text"], member.rank
+        beat = _Beat(text, bool(request["is_notable"]), time.monotonic())
+        self._beats[rank] = beat
+        if request["is_news"]:
+            self._summaries.clear()
+            self._push(beats={rank: [0.0, text]})
+        self._answer(member, number, **self._summary(bool(request["wants_all"])))
+
+    def _summary(self, has_all: bool) -> dict[str, Any]:
+        """Return the heartbeats of workers and the ranks of lost ones.
+
+        Workers that make progress are left out, so that the summary of a thousand
+        workers stays short, unless it is for one that waits.
+        """
+        now = time.monotonic()
+        until, summary = self._summaries.get(has_all, (0.0, {}))
+        if now < until:
+            return summary
+        beats = {
+            rank: [now - beat.received_at, beat.text]
+            for rank, beat in self._beats.items()
+            if beat.text and (has_all or beat.is_notable)
+        }
+        oldest = now - _SILENT_BEATS * beat_seconds(self._num_workers)
+        ages = {
+            rank: now - beat.received_at
+            for rank, beat in self._beats.items()
+            if rank not in beats and beat.received_at < oldest
+        }
+        summary = {"beats": beats, "ages": ages, "lost": sorted(self._lost_ranks)}
+        self._summaries[has_all] = now + _SUMMARY_SECONDS * self._num_workers, summary
+        return summary
+
+    def _put(self, key: str, text: str) -> None:
+        """Set a value, and answer those that wait for it."""
+        self._values[key] = text
+        for member, number in self._readers.pop(key, ()):
+            self._answer(member, number, text=text)
+
+    def _get(self, member: _Member, number: int, key: str) -> None:
+        """Answer with the value of a key, now or once it is set."""
+        if key in self._values:
+            self._answer(member, number, text=self._values[key])
+        else:
+            self._readers.setdefault(key, []).append((member, number))
+
+    def _cancel(self, member: _Member, number: int) -> None:
+        """Forget a request for a value."""
+        for key, readers in list(self._readers.items()):
+            self._readers[key] = [one for one in readers if one != (member, number)]
+            if not self._readers[key]:
+                del self._readers[key]
+
+    def _delete(self, key: str) -> None:
+        """Delete a value."""
+        self._values.pop(key, None)
+
+    def _gather(self, member: _Member, number: int, key: str, text: str) -> None:
+        """Add a member's text; answer all with all texts once each has sent its own."""
+        gather = self._gathers.setdefault(key, _Gather())
+        gather.texts[member.rank] = text
+        gather.waiting[member.rank] = number
+        if len(gather.texts) < self._num_workers:
+            return
+        del self._gathers[key]
+        self._has_started = True
+        texts = [gather.texts[rank] for rank in range(self._num_workers)]
+        for rank, waiting in gather.waiting.items():
+            if rank in self._members:
+                self._answer(self._members[rank], waiting, texts=texts)
+
+    def _missing(self, key: str) -> list[int]:
+        """Return the ranks of the workers that have not sent their text."""
+        gather = self._gathers.get(key)
+        if gather is None:  # its texts have been sent since the member asked
+            return []
+        return [rank for rank in range(self._num_workers) if rank not in gather.texts]
+
+    def _withdraw(self, member: _Member, key: str, reason: str) -> bool:
+        """Take a member's text back, and end the all-gather for all if given a reason.
+
+        Returns:
+            Bool, whether the all-gather was under way.
+        """
+        gather = self._gathers.get(key)
+        if gather is None:
+            return False
+        gather.texts.pop(member.rank, None)
+        gather.waiting.pop(member.rank, None)
+        if reason:
+            del self._gathers[key]
+            for rank, waiting in gather.waiting.items():
+                if rank in self._members:
+                    self._answer(self._members[rank], waiting, ended=reason)
+        return True
