@@ -325,13 +325,14 @@ class Watchdog(threading.Thread):
 
     def _abort(self, failure: WorkerFailure) -> None:
         """Publish the failure, abort collectives, end the process if it hangs."""
-        self._heartbeat.beat_now(_GRACE_SECONDS / 2)
         reason = f"worker {failure.rank} is lost"
+        if self._rank != failure.rank == self.membership.store.host:
+            self.membership.store.fail(f"The store of the job is lost: {reason}.")
+        else:
+            self._heartbeat.beat_now(_GRACE_SECONDS / 2)
         for close in self.closers:
             close(reason)
         _compat.abort_collectives(reason)
-        if failure.rank == self.membership.store.host:
-            self.membership.store.fail(f"The store of the job is lost: {reason}.")
         # Outside of Keras's loops, the next collective raises TensorFlow's error, and a
         # script without another collective may end normally: the process is not ended.
         is_own = failure.rank == self._rank and failure.own
