@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
+from tests.harness.timing import within
 from tests.store.clusters import cluster_of, members_of, of_rank, on_all
 from tfdp.communication.cluster import Cluster, free_ports
 from tfdp.communication.cluster.address import join_address, split_address
 from tfdp.communication.cluster.own_addresses import is_own, own_addresses
 from tfdp.communication.connection.handshake import authenticate, dial_steps
 from tfdp.communication.connection.secret import VARIABLE
-from tfdp.communication.store import Admission, Membership
+from tfdp.communication.store import Admission, Membership, client
 from tfdp.communication.store import membership as module
 
 SECRET = "0123456789abcdef"
@@ -342,6 +343,28 @@ def test_workers_of_one_machine_listen_on_loopback_only(host: str):
         for address in own_addresses():
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), 5)
+
+
+def test_a_first_worker_that_stands_still_ends_no_wait_of_those_that_join(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(client, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.1)
+    cluster = cluster_of(3)
+    with within(10), member_of(cluster, 0) as first, member_of(cluster, 1) as second:
+        first.server._serve = lambda member, request: None
+        error = failure_of_join(second)
+        assert "for worker 0 (" in str(error)
+        del first.server._serve
+
+
+def test_who_has_left_does_not_leave_again():
+    with members_of(cluster_of(2)) as members:
+        left: list[int] = []
+        members[1].leaving.append(lambda: left.append(1))
+        members[1].leave()
+        members[1].leave()
+    assert left == [1]
 
 
 def test_a_process_leaves_a_cluster_and_joins_another():

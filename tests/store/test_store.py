@@ -13,6 +13,7 @@ import pytest
 
 from tests.store.clusters import cluster_of, members_of, on_all
 from tfdp.communication.store import HostLost, Membership, Store
+from tfdp.communication.store import client as client_module
 from tfdp.communication.store import messages as messages_module
 from tfdp.communication.store import server as server_module
 from tfdp.communication.store.messages import Decoder, MessageTooLong, encode
@@ -190,7 +191,9 @@ def test_a_host_that_does_not_answer_is_itself_what_is_missing(
 ):
     gathering = members[1].store.gather("call", "")
     monkeypatch.setattr(members[0].server, "_serve", lambda member, request: None)
-    assert gathering.missing(0.05) == [0]
+    monkeypatch.setattr(client_module, "_ANSWER_SECONDS", 0.05)
+    assert gathering.missing() == [0]
+    assert gathering.withdraw()
 
 
 def test_large_texts_reach_a_member_that_reads_slowly(members: list[Membership]):

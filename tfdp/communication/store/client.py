@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import itertools
 import socket
 import threading
@@ -14,6 +13,8 @@ from tfdp.communication.connection.handshake import NO_SIGNAL, ConnectionFailed
 from tfdp.communication.store.messages import Decoder, encode
 
 _RECEIVE_BYTES = 1 << 16
+# Longest wait of an all-gather for what the host knows of it, in seconds.
+_ANSWER_SECONDS = 2.0
 _HOST_LOST = "The connection to the job's store, on worker 0, has ended."
 
 
@@ -279,18 +280,15 @@ class Gathering:
             raise TimeoutError(answer["ended"])
         return answer["texts"]
 
-    def missing(self, timeout_seconds: float = 2.0) -> list[int]:
+    def missing(self) -> list[int]:
         """Return the ranks whose text has not arrived; none if the host is lost.
 
-        The host may end right after its answer, which `texts` then returns.
-
-        Args:
-            timeout_seconds: Float, the longest wait for the answer, after which the
-                host of the store is what is missing. Defaults to `2.0`.
+        The host may end right after its answer, which `texts` then returns. While the
+        host does not answer, it is what is missing.
         """
         try:
             asked = self._store.ask("missing", key=self.key)
-            return asked.result(timeout_seconds)["ranks"]
+            return asked.result(_ANSWER_SECONDS)["ranks"]
         except concurrent.futures.TimeoutError:
             return [self._store.host]
         except HostLost:
@@ -299,11 +297,16 @@ class Gathering:
     def withdraw(self, reason: str = "") -> bool:
         """Take the text back; return false if all have arrived, or the host is lost.
 
+        While the host does not answer, this member does not wait for it.
+
         Args:
             reason: String, text of the error by which the all-gather ends for the other
                 members, or `""` if they continue to wait. Defaults to `""`.
         """
-        request = {"key": self.key, "reason": reason}
-        with contextlib.suppress(HostLost):
-            return self._store.ask("withdraw", **request).result()["is_withdrawn"]
-        return False
+        try:
+            asked = self._store.ask("withdraw", key=self.key, reason=reason)
+            return asked.result(_ANSWER_SECONDS)["is_withdrawn"]
+        except concurrent.futures.TimeoutError:
+            return True
+        except HostLost:
+            return False

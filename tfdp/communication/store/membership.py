@@ -106,7 +106,7 @@ class Membership:
         self.cluster = cluster
         self.server = Server(cluster.num_workers) if cluster.rank == HOST else None
         self.leaving: list[Callable[[], None]] = []
-        self._owner = Owner()
+        self._owner, self._has_left = Owner(), False
         admission = Admission.of(cluster)
         self._is_local, self._secret = admission.is_local, admission.secret
         if not admission.is_safe and cluster.rank == HOST:
@@ -157,8 +157,9 @@ class Membership:
 
     def leave(self) -> None:
         """End all connections, after the other workers have received the answers."""
-        if not self._owner.is_current:
+        if not self._owner.is_current or self._has_left:
             return
+        self._has_left = True
         for function in self.leaving:
             function()
         if self.server is not None:
