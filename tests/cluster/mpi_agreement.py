@@ -44,6 +44,7 @@ def main() -> None:
             "rank": cluster.rank,
             "workers": cluster.workers,
             "is_stable": again == cluster,
+            "secret": cluster.secret,
         }
     except (ValueError, TimeoutError) as error:
         answer = {"error": type(error).__name__, "text": str(error)}

@@ -325,6 +325,7 @@ def test_the_ranks_of_a_job_agree_on_their_addresses(mode):
     assert [answer["rank"] for answer in found] == [0, 1, 2]
     assert all(answer["workers"] == found[0]["workers"] for answer in found)
     assert all(answer["is_stable"] for answer in found)
+    assert all(answer["secret"] is None for answer in found)
     assert len(set(found[0]["workers"])) == 3
     assert all(worker.startswith("127.0.0.1:") for worker in found[0]["workers"])
 

@@ -71,6 +71,8 @@ def test_ranks_on_two_hosts_get_the_addresses_of_the_link_between_them(is_ipv6):
     assert all(answer["workers"] == found[0]["workers"] for answer in found)
     hosts = [split_address(worker)[0] for worker in found[0]["workers"]]
     assert hosts == [address for address in bed.addresses for _ in range(2)]
+    (secret,) = {answer["secret"] for answer in found}
+    assert len(secret) == 32
 
 
 @pytest.mark.full

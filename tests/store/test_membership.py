@@ -162,17 +162,18 @@ def test_a_worker_that_starts_again_alone_is_told_that_the_job_has_lost_it(elsew
     assert "(the job has started, and has lost this worker)" in text
 
 
-def test_a_job_of_another_size_is_refused(elsewhere):
-    cluster = cluster_of(2)
-    larger = Cluster((*cluster.workers, "127.0.0.1:1"), task_index=2)
-    with member_of(cluster, 0) as first, elsewhere(larger, 2) as other:
-        other._secret = first._secret
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_a_worker_of_another_cluster_is_refused(elsewhere, secret: str | None):
+    cluster = Cluster(cluster_of(2).workers, secret=secret)
+    larger = (*cluster.workers, "127.0.0.1:1")
+    with (
+        member_of(cluster, 0),
+        elsewhere(Cluster(larger, secret=secret), 2) as other,
+    ):
         error = failure_of_join(other, 20)
     assert isinstance(error, ValueError)
-    assert str(error).startswith(
-        f"This worker cannot join the job of worker 0 ({cluster.workers[0]}): the job "
-        "has 2 workers. Start all workers with the same cluster"
-    )
+    assert "it does not have this job's secret. Check" in str(error)
+    assert "whether the cluster of TF_CONFIG and" in str(error)
 
 
 def test_workers_with_different_versions_of_tfdp_are_told_so_all(

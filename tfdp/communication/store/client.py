@@ -22,10 +22,6 @@ class HostLost(ConnectionError):
     """Error: the process that hosts the job's store has ended, or was not reached."""
 
 
-class NotOfThisJob(Exception):
-    """Error: the job of the store has another size or version; the text says which."""
-
-
 class Store:
     """Store of a job, as one of its members uses it; any thread may call.
 
@@ -34,8 +30,7 @@ class Store:
         host: Int, rank of the worker that hosts the store. Defaults to 0.
 
     Raises:
-        ConnectionFailed: If the server refuses this end for now.
-        NotOfThisJob: If it will always refuse this end.
+        ConnectionFailed: If the server refuses this end.
 
     Attributes:
         news: Callable, receives news of workers that the host sends unasked, a dict;
@@ -62,8 +57,7 @@ class Store:
         """Receive the server's first message, by which it admits or refuses this end.
 
         Raises:
-            ConnectionFailed: If it refuses this end for now, or has ended.
-            NotOfThisJob: If it will always refuse this end.
+            ConnectionFailed: If it refuses this end, or has ended.
         """
         self._decoder = Decoder()
         messages: list[dict[str, Any]] = []
@@ -76,8 +70,7 @@ class Store:
             if not received:
                 raise ConnectionFailed("it closed the connection")
         if reason := messages[0]["refused"]:
-            is_final = messages[0]["is_final"]
-            raise NotOfThisJob(reason) if is_final else ConnectionFailed(reason)
+            raise ConnectionFailed(reason)
 
     def new_prefix(self) -> str:
         """Return a new prefix of keys; all members call this in the same order."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import socket
 import struct
@@ -25,8 +24,8 @@ from tfdp.communication.connection.handshake import (
     authenticate,
     dial_steps,
 )
-from tfdp.communication.connection.secret import VARIABLE, read_secret
-from tfdp.communication.store.client import HostLost, NotOfThisJob, Store
+from tfdp.communication.connection.secret import VARIABLE, derive_secret, read_secret
+from tfdp.communication.store.client import HostLost, Store
 from tfdp.communication.store.messages import own_version
 from tfdp.communication.store.server import Server
 from tfdp.ground import user_code
@@ -52,7 +51,8 @@ class Admission:
     Args:
         is_local: Bool, whether all workers are on this machine and have no secret, so
             that they connect by a Unix socket, and the user at its other end counts.
-        secret: String, the secret that both ends prove.
+        secret: String, what both ends prove: derived from the job's secret, if any, and
+            the addresses of the workers.
         is_safe: Bool, whether no other user can join.
     """
 
@@ -76,9 +76,9 @@ class Admission:
             and sys.platform == "linux"
             and _is_one_machine(cluster.hosts)
         )
-        # Without a secret, workers of different jobs still do not take each other's.
-        digest = hashlib.sha256(" ".join(cluster.workers).encode()).hexdigest()
-        return cls(is_local, secret or digest, is_local or secret is not None)
+        # With the addresses in it, workers of different clusters do not connect.
+        own = derive_secret(secret or "", " ".join(cluster.workers))
+        return cls(is_local, own, is_local or secret is not None)
 
 
 class Membership:
@@ -249,13 +249,6 @@ class Membership:
             except UnauthenticatedPeer as error:
                 sock.close()
                 raise ValueError(self._wrong_peer(error)) from None
-            except NotOfThisJob as error:
-                sock.close()
-                host = describe_workers(self.cluster, [HOST])
-                raise ValueError(
-                    f"This worker cannot join the job of {host}: {error}. Start all "
-                    "workers with the same cluster in TF_CONFIG."
-                ) from None
             except ConnectionFailed as error:
                 sock.close()
                 failure = error
@@ -314,8 +307,8 @@ class Membership:
         return (
             f"Another program listens on the port of "
             f"{describe_workers(self.cluster, [HOST])}: {what}. Check which process "
-            f"has it, whether {VARIABLE} is the same on all workers, and whether "
-            "another job uses the port; then restart all workers."
+            f"has it, whether the cluster of TF_CONFIG and {VARIABLE} are the same on "
+            "all workers, and whether another job uses the port; then restart all."
         )
 
 

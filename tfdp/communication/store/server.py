@@ -15,7 +15,6 @@ from typing import Any
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.communication.connection.handshake import NO_SIGNAL
 from tfdp.communication.store.messages import Decoder, encode
-from tfdp.ground.text import pluralize
 
 _RECEIVE_BYTES = 1 << 16
 # Time between two heartbeats of a worker, which grows with the number of workers beyond
@@ -161,8 +160,7 @@ class Server:
         """
         member = _Member(acceptor, sock, rank)
         refusal = self._refusal(rank)
-        is_final = rank not in range(self._num_workers)
-        member.send(encode({"refused": refusal, "is_final": is_final}))
+        member.send(encode({"refused": refusal}))
         if refusal:
             member.close()
             return
@@ -190,8 +188,6 @@ class Server:
 
     def _refusal(self, rank: int) -> str:
         """Return why a connection of a worker is refused, or `""`."""
-        if rank not in range(self._num_workers):
-            return f"the job has {pluralize(self._num_workers, 'worker')}"
         if self._is_closed:
             return "worker 0 is ending"
         if rank in self._members:
@@ -220,8 +216,7 @@ class Server:
         rank = member.rank
         del self._members[rank]
         self._lost_ranks.add(rank)
-        for key, readers in list(self._readers.items()):
-            self._readers[key] = [one for one in readers if one[0] is not member]
+        self._forget_reads(member)
         if not self._has_started:
             # It may start again, and sends its text then.
             for gather in self._gathers.values():
@@ -240,7 +235,7 @@ class Server:
                 self._get(member, number, request["key"])
                 return
             case "cancel":
-                self._cancel(member, request["get"])
+                self._forget_reads(member, request["get"])
             case "delete":
                 self._delete(request["key"])
             case "gather":
@@ -318,10 +313,14 @@ class Server:
         else:
             self._readers.setdefault(key, []).append((member, number))
 
-    def _cancel(self, member: _Member, number: int) -> None:
-        """Forget a request for a value."""
+    def _forget_reads(self, member: _Member, number: int | None = None) -> None:
+        """Forget a member's request for a value, by its id, or all of them."""
         for key, readers in list(self._readers.items()):
-            self._readers[key] = [one for one in readers if one != (member, number)]
+            self._readers[key] = [
+                (its, other)
+                for its, other in readers
+                if its is not member or number not in (None, other)
+            ]
             if not self._readers[key]:
                 del self._readers[key]
 
