@@ -71,7 +71,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_who_is_heard_of_is_not_suspected(clock: Clock):
-    known = FailureDetector([1, 2], limit_seconds=60)
+    known = FailureDetector([1, 2], limit_seconds=60, host=0)
     clock.now += 2
     known.record_heartbeat(1)
     clock.now += 2
@@ -81,7 +81,7 @@ def test_who_is_heard_of_is_not_suspected(clock: Clock):
 
 
 def test_who_is_listed_without_an_age_is_not_suspected(clock: Clock):
-    known = FailureDetector([1, 2], limit_seconds=60)
+    known = FailureDetector([1, 2], limit_seconds=60, host=0)
     clock.now += 70
     known.record_answer(dated={2})
     assert known.suspects() == [2]
@@ -102,7 +102,7 @@ def test_while_the_store_does_not_answer_only_its_host_is_suspected(
 
 
 def test_who_has_no_connection_is_suspected_at_once_unless_it_has_left(clock: Clock):
-    known = FailureDetector([1, 2, 3], limit_seconds=60)
+    known = FailureDetector([1, 2, 3], limit_seconds=60, host=0)
     known.record_status(1, is_disconnected=True)
     known.record_status(2, is_disconnected=True, has_left=True)
     assert known.suspects() == [1]
@@ -115,7 +115,7 @@ def test_who_has_no_connection_is_suspected_at_once_unless_it_has_left(clock: Cl
 def test_a_port_that_refuses_twice_in_a_row_is_that_of_a_process_that_has_ended(
     clock: Clock,
 ):
-    known = FailureDetector([1], limit_seconds=60)
+    known = FailureDetector([1], limit_seconds=60, host=0)
     known.record_probe(1, refused=True, accepted=False)
     known.record_probe(1, refused=False, accepted=True)
     known.record_probe(1, refused=True, accepted=False)
@@ -125,7 +125,7 @@ def test_a_port_that_refuses_twice_in_a_row_is_that_of_a_process_that_has_ended(
 
 
 def test_a_port_that_a_forked_process_holds_is_no_sign_of_life(clock: Clock):
-    known = FailureDetector([1, 2], limit_seconds=60)
+    known = FailureDetector([1, 2], limit_seconds=60, host=0)
     own = ProcessIdentity.current()
     other = dataclasses.replace(own, started="before this one")
     known.record_status(1, process=other)
@@ -140,7 +140,7 @@ def test_a_port_that_a_forked_process_holds_is_no_sign_of_life(clock: Clock):
 
 
 def test_who_stands_still_is_lost_at_the_limit_and_not_before(clock: Clock):
-    known = FailureDetector([1], limit_seconds=60)
+    known = FailureDetector([1], limit_seconds=60, host=0)
     known.record_heartbeat(
         1, progress=WorkerProgress(7, "step 3 of epoch 1 of fit", 0.0)
     )
@@ -155,7 +155,7 @@ def test_who_stands_still_is_lost_at_the_limit_and_not_before(clock: Clock):
 
 
 def test_who_has_left_in_good_order_is_lost_only_to_those_who_wait(clock: Clock):
-    known = FailureDetector([1], limit_seconds=60)
+    known = FailureDetector([1], limit_seconds=60, host=0)
     known.record_status(1, has_left=True, last_error="")
     clock.now += 100
     known.record_probe(1, refused=True, accepted=False)
@@ -165,7 +165,7 @@ def test_who_has_left_in_good_order_is_lost_only_to_those_who_wait(clock: Clock)
 
 
 def test_the_error_that_ended_a_script_is_told(clock: Clock):
-    known = FailureDetector([1], limit_seconds=60)
+    known = FailureDetector([1], limit_seconds=60, host=0)
     known.record_status(1, has_left=False, last_error="ValueError: bad data")
     assert known.cause(1) == ""  # it may have caught it
     known.record_status(1, has_left=True, last_error="ValueError: bad data")
@@ -202,7 +202,7 @@ def test_who_was_suspended_itself_hears_of_the_others_before_it_blames_them(
     own = ProcessClock()
     own.watch()
     monkeypatch.setattr(module, "clock", own)
-    known = FailureDetector([1], limit_seconds=6.0)
+    known = FailureDetector([1], limit_seconds=6.0, host=0)
     real[0] += 9.0  # stopped
     assert known.suspects() == []
     assert known.cause(1) == ""
@@ -333,7 +333,7 @@ def test_a_process_is_idle_while_it_uses_next_to_no_processor(monkeypatch, clock
 def test_a_call_of_tensorflow_that_lasts_is_a_wait_outside_of_loops_too(
     monkeypatch, clock, capsys
 ):
-    heartbeat = Heartbeat(0, Store(), FailureDetector([1], 60.0))
+    heartbeat = Heartbeat(0, Store(), FailureDetector([1], 60.0, host=0))
     calls = [object()]
     monkeypatch.setattr("time.process_time", lambda: 5.0)
     monkeypatch.setattr(_compat, "call_in_progress", lambda: calls[-1])
@@ -383,7 +383,7 @@ def test_the_call_in_which_the_main_thread_waits_is_found():
 
 
 def test_who_is_behind_is_told_by_the_count_of_places(clock: Clock):
-    known = FailureDetector([1, 2, 3], limit_seconds=60)
+    known = FailureDetector([1, 2, 3], limit_seconds=60, host=0)
     known.record_heartbeat(1, progress=WorkerProgress(4, "step 4", 0.0))
     known.record_heartbeat(2, progress=WorkerProgress(5, "step 5", 0.0))
     behind = known.stragglers(WorkerProgress(5, "step 5", 11.0))
@@ -440,7 +440,7 @@ class SlowStore(Store):
 
 def test_who_leaves_while_it_beats_says_so_in_another_beat():
     store = SlowStore()
-    heartbeat = Heartbeat(0, store, FailureDetector([1], 60.0))
+    heartbeat = Heartbeat(0, store, FailureDetector([1], 60.0, host=0))
     heartbeat.start()
     assert store.begun.wait(10.0)
     heartbeat.has_left = True
@@ -453,7 +453,7 @@ def test_who_leaves_while_it_beats_says_so_in_another_beat():
 
 def test_a_report_is_for_all_if_it_is_news_or_of_one_that_waits(monkeypatch):
     store = Store()
-    heartbeat = Heartbeat(0, store, FailureDetector([1], 60.0))
+    heartbeat = Heartbeat(0, store, FailureDetector([1], 60.0, host=0))
     for seconds in (0.0, 2.0, 6.0):
         own = dataclasses.replace(WAITING, seconds=seconds)
         monkeypatch.setattr(Heartbeat, "progress", own)
@@ -514,8 +514,8 @@ def test_who_leaves_because_of_another_one_is_not_to_blame(
 
 
 def test_a_failure_is_recorded_before_the_end_of_who_tells_it(monkeypatch):
-    detector = FailureDetector([1], 60.0)
-    teller = Heartbeat(1, Store(), FailureDetector([0], 60.0))
+    detector = FailureDetector([1], 60.0, host=0)
+    teller = Heartbeat(1, Store(), FailureDetector([0], 60.0, host=0))
     heartbeat = Heartbeat(0, Store(), detector)
     failure = WorkerFailure(2, "its process has ended")
     teller.failure, teller.has_left = failure, True
@@ -543,7 +543,7 @@ def test_the_end_of_the_host_is_learned_by_all_at_once(watchdogs: list[Watchdog]
 
 @pytest.mark.parametrize("listed", ["beats", "ages"])
 def test_a_beat_that_is_read_again_is_no_new_sign_of_life(listed: str, clock: Clock):
-    known = FailureDetector([1, 2], limit_seconds=60)
+    known = FailureDetector([1, 2], limit_seconds=60, host=0)
     store = Store()
     report = json.dumps(Heartbeat(1, store, known)._report())
     heartbeat = Heartbeat(0, store, known)

@@ -15,7 +15,6 @@ from tfdp.communication.store.messages import Decoder, encode
 _RECEIVE_BYTES = 1 << 16
 # Longest wait of an all-gather for what the host knows of it, in seconds.
 _ANSWER_SECONDS = 2.0
-_HOST_LOST = "The connection to the job's store, on worker 0, has ended."
 
 
 class HostLost(ConnectionError):
@@ -27,7 +26,7 @@ class Store:
 
     Args:
         sock: `socket.socket`, connected to the server, after the handshake.
-        host: Int, rank of the worker that hosts the store. Defaults to 0.
+        host: Int, rank of the worker that hosts the store.
 
     Raises:
         ConnectionFailed: If the server refuses this end.
@@ -38,7 +37,7 @@ class Store:
         lost: Callable, called on that thread once the connection has ended.
     """
 
-    def __init__(self, sock: socket.socket, host: int = 0) -> None:
+    def __init__(self, sock: socket.socket, host: int) -> None:
         self.sock, self.host = sock, host
         self.fileno, self.close = sock.fileno, sock.close
         self._await_admission()
@@ -181,12 +180,16 @@ class Store:
             self.lost()
         return bool(received)
 
-    def fail(self, reason: str = _HOST_LOST) -> None:
+    def fail(self, reason: str = "") -> None:
         """Let all calls that wait, and all later ones, raise `HostLost`.
 
         Args:
-            reason: String, why the store is lost.
+            reason: String, why the store is lost, or `""`, the default, if its
+                connection has ended.
         """
+        reason = reason or (
+            f"The connection to the job's store, on worker {self.host}, has ended."
+        )
         with self._lock:
             waiting, self._waiting = self._waiting, {}
             self._reason = reason

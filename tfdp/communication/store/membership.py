@@ -243,7 +243,7 @@ class Membership:
                 authenticate(sock, steps, _ATTEMPT_SECONDS, address)
                 if not is_own_user(sock):
                     raise UnauthenticatedPeer("it belongs to another user")
-                store = Store(sock)
+                store = Store(sock, HOST)
                 self._acceptor.watch(store, store.receive)
                 return store
             except UnauthenticatedPeer as error:

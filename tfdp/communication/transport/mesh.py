@@ -57,7 +57,6 @@ from tfdp.ground.forks import Owner, close_in_forks
 
 _logger = logging.getLogger("tfdp.transport")
 
-_PREFIX = "transport"
 # Claim of a dialer in a handshake: its rank, and the digest of the lane's name.
 _CLAIM = struct.Struct("!I32s")
 # Time limit of one attempt to dial, after which a busy or silent peer is dialed again.
@@ -108,6 +107,8 @@ class Mesh:
         timeout_seconds: Float, the longest wait for another worker.
         use_unix: Bool, the same on all workers, whether workers of one host use Unix
             sockets and shared memory rather than TCP. Defaults to `True`.
+        prefix: String, the beginning of the mesh's keys in the store, the same on all
+            workers. Defaults to `"transport"`.
 
     Raises:
         TransportError: If this host has no such address or interface, or worker 0
@@ -124,10 +125,11 @@ class Mesh:
         interface: str | None = None,
         timeout_seconds: float = 60.0,
         use_unix: bool = True,
+        prefix: str = "transport",
     ) -> None:
         self.rank = rank
         self.num_workers = num_workers
-        self._store = store
+        self._store, self._prefix = store, prefix
         self._timeout_seconds = timeout_seconds
         self._use_unix = use_unix
         self._changed = threading.Condition()
@@ -165,7 +167,7 @@ class Mesh:
             claim_bytes=_CLAIM.size,
         )
         _meshes.add(self)
-        store.put(f"{_PREFIX}/address/{rank}", self.addresses.to_json())
+        store.put(f"{self._prefix}/address/{rank}", self.addresses.to_json())
 
     def connect(self, peer: int, lane: str) -> Connection:
         """Connect to another worker, which must make the same call.
@@ -319,7 +321,7 @@ class Mesh:
 
     def _shared_secret(self) -> str:
         """Create the job's secret on worker 0; read it from the store on others."""
-        key = f"{_PREFIX}/secret"
+        key = f"{self._prefix}/secret"
         if self.rank == 0:
             secret = secrets.token_hex(32)
             self._store.put(key, secret)
@@ -336,7 +338,7 @@ class Mesh:
         if peer == self.rank:
             return self.addresses
         if peer not in self._addresses:
-            text = self._read_store(f"{_PREFIX}/address/{peer}", peer, deadline)
+            text = self._read_store(f"{self._prefix}/address/{peer}", peer, deadline)
             self._addresses[peer] = Addresses.from_json(text)
         return self._addresses[peer]
 

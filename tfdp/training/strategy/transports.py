@@ -211,32 +211,10 @@ def _mesh(
             _meshes[key] = Mesh(
                 worker_group.rank,
                 worker_group.num_workers,
-                _Store(worker_group),
+                worker_group.store,
                 host=host,
                 interface=options.interface,
                 timeout_seconds=options.timeout_seconds or _DEFAULT_CONNECT_SECONDS,
+                prefix=worker_group.new_prefix(),
             )
     return _meshes[key]
-
-
-class _Store:
-    """Keys of a mesh in the job's store, a `transport.Store`.
-
-    Args:
-        worker_group: `WorkerGroup` between the workers.
-    """
-
-    def __init__(self, worker_group: WorkerGroup) -> None:
-        self._store, self._prefix = worker_group.store, worker_group.new_prefix()
-
-    def put(self, key: str, text: str) -> None:
-        """Set the text of a key."""
-        self._store.put(f"{self._prefix}/{key}", text)
-
-    def get(self, key: str, timeout_seconds: float) -> str:
-        """Return the text of a key; wait until a worker has set it.
-
-        Raises:
-            TimeoutError: If no worker sets it within `timeout_seconds`.
-        """
-        return self._store.get(f"{self._prefix}/{key}", timeout_seconds)

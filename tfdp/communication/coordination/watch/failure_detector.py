@@ -55,15 +55,13 @@ class FailureDetector:
     Args:
         ranks: Sequence of int, the other workers.
         limit_seconds: Float, time without a heartbeat after which a worker is lost.
-        host: Int, rank of the worker that hosts the store. Defaults to 0.
+        host: Int, rank of the worker that hosts the store.
 
     Attributes:
         beat_seconds: Float, time between two heartbeats of a worker.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], limit_seconds: float, host: int = 0
-    ) -> None:
+    def __init__(self, ranks: Sequence[int], limit_seconds: float, host: int) -> None:
         now = clock.now()
         self.limit_seconds = limit_seconds
         self.beat_seconds = beat_seconds(len(ranks) + 1)

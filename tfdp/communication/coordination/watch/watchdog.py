@@ -90,7 +90,9 @@ class Watchdog(threading.Thread):
         self._addresses = membership.cluster.workers
         self._rank = membership.cluster.rank
         others = [r for r in range(len(self._addresses)) if r != self._rank]
-        self._detector = FailureDetector(others, limit - min(_EXIT_SECONDS, limit / 4))
+        self._detector = FailureDetector(
+            others, limit - min(_EXIT_SECONDS, limit / 4), membership.store.host
+        )
         # Set to check the other workers at once.
         self._wakes = threading.Event()
         self._heartbeat = Heartbeat(
