@@ -203,7 +203,6 @@ def restore_state(
         worker_group, path, "restored", _NOTHING_LOADED, "its files", find
     )
     if not worker_group.all_equal("checkpoint.restore: which", index.token):
-        worker_group.leave()
         raise ValueError(
             "The workers found different checkpoints. Give all of them the same "
             "directory, and do not save into it while they restore. "

@@ -157,7 +157,6 @@ class Backups:
                 return found
             damaged.append((name, fault))
         if damaged:
-            self._worker_group.leave()
             raise ValueError(
                 f"All backups in {self.directory!r} are damaged. To train from the "
                 "start, delete this directory or give another one. "
@@ -272,14 +271,12 @@ class Backups:
         for rank, (kind, text) in enumerate(verdicts):
             text = text.rstrip(".")
             if kind == _INCOMPATIBLE:
-                self._worker_group.leave()
                 raise ValueError(
                     f"Training cannot resume from this backup: {text}. "
                     f"{_NOTHING_LOADED} Run the script that wrote it, or give another "
                     f"directory. Received: {path!r}"
                 )
             if kind == _UNREADABLE:  # the store failed; the backup may be intact
-                self._worker_group.leave()
                 raise OSError(
                     f"The backup was not read: worker {rank}: {text}. "
                     f"{_NOTHING_LOADED} Received: {path!r}"

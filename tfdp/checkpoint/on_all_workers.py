@@ -55,7 +55,6 @@ def run_on_all_workers(
     failed = [(rank, *reply) for rank, reply in enumerate(replies) if reply]
     if not failed:
         return result
-    worker_group.leave()
     rank, is_value_error, cause = failed[0]
     is_common = all(reply == replies[0] for reply in replies)
     where = "" if is_common else f"worker {rank}: "

@@ -79,7 +79,7 @@ def check_same_setup(
     for rank, message in enumerate(messages):
         for name, value in message["facts"].items():
             if value != first[name]:
-                raise worker_group.error(
+                raise ValueError(
                     f"Workers have different {name}: worker 0 has {first[name]}, "
                     f"worker {rank} has {value}. Use the same on all."
                 )
@@ -154,12 +154,12 @@ def check_same_variables(
         f"{verb} {other}."
     )
     if verb == "creates":
-        raise worker_group.error(
+        raise ValueError(
             "Workers have different models. Build the same one on every worker; "
             "create what only one of them needs outside of `strategy.scope()`. "
             f"{text}"
         )
-    raise worker_group.error(
+    raise ValueError(
         f"Workers have different models. Build the same one on every worker. {text}"
     )
 
@@ -204,7 +204,7 @@ def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
     difference = _compare_items(worker_group, topic, "gradients", order)
     if difference is not None:
         rank, position, first, other = difference
-        raise worker_group.error(
+        raise ValueError(
             "Workers would reduce the gradients of a model in different orders. Call "
             "its layers in the same order on every worker. First difference, gradient "
             f"{position}: that of {first} on worker 0, of {other} on worker {rank}."
@@ -248,7 +248,7 @@ def check_same_program(
     steps, all_counts = zip(*answers, strict=True)
     if (difference := _first_difference(steps)) is not None:
         rank, _, first, other = difference
-        raise worker_group.error(
+        raise ValueError(
             f"Workers would hang in {topic}, which differs between them. "
             f"{_LET_NOTHING_CHOOSE} First operation that differs: {first} on worker 0, "
             f"{other} on worker {rank}."
@@ -263,7 +263,7 @@ def check_same_program(
         f"{topic}: first difference",
         "nothing" if differing is None else describe(differing),
     )
-    raise worker_group.error(
+    raise ValueError(
         f"Workers would compute different things in {topic}. {_LET_NOTHING_CHOOSE} "
         f"First operation that differs: {operations[0]} on worker 0, "
         f"{operations[rank]} on worker {rank}."
@@ -347,13 +347,10 @@ class _Missing:
 _MISSING = _Missing()
 
 
-def require_equal(
-    worker_group: WorkerGroup, problem: str, values: Sequence[Any] | dict[int, Any]
-) -> None:
-    """Raise on every worker, with the first difference, if workers' values differ.
+def require_equal(problem: str, values: Sequence[Any] | dict[int, Any]) -> None:
+    """Raise, with the first difference, if workers' values differ.
 
     Args:
-        worker_group: `WorkerGroup` between the workers.
         problem: String, the problem and its remedy; the difference is appended.
         values: Sequence of a nest of dicts, lists and plain values for each worker, as
             all-gathered; or a dict of nests by rank, for some workers.
@@ -364,7 +361,7 @@ def require_equal(
     by_worker = values if isinstance(values, dict) else dict(enumerate(values))
     difference = describe_difference(by_worker)
     if difference:
-        raise worker_group.error(f"{problem} Received: {difference}")
+        raise ValueError(f"{problem} Received: {difference}")
 
 
 def describe_difference(values: Mapping[int, Any]) -> str:

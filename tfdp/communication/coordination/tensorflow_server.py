@@ -42,7 +42,7 @@ def start_server(
         return
     for rank, (_, began) in enumerate(found):
         if began:
-            raise worker_group.error(
+            raise ValueError(
                 f"TensorFlow has already started on worker {rank}, {began}. GPUs and "
                 '`backend="ring"` need TensorFlow\'s server between workers, which '
                 "starts with TensorFlow: create the strategy before any other use of "

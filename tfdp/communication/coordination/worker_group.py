@@ -14,15 +14,13 @@ from typing import Any
 from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.coordination.progress import WorkerProgress, progress
-from tfdp.communication.store import Gathering, HostLost, Store
+from tfdp.communication.store import Gathering, Store
 from tfdp.ground import forks, user_code
 
 _WARN_AFTER_SECONDS = 10.0
 # Interval at which a wait checks whether the other worker is alive: at first, and the
 # longest.
 _CHECK_SECONDS, _LONGEST_CHECK_SECONDS = 0.25, 3.0
-# Longest wait for the other workers before an error is raised.
-_LEAVE_SECONDS = 5.0
 # Description of the place of a worker whose progress has no name.
 NO_CALL = "no call of Keras or tfdp"
 # The latest group, by whether it has several workers. Strong references, because
@@ -141,24 +139,6 @@ class WorkerGroup:
             value: Bool of this worker.
         """
         return any(self.all_gather(topic, bool(value)))
-
-    def leave(self) -> None:
-        """Synchronize all workers before all of them raise an error.
-
-        Worker 0 hosts the store, and must not end before the others have read its
-        answer.
-        """
-        with contextlib.suppress(TimeoutError, RuntimeError, HostLost):
-            self.all_gather("an error", timeout_seconds=_LEAVE_SECONDS)
-
-    def error(self, text: str) -> ValueError:
-        """Synchronize all workers, and return the error that all of them raise.
-
-        Args:
-            text: String, the message.
-        """
-        self.leave()
-        return ValueError(text)
 
     def _wait(
         self,

@@ -148,7 +148,7 @@ def _distribute_by_policy(
     topic = "a dataset's shards"
     gathered = worker_group.all_gather(topic, facts)
     shards, specs, sources = zip(*gathered, strict=True)
-    check_same_elements(worker_group, specs)
+    check_same_elements(specs)
     if policy == _POLICY.OFF:
         return _distribute_own_batches(strategy, dataset, options)
     warn_of_shards(shards)
@@ -236,7 +236,7 @@ def _check_shards(
     gathered = group.all_gather("own files", facts)
     names, policies, specs, lengths = zip(*gathered, strict=True)
     if any(policies):
-        raise group.error(
+        raise ValueError(
             "`shard_files` has divided the files among workers, and a policy would "
             "divide them again. Remove `auto_shard_policy`. Received: "
             f"{next(filter(None, policies))}",
@@ -246,12 +246,12 @@ def _check_shards(
         for rank in range(group.num_workers)
     ]
     if list(names) != expected:
-        raise group.error(
+        raise ValueError(
             "The datasets of the workers are not the parts of one set of files. Call "
             "`shard_files` with the same arguments on every worker, for the strategy "
             f"that trains. Received: {list_by_worker(names)}",
         )
-    check_same_elements(group, specs)
+    check_same_elements(specs)
     return list(lengths)
 
 

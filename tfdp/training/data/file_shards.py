@@ -248,20 +248,20 @@ def _check_same_files(
     worker = next((rank for rank, problem in enumerate(problems) if problem), None)
     if worker is not None:
         where = f" on worker {worker}" if group.num_workers > 1 else ""
-        raise group.error(
+        raise ValueError(
             f"`pattern` of `shard_files` {problems[worker]}{where}; it must match at "
             "least one file, and no file twice. Received: "
             f"pattern={_patterns_text(patterns)}",
         )
     if len(set(digests)) > 1:
         difference = _describe_difference(group, files)
-        raise group.error(
+        raise ValueError(
             "Workers see different files, so that some would be read twice or not at "
             f"all. `shard_files` needs the same ones on every worker. {difference}"
             f"Received: {list_by_worker(counts)}",
         )
     if len(set(seeds)) > 1:
-        raise group.error(
+        raise ValueError(
             "Workers give `shard_files` different seeds, so that their orders differ. "
             f"Give every worker the same seed. Received: seed={list_by_worker(seeds)}",
         )

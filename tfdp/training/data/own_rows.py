@@ -105,12 +105,12 @@ def _build_and_compare(strategy: Any, kind: str, describe: Callable[[], tuple]) 
     for rank, fact in enumerate(facts):
         if "problem" in fact:
             problem = fact["problem"]
-            raise worker_group.error(f"Worker {rank} cannot read its rows: {problem}")
+            raise ValueError(f"Worker {rank} cannot read its rows: {problem}")
     problem = (
         f"Workers have different {kind}. Each reads its own rows of every batch, so "
         "that all need the same batches."
     )
-    require_equal(worker_group, problem, [fact["told"] for fact in facts])
+    require_equal(problem, [fact["told"] for fact in facts])
     return dataset
 
 

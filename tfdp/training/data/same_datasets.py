@@ -50,7 +50,7 @@ def compare_datasets(strategy: Any, dataset: tf.data.Dataset) -> ReadOptions:
     ]
     gathered = worker_group.all_gather(_TOPIC, facts)
     seeds, lengths, sizes, shards, specs, sources = zip(*gathered, strict=True)
-    check_same_elements(worker_group, specs)
+    check_same_elements(specs)
     _check_same_shuffle(list(seeds))
     warn_of_shards(shards)
     check_same_values(worker_group, _TOPIC, sources, values)
@@ -106,7 +106,7 @@ def check_same_values(
     """
     difference = find_difference(worker_group, topic, fingerprints, values)
     if difference:
-        raise worker_group.error(
+        raise ValueError(
             "Workers have data of different values, so that some rows would be read "
             "twice and others never. Draw, shuffle, split and list data alike on every "
             "worker, by one seed and in sorted order, or give each a `tf.data.Dataset` "
@@ -114,11 +114,10 @@ def check_same_values(
         )
 
 
-def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> None:
+def check_same_elements(specs: Sequence[dict]) -> None:
     """Raise if the workers' elements differ in structure, dtype or shape.
 
     Args:
-        worker_group: `WorkerGroup` between the workers.
         specs: Sequence of dicts, the description of each worker's elements.
 
     Raises:
@@ -134,7 +133,7 @@ def check_same_elements(worker_group: WorkerGroup, specs: Sequence[dict]) -> Non
         {f"batch{where}": part for where, part in described.items()}
         for described in parts
     ]
-    require_equal(worker_group, problem, parts_by_path)
+    require_equal(problem, parts_by_path)
 
 
 def _check_same_shuffle(seeds: list) -> None:

@@ -89,10 +89,8 @@ def _save_with_plain_optimizer(
     failure = "" if error is None else str(error)
     failure_of_writer = worker_group.all_gather("a saved file", failure)[0]
     if error is not None:
-        worker_group.leave()
         raise error
     if failure_of_writer:
-        worker_group.leave()
         raise OSError(f"Worker 0 could not save the model: {failure_of_writer}")
     return result
 
@@ -130,7 +128,7 @@ def _check_file_on_all_workers(optimizer: Any, path: Any) -> None:
     )
     seen_by = worker_group.all_gather(topic, exists)
     if any(seen_by) and not all(seen_by):
-        raise worker_group.error(
+        raise ValueError(
             "Every worker has to see the file that is loaded into a sharded optimizer. "
             f"Put it where worker {seen_by.index(False)} finds it too. Received: {path}"
         )

@@ -228,25 +228,23 @@ def _compare_workers(
         [each.get("callbacks", []) for each in gathered]
     )
     if problem:
-        raise worker_group.error(problem)
+        raise ValueError(problem)
     require_equal(
-        worker_group,
         f"Workers call `{name}` with different settings. Give every worker the same "
         "arguments, and compile the model alike.",
         [each["settings"] for each in gathered],
     )
-    _check_arrays(worker_group, name, gathered)
+    _check_arrays(name, gathered)
     _check_values(worker_group, name, gathered, values)
     _check_configs(worker_group, topic, gathered, own_configs)
     _check_assignments(worker_group, topic, gathered, model)
     return gathered
 
 
-def _check_arrays(worker_group: WorkerGroup, name: str, gathered: list[dict]) -> None:
+def _check_arrays(name: str, gathered: list[dict]) -> None:
     """Raise if names, rows, shapes or dtypes of arrays differ between workers.
 
     Args:
-        worker_group: `WorkerGroup` between the workers.
         name: String, name of the called method, for the message.
         gathered: List of dicts, the facts of each worker, ordered by rank.
     """
@@ -258,7 +256,7 @@ def _check_arrays(worker_group: WorkerGroup, name: str, gathered: list[dict]) ->
     for parts in zip(*(each["arrays"] for each in gathered), strict=True):
         # `None` stands for a dataset, which is compared when it is distributed.
         if None not in parts:
-            require_equal(worker_group, problem, parts)
+            require_equal(problem, parts)
 
 
 def _check_values(
@@ -269,7 +267,7 @@ def _check_values(
     topic = f"the settings of {name}"
     difference = find_difference(worker_group, topic, fingerprints, values)
     if difference:
-        raise worker_group.error(
+        raise ValueError(
             f"Workers give `{name}` arrays of different values, so that some rows "
             "would be read twice and others never. Draw, shuffle, split and list data "
             "alike on every worker, by one seed and in sorted order, or give each a "
@@ -330,7 +328,7 @@ def _check_assignments(
             )
         record.compared(are_alike=are_alike)
     if problem:
-        raise worker_group.error(problem)
+        raise ValueError(problem)
 
 
 def _check_configs(
@@ -349,7 +347,6 @@ def _check_configs(
         f"{topic}: configs", own_configs if is_compared else {}
     )
     require_equal(
-        worker_group,
         "Workers have models, optimizers, losses, metrics or callbacks with different "
         "settings. Make them alike on every worker.",
         {0: configs_by_worker[0], other: configs_by_worker[other]},

@@ -170,7 +170,6 @@ def _raise_drift(
         tables: List with, for each local replica, the checksum of each weight.
     """
     all_tables = _all_gather(strategy, "replicas that differ", tables)
-    strategy.extended.worker_group.leave()
     paths = [weight.path for weight in weights]
     for weight, column in zip(weights, zip(*all_tables, strict=True), strict=True):
         record = getattr(weight.value, "assigned", None)

@@ -171,7 +171,6 @@ class ShardedState:
         fingerprints = [plans[id(part)].fingerprint for part in parts]
         how = {"options": options.text, "optimizers": kinds, "plans": fingerprints}
         require_equal(
-            worker_group,
             "Workers shard their optimizers differently. Give every worker the same "
             "optimizer, communication options, and options of sharding.",
             worker_group.all_gather("sharding the optimizer: how", how),

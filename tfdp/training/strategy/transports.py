@@ -167,7 +167,6 @@ def _agree_on_transport(
     names, interfaces, errors = zip(*gathered, strict=True)
     for rank, text in enumerate(errors):
         if text:
-            worker_group.leave()
             raise ValueError(f"Worker {rank} cannot be reached: {text}")
     if len(set(names)) > 1:
         # With `"auto"` workers choose differently if only some of them run under MPI or
