@@ -156,7 +156,7 @@ def test_more_workers_than_the_machine_can_hold_are_refused(
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limits[what], -1))
     monkeypatch.setattr(launch, "num_cores", lambda: 2)
     monkeypatch.setattr(launch, "visible_gpus", list)
-    monkeypatch.setattr(launch, "needed_threads", lambda: 160)
+    monkeypatch.setattr(launch, "needed_threads", lambda connects: 160)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     launch.check_num_workers(most)
     with pytest.raises(ValueError, match=f"holds {most}, .*{reason}"):

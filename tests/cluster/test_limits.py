@@ -13,6 +13,7 @@ from tfdp.communication.cluster.limits import (
     lack_of_files,
     limit_for,
     needed_files,
+    needed_threads,
 )
 
 
@@ -62,5 +63,6 @@ def test_a_limit_of_threads_is_named_unless_it_does_not_apply(monkeypatch):
     with pytest.raises(ValueError, match=r"may have 60 threads \(`ulimit -u`\)"):
         check_limits(2, one_host=True, connects=True)
     check_limits(1, one_host=True, connects=True)
+    assert needed_threads(connects=True) < needed_threads(connects=False)
     limits[resource.RLIMIT_NPROC] = 10**7
     check_limits(2, one_host=True, connects=True)

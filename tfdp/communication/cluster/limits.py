@@ -19,8 +19,10 @@ _MESH_FILES = 5
 # Lanes of a worker, each with a connection to every other worker: four channels for
 # collectives of replicas, and one for small values of the workers.
 _NUM_LANES = 5
-# Estimate of the threads of a worker; /proc/self/status shows 138 on two cores.
-_THREADS, _THREADS_PER_CORE = 120, 8
+# Estimate of the threads of a worker, and of TensorFlow's server. On two cores
+# /proc/self/status shows at most 35 in a `fit` over the direct transport, and 129 with
+# the server (TensorFlow 2.21).
+_THREADS, _THREADS_PER_CORE, _SERVER_THREADS = 24, 8, 96
 # Files of Python after its start; then a data file, a log and a few more.
 _PYTHON_FILES = _OTHER_FILES = 8
 
@@ -78,12 +80,17 @@ def check_limits(num_workers: int, *, one_host: bool, connects: bool) -> None:
     """
     if num_workers > 1:
         _check_files(num_workers, one_host=one_host, connects=connects)
-        _check_threads()
+        _check_threads(connects=connects)
 
 
-def needed_threads() -> int:
-    """Estimate the number of threads of a worker from the number of cores."""
-    return _THREADS + _THREADS_PER_CORE * (os.cpu_count() or 1)
+def needed_threads(*, connects: bool) -> int:
+    """Estimate the number of threads of a worker from the number of cores.
+
+    Args:
+        connects: Bool, see `needed_files`.
+    """
+    own = _THREADS + _THREADS_PER_CORE * (os.cpu_count() or 1)
+    return own if connects else own + _SERVER_THREADS
 
 
 def limit_of_threads() -> int | None:
@@ -93,9 +100,9 @@ def limit_of_threads() -> int | None:
     return None if limit == resource.RLIM_INFINITY or not os.geteuid() else limit
 
 
-def _check_threads() -> None:
+def _check_threads(*, connects: bool) -> None:
     """Raise if this user's limit of threads is too low for one more worker."""
-    limit, needed = limit_of_threads(), needed_threads()
+    limit, needed = limit_of_threads(), needed_threads(connects=connects)
     if limit is None:
         return
     # Benchmarks import this package in environments without psutil.

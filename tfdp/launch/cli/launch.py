@@ -110,17 +110,17 @@ def check_num_workers(num_workers: int) -> None:
     open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     each = f"{_WORKERS_PER_CORE} for each of its {pluralize(num_cores(), 'CPU core')}"
     bounds = [(_WORKERS_PER_CORE * num_cores(), each)]
+    connects = not visible_gpus()  # with GPUs, NCCL connects the workers instead
     if open_files != resource.RLIM_INFINITY:
         most = max(1, (open_files - _OTHER_FILES) // _FILES_PER_WORKER)
         reason = f"by its limit of open files, {open_files} (ulimit -n)"
         bounds.append((most, reason))
-        connects = not visible_gpus()  # with GPUs, NCCL connects the workers instead
         needed = limit_for(num_workers, connects=connects)
         while most > 1 and limit_for(most, connects=connects) > open_files:
             most -= 1
         bounds.append((most, f"{reason}: each of {num_workers} needs {needed}"))
     if (threads := limit_of_threads()) is not None:
-        needed = needed_threads()
+        needed = needed_threads(connects=connects)
         reason = f"by its limit of threads, {threads} (ulimit -u): each needs {needed}"
         bounds.append((max(1, threads // needed), reason))
     most, reason = min(bounds)
