@@ -249,7 +249,7 @@ def test_workers_that_wait_for_different_things_are_told_and_end_after_the_timeo
         own = dataclasses.replace(WAITING, count=count)
         other = dataclasses.replace(own, reductions=reductions)
         watchdog._detector.record_heartbeat(1, progress=other)
-        watchdog._check_deadlock(own)
+        watchdog._stragglers._check_deadlock(own)
     assert (watchdog._failure is not None) == failure
     assert capsys.readouterr().err.count("all workers wait") == bool(said)
 
@@ -270,7 +270,7 @@ def test_who_waits_for_data_is_told(own, others, said, capsys):
     watchdog._heartbeat._idle.seconds = 20.0
     other = dataclasses.replace(WAITING, source=others)
     watchdog._detector.record_heartbeat(1, progress=other)
-    watchdog._check_deadlock(dataclasses.replace(WAITING, source=own))
+    watchdog._stragglers._check_deadlock(dataclasses.replace(WAITING, source=own))
     assert said in capsys.readouterr().err
 
 
@@ -294,7 +294,7 @@ def test_who_waits_for_its_data_is_not_given_up_by_the_others(source, monkeypatc
     monkeypatch.setattr(Heartbeat, "progress", own)
     other = dataclasses.replace(own, count=own.count - 1, source=source)
     watchdog._detector.record_heartbeat(1, progress=other)
-    watchdog._check_stragglers()
+    watchdog._stragglers.check()
     assert (watchdog._failure is None) == bool(source)
 
 
@@ -312,7 +312,7 @@ def test_who_has_left_a_step_is_given_up_by_those_that_wait_in_it(
     other = WorkerProgress(own.count + num_ahead, "evaluate", 3.0)
     watchdog._detector.record_heartbeat(1, progress=other)
     watchdog._detector.record_status(1, has_left=False, last_error=error)
-    watchdog._check_stragglers()
+    watchdog._stragglers.check()
     is_lost = bool(idle_seconds and error)
     assert (watchdog._failure is not None) == is_lost
     if is_lost:
@@ -349,19 +349,19 @@ def test_a_call_of_tensorflow_that_lasts_is_a_wait_outside_of_loops_too(
     calls.append(object())  # the next one
     assert not wait(2)
     watchdog = Watchdog(membership(), 8.0)
-    watchdog._heartbeat = heartbeat
+    watchdog._stragglers._heartbeat = heartbeat
     assert wait(20)
     other = WorkerProgress(99, "", 20.0, is_computing=True, reductions=0)
     watchdog._detector.record_heartbeat(1, progress=other)
     watchdog._detector.record_status(
         1, has_left=False, last_error="", idle_seconds=20.0
     )
-    watchdog._check_stragglers()
+    watchdog._stragglers.check()
     assert "all workers wait at an operation of TensorFlow" in capsys.readouterr().err
     assert watchdog._failure is None  # data that does not come
     other = dataclasses.replace(other, reductions=7)
     watchdog._detector.record_heartbeat(1, progress=other)
-    watchdog._check_stragglers()
+    watchdog._stragglers.check()
     assert watchdog._failure is not None
     assert "its step reduces other tensors" in watchdog._failure.cause
 
@@ -527,6 +527,20 @@ def test_a_failure_is_recorded_before_the_end_of_who_tells_it(monkeypatch):
     assert seen == [failure]
 
 
+def test_a_failure_that_is_known_from_others_is_no_news_of_this_worker():
+    store = Store()
+    teller = Heartbeat(1, Store(), FailureDetector([0], 60.0, host=0))
+    heartbeat = Heartbeat(0, store, FailureDetector([1], 60.0, host=0))
+    teller.failure = WorkerFailure(2, "its process has ended")
+    heartbeat._receive({"beats": {"1": [0.0, json.dumps(teller._report())]}})
+    heartbeat._beat()
+    assert store.sent[-1]["failure"]["rank"] == 2
+    assert not store.sent[-1]["is_news"]
+    heartbeat.last_error = "ValueError: x"
+    heartbeat._beat()
+    assert store.sent[-1]["is_news"]
+
+
 def test_the_end_of_a_connection_is_learned_by_all_at_once(watchdogs: list[Watchdog]):
     watchdogs[2].membership.leave()
     for watchdog in watchdogs[:2]:
@@ -575,9 +589,20 @@ def test_a_worker_that_sends_no_beats_is_suspected_by_those_that_wait(
     wait_until(is_suspected, "the third is suspected")
 
 
-@pytest.mark.parametrize(("rank", "behind"), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0)])
+@pytest.mark.parametrize(
+    ("rank", "behind", "left"),
+    [
+        *[(0, 1, None), (0, 2, None), (1, 0, None), (1, 2, None), (2, 0, None)],
+        *[(1, 2, 0), (2, 1, 0)],
+    ],
+)
 def test_stragglers_are_warned_of_by_the_lowest_rank_that_waits(
-    rank: int, behind: int, watchdogs: list[Watchdog], monkeypatch, capsys
+    rank: int,
+    behind: int,
+    left: int | None,
+    watchdogs: list[Watchdog],
+    monkeypatch,
+    capsys,
 ):
     watchdog = watchdogs[rank]
     monkeypatch.setattr(Heartbeat, "progress", WAITING)
@@ -585,14 +610,15 @@ def test_stragglers_are_warned_of_by_the_lowest_rank_that_waits(
         count = WAITING.count - (other == behind)
         progress = dataclasses.replace(WAITING, name="step 4", count=count)
         watchdog._detector.record_heartbeat(other, progress=progress)
+        watchdog._detector.record_status(other, has_left=other == left)
     for _ in range(2):
-        watchdog._check_stragglers()
+        watchdog._stragglers.check()
     address = watchdog.membership.cluster.workers[behind]
     text = (
         f"tfdp: waiting at step 5 for 20 s for worker {behind} ({address}), which is "
         "at step 4.\n"
     )
-    is_lowest = rank == min({0, 1, 2} - {behind})
+    is_lowest = rank == min({0, 1, 2} - {behind, left})
     assert capsys.readouterr().err == text * is_lowest
 
 

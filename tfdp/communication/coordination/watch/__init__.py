@@ -3,6 +3,7 @@
 Reading order:
     heartbeat: publish this worker's heartbeat, receive those of the others
     failure_detector: decide from heartbeats and probed ports which worker is lost
+    stragglers: warn of workers that are behind, and of steps in which all wait
     data_watch: detect a data source that yields no batch, and end the process
     watchdog: run all checks, raise an error that names the lost worker, end the process
     errors: exceptions of a lost worker, message and exit code

@@ -84,7 +84,7 @@ class Heartbeat(threading.Thread):
         self.has_left = False
         # The data source that this worker waits for, or `""`.
         self.source = ""
-        self._rank = rank
+        self.rank = rank
         self._store = store
         self._detector = detector
         self._wake_watchdog = wake
@@ -178,12 +178,12 @@ class Heartbeat(threading.Thread):
         """
         for text, (age, report) in news.get("beats", {}).items():
             rank = int(text)
-            if rank != self._rank:
+            if rank != self.rank:
                 self._receive_report(rank, json.loads(report), age)
         for text, age in news.get("ages", {}).items():
-            if int(text) != self._rank:
+            if int(text) != self.rank:
                 self._detector.record_heartbeat(int(text), age)
-        lost = set(news.get("lost", ())) - {self._rank}
+        lost = set(news.get("lost", ())) - {self.rank}
         for rank in lost:
             self._detector.record_status(rank, is_disconnected=True)
         if lost or self.failure is not None:
@@ -201,6 +201,8 @@ class Heartbeat(threading.Thread):
         # not be blamed.
         if report["failure"] and self.failure is None:
             self.failure = WorkerFailure(**report["failure"])
+            # The others have received it, too: it is no news of this worker.
+            self._news[-1] = report["failure"]
         self._detector.record_heartbeat(rank, age, WorkerProgress(**report["progress"]))
         status = {name: report[name] for name in _STATUS}
         process = ProcessIdentity(**report["process"])

@@ -30,9 +30,9 @@ from tfdp.communication.coordination.watch.errors import (
 )
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat
-from tfdp.communication.coordination.worker_group import NO_CALL
+from tfdp.communication.coordination.watch.stragglers import StragglerCheck
 from tfdp.communication.store import HostLost, Membership
-from tfdp.ground import _compat, user_code
+from tfdp.ground import _compat
 from tfdp.ground.forks import Owner
 
 DEFAULT_LIMIT_SECONDS = 60.0
@@ -48,8 +48,6 @@ _SHORT_DIAGNOSIS_SECONDS = 2.0
 _GRACE_SECONDS = 4.0
 # Part of a limit that is reserved for shutdown after a worker is declared lost.
 _EXIT_SECONDS = _CHECK_SECONDS + _GRACE_SECONDS + 1.0
-_WARN_AFTER_SECONDS = 10.0
-_SAME_CALLS = "every worker has to make the same calls on the same model"
 # Longest wait until the end of this worker's script is published, a little more than
 # one interval of heartbeats.
 _LEAVE_SECONDS = 1.2
@@ -86,7 +84,6 @@ class Watchdog(threading.Thread):
         self.owner = Owner()
         self.membership = membership
         limit = limit_seconds or DEFAULT_LIMIT_SECONDS
-        self._timeout_seconds = limit_seconds
         self._addresses = membership.cluster.workers
         self._rank = membership.cluster.rank
         others = [r for r in range(len(self._addresses)) if r != self._rank]
@@ -100,6 +97,9 @@ class Watchdog(threading.Thread):
             membership.store,
             self._detector,
             self._wakes.set,
+        )
+        self._stragglers = StragglerCheck(
+            self._heartbeat, self._detector, self._addresses, limit_seconds, self._blame
         )
         self._data = DataWatch(limit_seconds)
         self._failure: WorkerFailure | None = None
@@ -136,7 +136,7 @@ class Watchdog(threading.Thread):
                 self._heartbeat.beat_now(_BEAT_SECONDS)
             self._check_data()
             self._check_workers()
-            self._check_stragglers()
+            self._stragglers.check()
             if is_urgent and self._failure is None:
                 time.sleep(_URGENT_CHECK_SECONDS)
         if self._failure is not None:
@@ -352,97 +352,6 @@ class Watchdog(threading.Thread):
         if failure is not None:
             self._set_failure(failure)
 
-    def _check_stragglers(self) -> None:
-        """Warn of workers that this one waits for; set a failure after the timeout."""
-        own = self._heartbeat.progress
-        if own.is_computing and not own.name:
-            self._check_deadlock(own)
-            return
-        # An all-gather of texts has its own warning.
-        if own.seconds < _WARN_AFTER_SECONDS or not own.name or own.is_all_gathering:
-            return
-        stragglers = self._detector.stragglers(own) or self._past_this_step(own)
-        limit = self._timeout_seconds
-        # A straggler that waits for data is not blamed: it sets its own failure if the
-        # source hangs, and the others wait for it if the source is slow.
-        late = {rank: its for rank, its in stragglers.items() if not its.source}
-        if late and limit is not None and own.seconds > limit:
-            rank, other = next(iter(late.items()))
-            self._blame(rank, _cause_of_delay(own, other))
-        elif stragglers:
-            self._warn_of_stragglers(own, stragglers)
-        else:
-            self._check_deadlock(own)
-
-    def _past_this_step(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
-        """Return the workers, by rank, that have left the step in which this one waits.
-
-        A worker leaves a step alone if its script catches an error of the step.
-        """
-        is_idle = self._heartbeat.idle_seconds >= _WARN_AFTER_SECONDS
-        waits = own.is_computing and not own.source and is_idle
-        return self._detector.workers_past(own) if waits else {}
-
-    def _check_deadlock(self, own: WorkerProgress) -> None:
-        """Warn if all workers wait in one step; set a failure if reductions differ.
-
-        A worker whose data source hangs sets its own failure.
-        """
-        limit = self._timeout_seconds
-        waited = own.seconds if own.name else self._heartbeat.call_seconds
-        idle = min(waited, self._heartbeat.idle_seconds)
-        is_deadlocked = self._detector.is_deadlocked(own, _WARN_AFTER_SECONDS)
-        if idle < _WARN_AFTER_SECONDS or not is_deadlocked:
-            return
-        rank = self._detector.first_with_other_reductions(own)
-        if rank is not None and limit is not None and idle > limit:
-            self._blame(rank, f"its step reduces other tensors; {_SAME_CALLS}")
-        elif user_code.is_new("deadlock", self):
-            # The warning is printed once only, since a long step on GPUs leaves the
-            # CPUs idle as well.
-            sources = self._detector.sources()
-            if own.source:
-                sources[self._rank] = own.source
-            waits = "; ".join(
-                f"worker {rank} for a batch of {source}"
-                for rank, source in sorted(sources.items())
-            )
-            why = waits or (
-                f"for data ({progress.source}) or in different collectives; "
-                f"{_SAME_CALLS}"
-            )
-            self._warn(
-                own,
-                f"all workers wait at {own.name or 'an operation of TensorFlow'} for "
-                f"{waited:.0f} s, {why}.",
-            )
-
-    def _warn_of_stragglers(
-        self, own: WorkerProgress, stragglers: dict[int, WorkerProgress]
-    ) -> None:
-        """Warn of the workers behind this one, given by rank with their progress."""
-        waiting = [r for r in range(len(self._addresses)) if r not in stragglers]
-        if self._rank != waiting[0]:
-            return  # one warning is enough
-        names = ", ".join(
-            f"worker {rank} ({self._addresses[rank]}), which is at "
-            f"{other.name or NO_CALL}"
-            for rank, other in stragglers.items()
-        )
-        self._warn(own, f"waiting at {own.name} for {own.seconds:.0f} s for {names}.")
-
-    def _warn(self, own: WorkerProgress, text: str) -> None:
-        """Print a text, once for each place in this worker's progress.
-
-        Args:
-            own: `WorkerProgress` of this worker.
-            text: String, a sentence.
-        """
-        if user_code.is_new(f"place {own.count}", self):
-            # The text is printed, because a warning that is turned into an error would
-            # end this thread.
-            print(f"tfdp: {text}", file=sys.stderr, flush=True)
-
 
 def _probe_ports(addresses: list[str]) -> list[ProbeResult]:
     """Probe ports concurrently, given as `"host:port"`; return the results in order."""
@@ -452,15 +361,6 @@ def _probe_ports(addresses: list[str]) -> list[ProbeResult]:
             return list(pool.map(probe, addresses))
     except RuntimeError:  # the interpreter is shutting down and starts no thread
         return [probe(address) for address in addresses]
-
-
-def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
-    """Describe a straggler that has exceeded the timeout, as a clause."""
-    where = other.name or NO_CALL
-    return (
-        f"it has not arrived within {own.seconds:.0f} s; it is at {where}; a longer "
-        "`timeout_seconds` in `CommunicationOptions` waits longer"
-    )
 
 
 def _describe(error: BaseException) -> str:

@@ -1,0 +1,143 @@
+"""Workers that are behind this one, and steps in which all workers wait."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from tfdp.communication.coordination.progress import WorkerProgress, progress
+from tfdp.communication.coordination.watch.failure_detector import FailureDetector
+from tfdp.communication.coordination.watch.heartbeat import Heartbeat
+from tfdp.communication.coordination.worker_group import NO_CALL
+from tfdp.ground import user_code
+
+_WARN_AFTER_SECONDS = 10.0
+_SAME_CALLS = "every worker has to make the same calls on the same model"
+
+
+class StragglerCheck:
+    """Check of the watchdog: is this worker waiting for others, or all for each other?
+
+    Args:
+        heartbeat: `Heartbeat` of this worker.
+        detector: `FailureDetector`, with the progress of the others.
+        addresses: Sequence of strings, `"host:port"` by rank.
+        timeout_seconds: Float or `None`, wait after which a worker is blamed.
+        blame: Callable, receives the rank of a worker and the cause, a clause.
+    """
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        detector: FailureDetector,
+        addresses: Sequence[str],
+        timeout_seconds: float | None,
+        blame: Callable[[int, str], None],
+    ) -> None:
+        self._heartbeat, self._detector = heartbeat, detector
+        self._rank, self._addresses = heartbeat.rank, addresses
+        self._timeout_seconds, self._blame = timeout_seconds, blame
+
+    def check(self) -> None:
+        """Warn of workers that this one waits for; blame one after the timeout."""
+        own = self._heartbeat.progress
+        if own.is_computing and not own.name:
+            self._check_deadlock(own)
+            return
+        # An all-gather of texts has its own warning.
+        if own.seconds < _WARN_AFTER_SECONDS or not own.name or own.is_all_gathering:
+            return
+        stragglers = self._detector.stragglers(own) or self._past_this_step(own)
+        limit = self._timeout_seconds
+        # A straggler that waits for data is not blamed: it sets its own failure if the
+        # source hangs, and the others wait for it if the source is slow.
+        late = {rank: its for rank, its in stragglers.items() if not its.source}
+        if late and limit is not None and own.seconds > limit:
+            rank, other = next(iter(late.items()))
+            self._blame(rank, _cause_of_delay(own, other))
+        elif stragglers:
+            self._warn_of_stragglers(own, stragglers)
+        else:
+            self._check_deadlock(own)
+
+    def _past_this_step(self, own: WorkerProgress) -> dict[int, WorkerProgress]:
+        """Return the workers, by rank, that have left the step in which this one waits.
+
+        A worker leaves a step alone if its script catches an error of the step.
+        """
+        is_idle = self._heartbeat.idle_seconds >= _WARN_AFTER_SECONDS
+        waits = own.is_computing and not own.source and is_idle
+        return self._detector.workers_past(own) if waits else {}
+
+    def _check_deadlock(self, own: WorkerProgress) -> None:
+        """Warn if all workers wait in one step; blame one if reductions differ.
+
+        A worker whose data source hangs sets its own failure.
+        """
+        limit = self._timeout_seconds
+        waited = own.seconds if own.name else self._heartbeat.call_seconds
+        idle = min(waited, self._heartbeat.idle_seconds)
+        is_deadlocked = self._detector.is_deadlocked(own, _WARN_AFTER_SECONDS)
+        if idle < _WARN_AFTER_SECONDS or not is_deadlocked:
+            return
+        rank = self._detector.first_with_other_reductions(own)
+        if rank is not None and limit is not None and idle > limit:
+            self._blame(rank, f"its step reduces other tensors; {_SAME_CALLS}")
+        elif user_code.is_new("deadlock", self):
+            # The warning is printed once only, since a long step on GPUs leaves the
+            # CPUs idle as well.
+            sources = self._detector.sources()
+            if own.source:
+                sources[self._rank] = own.source
+            waits = "; ".join(
+                f"worker {rank} for a batch of {source}"
+                for rank, source in sorted(sources.items())
+            )
+            why = waits or (
+                f"for data ({progress.source}) or in different collectives; "
+                f"{_SAME_CALLS}"
+            )
+            self._warn(
+                own,
+                f"all workers wait at {own.name or 'an operation of TensorFlow'} for "
+                f"{waited:.0f} s, {why}.",
+            )
+
+    def _warn_of_stragglers(
+        self, own: WorkerProgress, stragglers: dict[int, WorkerProgress]
+    ) -> None:
+        """Warn of the workers behind this one, given by rank with their progress."""
+        if any(
+            rank < self._rank
+            and rank not in stragglers
+            and not self._detector.status(rank).has_left
+            for rank in self._detector.ranks()
+        ):
+            return  # the first worker that waits warns
+        names = ", ".join(
+            f"worker {rank} ({self._addresses[rank]}), which is at "
+            f"{other.name or NO_CALL}"
+            for rank, other in stragglers.items()
+        )
+        self._warn(own, f"waiting at {own.name} for {own.seconds:.0f} s for {names}.")
+
+    def _warn(self, own: WorkerProgress, text: str) -> None:
+        """Print a text, once for each place in this worker's progress.
+
+        Args:
+            own: `WorkerProgress` of this worker.
+            text: String, a sentence.
+        """
+        if user_code.is_new(f"place {own.count}", self):
+            # The text is printed, because a warning that is turned into an error would
+            # end this thread.
+            print(f"tfdp: {text}", file=sys.stderr, flush=True)
+
+
+def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:
+    """Describe a straggler that has exceeded the timeout, as a clause."""
+    where = other.name or NO_CALL
+    return (
+        f"it has not arrived within {own.seconds:.0f} s; it is at {where}; a longer "
+        "`timeout_seconds` in `CommunicationOptions` waits longer"
+    )
