@@ -20,7 +20,7 @@ _RECEIVE_BYTES = 1 << 16
 # Time between two heartbeats of a worker, which grows with the number of workers beyond
 # the one that follows: the largest number of heartbeats that the host receives in a
 # second. The end of a process shows in the end of its connection, not in heartbeats.
-_BEAT_SECONDS, _MOST_BEATS_PER_SECOND = 1.0, 64
+_BEAT_SECONDS, _MOST_BEATS_PER_SECOND = 1.0, 48
 # Number of missing heartbeats from which a summary has the age of the last one.
 _SILENT_BEATS = 1.5
 # Time for which a summary of heartbeats is sent again, for each worker of the job: to
@@ -38,8 +38,8 @@ def beat_seconds(num_workers: int) -> float:
 
     Example:
 
-    >>> beat_seconds(2), beat_seconds(256)
-    (1.0, 4.0)
+    >>> beat_seconds(2), beat_seconds(240)
+    (1.0, 5.0)
     """
     return max(_BEAT_SECONDS, num_workers / _MOST_BEATS_PER_SECOND)
 
