@@ -65,9 +65,6 @@ class ThreadGroup(WorkerGroup):
         self._barrier.wait(WAITING_SECONDS)
         return found
 
-    def leave(self) -> None:
-        pass
-
 
 def on_workers(action: Callable[..., Any], *per_worker: Sequence) -> list:
     """What an action returned on each worker, or the error that it raised there."""

@@ -34,9 +34,6 @@ class Alike(WorkerGroup):
     def all_gather(self, topic: str, value: Any) -> list[Any]:
         return [value] * self.num_workers
 
-    def leave(self) -> None:
-        pass
-
 
 @pytest.fixture
 def folder(tmp_path: pathlib.Path) -> pathlib.Path:

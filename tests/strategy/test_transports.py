@@ -22,16 +22,12 @@ class Pair(WorkerGroup):
     other: list
     rank: int = 0
     num_workers: int = 2
-    has_left: bool = False
     said: tuple | list = ()
 
     def all_gather(self, topic, value="", timeout_seconds=None):
         self.said = value
         values = [value, self.other]
         return values if self.rank == 0 else values[::-1]
-
-    def leave(self):
-        self.has_left = True
 
 
 def agreed(name: str, other: list, rank: int = 0, **options) -> tuple:
@@ -66,7 +62,6 @@ def test_a_worker_without_an_address_is_an_error_of_all(rank):
             "direct", CommunicationOptions(), group, "localhost"
         )
     assert str(caught.value).startswith(f"Worker {1 - rank} ")
-    assert group.has_left
 
 
 def test_an_interface_that_is_not_here_is_told_to_the_others():
