@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tests.store.clusters import cluster_of, members_of, on_all
-from tfdp.communication.store import HostLost, Membership, Store
+from tfdp.communication.store import Membership, Store
 from tfdp.communication.store import client as client_module
 from tfdp.communication.store import messages as messages_module
+from tfdp.communication.store import replication as replication_module
 from tfdp.communication.store import server as server_module
 from tfdp.communication.store.messages import Decoder, MessageTooLong, encode
 
@@ -122,15 +123,47 @@ def test_a_member_that_ends_right_after_an_all_gather_takes_no_answer_along():
             assert [g.texts(10) for g in gatherings[1:]] == [[big] * 3] * 2
 
 
-def test_a_lost_host_ends_all_waits_at_once(members: list[Membership]):
+def test_the_next_worker_hosts_the_store_once_its_host_has_left(
+    members: list[Membership],
+):
+    members[1].store.put("key", "text")
     waiting = members[1].store.gather("call", "")
     begin = time.monotonic()
     members[0].leave()
-    with pytest.raises(HostLost, match="on worker 0, has ended"):
-        waiting.texts(30)
-    with pytest.raises(HostLost):
-        members[2].store.put("key", "text")
-    assert time.monotonic() - begin < 4
+    assert [member.store.get("key", 5) for member in members[1:]] == ["text"] * 2
+    assert [member.store.host for member in members[1:]] == [1, 1]
+    assert waiting.missing() == [0, 2]
+    assert beat(members[2])["lost"] == [0]
+    assert time.monotonic() - begin < 3
+
+
+def test_a_standby_that_is_suspended_is_replaced(
+    members: list[Membership], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(replication_module, "_SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(Store, "_acknowledge", acknowledge_but_by(1))
+    waiting = later(members[2].store.put, "key", "text")
+    assert not waiting.done()
+    time.sleep(0.1)
+    beat(members[2])  # at each heartbeat the host looks whether the standby is slow
+    waiting.result(5)
+    monkeypatch.undo()
+    members[0].leave()
+    assert members[1].store.get("key", 5) == "text"
+    assert members[1].store.host == members[2].store.host == 2
+
+
+def acknowledge_but_by(rank: int):
+    """`Store._acknowledge` that does nothing on one member."""
+    acknowledge = Store._acknowledge
+    return lambda store, number: store.rank == rank or acknowledge(store, number)
+
+
+def test_waits_of_an_all_gather_end_early_once_they_are_woken(stores: list[Store]):
+    waiting = later(stores[1].gather("call", "").texts, 30)
+    assert not waiting.done()
+    stores[1].wake()
+    assert waiting.result(5) is None
 
 
 def test_all_learn_at_once_that_a_member_has_ended(members: list[Membership]):
@@ -231,7 +264,7 @@ def test_a_member_that_sends_something_else_is_cut_off(
 ):
     lost = threading.Event()
     members[2].store.news = lambda news: lost.set()
-    members[1].store.sock.sendall(sent)
+    members[1].store.connection.sock.sendall(sent)
     assert lost.wait(5)
     members[2].store.put("key", "text")
     assert members[0].store.get("key", 5) == "text"

@@ -1,8 +1,11 @@
 """Key-value store of a job: what its workers tell each other before and beside steps.
 
-Worker 0 hosts the store; it needs no TensorFlow. Reading order:
-    messages: JSON of limited length, and what each request contains
-    server: values, all-gathers and members of a job
+Worker 0 hosts the store, and another worker if it ends; it needs no TensorFlow. Reading
+order:
+    messages: JSON of limited length
+    contents: what the store holds, as a sequence of changes
+    replication: the copy on a second worker
+    server: requests of the members, all-gathers and heartbeats
     client: connection of a member, with answers that may come later
     ports: sockets that a task listens on
     membership: this process as a member of its cluster: joins, shares a store, leaves

@@ -3,62 +3,70 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import functools
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from tfdp.communication.connection.handshake import NO_SIGNAL, ConnectionFailed
+from tfdp.communication.store.contents import Contents
 from tfdp.communication.store.messages import Decoder, encode
 
 _RECEIVE_BYTES = 1 << 16
 # Longest wait of an all-gather for what the host knows of it, in seconds.
 _ANSWER_SECONDS = 2.0
+# Longest wait until the standby hosts the store, pause between two attempts, and time
+# in which a host that still runs answers.
+_FOLLOW_SECONDS, _RETRY_SECONDS, _PROBE_SECONDS = 3.0, 0.02, 1.0
+# Time limit of one attempt to connect.
+ATTEMPT_SECONDS = 5.0
 
 
 class HostLost(ConnectionError):
     """Error: the process that hosts the job's store has ended, or was not reached."""
 
 
-class Store:
-    """Store of a job, as one of its members uses it; any thread may call.
+class Refused(ConnectionFailed):
+    """Error: the host has refused this process, and says why.
 
     Args:
-        sock: `socket.socket`, connected to the server, after the handshake.
-        host: Int, rank of the worker that hosts the store.
-
-    Raises:
-        ConnectionFailed: If the server refuses this end.
-
-    Attributes:
-        news: Callable, receives news of workers that the host sends unasked, a dict;
-            called on the thread that reads the connection.
-        lost: Callable, called on that thread once the connection has ended.
+        reason: String.
+        is_ending: Bool, whether the host ends.
     """
 
-    def __init__(self, sock: socket.socket, host: int) -> None:
-        self.sock, self.host = sock, host
+    def __init__(self, reason: str, is_ending: bool) -> None:
+        super().__init__(reason)
+        self.is_ending = is_ending
+
+
+class Connection:
+    """Connection to the process that hosts the store, which has admitted this one.
+
+    Args:
+        sock: `socket.socket`, connected to the host, after the handshake.
+
+    Raises:
+        ConnectionFailed: If the host refuses this process, or has ended.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
         self.fileno, self.close = sock.fileno, sock.close
-        self._await_admission()
-        sock.settimeout(None)
-        self.news: Callable[[dict[str, Any]], None] = lambda news: None
-        self.lost: Callable[[], None] = lambda: None
-        self._numbers = itertools.count(1)
-        self._prefixes = itertools.count()
-        self._lock = threading.Lock()
-        self._sends = threading.Lock()
-        self._waiting: dict[int, concurrent.futures.Future] = {}
-        # Why the store is lost, or `None`.
-        self._reason: str | None = None
-
-    def _await_admission(self) -> None:
-        """Receive the server's first message, by which it admits or refuses this end.
-
-        Raises:
-            ConnectionFailed: If it refuses this end, or has ended.
-        """
         self._decoder = Decoder()
+        # Messages that have arrived together with the admission.
+        self.first = self._await_admission()
+        sock.settimeout(None)
+
+    def _await_admission(self) -> list[dict[str, Any]]:
+        """Receive the first message, by which the host admits or refuses this process.
+
+        Returns:
+            List of the messages that have arrived with it.
+        """
         messages: list[dict[str, Any]] = []
         while not messages:
             try:
@@ -68,8 +76,97 @@ class Store:
                 raise ConnectionFailed(str(error)) from error
             if not received:
                 raise ConnectionFailed("it closed the connection")
-        if reason := messages[0]["refused"]:
-            raise ConnectionFailed(reason)
+        first, *others = messages
+        if first["refused"]:
+            raise Refused(first["refused"], first["is_ending"])
+        return others
+
+    def send(self, encoded: bytes) -> None:
+        """Send an encoded message, and wait until the socket has taken it."""
+        with contextlib.suppress(OSError):  # the end of the connection is read, too
+            self.sock.sendall(encoded, NO_SIGNAL)
+
+    def receive(self) -> list[dict[str, Any]] | None:
+        """Receive messages without waiting; return `None` at the end."""
+        try:
+            received = self.sock.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
+            messages = self._decoder.feed(received)
+        except BlockingIOError:
+            return []
+        except (OSError, ValueError):
+            return None
+        return messages if received else None
+
+
+class Hosts(Protocol):
+    """Processes that host the store, one after another, as a member reaches them."""
+
+    def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> Connection:
+        """Connect to a worker that hosts the store, or soon will.
+
+        Args:
+            rank: Int, rank of the worker.
+            seconds: Float, the longest wait for each of its addresses.
+
+        Raises:
+            ConnectionFailed: If it is not reached, or does not host the store.
+            ValueError: If the process that listens there is not of this job.
+        """
+
+    def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
+        """Call `read` on the acceptor's thread whenever a connection has data."""
+
+    def host(self, contents: Contents) -> None:
+        """Host the store in this process.
+
+        Args:
+            contents: `Contents` of the host that has ended.
+        """
+
+
+class Store:
+    """Store of a job, as one of its members uses it; any thread may call.
+
+    If the process that hosts the store ends, the worker with the copy becomes the host:
+    calls that wait continue to wait, and nothing is lost.
+
+    Args:
+        rank: Int, rank of this worker.
+        host: Int, rank of the worker that hosts the store.
+        hosts: `Hosts`.
+
+    Raises:
+        ConnectionFailed: If the host is not reached, or refuses this process.
+
+    Attributes:
+        news: Callable, receives news of workers that the host sends unasked, a dict;
+            called on the thread that reads the connection.
+        lost: Callable, called on that thread once the connection has ended, while
+            `host` is still the rank of its other end.
+        is_ending: Bool, whether this process leaves the job: it follows no other host.
+    """
+
+    def __init__(self, rank: int, host: int, hosts: Hosts) -> None:
+        self.rank, self.host, self._hosts = rank, host, hosts
+        self.is_ending = False
+        self.news: Callable[[dict[str, Any]], None] = lambda news: None
+        self.lost: Callable[[], None] = lambda: None
+        self._numbers = itertools.count(1)
+        self._prefixes = itertools.count()
+        self._lock = threading.Lock()
+        self._sends = threading.Lock()
+        self._waiting: dict[int, Asked] = {}
+        # Has a result once `wake` was called.
+        self.alarm: concurrent.futures.Future[None] = concurrent.futures.Future()
+        # Why the store is lost, or `None`.
+        self._reason: str | None = None
+        # Contents of the store, if this worker is the standby, and who that is.
+        self._copy: Contents | None = None
+        self._standby: int | None = None
+        # Whether the host has ended, and no thread follows the standby yet.
+        self._must_follow = False
+        self.connection: Connection | None = hosts.connect(host)
+        self._attend(self.connection)
 
     def new_prefix(self) -> str:
         """Return a new prefix of keys; all members call this in the same order."""
@@ -106,7 +203,7 @@ class Store:
             self.ask("cancel", get=asked.number).result()
             if asked.done():  # the text came meanwhile
                 return asked.result()["text"]
-            self._forget(asked)
+            self.forget(asked)
             raise TimeoutError(key) from None
 
     def delete(self, key: str) -> None:
@@ -157,28 +254,11 @@ class Store:
             wants_all=wants_all,
         ).result()
 
-    def receive(self) -> bool:
-        """Read what the server has sent; called on the acceptor's thread.
-
-        Returns:
-            Bool, false at the end of the connection.
-        """
-        try:
-            received = self.sock.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
-            messages = self._decoder.feed(received)
-        except BlockingIOError:
-            return True
-        except (OSError, ValueError):
-            received, messages = b"", []
-        for message in messages:
-            if "news" in message:
-                self.news(message["news"])
-            else:
-                self._settle(message)
-        if not received:
-            self.fail()
-            self.lost()
-        return bool(received)
+    def wake(self) -> None:
+        """Let all waits of `Gathering.texts`, and all later ones, end at once."""
+        with self._lock:
+            if not self.alarm.done():
+                self.alarm.set_result(None)
 
     def fail(self, reason: str = "") -> None:
         """Let all calls that wait, and all later ones, raise `HostLost`.
@@ -196,6 +276,19 @@ class Store:
         for future in waiting.values():
             future.set_exception(HostLost(reason))
 
+    def close(self, reason: str) -> None:
+        """End the connection, and all calls as `fail` does.
+
+        Args:
+            reason: String, why the store cannot be used any more.
+        """
+        self.fail(reason)
+        # A call that still sends, to a suspended host, must not outlive this.
+        connection = self.connection
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
     def ask(self, kind: str, **request: Any) -> Asked:
         """Send a request, and return the future of its answer.
 
@@ -207,30 +300,143 @@ class Store:
             HostLost: If the store is lost.
             MessageTooLong: If the request exceeds the limit.
         """
-        asked = Asked(next(self._numbers))
-        encoded = encode({"id": asked.number, "do": kind, **request})
-        with self._lock:
-            if self._reason is not None:
-                raise HostLost(self._reason)
-            self._waiting[asked.number] = asked
-        try:
-            with self._sends:
-                self.sock.sendall(encoded, NO_SIGNAL)
-        except OSError:
-            self.fail()
+        with self._sends:
+            with self._lock:
+                if self._reason is not None:
+                    raise HostLost(self._reason)
+                number = next(self._numbers)
+                oldest = next(iter(self._waiting), number)
+                message = {"id": number, "oldest": oldest, "do": kind, **request}
+                asked = self._waiting[number] = Asked(number, encode(message))
+            if self.connection is not None:
+                self.connection.send(asked.encoded)
+        if self._must_follow:
+            self._follow_soon()
         return asked
 
-    def _settle(self, answer: dict[str, Any]) -> None:
-        """Pass an answer to the call that waits for it."""
-        with self._lock:
-            future = self._waiting.pop(answer["id"], None)
-        if future is not None:
-            future.set_result(answer)
-
-    def _forget(self, asked: Asked) -> None:
+    def forget(self, asked: Asked) -> None:
         """Forget a request that is not waited for any more."""
         with self._lock:
             self._waiting.pop(asked.number, None)
+
+    def _read(self, connection: Connection) -> bool:
+        """Read what the host has sent; called on the acceptor's thread.
+
+        Returns:
+            Bool, false at the end of the connection.
+        """
+        messages = connection.receive()
+        for message in messages or ():
+            self._receive(message)
+        if messages is None:
+            self._lose_host()
+        return messages is not None
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        """Act on a message of the host."""
+        match message:
+            case {"id": number}:
+                with self._lock:
+                    asked = self._waiting.pop(number, None)
+                if asked is not None:
+                    asked.set_result(message)
+            case {"news": news}:
+                self.news(news)
+            case {"copies": _}:
+                self._copy = Contents()
+            case {"change": change, "number": number} if self._copy is not None:
+                self._copy.apply(change)
+                self._acknowledge(number)
+            case {"standby": rank}:
+                self._standby = rank
+                if rank != self.rank:
+                    self._copy = None
+
+    def _acknowledge(self, number: int) -> None:
+        """Tell the host that the copy has a change, which needs no answer."""
+        message = {"id": 0, "oldest": 0, "do": "acknowledge", "number": number}
+        with self._sends:
+            if self.connection is not None:
+                self.connection.send(encode(message))
+
+    def _lose_host(self) -> None:
+        """Follow the standby, or fail; called on the acceptor's thread."""
+        with self._sends:
+            self.connection = None
+        self.lost()
+        if self._standby is None or self.is_ending:
+            self.fail()
+            return
+        self._must_follow = True
+        # At the end of a job, most workers have no more to ask.
+        if self._waiting or self._standby == self.rank:
+            self._follow_soon()
+
+    def _follow_soon(self) -> None:
+        """Follow the standby on a thread of its own."""
+        with self._lock:
+            is_first, self._must_follow = self._must_follow, False
+        if is_first:
+            threading.Thread(
+                target=self._follow, name="tfdp store follows", daemon=True
+            ).start()
+
+    def _follow(self) -> None:
+        """Connect to the standby, once it hosts the store, and repeat open requests."""
+        standby = self._standby
+        assert standby is not None
+        deadline = time.monotonic() + _FOLLOW_SECONDS
+        try:
+            if standby == self.rank:
+                self._succeed()
+            while True:
+                try:
+                    connection = self._hosts.connect(standby)
+                    break
+                except ConnectionFailed as error:
+                    is_gone = isinstance(error.__cause__, ConnectionRefusedError)
+                    if is_gone or self.is_ending or time.monotonic() > deadline:
+                        raise
+                time.sleep(_RETRY_SECONDS)
+        except (ConnectionFailed, ValueError) as error:
+            if not self.is_ending:
+                self.fail(
+                    f"The connection to the job's store, on worker {self.host}, has "
+                    f"ended, and worker {standby}, which has a copy, does not continue "
+                    f"it: {error}."
+                )
+            return
+        with self._sends:
+            self.host, self._standby, self.connection = standby, None, connection
+            for asked in list(self._waiting.values()):
+                connection.send(asked.encoded)
+        self._attend(connection)
+
+    def _attend(self, connection: Connection) -> None:
+        """Act on what the host has sent, and will send."""
+        for message in connection.first:
+            self._receive(message)
+        self._hosts.watch(connection, functools.partial(self._read, connection))
+
+    def _succeed(self) -> None:
+        """Host the store in this process, if the process of its host has ended.
+
+        Raises:
+            ConnectionFailed: If the host still runs.
+        """
+        try:
+            self._hosts.connect(self.host, _PROBE_SECONDS).close()
+        except Refused as error:
+            if not error.is_ending:
+                raise
+        except (ConnectionFailed, ValueError):
+            pass
+        else:
+            raise ConnectionFailed(f"worker {self.host} runs")
+        copy, self._copy = self._copy, None
+        assert copy is not None
+        copy.apply({"lost": [self.host]})
+        self._hosts.host(copy)
 
 
 class Asked(concurrent.futures.Future):
@@ -238,11 +444,12 @@ class Asked(concurrent.futures.Future):
 
     Args:
         number: Int, id of the request.
+        encoded: Bytes, the request, repeated to the next host if this one ends.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, encoded: bytes) -> None:
         super().__init__()
-        self.number = number
+        self.number, self.encoded = number, encoded
 
 
 class Gathering:
@@ -261,6 +468,8 @@ class Gathering:
     def texts(self, timeout_seconds: float) -> list[str] | None:
         """Return all texts by rank, or `None` if some are missing for so long.
 
+        `Store.wake` ends the wait.
+
         Args:
             timeout_seconds: Float, the longest wait.
 
@@ -268,10 +477,11 @@ class Gathering:
             TimeoutError: If a member has ended the all-gather, with its reason.
             HostLost: If the store is lost.
         """
-        try:
-            answer = self._asked.result(timeout_seconds)
-        except concurrent.futures.TimeoutError:
+        futures = self._asked, self._store.alarm
+        concurrent.futures.wait(futures, timeout_seconds, "FIRST_COMPLETED")
+        if not self._asked.done():
             return None
+        answer = self._asked.result()
         if "ended" in answer:
             raise TimeoutError(answer["ended"])
         return answer["texts"]
@@ -301,7 +511,9 @@ class Gathering:
         """
         try:
             asked = self._store.ask("withdraw", key=self.key, reason=reason)
-            return asked.result(_ANSWER_SECONDS)["is_withdrawn"]
+            if is_withdrawn := asked.result(_ANSWER_SECONDS)["is_withdrawn"]:
+                self._store.forget(self._asked)
+            return is_withdrawn
         except concurrent.futures.TimeoutError:
             return True
         except HostLost:

@@ -25,7 +25,13 @@ from tfdp.communication.connection.handshake import (
     dial_steps,
 )
 from tfdp.communication.connection.secret import VARIABLE, derive_secret, read_secret
-from tfdp.communication.store.client import HostLost, Store
+from tfdp.communication.store.client import (
+    ATTEMPT_SECONDS,
+    Connection,
+    HostLost,
+    Store,
+)
+from tfdp.communication.store.contents import Contents
 from tfdp.communication.store.messages import own_version
 from tfdp.communication.store.server import Server
 from tfdp.ground import user_code
@@ -33,14 +39,14 @@ from tfdp.ground.forks import Owner, close_in_forks
 
 _logger = logging.getLogger("tfdp.store")
 
-# Rank of the worker that hosts the store.
+# Rank of the worker that hosts the store at first.
 HOST = 0
 _SERVICE = "store"
 _CLAIM = struct.Struct("!I")  # the rank of a worker
 _WARN_AFTER_SECONDS = 10.0
-# Time limit of one attempt to connect, pause between two, and interval at which a
-# worker that waits for the others asks which are missing.
-_ATTEMPT_SECONDS, _RETRY_SECONDS, _WAIT_SECONDS = 5.0, 0.1, 1.0
+# Pause between two attempts to connect, and interval at which a worker that waits for
+# the others asks which are missing.
+_RETRY_SECONDS, _WAIT_SECONDS = 0.1, 1.0
 _BACKLOG = 512
 
 
@@ -85,8 +91,9 @@ class Membership:
     """This process as a member of its cluster.
 
     It listens on the port that the cluster gives it, by which the other workers see
-    whether it lives; worker 0 serves the store of the job there. Workers of one machine
-    connect by a Unix socket: the kernel knows the user of the process at its other end.
+    whether it lives. Worker 0 serves the store of the job there; if it ends, another
+    worker does. Workers of one machine connect by a Unix socket: the kernel knows the
+    user of the process at its other end.
 
     Args:
         cluster: `Cluster` of several workers; this process is one of them.
@@ -104,7 +111,9 @@ class Membership:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.server = Server(cluster.num_workers) if cluster.rank == HOST else None
+        self.server: Server | None = None
+        if cluster.rank == HOST:
+            self.server = Server(cluster.num_workers, HOST)
         self.leaving: list[Callable[[], None]] = []
         self._owner, self._has_left = Owner(), False
         admission = Admission.of(cluster)
@@ -148,7 +157,7 @@ class Membership:
         begin = time.monotonic()
         while True:
             try:
-                self.store = self._connect()
+                self.store = Store(self.cluster.rank, HOST, self)
                 self._wait_for_all(begin, timeout_seconds)
                 return
             except (ConnectionFailed, HostLost) as error:
@@ -162,14 +171,16 @@ class Membership:
         self._has_left = True
         for function in self.leaving:
             function()
+        if has_joined := hasattr(self, "store"):
+            self.store.is_ending = True
         if self.server is not None:
             self.server.drain()
-        self._acceptor.close()
-        if hasattr(self, "store"):
-            self.store.fail(
+        if has_joined:
+            self.store.close(
                 "This process has left the cluster of this strategy, for that of a "
                 "later strategy."
             )
+        self._acceptor.close()
 
     def _wait_for_all(self, begin: float, timeout_seconds: float | None) -> None:
         """Wait until all workers have connected to the store.
@@ -228,37 +239,53 @@ class Membership:
                 topic="missing workers",
             )
 
-    def _connect(self) -> Store:
-        """Connect to the store's host once.
+    # Interface `Hosts`, which the store uses.
+
+    def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> Connection:
+        """Connect once to a worker that hosts the store, or soon will.
+
+        Args:
+            rank: Int, rank of the worker.
+            seconds: Float, the longest wait for each of its addresses.
 
         Raises:
             ConnectionFailed: If it was not reached, or refuses this process for now.
             ValueError: If the process that listens there is not of this job.
         """
         failure: Exception = ConnectionFailed("its name has no address")
-        for family, address in self._addresses_of_host():
+        for family, address in self._addresses_of(rank):
             sock = _new_socket(family)
             steps = dial_steps(self._secret, _SERVICE, _CLAIM.pack(self.cluster.rank))
             try:
-                authenticate(sock, steps, _ATTEMPT_SECONDS, address)
+                authenticate(sock, steps, seconds, address)
                 if not is_own_user(sock):
                     raise UnauthenticatedPeer("it belongs to another user")
-                store = Store(sock, HOST)
-                self._acceptor.watch(store, store.receive)
-                return store
+                return Connection(sock)
             except UnauthenticatedPeer as error:
                 sock.close()
-                raise ValueError(self._wrong_peer(error)) from None
+                raise ValueError(self._wrong_peer(rank, error)) from None
             except ConnectionFailed as error:
                 sock.close()
                 failure = error
         raise failure
 
-    def _addresses_of_host(self) -> list[tuple[int, tuple | str]]:
-        """Return the families and addresses at which the store's host may answer."""
+    def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
+        """Call `read` on the acceptor's thread whenever a connection has data."""
+        self._acceptor.watch(connection, read)
+
+    def host(self, contents: Contents) -> None:
+        """Host the store in this process, after the end of its host.
+
+        Args:
+            contents: `Contents` of the store.
+        """
+        self.server = Server(self.cluster.num_workers, self.cluster.rank, contents)
+
+    def _addresses_of(self, rank: int) -> list[tuple[int, tuple | str]]:
+        """Return the families and addresses at which a worker may answer."""
         if self._is_local:
-            return [(socket.AF_UNIX, self._local_name(HOST))]
-        host, port = split_address(self.cluster.workers[HOST])
+            return [(socket.AF_UNIX, self._local_name(rank))]
+        host, port = split_address(self.cluster.workers[rank])
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
@@ -299,14 +326,14 @@ class Membership:
         _, port = split_address(self.cluster.workers[rank])
         return f"\0tfdp-store-{port}"
 
-    def _wrong_peer(self, error: UnauthenticatedPeer) -> str:
-        """Return the message about a process on the host's port that is not its."""
+    def _wrong_peer(self, rank: int, error: UnauthenticatedPeer) -> str:
+        """Return the message about a process on a worker's port that is not it."""
         what = str(error)
         if isinstance(error, WrongService) and error.version is not None:
             what = "it runs another version of tfdp"
         return (
             f"Another program listens on the port of "
-            f"{describe_workers(self.cluster, [HOST])}: {what}. Check which process "
+            f"{describe_workers(self.cluster, [rank])}: {what}. Check which process "
             f"has it, whether the cluster of TF_CONFIG and {VARIABLE} are the same on "
             "all workers, and whether another job uses the port; then restart all."
         )

@@ -10,11 +10,13 @@ import dataclasses
 import functools
 import socket
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.communication.connection.handshake import NO_SIGNAL
+from tfdp.communication.store.contents import Change, Contents
 from tfdp.communication.store.messages import Decoder, encode
+from tfdp.communication.store.replication import Replication
 
 _RECEIVE_BYTES = 1 << 16
 # Time between two heartbeats of a worker, which grows with the number of workers beyond
@@ -28,6 +30,10 @@ _SILENT_BEATS = 1.5
 _SUMMARY_SECONDS = 0.001
 # Longest wait at the end until the members have received the last answers.
 _DRAIN_SECONDS, _POLL_SECONDS = 5.0, 0.01
+
+
+# Request of a member, as `Change` contains it: rank, id, and smallest id waited for.
+Request: TypeAlias = tuple[int, int, int]
 
 
 def beat_seconds(num_workers: int) -> float:
@@ -106,11 +112,11 @@ class _Gather:
 
     Args:
         texts: Dict from the rank of a worker to its text.
-        waiting: Dict from the rank of a worker to the id of its request.
+        requests: Dict from the rank of a worker to its request, as in `Change`.
     """
 
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
-    waiting: dict[int, int] = dataclasses.field(default_factory=dict)
+    requests: dict[int, Request] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,19 +139,27 @@ class Server:
 
     Args:
         num_workers: Int, number of workers.
+        rank: Int, rank of the worker that hosts the store.
+        contents: `Contents` of the host that has ended, or `None`, the default, for the
+            first host of the job.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+    def __init__(
+        self, num_workers: int, rank: int, contents: Contents | None = None
+    ) -> None:
+        self._num_workers, self._rank = num_workers, rank
         self._members: dict[int, _Member] = {}
-        self._lost_ranks: set[int] = set()
-        self._has_started = False
+        self._contents = contents or Contents()
+        self._replication = Replication(rank, self._contents, self._members)
+        self._has_started = contents is not None
         self._is_closed = False
-        self._values: dict[str, str] = {}
         # By key, the members that wait for its value and the ids of their requests.
         self._readers: dict[str, list[tuple[_Member, int]]] = {}
         self._gathers: dict[str, _Gather] = {}
-        self._beats: dict[int, _Beat] = {}
+        # Members of an earlier host that do not come show by the age of this heartbeat.
+        first = _Beat("", False, time.monotonic())
+        ranks = range(num_workers) if contents else ()
+        self._beats = dict.fromkeys(set(ranks) - self._contents.lost, first)
         # The last summaries of heartbeats, by whether they have all of them, and the
         # time until which they are sent again.
         self._summaries: dict[bool, tuple[float, dict[str, Any]]] = {}
@@ -160,12 +174,15 @@ class Server:
         """
         member = _Member(acceptor, sock, rank)
         refusal = self._refusal(rank)
-        member.send(encode({"refused": refusal}))
+        member.send(encode({"refused": refusal, "is_ending": self._is_closed}))
         if refusal:
             member.close()
             return
         self._members[rank] = member
+        self._contents.lost.discard(rank)
         self._beats[rank] = _Beat("", False, time.monotonic())
+        if self._has_started:
+            self._replicate(member)
         acceptor.watch(member, functools.partial(self._proceed, member))
 
     def drain(self) -> None:
@@ -186,13 +203,20 @@ class Server:
         while self._members and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
+    def _replicate(self, member: _Member) -> None:
+        """Let a new member know the standby, or be it."""
+        if self._replication.standby is None:
+            self._replication.begin()
+        else:
+            member.send(self._replication.announcement)
+
     def _refusal(self, rank: int) -> str:
         """Return why a connection of a worker is refused, or `""`."""
         if self._is_closed:
-            return "worker 0 is ending"
+            return f"worker {self._rank} is ending"
         if rank in self._members:
             return "another process has joined the job as this worker"
-        if self._has_started and rank in self._lost_ranks:
+        if self._has_started and rank in self._contents.lost:
             return "the job has started, and has lost this worker"
         return ""
 
@@ -215,49 +239,80 @@ class Server:
         """Remove a member whose connection has ended."""
         rank = member.rank
         del self._members[rank]
-        self._lost_ranks.add(rank)
+        self._commit({"lost": [rank]})
+        self._replication.remove(member)
         self._forget_reads(member)
         if not self._has_started:
             # It may start again, and sends its text then.
             for gather in self._gathers.values():
                 gather.texts.pop(rank, None)
-                gather.waiting.pop(rank, None)
+                gather.requests.pop(rank, None)
         if not self._is_closed:
             self._push(lost=[rank])
 
-    def _serve(self, member: _Member, request: dict[str, Any]) -> None:
+    def _serve(self, member: _Member, message: dict[str, Any]) -> None:
         """Serve one request of a member."""
-        number = request["id"]
-        match request["do"]:
+        request = member.rank, int(message["id"]), int(message["oldest"])
+        # A request may have had its effect on an earlier host.
+        answer = self._contents.answer(*request[:2])
+        if answer is not None:
+            self._answer(member, request[1], **answer)
+        elif message["do"] == "acknowledge":
+            self._replication.acknowledge(member.rank, message["number"])
+        else:
+            self._act(member, request, message)
+
+    def _act(self, member: _Member, request: Request, message: dict[str, Any]) -> None:
+        """Do what a request says, and answer it now or later."""
+        match message["do"]:
             case "put":
-                self._put(request["key"], request["text"])
+                self._put(request, message["key"], message["text"])
             case "get":
-                self._get(member, number, request["key"])
-                return
+                self._get(member, request[1], message["key"])
             case "cancel":
-                self._forget_reads(member, request["get"])
+                self._forget_reads(member, message["get"])
+                self._tell(member, request[1])
             case "delete":
-                self._delete(request["key"])
+                self._complete([request], {}, values={message["key"]: None})
             case "gather":
-                self._gather(member, number, request["key"], request["text"])
-                return
+                self._gather(request, message["key"], message["text"])
             case "missing":
-                self._answer(member, number, ranks=self._missing(request["key"]))
-                return
+                self._tell(member, request[1], ranks=self._missing(message["key"]))
             case "withdraw":
-                is_open = self._withdraw(member, request["key"], request["reason"])
-                self._answer(member, number, is_withdrawn=is_open)
-                return
+                is_open = self._withdraw(member.rank, message["key"], message["reason"])
+                self._answer(member, request[1], is_withdrawn=is_open)
             case "beat":
-                self._beat(member, number, request)
-                return
+                self._beat(member, request[1], message)
             case other:
                 raise ValueError(other)
-        self._answer(member, number)
+
+    def _commit(self, change: Change) -> None:
+        """Apply a change, and send it to the standby."""
+        self._contents.apply(change)
+        self._replication.send(change)
+
+    def _complete(
+        self, requests: list[Request], answer: dict[str, Any], **change: Any
+    ) -> None:
+        """Commit a change, and answer the requests that it completes.
+
+        Args:
+            requests: List of `Request`s.
+            answer: Dict, their answer.
+            **change: Further fields of the `Change`.
+        """
+        self._commit({**change, "answer": answer, "to": requests})
+        for rank, number, _ in requests:
+            if rank in self._members:
+                self._answer(self._members[rank], number, **answer)
+
+    def _tell(self, member: _Member, number: int, **answer: Any) -> None:
+        """Send the answer of a request, by its id, that depends on no change."""
+        member.send(encode({"id": number, **answer}))
 
     def _answer(self, member: _Member, number: int, **answer: Any) -> None:
-        """Send the answer of a request, by its id."""
-        member.send(encode({"id": number, **answer}))
+        """Send the answer of a request, by its id, once the standby may answer it."""
+        self._replication.answer(member, encode({"id": number, **answer}))
 
     def _push(self, **news: Any) -> None:
         """Send news of workers to all members, which have not asked for them."""
@@ -273,7 +328,8 @@ class Server:
         if request["is_news"]:
             self._summaries.clear()
             self._push(beats={rank: [0.0, text]})
-        self._answer(member, number, **self._summary(bool(request["wants_all"])))
+        self._replication.check()
+        self._tell(member, number, **self._summary(bool(request["wants_all"])))
 
     def _summary(self, has_all: bool) -> dict[str, Any]:
         """Return the heartbeats of workers and the ranks of lost ones.
@@ -296,20 +352,20 @@ class Server:
             for rank, beat in self._beats.items()
             if rank not in beats and beat.received_at < oldest
         }
-        summary = {"beats": beats, "ages": ages, "lost": sorted(self._lost_ranks)}
+        summary = {"beats": beats, "ages": ages, "lost": sorted(self._contents.lost)}
         self._summaries[has_all] = now + _SUMMARY_SECONDS * self._num_workers, summary
         return summary
 
-    def _put(self, key: str, text: str) -> None:
+    def _put(self, request: Request, key: str, text: str) -> None:
         """Set a value, and answer those that wait for it."""
-        self._values[key] = text
+        self._complete([request], {}, values={key: text})
         for member, number in self._readers.pop(key, ()):
             self._answer(member, number, text=text)
 
     def _get(self, member: _Member, number: int, key: str) -> None:
         """Answer with the value of a key, now or once it is set."""
-        if key in self._values:
-            self._answer(member, number, text=self._values[key])
+        if (text := self._contents.values.get(key)) is not None:
+            self._answer(member, number, text=text)
         else:
             self._readers.setdefault(key, []).append((member, number))
 
@@ -324,23 +380,19 @@ class Server:
             if not self._readers[key]:
                 del self._readers[key]
 
-    def _delete(self, key: str) -> None:
-        """Delete a value."""
-        self._values.pop(key, None)
-
-    def _gather(self, member: _Member, number: int, key: str, text: str) -> None:
+    def _gather(self, request: Request, key: str, text: str) -> None:
         """Add a member's text; answer all with all texts once each has sent its own."""
         gather = self._gathers.setdefault(key, _Gather())
-        gather.texts[member.rank] = text
-        gather.waiting[member.rank] = number
+        rank = request[0]
+        gather.texts[rank], gather.requests[rank] = text, request
         if len(gather.texts) < self._num_workers:
             return
         del self._gathers[key]
-        self._has_started = True
         texts = [gather.texts[rank] for rank in range(self._num_workers)]
-        for rank, waiting in gather.waiting.items():
-            if rank in self._members:
-                self._answer(self._members[rank], waiting, texts=texts)
+        self._complete(list(gather.requests.values()), {"texts": texts})
+        if not self._has_started:
+            self._has_started = True
+            self._replication.begin()
 
     def _missing(self, key: str) -> list[int]:
         """Return the ranks of the workers that have not sent their text."""
@@ -349,7 +401,7 @@ class Server:
             return []
         return [rank for rank in range(self._num_workers) if rank not in gather.texts]
 
-    def _withdraw(self, member: _Member, key: str, reason: str) -> bool:
+    def _withdraw(self, rank: int, key: str, reason: str) -> bool:
         """Take a member's text back, and end the all-gather for all if given a reason.
 
         Returns:
@@ -358,11 +410,9 @@ class Server:
         gather = self._gathers.get(key)
         if gather is None:
             return False
-        gather.texts.pop(member.rank, None)
-        gather.waiting.pop(member.rank, None)
+        gather.texts.pop(rank, None)
+        gather.requests.pop(rank, None)
         if reason:
             del self._gathers[key]
-            for rank, waiting in gather.waiting.items():
-                if rank in self._members:
-                    self._answer(self._members[rank], waiting, ended=reason)
+            self._complete(list(gather.requests.values()), {"ended": reason})
         return True

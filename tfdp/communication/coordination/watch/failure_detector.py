@@ -58,6 +58,7 @@ class FailureDetector:
         host: Int, rank of the worker that hosts the store.
 
     Attributes:
+        host: Int, the same, of now.
         beat_seconds: Float, time between two heartbeats of a worker.
     """
 
@@ -65,7 +66,7 @@ class FailureDetector:
         now = clock.now()
         self.limit_seconds = limit_seconds
         self.beat_seconds = beat_seconds(len(ranks) + 1)
-        self._host = host
+        self.host = host
         self._answered_at = now
         self._status = {rank: WorkerStatus(now) for rank in ranks}
         self._lock = threading.Lock()
@@ -152,7 +153,7 @@ class FailureDetector:
     def _knows(self, rank: int) -> bool:
         """Return whether this worker knows how old a worker's last heartbeat is."""
         oldest = clock.now() - _SUSPECT_BEATS * self.beat_seconds
-        return rank == self._host or self._answered_at > oldest
+        return rank == self.host or self._answered_at > oldest
 
     def ranks(self) -> list[int]:
         """Return the ranks of the other workers."""

@@ -279,6 +279,7 @@ class Watchdog(threading.Thread):
     def _check_workers(self) -> None:
         """Probe the ports of suspects and set the failure if one is lost."""
         is_urgent = self._is_urgent.is_set()
+        self._detector.host = self.membership.store.host
         watched = self._detector.ranks()
         self._probe(watched if is_urgent else self._detector.suspects())
         if self._heartbeat.failure is not None:
@@ -324,14 +325,12 @@ class Watchdog(threading.Thread):
         if self._failure is None:
             self._failure = self._heartbeat.failure = failure
             self._has_failed.set()
+            self.membership.store.wake()
 
     def _abort(self, failure: WorkerFailure) -> None:
         """Publish the failure, abort collectives, end the process if it hangs."""
         reason = f"worker {failure.rank} is lost"
-        if self._rank != failure.rank == self.membership.store.host:
-            self.membership.store.fail(f"The store of the job is lost: {reason}.")
-        else:
-            self._heartbeat.beat_now(_GRACE_SECONDS / 2)
+        self._heartbeat.beat_now(_GRACE_SECONDS / 2)
         for close in self.closers:
             close(reason)
         _compat.abort_collectives(reason)

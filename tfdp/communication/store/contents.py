@@ -1,0 +1,83 @@
+"""What a store holds, as a sequence of changes that its host sends to the standby."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+# Change of the contents, which JSON supports. All fields may be missing:
+#     values: dict from a key to its new text, or to `None` if it is deleted
+#     lost: list of the ranks whose connection has ended
+#     answer: dict, the answer of the requests that the change completes
+#     to: list of these requests: of each the rank of the member, its id, and the
+#         smallest id that the member then waited for
+Change: TypeAlias = dict[str, Any]
+
+
+class Contents:
+    """Values of a store, its lost workers, and the answers that may not have arrived.
+
+    A member that does not know whether the host has received a request repeats it to
+    the next host: the answers make sure that it has its effect once.
+
+    Attributes:
+        values: Dict from a key to its text.
+        lost: Set of ints, the ranks whose connection has ended.
+
+    Example:
+
+    >>> contents = Contents()
+    >>> contents.apply({"values": {"key": "text"}, "answer": {}, "to": [[1, 7, 7]]})
+    >>> contents.answer(1, 7)
+    {}
+    >>> copy = Contents()
+    >>> for change in contents.changes():
+    ...     copy.apply(change)
+    >>> copy.values, copy.answer(1, 7)
+    ({'key': 'text'}, {})
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.lost: set[int] = set()
+        # Answers by the rank of a member and the id of its request.
+        self._answers: dict[int, dict[int, dict[str, Any]]] = {}
+
+    def apply(self, change: Change) -> None:
+        """Apply a change.
+
+        Args:
+            change: Dict, see `Change`.
+        """
+        for key, text in change.get("values", {}).items():
+            if text is None:
+                self.values.pop(key, None)
+            else:
+                self.values[key] = text
+        self.lost.update(change.get("lost", ()))
+        for rank, number, oldest in change.get("to", ()):
+            kept = self._answers.get(rank, {}).items()
+            self._answers[rank] = {n: answer for n, answer in kept if n >= oldest}
+            self._answers[rank][number] = change["answer"]
+
+    def answer(self, rank: int, number: int) -> dict[str, Any] | None:
+        """Return the answer of a request that has had its effect, or `None`.
+
+        Args:
+            rank: Int, rank of the member.
+            number: Int, id of the request.
+        """
+        return self._answers.get(rank, {}).get(number)
+
+    def changes(self) -> Iterator[Change]:
+        """Yield changes that turn empty contents into these."""
+        yield {"lost": sorted(self.lost)}
+        for key, text in self.values.items():
+            yield {"values": {key: text}}
+        # The members of an all-gather share one answer.
+        shared: dict[int, Change] = {}
+        for rank, answers in self._answers.items():
+            for number, answer in answers.items():
+                change = shared.setdefault(id(answer), {"answer": answer, "to": []})
+                change["to"].append([rank, number, 0])
+        yield from shared.values()

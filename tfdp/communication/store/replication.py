@@ -1,0 +1,153 @@
+"""Copy of a store's contents on a second worker, which continues if the host ends.
+
+An answer that depends on a change leaves the host only when the standby has the change:
+what a member was told survives the end of either of the two processes.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from tfdp.communication.store.contents import Change, Contents
+from tfdp.communication.store.messages import encode
+
+# Wait for an acknowledgement after which another member becomes the standby.
+_SLOW_SECONDS = 2.0
+
+
+class Receiver(Protocol):
+    """Connection of a member, to which the host sends encoded messages."""
+
+    rank: int
+
+    def send(self, encoded: bytes) -> None:
+        """Send an encoded message."""
+
+
+class Replication:
+    """Copy of the contents on one of the members, the standby.
+
+    All calls come from the thread that serves the store.
+
+    Args:
+        host: Int, rank of the worker that hosts the store.
+        contents: `Contents` of the store.
+        members: Mapping from the rank of each connected worker to its `Receiver`.
+
+    Attributes:
+        standby: `Receiver` that has the copy or receives it, or `None`.
+    """
+
+    def __init__(
+        self, host: int, contents: Contents, members: Mapping[int, Receiver]
+    ) -> None:
+        self.standby: Receiver | None = None
+        self._host, self._contents, self._members = host, contents, members
+        # Number of the last change that was sent, of the last one that makes the copy
+        # complete, and of the last one that the standby has acknowledged.
+        self._sent = self._complete = self._acknowledged = 0
+        self._waits_since = 0.0
+        # Answers with the number of the last change that they may depend on.
+        self._held: collections.deque[tuple[int, Receiver, bytes]] = collections.deque()
+        self._slow: set[int] = set()
+
+    @property
+    def announcement(self) -> bytes:
+        """Bytes, the message that tells a member who has a complete copy."""
+        is_complete = self._acknowledged >= self._complete
+        has_copy = self.standby is not None and is_complete
+        rank = self.standby.rank if self.standby and has_copy else None
+        return encode({"standby": rank})
+
+    def begin(self) -> None:
+        """Choose the first member but the host as standby, and send it the contents."""
+        ranks = sorted(self._members.keys() - self._slow - {self._host})
+        self.standby = self._members[ranks[0]] if ranks else None
+        if self.standby is None:
+            self._announce()
+            return
+        self.standby.send(encode({"copies": True}))
+        self._waits_since = 0.0
+        self._acknowledged, self._complete = 0, self._sent + 1
+        for change in self._contents.changes():
+            self.send(change)
+        self._complete = self._sent
+
+    def send(self, change: Change) -> None:
+        """Send a change to the standby, if there is one.
+
+        Args:
+            change: Dict, the change.
+        """
+        if self.standby is None:
+            return
+        self._sent += 1
+        self._waits_since = self._waits_since or time.monotonic()
+        self.standby.send(encode({"change": change, "number": self._sent}))
+
+    def answer(self, member: Receiver, encoded: bytes) -> None:
+        """Send an answer to a member, once the standby has what it may depend on.
+
+        Args:
+            member: `Receiver` of the member.
+            encoded: Bytes, the encoded answer.
+        """
+        # What the standby receives comes after the changes, by the same connection.
+        is_behind = self._acknowledged < self._sent
+        if self.standby is None or member is self.standby or not is_behind:
+            member.send(encoded)
+        else:
+            self._held.append((self._sent, member, encoded))
+
+    def acknowledge(self, rank: int, number: int) -> None:
+        """Send the answers that have waited for the standby.
+
+        Args:
+            rank: Int, rank of the member that has applied a change.
+            number: Int, number of the change.
+        """
+        self._slow.discard(rank)
+        if self.standby is None:
+            self.begin()
+        if self.standby is None or self.standby.rank != rank or number < self._complete:
+            return  # of an earlier copy, or of one that is not complete yet
+        is_first = self._acknowledged == 0
+        self._acknowledged = number
+        self._waits_since = time.monotonic() if number < self._sent else 0.0
+        if is_first:
+            self._announce()
+        self._release()
+
+    def check(self) -> None:
+        """Replace a standby that does not acknowledge changes in time."""
+        waits = self._waits_since and time.monotonic() - self._waits_since
+        if self.standby is not None and waits > _SLOW_SECONDS:
+            self._slow.add(self.standby.rank)
+            self.begin()
+
+    def remove(self, member: Receiver) -> None:
+        """Choose another standby if a member that has left was it.
+
+        Args:
+            member: `Receiver` of the member, which is not in `members` any more.
+        """
+        if member is self.standby:
+            self.begin()
+
+    def _announce(self) -> None:
+        """Tell all members who has a complete copy; release answers if nobody can."""
+        for member in self._members.values():
+            member.send(self.announcement)
+        if self.standby is None:
+            self._release()
+
+    def _release(self) -> None:
+        """Send the held answers whose changes the standby has, or all without one."""
+        while self._held and (
+            self.standby is None or self._held[0][0] <= self._acknowledged
+        ):
+            _, member, encoded = self._held.popleft()
+            member.send(encoded)
