@@ -135,7 +135,7 @@ def test_a_first_worker_that_starts_again_finds_the_others_waiting():
     with member_of(cluster, 1) as second, ThreadPoolExecutor() as pool:
         joining = pool.submit(second.join, 20)
         with member_of(cluster, 0) as gone:
-            gone._connect()
+            gone.connect(0)
         with member_of(cluster, 0) as first:
             first.join(20)
             joining.result(20)
@@ -222,7 +222,7 @@ def test_another_program_on_the_port_of_the_first_worker_is_named(
 def test_a_program_that_says_nothing_is_waited_for_and_named(
     outside: Cluster, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(module, "_ATTEMPT_SECONDS", 0.2)
+    monkeypatch.setattr(Membership.connect, "__defaults__", (0.2,))
     with greeting_with(b"", outside.workers[0]), member_of(outside, 1) as second:
         assert "(no answer)" in str(failure_of_join(second))
 

@@ -136,8 +136,11 @@ class Acceptor:
             readable: `Readable`, closed at the end or when `read` says so.
             read: Callable, called when data arrives; returns false to end the watch.
         """
-        self._new.append((readable, read))
-        self._wake()
+        if threading.current_thread() is self._thread:
+            self._register(readable, functools.partial(self._read, readable, read))
+        else:
+            self._new.append((readable, read))
+            self._wake()
 
     def watch_output(self, readable: Readable, *, waits: bool) -> None:
         """Call `read` also when a watched connection takes bytes; only on the thread.
@@ -187,8 +190,7 @@ class Acceptor:
             if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]
                 key.data()
         while self._new:
-            readable, read = self._new.pop()
-            self._register(readable, functools.partial(self._read, readable, read))
+            self.watch(*self._new.pop())
         now = time.monotonic()
         for peer in list(self._unauthenticated):
             if now >= peer.deadline:

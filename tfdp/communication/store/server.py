@@ -181,9 +181,9 @@ class Server:
         self._members[rank] = member
         self._contents.lost.discard(rank)
         self._beats[rank] = _Beat("", False, time.monotonic())
+        acceptor.watch(member, functools.partial(self._proceed, member))
         if self._has_started:
             self._replicate(member)
-        acceptor.watch(member, functools.partial(self._proceed, member))
 
     def drain(self) -> None:
         """Wait until all members have received what was sent, and end connections.
