@@ -55,12 +55,15 @@ class Replication:
         self._slow: set[int] = set()
 
     @property
+    def _has_all(self) -> bool:
+        """Bool, whether the standby has acknowledged all changes."""
+        return self._acknowledged == self._sent
+
+    @property
     def announcement(self) -> bytes:
         """Bytes, the message that tells a member who has a complete copy."""
-        is_complete = self._acknowledged >= self._complete
-        has_copy = self.standby is not None and is_complete
-        rank = self.standby.rank if self.standby and has_copy else None
-        return encode({"standby": rank})
+        has_copy = self.standby is not None and self._acknowledged
+        return encode({"standby": self.standby.rank if has_copy else None})
 
     def begin(self) -> None:
         """Choose the first member but the host as standby, and send it the contents."""
@@ -95,9 +98,9 @@ class Replication:
             member: `Receiver` of the member.
             encoded: Bytes, the encoded answer.
         """
-        # What the standby receives comes after the changes, by the same connection.
-        is_behind = self._acknowledged < self._sent
-        if self.standby is None or member is self.standby or not is_behind:
+        # An answer reaches the standby after the changes, by the same connection.
+        has_changes = self._acknowledged if member is self.standby else self._has_all
+        if self.standby is None or has_changes:
             member.send(encoded)
         else:
             self._held.append((self._sent, member, encoded))

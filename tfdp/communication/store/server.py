@@ -389,10 +389,11 @@ class Server:
             return
         del self._gathers[key]
         texts = [gather.texts[rank] for rank in range(self._num_workers)]
-        self._complete(list(gather.requests.values()), {"texts": texts})
         if not self._has_started:
+            # All have joined, and hear of it once one of them has the copy.
             self._has_started = True
             self._replication.begin()
+        self._complete(list(gather.requests.values()), {"texts": texts})
 
     def _missing(self, key: str) -> list[int]:
         """Return the ranks of the workers that have not sent their text."""
