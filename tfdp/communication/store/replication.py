@@ -62,8 +62,8 @@ class Replication:
     @property
     def announcement(self) -> bytes:
         """Bytes, the message that tells a member who has a complete copy."""
-        has_copy = self.standby is not None and self._acknowledged
-        return encode({"standby": self.standby.rank if has_copy else None})
+        holder = self.standby if self._acknowledged else None
+        return encode({"standby": None if holder is None else holder.rank})
 
     def begin(self) -> None:
         """Choose the first member but the host as standby, and send it the contents."""

@@ -239,16 +239,17 @@ class Server:
         """Remove a member whose connection has ended."""
         rank = member.rank
         del self._members[rank]
+        self._forget_reads(member)
+        if self._is_closed:
+            return  # the member has left this host, not the job
         self._commit({"lost": [rank]})
         self._replication.remove(member)
-        self._forget_reads(member)
         if not self._has_started:
             # It may start again, and sends its text then.
             for gather in self._gathers.values():
                 gather.texts.pop(rank, None)
                 gather.requests.pop(rank, None)
-        if not self._is_closed:
-            self._push(lost=[rank])
+        self._push(lost=[rank])
 
     def _serve(self, member: _Member, message: dict[str, Any]) -> None:
         """Serve one request of a member."""
