@@ -1,7 +1,7 @@
 """Copy of a store's contents on a second worker, which continues if the host ends.
 
 An answer that depends on a change leaves the host only when the standby has the change:
-what a member was told survives the end of either of the two processes.
+what a member was told survives the end of either of the two machines.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ class Receiver(Protocol):
     """Connection of a member, to which the host sends encoded messages."""
 
     rank: int
+
+    @property
+    def has_output(self) -> bool:
+        """Bool, whether bytes wait until the system takes them."""
 
     def send(self, encoded: bytes) -> None:
         """Send an encoded message."""
@@ -53,11 +57,6 @@ class Replication:
         # Answers with the number of the last change that they may depend on.
         self._held: collections.deque[tuple[int, Receiver, bytes]] = collections.deque()
         self._slow: set[int] = set()
-
-    @property
-    def _has_all(self) -> bool:
-        """Bool, whether the standby has acknowledged all changes."""
-        return self._acknowledged == self._sent
 
     @property
     def announcement(self) -> bytes:
@@ -98,12 +97,20 @@ class Replication:
             member: `Receiver` of the member.
             encoded: Bytes, the encoded answer.
         """
-        # An answer reaches the standby after the changes, by the same connection.
-        has_changes = self._acknowledged if member is self.standby else self._has_all
-        if self.standby is None or has_changes:
+        if self.standby is None or self._may_answer(member, self.standby):
             member.send(encoded)
         else:
             self._held.append((self._sent, member, encoded))
+
+    def _may_answer(self, member: Receiver, standby: Receiver) -> bool:
+        """Return whether the standby has, or will have, what a member is told."""
+        if self._acknowledged in (0, self._sent):
+            return self._acknowledged > 0
+        # Its own answers come after the changes, by the same connection. The system
+        # delivers what it has taken, though the host's process ends, and with it the
+        # member that it is itself.
+        is_host = member.rank == self._host
+        return member is standby or (is_host and not standby.has_output)
 
     def acknowledge(self, rank: int, number: int) -> None:
         """Send the answers that have waited for the standby.
