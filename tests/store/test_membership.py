@@ -107,6 +107,36 @@ def test_a_host_name_that_does_not_resolve_is_said_to_who_waits_for_it():
     )
 
 
+def test_of_two_addresses_of_a_host_name_the_one_that_answers_is_used(
+    outside: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    resolve = socket.getaddrinfo
+    nobody = free_ports(1)[0]
+
+    def resolve_twice(host, port, *args, **options):
+        return [
+            *resolve(host, nobody, *args, **options),
+            *resolve(host, port, *args, **options),
+        ]
+
+    with member_of(outside, 0) as first, member_of(outside, 1) as second:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve_twice)
+        on_all([first, second], lambda member: member.join(20))
+
+
+def test_a_worker_that_has_started_again_while_all_join_is_not_lost():
+    cluster = cluster_of(3)
+    with member_of(cluster, 0) as first, ThreadPoolExecutor() as pool:
+        with member_of(cluster, 1) as gone:
+            failure_of_join(gone)
+        joining = pool.submit(first.join, 20)
+        with member_of(cluster, 1) as again, member_of(cluster, 2) as last:
+            on_all([again, last], lambda member: member.join(20))
+            joining.result(20)
+            beat = {"is_notable": False, "is_news": False, "wants_all": False}
+            assert last.store.beat("", **beat)["lost"] == []
+
+
 def test_who_waits_for_long_is_told_for_whom(
     warned: list[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -117,17 +147,6 @@ def test_who_waits_for_long_is_told_for_whom(
         failure_of_join(first)
     start = f"Waiting for worker 1 ({cluster.workers[1]}) to start. Start every worker"
     assert any(text.startswith(start) for text in warned)
-
-
-def test_a_worker_that_ends_while_all_join_may_start_again():
-    cluster = cluster_of(3)
-    with member_of(cluster, 0) as first, ThreadPoolExecutor() as pool:
-        with member_of(cluster, 1) as gone:
-            failure_of_join(gone)
-        joining = pool.submit(first.join, 20)
-        with member_of(cluster, 1) as again, member_of(cluster, 2) as last:
-            on_all([again, last], lambda member: member.join(20))
-            joining.result(20)
 
 
 def test_a_first_worker_that_starts_again_finds_the_others_waiting():

@@ -102,6 +102,28 @@ def test_an_all_gather_gives_each_member_all_texts(members: list[Membership]):
     assert members[0].server._gathers == {}
 
 
+def test_an_all_gather_costs_the_host_two_messages_a_member_and_two_for_the_copy(
+    members: list[Membership], monkeypatch: pytest.MonkeyPatch
+):
+    served: list[str] = []
+    sent: list[bytes] = []
+    serve, send = server_module.Server._serve, server_module._Member.send
+
+    def serving(server, member, message) -> None:
+        served.append(message["do"])
+        serve(server, member, message)
+
+    def sending(member, encoded) -> None:
+        sent.append(encoded)
+        send(member, encoded)
+
+    monkeypatch.setattr(server_module.Server, "_serve", serving)
+    monkeypatch.setattr(server_module._Member, "send", sending)
+    on_all(members, lambda member: member.store.gather("call", "text").texts(10))
+    assert sorted(served) == ["acknowledge", "gather", "gather", "gather"]
+    assert len(sent) == 4
+
+
 def test_an_all_gather_says_who_is_missing_and_can_be_withdrawn(stores: list[Store]):
     gatherings = [store.gather("call", "") for store in stores[:2]]
     assert gatherings[1].texts(0.01) is None
