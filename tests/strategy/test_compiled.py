@@ -64,7 +64,9 @@ def fit_that_dumps(folder: str) -> None:
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
     strategy = tfdp.MirroredStrategy(tfdp.testing.logical_cpus(2))
     with strategy.scope():
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        # Statistics of each replica's rows are averaged after the compiled part.
+        layers = [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        model = keras.Sequential([keras.Input((3,)), *layers])
         model.compile("sgd", "mse", jit_compile=True)
     x = np.ones((22, 3), "float32")
     # Batches of 8, 8 and 6 rows, three times.

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import timing
 from tfdp.ground import _compat
-from tfdp.ground.base import xla
 from tfdp.training.parameters.gathers import regather_used_units
 from tfdp.training.reduction.training_group import TrainingGroup
 
@@ -35,6 +34,8 @@ class Rows:
         may_be_empty: Bool, whether the replica may have no rows.
         total_may_be_zero: Bool, whether its whole group may have no rows. Defaults to
             `False`.
+        outside: `Rows`, the same numbers outside of the function that XLA compiles; or
+            `None` elsewhere. Defaults to `None`.
     """
 
     own: Any
@@ -42,6 +43,12 @@ class Rows:
     total: Any
     may_be_empty: bool
     total_may_be_zero: bool = False
+    outside: Rows | None = None
+
+    def fraction(self) -> tf.Tensor:
+        """Return the rows of the replica as a fraction of all rows: scalar, float64."""
+        total = tf.cast(tf.maximum(self.total, 1), tf.float64)
+        return tf.cast(self.own, tf.float64) / total
 
 
 class Replica:
@@ -200,19 +207,18 @@ class Replica:
         extended = self._strategy.extended
         variables = [extended.variable_of(handle) for handle in handles]
         is_known = all(own is not None for own in variables)
-        if not is_known or not self._group.is_all or xla.is_tracing():
+        if not is_known or not self._group.is_all:
             return False
-        extended.note_statistics(variables, self.local_id, self._fraction())
+        # A tensor of the function that XLA compiles cannot be used after the step.
+        rows = self.rows.outside or self.rows
+        extended.note_statistics(variables, self.local_id, rows.fraction)
         return True
-
-    def _fraction(self) -> tf.Tensor:
-        """Return the number of rows of this replica as a fraction of all rows."""
-        total = tf.cast(tf.maximum(self.rows.total, 1), tf.float64)
-        return tf.cast(self.rows.own, tf.float64) / total
 
     def weight_by_rows(self, value: tf.Tensor) -> tf.Tensor:
         """Multiply a value by this replica's fraction of all rows."""
-        return tf.math.multiply_no_nan(value, tf.cast(self._fraction(), value.dtype))
+        return tf.math.multiply_no_nan(
+            value, tf.cast(self.rows.fraction(), value.dtype)
+        )
 
     def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
         """Reduce a tensor over replicas by an operation such as `Max`.

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -64,11 +64,14 @@ class _Statistics:
 
     Args:
         variables: Dict from the `id` of a variable to the mirrored variable.
-        weights: Dict from the local index of a replica to its weight, a scalar tensor.
+        weights: Dict from the local index of a replica to a callable that returns its
+            weight, a scalar tensor.
     """
 
     variables: dict[int, Any] = dataclasses.field(default_factory=dict)
-    weights: dict[int, tf.Tensor] = dataclasses.field(default_factory=dict)
+    weights: dict[int, Callable[[], tf.Tensor]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 class ReplicaExtended:
@@ -241,7 +244,7 @@ class ReplicaExtended:
             yield
         finally:
             self._statistics = outer
-        weights = [weight for _, weight in sorted(statistics.weights.items())]
+        weights = [weight() for _, weight in sorted(statistics.weights.items())]
         self.average(list(statistics.variables.values()), weights or None)
 
     def average(self, statistics: list, weights: list | None = None) -> None:
@@ -258,15 +261,19 @@ class ReplicaExtended:
                 average_statistics(statistics, weights or equal, self.host_group)
 
     def note_statistics(
-        self, variables: Sequence[Any], replica: int = 0, weight: Any = None
+        self,
+        variables: Sequence[Any],
+        replica: int = 0,
+        weight: Callable[[], tf.Tensor] | None = None,
     ) -> None:
         """Record that a replica has assigned moving statistics.
 
         Args:
             variables: Sequence of mirrored variables.
             replica: Int, the local index of the replica. Defaults to 0.
-            weight: Scalar tensor, the replica's fraction of all rows; or `None` if all
-                replicas have the same weight. Defaults to `None`.
+            weight: Callable that returns a scalar tensor, the replica's fraction of all
+                rows, in the graph of the whole step; or `None` if all replicas have
+                the same weight. Defaults to `None`.
         """
         if self._statistics is not None:
             self._statistics.variables |= {

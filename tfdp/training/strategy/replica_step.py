@@ -129,7 +129,7 @@ def _divided_step(
             if xla.is_tracing() and not are_alike:
                 # XLA needs static shapes.
                 replica_rows = dataclasses.replace(
-                    rows, own=tf.shape(first_tensor(args))[0]
+                    rows, own=tf.shape(first_tensor(args))[0], outside=rows
                 )
             with batch_weight.use(part):
                 return divided(args, group, replica_rows)

@@ -298,10 +298,11 @@ def _decide_parts_by_local(view: View) -> Decision | None:
 def _build_zero_without_rows(builder: Any, op: Any, replica_inputs: list) -> list:
     """Build partial sums, which are zero on a replica without rows.
 
-    Values of such a replica alone are undefined.
+    Values of such a replica alone are undefined, on any device and with XLA: means of
+    no rows are NaN.
     """
     outputs = builder.copy(op, replica_inputs)
-    if not builder.may_be_empty:
+    if not builder.replica.rows.may_be_empty:
         return outputs
     has_rows = builder.own_rows > 0
     return [tf.where(has_rows, own, tf.zeros_like(own)) for own in outputs]
