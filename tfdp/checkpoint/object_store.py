@@ -15,12 +15,12 @@ import importlib
 import math
 import os
 import re
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tfdp.checkpoint.storage import Fetch, Publish, Storage, StoreError
 from tfdp.ground.base.temporary import TemporaryFolder, is_left_over
+from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.text import pluralize
 
 # Package with the fsspec implementation of a protocol, which an error message names.
@@ -322,16 +322,7 @@ def _with_timeout(request: Callable[[], Any]) -> Any:
     Whatever its timeouts are, s3fs waits indefinitely for a server that receives the
     beginning of a PUT and then hangs.
     """
-    answer: concurrent.futures.Future = concurrent.futures.Future()
-
-    def run() -> None:
-        """Call the request, and set its result or its error as the answer."""
-        try:
-            answer.set_result(request())
-        except BaseException as error:  # noqa: BLE001 raised by `answer.result()`
-            answer.set_exception(error)
-
-    threading.Thread(target=run, name="tfdp-store", daemon=True).start()
+    answer = run_on_thread("tfdp-store", request)
     concurrent.futures.wait([answer], _REQUEST_SECONDS)
     if not answer.done():
         raise TimeoutError(f"no answer in {_REQUEST_SECONDS:g} s")

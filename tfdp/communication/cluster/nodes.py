@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from tfdp.communication.cluster.address import ip_address
 from tfdp.communication.cluster.own_addresses import call_at_once
 from tfdp.ground.arguments import checked_integer
-from tfdp.ground.plans.topology import Topology
+from tfdp.ground.plans.topology import Topology, join_overlapping
 from tfdp.ground.text import pluralize
 
 # Time limit of all look-ups of host names, which run concurrently.
@@ -127,12 +127,8 @@ def _machine_numbers(
         resolve: Callable, see `topology_of`.
     """
     names = [host.lower() for host in hosts]
-    machines: list[set[str]] = []
-    for name, addresses in _resolve_all(dict.fromkeys(names), resolve).items():
-        marks = {name, *addresses}
-        apart = [known for known in machines if known.isdisjoint(marks)]
-        shared = [known for known in machines if not known.isdisjoint(marks)]
-        machines = [*apart, marks.union(*shared)]
+    found = _resolve_all(dict.fromkeys(names), resolve).items()
+    machines = join_overlapping({name, *addresses} for name, addresses in found)
     numbers = {mark: index for index, marks in enumerate(machines) for mark in marks}
     return [numbers[name] for name in names]
 

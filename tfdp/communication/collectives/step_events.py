@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import timing
 from tfdp.ground import _compat
 from tfdp.ground.base import xla
+from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import in_replica_thread
 
 # Names of measurements, see `tfdp.communication.collectives.timing.Mark`.
@@ -92,14 +93,13 @@ def record_squared_norm(
     step = timing.mark_variable(BATCH, 0)[1]
     values = timing.mark_variable(NORM, replica)
 
-    def record() -> tf.Tensor:
-        """Add this part of the squared norm to that of the step; return a constant."""
+    def record() -> None:
+        """Add this part of the squared norm to that of the step."""
         squares = tf.cast(compute(), tf.float64)
         # Another optimizer may have recorded its part of the same step.
         before = tf.where(tf.equal(values[1], step), values[0], 0.0)
         values.assign(tf.stack([before + squares, step, 0.0]))
-        return tf.constant(True)
 
     age = step - values[1]
     is_due = tf.logical_or(tf.equal(age, 0.0), age >= float(min(wanted)))
-    tf.cond(is_due, record, lambda: tf.constant(False))
+    run_if(is_due, record)

@@ -27,6 +27,7 @@ from tfdp.features.tuning.tuner import (
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base import loops
 from tfdp.ground.base.feature import Feature, Fit, register
+from tfdp.ground.base.param_groups import batches_per_update
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.buckets import BucketPlan
 from tfdp.ground.plans.traffic import FLAT
@@ -372,9 +373,8 @@ def update_steps(model: Any) -> int:
     if isinstance(plan, dict):  # maps an epoch to micro-batches per update from it on
         accumulated = max(plan.values())
     else:
-        steps = getattr(optimizer, "accumulation_steps", None)
-        accumulated = steps or getattr(optimizer, "gradient_accumulation_steps", None)
-    return math.lcm(accumulated or 1, model.steps_per_execution)
+        accumulated = batches_per_update(optimizer)
+    return math.lcm(accumulated, model.steps_per_execution)
 
 
 def describe_batches(arguments: dict[str, Any]) -> str:

@@ -5,13 +5,14 @@ Reading order:
     loops: the loop of Keras that is running
     feature: base class of features of training, and its hooks
     step_context: state of one replica's step, by thread; active hooks of callbacks
+    conditions: actions of a step that depend on a tensor
     batch_weight: weight of a replica's rows in the sums over a global batch
     program_trace: trace of a step as the program of one device
     param_groups: variables by optimizer, and properties of Keras's optimizers
     wrappers: wrappers of optimizers, and a model's additional optimizers
     xla, deferred_updates: compilation of a step, and updates that run after it
     stand_in_seed: global seed for users who set none
-    finalizers: finalizers that run on a separate thread
+    threads, finalizers: calls on separate threads, and finalizers that run on one
     intervals: confidence intervals of a median
     process_identity: identity of a process, to see whether it still runs
     temporary: temporary files, and removal of those of killed processes

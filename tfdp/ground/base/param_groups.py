@@ -110,6 +110,12 @@ def gains_from_groups(optimizer: Any) -> bool:
     return is_elementwise(optimizer) and not is_plain
 
 
+def batches_per_update(optimizer: Any) -> int:
+    """Return the batches of an update, by tfdp's or Keras's gradient accumulation."""
+    steps = getattr(optimizer, "accumulation_steps", None)
+    return steps or getattr(optimizer, "gradient_accumulation_steps", None) or 1
+
+
 def clips(optimizer: Any) -> bool:
     """Return whether an optimizer clips gradients."""
     return any(getattr(optimizer, name, None) for name in _CLIPPING)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Set
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,3 +110,24 @@ class Topology:
     def has_levels(self) -> bool:
         """Bool, whether several nodes have the same number of replicas, above one."""
         return 1 < self.num_nodes < self.num_replicas and self.is_even
+
+
+def join_overlapping(sets: Iterable[Set[_Item]]) -> list[set[_Item]]:
+    """Unite the sets that have an item in common, directly or through others.
+
+    Args:
+        sets: Iterable of sets, such as the addresses of each host.
+
+    Returns:
+        List of disjoint sets. A set stands at the place of the last one that it unites.
+
+    Example:
+
+    >>> join_overlapping([{0, 1}, {2}, {1, 3}])
+    [{2}, {0, 1, 3}]
+    """
+    joined: list[set[_Item]] = []
+    for each in sets:
+        apart = [other for other in joined if other.isdisjoint(each)]
+        joined = [*apart, set(each).union(*(o for o in joined if o not in apart))]
+    return joined

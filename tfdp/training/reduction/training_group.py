@@ -12,6 +12,7 @@ from tfdp.communication.collectives import ProcessGroup
 from tfdp.communication.collectives.gather import gather_first_axis
 from tfdp.ground import _compat
 from tfdp.ground.base import loops
+from tfdp.ground.plans.topology import join_overlapping
 from tfdp.training.reduction.gradient_reducer import (
     GradientReducer,
     ReplicaReducer,
@@ -87,12 +88,10 @@ def merging_group(strategy: Any) -> ProcessGroup:
     extended = strategy.extended
     if not loops.loop_uses_local_steps():
         return extended.host_group
-    parts: list[set[int]] = []
-    for ranks in groups_of_ranks(strategy):
-        workers = {rank // extended.num_local for rank in ranks}
-        linked = [part for part in parts if part & workers]
-        parts = [part for part in parts if part not in linked]
-        parts.append(workers.union(*linked))
+    parts = join_overlapping(
+        {rank // extended.num_local for rank in ranks}
+        for ranks in groups_of_ranks(strategy)
+    )
     position_of = list(extended.host_group.workers).index
     (group,) = extended.host_group.split(
         [sorted(map(position_of, part)) for part in sorted(parts, key=min)]

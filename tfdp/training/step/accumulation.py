@@ -152,7 +152,7 @@ class AccumulationState:
 
         The counters are equal on all replicas, so all replicas agree.
         """
-        return _read(self.count) >= _read(self.steps)
+        return read(self.count) >= read(self.steps)
 
     def release(self, positions: Sequence[int]) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Return the sums and the number of micro-batches, and reset both.
@@ -163,8 +163,8 @@ class AccumulationState:
         Returns:
             Tuple of the list of sums and a scalar int tensor.
         """
-        sums = [_read(self.sums[position]) for position in positions]
-        count = _read(self.count)
+        sums = [read(self.sums[position]) for position in positions]
+        count = read(self.count)
         with tf.control_dependencies([*sums, count]):
             self.reset()
         return sums, count
@@ -188,7 +188,7 @@ class AccumulationState:
     def reset(self) -> None:
         """Set sums and counter to zero."""
         for variable in (*self.sums, self.count):
-            _set_to_zero(variable)
+            set_to_zero(variable)
 
 
 class LocalAccumulation(Accumulator):
@@ -299,23 +299,23 @@ class KerasAccumulation(Accumulator):
 
     def _is_due(self) -> tf.Tensor:
         """Return whether this micro-batch is the last one, by Keras's counter."""
-        return tf.equal((_read(self._counter) + 1) % self._steps, 0)
+        return tf.equal((read(self._counter) + 1) % self._steps, 0)
 
     def _release(self) -> Totals:
         """Return the sums with the number of micro-batches, and reset the sums."""
         sums = [total.read_value() for total in self._sums]
         with tf.control_dependencies(sums):
             for variable in self._all_sums:
-                _set_to_zero(variable)
+                set_to_zero(variable)
         return Totals(sums, count=tf.constant(self._steps))
 
 
-def _read(variable: Any) -> tf.Tensor:
+def read(variable: Any) -> tf.Tensor:
     """Return the value of a variable on the calling replica."""
     return _compat.local_part(variable).read_value()
 
 
-def _set_to_zero(variable: Any) -> None:
+def set_to_zero(variable: Any) -> None:
     """Set a variable to zeros on the calling replica."""
     part = _compat.local_part(variable)
     part.assign(tf.zeros(part.shape, part.dtype), read_value=False)

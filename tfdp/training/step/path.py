@@ -28,6 +28,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import step_events
 from tfdp.ground import _compat
+from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.compression.step_residuals import step_residuals
 from tfdp.training.step.accumulation import Totals
@@ -69,7 +70,7 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
             _decay_and_update(step, clipped)  # 6 decay and update
             residuals.keep()
 
-        _cond(is_finite, apply, lambda: _skip(step, statistics))
+        run_if(is_finite, apply, lambda: _skip(step, statistics))
         return is_finite
 
     is_updated, is_kept = _update_if(is_due, update)
@@ -104,7 +105,7 @@ def take_empty_step(step: Step) -> None:
             variables = group.of(step.variables)
             step.layout.update_without_gradients(group, variables, schedule.rate)
 
-    _cond(is_due, update)
+    run_if(is_due, update)
     if not step.counts_micro_batches:
         _count(step, is_due, is_due)
 
@@ -204,7 +205,7 @@ def _average(step: Step, is_kept: tf.Tensor | bool) -> None:
     """
     for group in step.param_groups:
         if group.optimizer.use_ema:
-            _cond(is_kept, functools.partial(_average_group, step.layout, group))
+            run_if(is_kept, functools.partial(_average_group, step.layout, group))
 
 
 def _average_group(layout: StateLayout, group: ParamGroup) -> None:
@@ -213,14 +214,14 @@ def _average_group(layout: StateLayout, group: ParamGroup) -> None:
     optimizer = group.optimizer
     if optimizer.ema_overwrite_frequency:
         is_due = (optimizer.iterations + 1) % optimizer.ema_overwrite_frequency == 0
-        _cond(is_due, lambda: layout.overwrite_with_average(group))
+        run_if(is_due, lambda: layout.overwrite_with_average(group))
 
 
 def _constrain(step: Step, is_kept: tf.Tensor | bool) -> None:
     """Apply the constraints after every micro-batch, as Keras does."""
     for variable in step.variables:
         if variable.constraint is not None:
-            _cond(is_kept, functools.partial(step.layout.constrain, variable))
+            run_if(is_kept, functools.partial(step.layout.constrain, variable))
 
 
 def _count(step: Step, is_updated: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
@@ -258,24 +259,3 @@ def _update_if(
         return is_updated, is_updated
 
     return tf.cond(is_due, run, lambda: (tf.constant(False), tf.constant(True)))
-
-
-def _cond(
-    predicate: tf.Tensor | bool,
-    action: Callable[[], None],
-    otherwise: Callable[[], None] | None = None,
-) -> None:
-    """Run an action if a predicate holds, at trace time if that is a Python bool."""
-    if isinstance(predicate, bool):
-        branch = action if predicate else otherwise
-        if branch is not None:
-            branch()
-        return
-
-    def run(branch: Callable[[], None] | None) -> tf.Tensor:
-        """Run a branch, if there is one; return a tensor, as `tf.cond` needs."""
-        if branch is not None:
-            branch()
-        return tf.constant(True)
-
-    tf.cond(predicate, lambda: run(action), lambda: run(otherwise))

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.ground import _compat
+from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.param_groups import ParamGroup, is_linear
 from tfdp.training.parameters.sharded_parameter import check_reader
 from tfdp.training.step.grouped_update import decay_and_update, decay_without_gradients
@@ -133,14 +134,13 @@ class StateLayout:
         """
         slots = [_compat.local_part(m) for m in self._momentums(group) if m is not None]
 
-        def scale() -> tf.Tensor:
-            """Multiply the momentum slots by the factor; return whether it was done."""
+        def scale() -> None:
+            """Multiply the momentum slots by the factor."""
             for slot in slots:
                 slot.assign(slot * tf.cast(factor, slot.dtype), read_value=False)
-            return tf.constant(True)
 
         # The branch makes a factor of 1, as after the warmup, cost nothing.
-        tf.cond(tf.equal(factor, 1.0), lambda: tf.constant(False), scale)
+        run_if(tf.not_equal(factor, 1.0), scale)
 
     def update(
         self, group: ParamGroup, gradients: Any, variables: list, rate: Any
