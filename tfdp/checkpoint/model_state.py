@@ -182,9 +182,8 @@ def _outer_state(optimizer: Any) -> dict[str, Any]:
     """Return the variables of the outer optimizer of local steps, by name."""
     features = getattr(optimizer, "features", None)
     local_steps = None if features is None else features.local_steps
-    if local_steps is None or local_steps.outer is None:
-        return {}
-    return local_steps.outer.state
+    exchanges = None if local_steps is None else local_steps.exchanges
+    return {} if exchanges is None else exchanges.outer.state
 
 
 def _check_no_accumulation(name: str, optimizer: Any) -> None:

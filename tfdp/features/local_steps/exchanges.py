@@ -11,7 +11,7 @@ from tfdp.communication.collectives.background import Background
 from tfdp.features.local_steps import in_flight
 from tfdp.features.local_steps.in_flight import Deferred, RoundExchange
 from tfdp.features.local_steps.options import LocalStepsOptions
-from tfdp.features.local_steps.outer_step import OuterStep, Update
+from tfdp.features.local_steps.outer_step import ReplicatedOuterStep, assign
 from tfdp.features.local_steps.reducers import (
     new_reducer,
     sums_by_samples,
@@ -21,6 +21,7 @@ from tfdp.ground import _compat
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.gradient_reducer import GradientReducer, ReplicaReducer
 from tfdp.training.reduction.reducer import Reducer
+from tfdp.training.step.accumulation import read
 
 
 class Exchanges:
@@ -29,7 +30,6 @@ class Exchanges:
     Args:
         make_variable: Callable that creates a Keras variable of the inner optimizer.
         options: `LocalStepsOptions` with an outer step.
-        outer: `OuterStep`.
         trained: Sequence of the trained Keras variables.
         fragments: Sequence of sequences of ints, for each fragment the positions of its
             variables in `trained`.
@@ -44,14 +44,14 @@ class Exchanges:
         self,
         make_variable: Callable[..., Any],
         options: LocalStepsOptions,
-        outer: OuterStep,
         trained: Sequence[Any],
         fragments: Sequence[Sequence[int]],
     ) -> None:
         assert options.outer is not None
         self._outer_options = options.outer
         self._sync_every = options.sync_every
-        self._outer = outer
+        template = options.outer.optimizer
+        self.outer = ReplicatedOuterStep(make_variable, template, trained)
         self._trained = list(trained)
         self._fragments = fragments
         self._reducer: Reducer | None = None
@@ -75,7 +75,7 @@ class Exchanges:
     @property
     def variables(self) -> list:
         """List of the Keras variables that it created in the inner optimizer."""
-        return [self._launched, self.staleness]
+        return [*self.outer.variables, self._launched, self.staleness]
 
     def prepare(self, strategy: Any) -> None:
         """Create the threads that run exchanges beside the steps, if supported.
@@ -88,7 +88,7 @@ class Exchanges:
             self.rounds = RoundExchange(
                 strategy,
                 self._specs_of(0),
-                in_flight.specs_of(self._outer.carried),
+                in_flight.specs_of(self.outer.carried),
                 options.min_participants,
                 options.patience_seconds,
             )
@@ -113,9 +113,7 @@ class Exchanges:
         Args:
             number: Int, index of the fragment.
         """
-        return self._outer.pseudo_gradients(
-            self._fragments[number], self._variables_of(number)
-        )
+        return self.outer.pseudo_gradients(self._fragments[number])
 
     def exchange(
         self,
@@ -123,7 +121,6 @@ class Exchanges:
         gradients: Sequence[tf.Tensor],
         share: tf.Tensor,
         reducer: GradientReducer,
-        update: Update,
     ) -> None:
         """Make an outer step of a fragment, and set its weights on all replicas.
 
@@ -132,7 +129,6 @@ class Exchanges:
             gradients: Sequence of tensors, pseudo-gradients of this replica.
             share: Scalar tensor, weight of this replica; the weights add up to 1.
             reducer: `GradientReducer` of all replicas.
-            update: Callable that runs an optimizer, see `OuterStep.update`.
         """
         sums = sums_by_share(
             self._pseudo_gradient_reducer(reducer),
@@ -141,7 +137,7 @@ class Exchanges:
             share,
             compresses=self._compresses,
         )
-        self._step(number, sums, update)
+        self._step(number, sums)
 
     def launch(self, number: int, samples: tf.Tensor, updates: tf.Tensor) -> None:
         """Send this replica's pseudo-gradients of a fragment.
@@ -152,11 +148,12 @@ class Exchanges:
             updates: Scalar tensor, inner updates so far, the same on all replicas.
         """
         gradients = self.pseudo_gradients(number)
+        replica = _compat.active_local_replica_id()
         if self.rounds is not None:
-            state = [_read(variable) for variable in self._outer.carried]
-            self.rounds.launch(_local_replica(), samples, gradients, state)
+            state = [read(variable) for variable in self.outer.carried]
+            self.rounds.launch(replica, samples, gradients, state)
         else:
-            self._in_flight_of(number).launch(_local_replica(), [samples, *gradients])
+            self._in_flight_of(number).launch(replica, [samples, *gradients])
         launched = _compat.local_part(self._launched)
         launched.scatter_nd_update([[number]], [tf.cast(updates, launched.dtype)])
 
@@ -169,67 +166,60 @@ class Exchanges:
         return _compat.local_part(self._launched)[number] > 0
 
     def finish(
-        self,
-        number: int,
-        updates: tf.Tensor,
-        reducer: GradientReducer,
-        update: Update,
-        give_back: Callable[[tf.Tensor], None],
-    ) -> None:
+        self, number: int, updates: tf.Tensor, reducer: GradientReducer
+    ) -> tf.Tensor | None:
         """Make the outer step of a fragment in flight, and mix in local weights.
 
         Args:
             number: Int, index of the fragment.
             updates: Scalar tensor, inner updates so far, the same on all replicas.
             reducer: `GradientReducer` of all replicas.
-            update: Callable that runs an optimizer, see `OuterStep.update`.
-            give_back: Callable that takes the samples of an exchange that did not take
-                place, and counts them for the next one.
+
+        Returns:
+            Scalar tensor, the samples that were sent if the exchange did not take
+            place, else zero; or `None` if all exchanges take place.
         """
         launched = _compat.local_part(self._launched)
         late = tf.cast(updates, launched.dtype) - launched[number]
         mixing = self._outer_options.mixing
+        unused = None
         if self.rounds is None:
             sums = self._sums_of_sent(number, reducer)
-            self._step(number, self._scaled(sums, late), update, mixing)
+            self._step(number, self._scaled(sums, late), mixing)
         else:
-            result = self.rounds.collect(_local_replica())
+            result = self.rounds.collect(_compat.active_local_replica_id())
 
             def step() -> tf.Tensor:
-                """Make the outer step from the means of a round; return true."""
-                self._assign_state(result.state)
+                """Make the outer step from the means of a round; return zero."""
+                assign(self.outer.carried, result.state)
                 kept = tf.where(result.is_behind, 0.0, mixing)
-                self._step(number, self._scaled(result.gradients, late), update, kept)
-                return tf.constant(True)
+                self._step(number, self._scaled(result.gradients, late), kept)
+                return tf.zeros_like(result.samples)
 
-            def skip() -> tf.Tensor:
-                """Give the samples of a round that was not made back to the caller."""
-                give_back(result.samples)
-                return tf.constant(False)
-
-            tf.cond(result.is_made, step, skip)
+            unused = tf.cond(result.is_made, step, lambda: result.samples)
         staleness = _compat.local_part(self.staleness)
         staleness.assign(tf.maximum(staleness.read_value(), late), read_value=False)
         launched.scatter_nd_update([[number]], [tf.zeros((), launched.dtype)])
+        return unused
 
     def broadcast_state(self, reducer: GradientReducer) -> None:
         """Broadcast the outer state of the first replica, whose worker leads rounds."""
         context = replica_context()
         assert context is not None
         is_first = tf.equal(context.replica_id_in_sync_group, 0)
-        state = [_read(variable) for variable in self._outer.carried]
-        self._assign_state(
-            reducer.sum([tf.where(is_first, v, tf.zeros_like(v)) for v in state])
-        )
+        state = [read(variable) for variable in self.outer.carried]
+        parts = [tf.where(is_first, value, tf.zeros_like(value)) for value in state]
+        assign(self.outer.carried, reducer.sum(parts))
 
     def _sums_of_sent(
         self, number: int, reducer: GradientReducer
     ) -> Sequence[tf.Tensor]:
         """Return the means over all replicas of a fragment's gradients in flight."""
         sent = self._in_flight_of(number)
+        tensors = sent.collect(_compat.active_local_replica_id())
         if isinstance(sent, Background):
-            return sent.collect(_local_replica())
-        samples, *gradients = sent.collect(_local_replica())
+            return tensors
+        samples, *gradients = tensors
         return sums_by_samples(
             self._pseudo_gradient_reducer(reducer),
             samples,
@@ -252,11 +242,6 @@ class Exchanges:
         factor = self._sync_every / tf.cast(self._sync_every + late_updates, tf.float64)
         return [total * tf.cast(factor, total.dtype) for total in sums]
 
-    def _assign_state(self, state: Sequence[tf.Tensor]) -> None:
-        """Set the outer state of the running replica."""
-        for variable, value in zip(self._outer.carried, state, strict=True):
-            _compat.local_part(variable).assign(value, read_value=False)
-
     def adopt_common_weights(self) -> None:
         """Set the weights of this replica to the common ones, if exchanges are delayed.
 
@@ -264,10 +249,7 @@ class Exchanges:
         """
         if not self._outer_options.delay:
             return
-        for variable, anchor in zip(self._trained, self._outer.anchors, strict=True):
-            part = _compat.local_part(variable)
-            value = _compat.local_part(anchor).read_value()
-            part.assign(tf.cast(value, part.dtype), read_value=False)
+        assign(self._trained, [read(anchor) for anchor in self.outer.anchors])
 
     @property
     def _compresses(self) -> bool:
@@ -281,13 +263,12 @@ class Exchanges:
     def _specs_of(self, number: int) -> list[tf.TensorSpec]:
         """Return the `tf.TensorSpec` of each pseudo-gradient of a fragment."""
         positions = self._fragments[number]
-        return in_flight.specs_of([self._outer.anchors[p] for p in positions])
+        return in_flight.specs_of([self.outer.anchors[p] for p in positions])
 
     def _step(
         self,
         number: int,
         sums: Sequence[tf.Tensor],
-        update: Update,
         mixing: float | tf.Tensor = 0.0,
     ) -> None:
         """Make an outer step, and keep the fraction `mixing` of the local weights.
@@ -295,17 +276,18 @@ class Exchanges:
         Args:
             number: Int, index of the fragment.
             sums: Sequence of tensors, mean pseudo-gradients.
-            update: Callable that runs an optimizer, see `OuterStep.update`.
             mixing: Float or scalar tensor from 0 to 1. Defaults to `0.0`.
         """
-        common = self._outer.update(self._fragments[number], sums, update)
-        for variable, value in zip(self._variables_of(number), common, strict=True):
-            part, mixed = _compat.local_part(variable), value
-            if tf.is_tensor(mixing) or mixing:
+        values = self.outer.update(self._fragments[number], sums)
+        variables = self._variables_of(number)
+        if tf.is_tensor(mixing) or mixing:
+            for index, (variable, value) in enumerate(
+                zip(variables, values, strict=True)
+            ):
                 kept = tf.cast(mixing, value.dtype)
-                local = tf.cast(part.read_value(), value.dtype)
-                mixed = kept * local + (1.0 - kept) * value
-            part.assign(tf.cast(mixed, part.dtype), read_value=False)
+                local = tf.cast(read(variable), value.dtype)
+                values[index] = kept * local + (1.0 - kept) * value
+        assign(variables, values)
 
     def _pseudo_gradient_reducer(self, reducer: GradientReducer) -> GradientReducer:
         """Return the reducer of pseudo-gradients of the running replica."""
@@ -324,14 +306,3 @@ class Exchanges:
             strategy = tf.distribute.get_strategy()
             self._in_flight[number] = Deferred(strategy, self._specs_of(number))
         return self._in_flight[number]
-
-
-def _read(variable: Any) -> tf.Tensor:
-    """Return the value of a variable on the running replica."""
-    return tf.convert_to_tensor(_compat.local_part(variable))
-
-
-def _local_replica() -> int:
-    """Return the index of the running replica among the local replicas."""
-    context = replica_context()
-    return 0 if context is None else _compat.local_replica_id(context)

@@ -6,7 +6,6 @@ steps (`Background`), or exchanged in rounds that skip late workers (`RoundExcha
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from tfdp.features.local_steps.reducers import new_reducer, sums_by_samples
 from tfdp.ground import _compat
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.text import pluralize
-from tfdp.training.reduction.gradient_reducer import GradientReducer, ReplicaReducer
+from tfdp.training.reduction.gradient_reducer import ReplicaReducer
 from tfdp.training.reduction.reducer import Reducer
 
 # Numbers for the names of `RoundExchange`s; the same on all workers, since all create
@@ -121,50 +120,38 @@ def background_exchange(
         specs: Sequence of `tf.TensorSpec` of their pseudo-gradients.
         compresses: Bool, whether the reducer may round them.
     """
-    hosts = [host_of(device) for device in reducer.group.devices]
+    devices = reducer.group.devices
+    hosts = [host_of(device) for device in devices]
     input_specs = [_SAMPLES, *specs]
-    exchange = tf.function(
-        functools.partial(_exchange, reducer, variables, compresses),
-        input_signature=[[input_specs] * len(hosts)],
-        autograph=False,
-    ).get_concrete_function()
-    return Background(name, hosts, input_specs, specs, lambda parts: exchange(parts))
+
+    def exchange(parts: list[list[tf.Tensor]]) -> list[list[tf.Tensor]]:
+        """Return the means over all replicas, weighted by samples, for each local one.
+
+        Args:
+            parts: List of lists of tensors, for each local replica its samples followed
+                by its pseudo-gradients.
+        """
+        means = []
+        for replica, (samples, *gradients) in enumerate(parts):
+            of_replica = ReplicaReducer(reducer, None, replica)
+            with tf.device(devices[replica]), _compat.ordered_by_itself():
+                means.append(
+                    sums_by_samples(
+                        of_replica, samples, gradients, variables, compresses=compresses
+                    )
+                )
+        return means
+
+    function = tf.function(
+        exchange, input_signature=[[input_specs] * len(hosts)], autograph=False
+    )
+    concrete = function.get_concrete_function()
+    return Background(name, hosts, input_specs, specs, lambda parts: concrete(parts))
 
 
 def specs_of(variables: Sequence[Any]) -> list[tf.TensorSpec]:
     """Return the `tf.TensorSpec` of each Keras variable."""
     return [tf.TensorSpec(v.shape, tf.as_dtype(v.dtype)) for v in variables]
-
-
-def _exchange(
-    reducer: Reducer,
-    variables: Sequence[Any],
-    compresses: bool,
-    parts: list[list[tf.Tensor]],
-) -> list[list[tf.Tensor]]:
-    """Average pseudo-gradients over all replicas, weighted by samples.
-
-    Args:
-        reducer: `Reducer` from `background_reducer`.
-        variables: Sequence of the trained Keras variables.
-        compresses: Bool, whether the reducer may round pseudo-gradients.
-        parts: List of lists of tensors, for each local replica its samples followed by
-            its pseudo-gradients.
-
-    Returns:
-        List of lists of tensors, the means for each local replica.
-    """
-    sums = []
-    for replica, (samples, *gradients) in enumerate(parts):
-        of_replica: GradientReducer = ReplicaReducer(reducer, None, replica)
-        device = reducer.group.devices[replica]
-        with tf.device(device), _compat.ordered_by_itself():
-            sums.append(
-                sums_by_samples(
-                    of_replica, samples, gradients, variables, compresses=compresses
-                )
-            )
-    return sums
 
 
 class RoundResult(NamedTuple):

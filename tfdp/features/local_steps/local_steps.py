@@ -11,11 +11,12 @@ import tensorflow as tf
 
 from tfdp.features.local_steps.exchanges import Exchanges
 from tfdp.features.local_steps.options import LocalStepsOptions
-from tfdp.features.local_steps.outer_step import OuterStep, Update
+from tfdp.features.local_steps.outer_step import assign
 from tfdp.features.local_steps.pace import Pace
 from tfdp.features.local_steps.reducers import NodeReducers
 from tfdp.ground import _compat
 from tfdp.ground.base import batch_weight
+from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import is_tfdp, replica_context, strategy_of
 from tfdp.ground.base.feature import Feature
 from tfdp.ground.base.loops import steps_alone
@@ -23,7 +24,7 @@ from tfdp.ground.base.param_groups import innermost
 from tfdp.training.reduction.fusion import wide_dtype
 from tfdp.training.reduction.gradient_reducer import GradientReducer
 from tfdp.training.replicas.variables import StatisticVariable
-from tfdp.training.step.grouped_update import decay_and_update
+from tfdp.training.step.accumulation import read, set_to_zero
 from tfdp.training.step.step import Step, StepFeature
 
 
@@ -54,11 +55,10 @@ class LocalSteps(StepFeature):
         self._fragments = options.fragments_of(
             [math.prod(variable.shape) for variable in variables]
         )
-        self.outer = self.exchanges = None
+        self.exchanges = None
         if options.outer is not None:
-            self.outer = OuterStep(make_variable, options.outer, variables)
             self.exchanges = Exchanges(
-                make_variable, options, self.outer, self._trained, self._fragments
+                make_variable, options, self._trained, self._fragments
             )
         self.updates = make_variable(
             shape=(), dtype="int", initializer="zeros", name="local_updates"
@@ -79,27 +79,21 @@ class LocalSteps(StepFeature):
     @property
     def variables(self) -> list:
         """List of the Keras variables that it created in the optimizer."""
-        variables = [self.updates, self.samples, self.waiting_samples]
-        for part in self.outer, self.exchanges:
-            variables += [] if part is None else part.variables
-        return variables
+        of_exchanges = [] if self.exchanges is None else self.exchanges.variables
+        return [self.updates, self.samples, self.waiting_samples, *of_exchanges]
 
     @property
     def num_groups(self) -> int:
         """Int, the number of replicas or nodes that update independently."""
-        strategy, outer = tf.distribute.get_strategy(), self.options.outer
-        if outer is None or outer.scope == "replica" or not is_tfdp(strategy):
-            return strategy.num_replicas_in_sync
-        return len(strategy.extended.group.nodes)
+        return len(self.groups_of_ranks(tf.distribute.get_strategy()))
 
     def groups_of_ranks(self, strategy: Any) -> Sequence[Sequence[int]]:
         """Return the ranks of the replicas in each group that updates independently.
 
         Args:
-            strategy: A tfdp strategy.
+            strategy: A tfdp strategy, or Keras's default strategy of one device.
         """
-        outer = self.options.outer
-        if outer is None or outer.scope == "replica":
+        if self.options.scope == "replica" or not is_tfdp(strategy):
             return [[rank] for rank in range(strategy.num_replicas_in_sync)]
         return [sorted(node) for node in strategy.extended.topology.nodes]
 
@@ -126,8 +120,7 @@ class LocalSteps(StepFeature):
 
     def reducer(self) -> GradientReducer:
         """Return the reducer of the running replica's gradients within its group."""
-        outer = self.options.outer
-        if outer is None or outer.scope == "replica":
+        if self.options.scope == "replica":
             return GradientReducer()
         strategy = tf.distribute.get_strategy()
         if not is_tfdp(strategy) or len(strategy.extended.group.nodes) < 2:
@@ -140,22 +133,32 @@ class LocalSteps(StepFeature):
 
     def begin(self) -> None:
         """Copy the outer weights if necessary, before the first update of a step."""
-        if self.outer is not None:
-            self.outer.begin(self._trained)
+        if self.exchanges is not None:
+            self.exchanges.outer.begin()
 
     def end(self, step: Step, is_due: Any, is_kept: Any) -> None:
-        """Count a micro-batch, and exchange when that is due.
+        """Count a micro-batch, and exchange the fragments that are due after it.
 
         Args:
             step: `Step` that has made the update.
-            is_due: Scalar bool tensor, or bool, see `count`.
-            is_kept: Scalar bool tensor, or bool, see `count`.
+            is_due: Scalar bool tensor, or bool, see `StepFeature`.
+            is_kept: Scalar bool tensor, or bool, see `StepFeature`.
         """
-        self.count(is_due, is_kept)
-        optimizer, reducer = step.optimizer, step.reducer
-        self.exchange_if_due(optimizer, reducer, decay_and_update, is_due)
+        self._count(is_due, is_kept)
+        updates = read(self.updates)
+        position = updates % self.options.sync_every
+        for number, offset in enumerate(self.options.offsets):
+            begins = tf.logical_and(is_due, tf.equal(position, offset))
+            if not self.options.delay:
+                arguments = number, step.optimizer, step.reducer
+                run_if(begins, functools.partial(self._exchange, *arguments))
+                continue
+            run_if(begins, functools.partial(self._launch, number, updates))
+            later = (offset + self.options.delay) % self.options.sync_every
+            is_over = tf.logical_and(is_due, tf.equal(position, later))
+            self._finish(number, is_over, updates, step.reducer)
 
-    def count(self, is_due: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
+    def _count(self, is_due: tf.Tensor | bool, is_kept: tf.Tensor | bool) -> None:
         """Count the samples of a micro-batch, after its update if one was due.
 
         Leftover micro-batches of an epoch are not counted in any average.
@@ -179,100 +182,55 @@ class LocalSteps(StepFeature):
         updates = _compat.local_part(self.updates)
         updates.assign_add(tf.cast(is_due, updates.dtype), read_value=False)
 
-    def exchange_if_due(
-        self,
-        optimizer: Any,
-        reducer: GradientReducer,
-        update: Update,
-        is_due: tf.Tensor | bool,
-    ) -> None:
-        """Exchange the fragments that are due after this update.
-
-        Args:
-            optimizer: Keras optimizer, no wrapper.
-            reducer: `GradientReducer` of all replicas.
-            update: Callable that runs an optimizer, see `OuterStep.update`.
-            is_due: Scalar bool tensor, or bool, whether an update was due; the same
-                on all replicas.
-        """
-        updates = _compat.local_part(self.updates).read_value()
-        position = updates % self.options.sync_every
-        for number, offset in enumerate(self.options.offsets):
-            begins = tf.logical_and(is_due, tf.equal(position, offset))
-            if not self.options.delay:
-                exchange = functools.partial(
-                    self._exchange, number, optimizer, reducer, update
-                )
-                _cond(begins, exchange)
-                continue
-            _cond(begins, functools.partial(self._launch, number, updates))
-            later = (offset + self.options.delay) % self.options.sync_every
-            is_over = tf.logical_and(is_due, tf.equal(position, later))
-            self._finish(number, is_over, updates, reducer, update)
-
-    def exchange(
-        self, optimizer: Any, reducer: GradientReducer, update: Update
-    ) -> None:
+    def exchange(self, optimizer: Any, reducer: GradientReducer) -> None:
         """Exchange all fragments and slots, so that all replicas have the same state.
 
         Args:
             optimizer: Keras optimizer, no wrapper.
             reducer: `GradientReducer` of all replicas.
-            update: Callable that runs an optimizer, see `OuterStep.update`.
         """
-        updates = _compat.local_part(self.updates)
         for number in range(len(self._fragments)):
             if self.options.delay:
-                self._finish(number, True, updates.read_value(), reducer, update)
-            self._exchange(number, optimizer, reducer, update)
+                self._finish(number, True, read(self.updates), reducer)
+            self._exchange(number, optimizer, reducer)
         if self.exchanges is not None:
             self.exchanges.adopt_common_weights()
             slots = slots_of(optimizer)
-            _assign(slots, _means(slots, reducer, 1.0 / reducer.num_replicas))
-        if self.outer is not None:
-            self.outer.end()
-        updates.assign(tf.zeros((), updates.dtype), read_value=False)
-        waiting = _compat.local_part(self.waiting_samples)
-        waiting.assign(tf.zeros((), waiting.dtype), read_value=False)
+            assign(slots, _means(slots, reducer, 1.0 / reducer.num_replicas))
+            self.exchanges.outer.end()
+        set_to_zero(self.updates)
+        set_to_zero(self.waiting_samples)
 
-    def _exchange(
-        self, number: int, optimizer: Any, reducer: GradientReducer, update: Update
-    ) -> None:
+    def _exchange(self, number: int, optimizer: Any, reducer: GradientReducer) -> None:
         """Exchange a fragment, unless no replica has samples since the last time.
 
         Args:
             number: Int, index of the fragment.
             optimizer: Keras optimizer, no wrapper.
             reducer: `GradientReducer` of all replicas.
-            update: Callable that runs an optimizer, see `OuterStep.update`.
         """
         samples = _compat.local_part(self.samples)
         local_samples = tf.cast(samples[number], tf.float64)
         (total,) = reducer.sum([local_samples])
-        exchanges, variables = self.exchanges, self._trained
-        from_old_state: Sequence[tf.Tensor] | None = None
-        if exchanges is not None and exchanges.rounds is not None:
+        exchanges = self.exchanges
+        if exchanges is not None:
             # A worker that missed rounds started from an older outer state, so that
             # its pseudo-gradients are computed before the broadcast replaces that.
-            from_old_state = exchanges.pseudo_gradients(number)
-            exchanges.broadcast_state(reducer)
+            gradients = exchanges.pseudo_gradients(number)
+            if exchanges.rounds is not None:
+                exchanges.broadcast_state(reducer)
 
         def exchange() -> None:
             """Exchange the fragment, and restart the count of its samples."""
             share = local_samples / total
             if exchanges is not None:
-                gradients = (
-                    exchanges.pseudo_gradients(number)
-                    if from_old_state is None
-                    else from_old_state
-                )
-                exchanges.exchange(number, gradients, share, reducer, update)
+                exchanges.exchange(number, gradients, share, reducer)
             else:
-                state = [*variables, *slots_of(optimizer)]
-                _assign(state, _means(state, reducer, share))
+                state = [*self._trained, *slots_of(optimizer)]
+                assign(state, _means(state, reducer, share))
             samples.scatter_nd_update([[number]], [0.0])
 
-        _cond(total > 0, exchange)
+        run_if(total > 0, exchange)
 
     def _launch(self, number: int, updates: tf.Tensor) -> None:
         """Start the delayed exchange of a fragment.
@@ -292,7 +250,6 @@ class LocalSteps(StepFeature):
         is_over: tf.Tensor | bool,
         updates: tf.Tensor,
         reducer: GradientReducer,
-        update: Update,
     ) -> None:
         """Finish the delayed exchange of a fragment, if one is in flight and due.
 
@@ -301,24 +258,18 @@ class LocalSteps(StepFeature):
             is_over: Scalar bool tensor, or bool, whether the result is due.
             updates: Scalar tensor, local updates so far.
             reducer: `GradientReducer` of all replicas.
-            update: Callable that runs an optimizer, see `OuterStep.update`.
         """
         exchanges = self.exchanges
         assert exchanges is not None
 
-        def give_back(sent: tf.Tensor) -> None:
-            """Add samples of an exchange that was not made to those of the next one.
+        def finish() -> None:
+            """Finish the exchange; samples that it did not use count for the next."""
+            unused = exchanges.finish(number, updates, reducer)
+            if unused is not None:
+                samples = _compat.local_part(self.samples)
+                samples.scatter_nd_add([[number]], [unused])
 
-            Args:
-                sent: Scalar tensor, the samples.
-            """
-            samples = _compat.local_part(self.samples)
-            samples.scatter_nd_add([[number]], [sent])  # for the next exchange
-
-        finish = functools.partial(
-            exchanges.finish, number, updates, reducer, update, give_back
-        )
-        _cond(tf.logical_and(is_over, exchanges.is_in_flight(number)), finish)
+        run_if(tf.logical_and(is_over, exchanges.is_in_flight(number)), finish)
 
 
 def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> list:
@@ -329,19 +280,10 @@ def _means(variables: Sequence[Any], reducer: GradientReducer, share: Any) -> li
         reducer: `GradientReducer` of all replicas.
         share: Float or scalar tensor, weight of this replica; the weights add up to 1.
     """
-    parts = [_compat.local_part(variable) for variable in variables]
-    values = [tf.cast(part.read_value(), wide_dtype(part.dtype)) for part in parts]
+    values = [tf.cast(read(v), wide_dtype(v.dtype)) for v in variables]
     return reducer.sum(
         [tf.math.multiply_no_nan(v, tf.cast(share, v.dtype)) for v in values]
     )
-
-
-def _assign(variables: Sequence[Any], values: Sequence[tf.Tensor]) -> None:
-    """Set variables on the running replica, after all values are computed."""
-    with tf.control_dependencies(values):
-        for variable, value in zip(variables, values, strict=True):
-            part = _compat.local_part(variable)
-            part.assign(tf.cast(value, part.dtype), read_value=False)
 
 
 def _local_samples() -> tf.Tensor:
@@ -372,15 +314,9 @@ def slots_of(optimizer: Any) -> list:
     return list(slots.values())
 
 
-def _cond(predicate: tf.Tensor, action: Callable[[], None]) -> None:
-    """Run an action in the graph if a predicate holds."""
-
-    def run() -> tf.Tensor:
-        """Run the action, and return true, since `tf.cond` needs a result."""
-        action()
-        return tf.constant(True)
-
-    tf.cond(predicate, run, lambda: tf.constant(False))
+def _active(model: Any) -> LocalSteps | None:
+    """Return the local steps of a model, or `None` if its steps are synchronous."""
+    return model.optimizer.features.local_steps if steps_alone(model) else None
 
 
 class LocalStepsFeature(Feature):
@@ -388,10 +324,8 @@ class LocalStepsFeature(Feature):
 
     def before_meeting(self, model: Any) -> None:
         """Pause rounds, so that late workers do not wait for this one."""
-        if steps_alone(model):
-            local_steps = model.optimizer.features.local_steps
-            if local_steps is not None:
-                local_steps.before_sync()
+        if (local_steps := _active(model)) is not None:
+            local_steps.before_sync()
 
     before_loop = before_meeting
 
@@ -418,10 +352,10 @@ class LocalStepsFeature(Feature):
         @functools.wraps(step)
         def paced(iterator: Any) -> Any:
             """Make or skip the step, by the pace of this worker."""
-            local = model.optimizer.features.local_steps if steps_alone(model) else None
-            if local is None or local.pace is None:
+            local_steps = _active(model)
+            if local_steps is None or local_steps.pace is None:
                 return step(iterator)
-            return local.pace.step(model, step, iterator)
+            return local_steps.pace.step(model, step, iterator)
 
         return paced
 

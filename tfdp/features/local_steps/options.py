@@ -180,6 +180,11 @@ class LocalStepsOptions:
             )
 
     @property
+    def scope(self) -> str:
+        """String, what trains synchronously, see `OuterOptions`."""
+        return "replica" if self.outer is None else self.outer.scope
+
+    @property
     def delay(self) -> int:
         """Int, inner updates between the start of an exchange and its outer step."""
         return 0 if self.outer is None else self.outer.delay

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp.features.local_steps.options import LocalStepsOptions
 from tfdp.ground import _compat
+from tfdp.ground.plans.topology import join_overlapping
 
 # A worker skips steps only if its speed is below this fraction of the fastest one's:
 # smaller differences are noise.
@@ -68,7 +69,8 @@ class Pace:
         has_exchange = self._holds_exchange(count)
         # The updates after an exchange are always made, so that there is a time of an
         # inner step in each interval.
-        is_made = has_exchange or self._is_first or self._is_step_due(count)
+        is_due = self._num_made < self.share * (self._num_passed + count)
+        is_made = has_exchange or self._is_first or is_due
         if has_exchange:
             self._stop_clock(model)
         if is_made:
@@ -90,10 +92,6 @@ class Pace:
         return any(
             update % self._every in self._exchange_positions for update in updates
         )
-
-    def _is_step_due(self, count: int) -> bool:
-        """Return whether the worker's share requires the next `count` updates."""
-        return self._num_made < self.share * (self._num_passed + count)
 
     def _skip(self, model: Any, iterator: Any, count: int) -> None:
         """Skip batches, but count their updates, for schedules and exchanges.
@@ -181,12 +179,9 @@ def workers_by_node(strategy: Any, scope: str) -> list[list[int]]:
     group = extended.group
     if scope == "replica" or not group.nodes or group.workers is None:
         return [[worker] for worker in range(extended.worker_group.num_workers)]
-    together: list[set[int]] = []
-    for node in group.nodes:
-        workers = {group.workers[place] for place in node}
-        joined = [other for other in together if other & workers]
-        together = [other for other in together if not other & workers]
-        together.append(workers.union(*joined))
+    together = join_overlapping(
+        {group.workers[place] for place in node} for node in group.nodes
+    )
     return [sorted(workers) for workers in together]
 
 

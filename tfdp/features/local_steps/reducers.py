@@ -43,11 +43,15 @@ class NodeReducers:
             ValueError: In eager mode, with several replicas in this process; or if a
                 worker trains other variables.
         """
-        whole = strategy.extended.reducer
+        extended = strategy.extended
+        whole = extended.reducer
         nodes = [sorted(positions) for positions in whole.group.nodes]
         replica = _compat.local_replica_id(context)
-        if replica == 0:
-            self._compare(strategy.extended.worker_group)
+        if replica == 0 and not self._is_compared:
+            self._is_compared = True
+            check_same_variables(
+                extended.worker_group, "first training step", self._variables, "trains"
+            )
         group = whole.group.split(nodes)[replica]
         if group is None or group.size == 1:
             return GradientReducer()
@@ -57,22 +61,9 @@ class NodeReducers:
                 "run eagerly, one after the other. Remove `run_eagerly=True`."
             )
         if group.key not in self._reducers:
-            self._reducers[group.key] = Reducer(
-                group,
-                whole.first_rank,
-                whole.options,
-                strategy.extended.worker_group,
-                compares=False,
-            )
+            setup = group, whole.first_rank, whole.options, extended.worker_group
+            self._reducers[group.key] = Reducer(*setup, compares=False)
         return ReplicaReducer(self._reducers[group.key], context)
-
-    def _compare(self, worker_group: Any) -> None:
-        """Compare the variables with those of all workers, once."""
-        if not self._is_compared:
-            self._is_compared = True
-            check_same_variables(
-                worker_group, "first training step", self._variables, "trains"
-            )
 
 
 def new_reducer(
@@ -121,10 +112,9 @@ def sums_by_share(
         reducer: `GradientReducer` of all replicas.
         gradients: Sequence of tensors, pseudo-gradients of this replica.
         variables: Sequence of the corresponding trained Keras variables.
-        share: Scalar tensor, weight of this replica; the weights add up to 1.
+        share: Scalar float64 tensor, weight of this replica; the weights add up to 1.
         compresses: Bool, whether the reducer may round them.
     """
-    share = tf.cast(share, tf.float64)
     if not compresses:
         return reducer.sum([weighted(gradient, share) for gradient in gradients])
     reduced = reducer.reduce_gradients(

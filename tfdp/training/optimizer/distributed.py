@@ -37,7 +37,6 @@ from tfdp.training.step.accumulation import (
     ShardedAccumulation,
 )
 from tfdp.training.step.empty_step import note_update
-from tfdp.training.step.grouped_update import decay_and_update
 from tfdp.training.step.loss_scale import MOST_SKIPS, LossScaling
 from tfdp.training.step.path import take_step
 from tfdp.training.step.state_layout import StateLayout
@@ -342,7 +341,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
     def _average_replicas(self) -> None:
         """Exchange local updates and agree on one loss scale, on each replica."""
         features, reducer = self.features, replica_reducer()
-        features.local_steps.exchange(self.inner_optimizer, reducer, decay_and_update)
+        features.local_steps.exchange(self.inner_optimizer, reducer)
         scale, accumulation = features.scale, features.accumulation
         if scale is None:
             return
