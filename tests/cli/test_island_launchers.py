@@ -23,7 +23,7 @@ module._CONNECT_SECONDS = 1.0
 island = Island.from_environment()
 RANK = island.index
 member = module.Member(island)
-settings = {"least": 2, "patience_seconds": 0.1}
+settings = {"min_participants": 2, "patience_seconds": 0.1}
 version = member.join(settings, [np.zeros(2)]).version
 pathlib.Path(f"pid-{RANK}").write_text(str(os.getpid()))
 while not pathlib.Path(f"is-over-{RANK}").exists():

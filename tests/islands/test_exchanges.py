@@ -18,6 +18,7 @@ from tfdp.communication.cluster import Cluster
 from tfdp.communication.cluster.islands import Island
 from tfdp.features.islands import training as island_training
 from tfdp.features.islands.hub import Hub
+from tfdp.ground.base.threads import run_on_thread
 
 NUM_BATCHES = 12
 SECRET = "0123456789abcdef"
@@ -76,7 +77,7 @@ def test_an_epoch_ends_on_the_common_weights_whatever_is_under_way(hub, sync_eve
     fit(callback, watch, validates=True)
     training = callback._island
     assert training is not None
-    for seen, common_value in zip(watch.weights, training._common, strict=True):
+    for seen, common_value in zip(watch.weights, training._state.weights, strict=True):
         np.testing.assert_array_equal(seen, common_value)
 
 
@@ -109,7 +110,7 @@ def test_what_is_flushed_at_the_end_of_an_epoch_is_exchanged(hub):
     assert training._version == 2 * 2
     assert int(model.optimizer.iterations.numpy()) == 2 * 3
     for variable, value in zip(
-        model.trainable_variables, training._common, strict=True
+        model.trainable_variables, training._state.weights, strict=True
     ):
         np.testing.assert_array_equal(variable.numpy(), value)
 
@@ -169,7 +170,7 @@ def test_who_waits_for_long_says_so(hub, monkeypatch, capsys):
     assert training is not None
     assert "has waited" not in capsys.readouterr().err
     monkeypatch.setattr(island_training, "_WARN_AFTER_SECONDS", 0.1)
-    training._exchange = island_training._run_on_thread(lambda: bool(time.sleep(0.5)))
+    training._exchange = run_on_thread("late", lambda: bool(time.sleep(0.5)))
     training._finish(0.0)
     said = capsys.readouterr().err
     assert "tfdp: island 0 has waited for 0.1 s for the others" in said

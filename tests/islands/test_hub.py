@@ -23,7 +23,7 @@ from tfdp.features.islands.hub_connection import SERVICE, HubConnection
 from tfdp.features.islands.member import HubGone, LauncherLink, Member, connect
 
 SECRET = "0123456789abcdef"
-SETTINGS = {"sync_every": 4, "least": None, "patience_seconds": 0.2}
+SETTINGS = {"sync_every": 4, "min_participants": None, "patience_seconds": 0.2}
 DEADLINE_SECONDS = 20.0
 Open = collections.abc.Callable[..., Hub]
 
@@ -147,7 +147,7 @@ def test_without_least_an_exchange_waits_for_all_that_are_there(open_hub):
 
 def test_with_least_a_late_one_is_left_out_and_counts_in_the_next(open_hub):
     hub = open_hub(2)
-    first, second = join(hub, 0, 1, settings={**SETTINGS, "least": 1})
+    first, second = join(hub, 0, 1, settings={**SETTINGS, "min_participants": 1})
     reply = bring(first, 0, 1.0)  # after patience
     assert reply.participants == 1
     first.keep(1, [np.array([4.0, 4.0], "f4")])
@@ -164,7 +164,7 @@ def test_with_least_a_late_one_is_left_out_and_counts_in_the_next(open_hub):
 
 def test_an_exchange_of_too_few_waits_for_one_that_comes_back(open_hub):
     hub = open_hub(2)
-    settings = {**SETTINGS, "least": 2}
+    settings = {**SETTINGS, "min_participants": 2}
     first, second = join(hub, 0, 1, settings=settings)
     second.close()
 
@@ -273,7 +273,7 @@ def test_an_island_that_comes_a_second_time_takes_its_own_place(open_hub):
 
 
 def test_fewer_than_least_go_on_when_no_more_will_come(open_hub):
-    settings = {**SETTINGS, "least": 2}
+    settings = {**SETTINGS, "min_participants": 2}
     # One is through with its `fit`.
     first, second = join(open_hub(2), 0, 1, settings=settings)
     second.close(is_through=True)
@@ -347,7 +347,7 @@ def test_a_hub_that_may_open_no_more_files_says_so_once(capsys, monkeypatch):
 
 def test_a_hub_forgets_an_island_whose_launcher_has_ended_too(open_hub, monkeypatch):
     monkeypatch.setattr("tfdp.features.islands.hub.SILENT_SECONDS", 0.5)
-    settings = {**SETTINGS, "least": 2}
+    settings = {**SETTINGS, "min_participants": 2}
     hub = open_hub(2)
     first, second = join(hub, 0, 1, settings=settings)
     link = LauncherLink(island(hub, 1), [1])
@@ -386,13 +386,15 @@ def refuse(*args: object) -> None:
 def test_an_island_that_was_forgotten_may_come_back(open_hub, monkeypatch):
     monkeypatch.setattr("tfdp.features.islands.hub.SILENT_SECONDS", 0)
     hub = open_hub(2)
-    first, second = join(hub, 0, 1, settings={**SETTINGS, "least": 2})
+    first, second = join(hub, 0, 1, settings={**SETTINGS, "min_participants": 2})
     second.close()
     wait_until(
         lambda: hub.forget_lost() == [1], "island 1 to be lost", DEADLINE_SECONDS
     )
     again = Member(island(hub, 1))
-    version = again.join({**SETTINGS, "least": 2}, [np.zeros(2, "f4")]).version
+    version = again.join(
+        {**SETTINGS, "min_participants": 2}, [np.zeros(2, "f4")]
+    ).version
     replies = at_once(lambda: bring(first, 0, 1.0), lambda: bring(again, version, 3.0))
     assert [reply.participants for reply in replies] == [2, 2]
     assert hub.is_needed

@@ -49,15 +49,15 @@ class Meeting(Rounds):
         # that have left it and may come back.
         self._expected = set(expected)
         self._begins_by = time.monotonic() + join_seconds
-        self._is_closed = False
         # Updates and state of each island that waits for the meeting to begin.
         self._first_states: dict[int, tuple[int, list[Array]]] = {}
         self._settings: dict[str, Any] | None = None
 
     def close(self) -> None:
-        """Wake up all waiting islands with an error."""
+        """Remove all islands, and wake up those that wait."""
         with self._changed:
-            self._is_closed = True
+            self._members.clear()
+            self._expected.clear()
             self._changed.notify_all()
 
     @property
@@ -111,7 +111,7 @@ class Meeting(Rounds):
             self._settings = self._settings or settings
             if settings != self._settings:
                 return Reply(0, error=_difference(settings, self._settings))
-            self._least = settings["least"]
+            self._least = settings["min_participants"]
             self._patience = settings["patience_seconds"]
             self._expected.discard(member.index)
             self._first_states[member.index] = updates, state
@@ -144,14 +144,8 @@ class Meeting(Rounds):
         return states[max(states, key=lambda index: (states[index][0], -index))][1]
 
     def _may_begin(self) -> bool:
-        """Return whether waiting islands may receive a state, or must give up."""
-        return self._is_closed or self._state is not None or not self._expected
-
-    def _check(self, member: Participant) -> None:
-        """Raise if a waiting island must give up; see `Rounds`."""
-        if self._is_closed:
-            raise EOFError
-        super()._check(member)
+        """Return whether waiting islands may receive a state."""
+        return self._state is not None or not self._expected
 
 
 def _difference(settings: dict[str, Any], others: dict[str, Any]) -> str:

@@ -75,13 +75,19 @@ class HubConnection:
             if head != _BEAT:
                 return head, arrays
 
-    def send_beat(self) -> None:
-        """Send a heartbeat, which `receive` skips.
+    def beat(
+        self, is_over: threading.Event, lock: contextlib.AbstractContextManager
+    ) -> None:
+        """Send heartbeats, which `receive` skips, until the other end is lost.
 
-        Raises:
-            OSError: If the other end is lost.
+        Args:
+            is_over: `threading.Event` that ends them earlier.
+            lock: Context manager, entered to send one.
         """
-        send_frame(self, _BEAT)
+        with contextlib.suppress(*GONE):  # the next message raises the error
+            while not is_over.wait(BEAT_SECONDS):
+                with lock:
+                    send_frame(self, _BEAT)
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
@@ -90,14 +96,12 @@ class HubConnection:
         The body must not send on this connection.
         """
         is_over = threading.Event()
-
-        def beat() -> None:
-            """Send heartbeats until the block ends, or the other end is lost."""
-            with contextlib.suppress(*GONE):  # the next message raises the error
-                while not is_over.wait(BEAT_SECONDS):
-                    self.send_beat()
-
-        thread = threading.Thread(target=beat, name="tfdp beat", daemon=True)
+        thread = threading.Thread(
+            target=self.beat,
+            args=(is_over, contextlib.nullcontext()),
+            name="tfdp beat",
+            daemon=True,
+        )
         thread.start()
         try:
             yield

@@ -67,7 +67,10 @@ class Member:
         # island waits for a reply.
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
-        threading.Thread(target=self._beat, name="tfdp beat", daemon=True).start()
+        beats = self._is_closed, self._lock
+        threading.Thread(
+            target=self._connection.beat, args=beats, name="tfdp beat", daemon=True
+        ).start()
 
     def join(
         self, settings: dict[str, Any], state: Sequence[Array], updates: int = 0
@@ -172,13 +175,6 @@ class Member:
                     "lost: the launcher that ran it has exited, is suspended, or is "
                     "cut off from the network. Start all again."
                 ) from error
-
-    def _beat(self) -> None:
-        """Send heartbeats until this island disconnects."""
-        with contextlib.suppress(HubGone):  # the next exchange raises the error
-            while not self._is_closed.wait(BEAT_SECONDS):
-                with self._exclusive_connection():
-                    self._connection.send_beat()
 
 
 class LauncherLink(threading.Thread):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -23,9 +22,12 @@ from tfdp.communication.cluster.islands import Island
 from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.rounds import Reply
 from tfdp.features.islands.member import HubGone, Member
-from tfdp.features.local_steps import LocalStepsOptions
+from tfdp.features.local_steps import LocalStepsOptions, OuterOptions
+from tfdp.features.local_steps.outer_step import OuterStep
 from tfdp.ground import user_code
 from tfdp.ground.base.feature import Feature, Fit, register
+from tfdp.ground.base.param_groups import batches_per_update
+from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.forks import Owner
 from tfdp.ground.text import pluralize
 from tfdp.training.keras_hooks.added_callbacks import OptimizerProgressCheck
@@ -34,6 +36,7 @@ from tfdp.training.replicas.variables import StatisticVariable
 
 # Duration of a wait for other islands after which the user is notified.
 _WARN_AFTER_SECONDS = 30.0
+_THREAD = "tfdp island"
 # Numbers of the calls of `fit` in this process: islands exchange within one number.
 _fit_numbers = itertools.count()
 # The `IslandTraining` of each model that is in `fit`.
@@ -106,8 +109,8 @@ def sync_islands_after_flush(model: Any) -> None:
         training.sync_after_flush()
 
 
-class OuterState:
-    """Outer weights, averaged statistics, and the outer optimizer with its slots.
+class OuterState(OuterStep):
+    """Outer step of an island, and the averaged statistics.
 
     Use it on a thread outside of a strategy's scope: its variables must not be
     replicated.
@@ -121,22 +124,19 @@ class OuterState:
     def __init__(
         self, template: Any, weights: Sequence[Array], statistics: Sequence[Array]
     ) -> None:
-        self._optimizer = type(template).from_config(template.get_config())
         with tf.device("CPU:0"):
-            self._anchors = [keras.Variable(array) for array in weights]
-            self._optimizer.build(self._anchors)
+            super().__init__(template, [keras.Variable(array) for array in weights])
         self.statistics = list(statistics)
 
     @property
     def weights(self) -> list[Array]:
         """List of arrays, the outer weights."""
-        return [np.array(anchor.numpy()) for anchor in self._anchors]
+        return _values_of(self.anchors)
 
     @property
     def arrays(self) -> list[Array]:
         """List of arrays: slots, outer weights and statistics."""
-        slots = [np.array(variable.numpy()) for variable in self._optimizer.variables]
-        return [*slots, *self.weights, *self.statistics]
+        return [*_values_of(self.carried), *self.statistics]
 
     def step(self, mean: Sequence[Array]) -> None:
         """Make an outer step from the mean over all islands.
@@ -144,10 +144,10 @@ class OuterState:
         Args:
             mean: Sequence of arrays, mean pseudo-gradients followed by mean statistics.
         """
-        count = len(self._anchors)
-        gradients = [tf.convert_to_tensor(array) for array in mean[:count]]
+        count = len(self.anchors)
         with tf.device("CPU:0"):
-            self._optimizer.apply(gradients, self._anchors)
+            gradients = [tf.convert_to_tensor(array) for array in mean[:count]]
+            self.update(range(count), gradients)
         self.statistics = list(mean[count:])
 
     def take(self, reply: Reply) -> None:
@@ -159,8 +159,7 @@ class OuterState:
         Raises:
             ValueError: If the shapes are those of another model.
         """
-        variables = [*self._optimizer.variables, *self._anchors]
-        state = reply.state
+        variables, state = self.carried, reply.state
         shapes = [tuple(v.shape) for v in variables]
         shapes += [array.shape for array in self.statistics]
         if [array.shape for array in state] != shapes:
@@ -190,6 +189,11 @@ class IslandTraining:
     Source: Douillard et al. 2023, https://arxiv.org/abs/2311.08105.
     """
 
+    _fit: int  # set by `begin_fit`
+    # Set by `join`. Its outer weights are those after the last exchange, from which
+    # pseudo-gradients are computed; the thread of an exchange changes them.
+    _state: OuterState
+
     def __init__(
         self,
         model: Any,
@@ -197,32 +201,26 @@ class IslandTraining:
         settings: dict[str, Any],
         island: Island,
     ) -> None:
-        _check(options, island)
-        assert options.outer is not None
         self._model = model
         self._options = options
-        self._outer_options = options.outer
+        self._outer_options = _checked_outer(options, island)
         self._settings = settings
         self._island = island
-        self._fit = 0
         self._owner = Owner()
         self._member: Member | None = None
-        self._state: OuterState | None = None
         self._version = 0
-        # The weights after the last exchange, from which pseudo-gradients are computed.
-        self._common: list[Array] = []
         self._batches = 0
         # Updates since pseudo-gradients were last sent, which weight this island in the
         # next mean; and the number of the update after which they were sent.
         self._new_updates = 0
         self._sent_at = 0
-        self._exchange: Future[Any] | None = None
+        self._exchange: Future[bool] | None = None
         self.staleness = self.participants = 0
 
     @property
     def _updates(self) -> int:
         """Int, updates since the last `sync`, by the number of batches."""
-        return self._batches // _micro_batches(self._model.optimizer)
+        return self._batches // batches_per_update(self._model.optimizer)
 
     def begin_fit(self) -> None:
         """Take the number of this `fit`, also if it has no steps left to train."""
@@ -243,10 +241,8 @@ class IslandTraining:
             self._state = OuterState(template, weights, statistics)
             self._connect(updates)
 
-        _run_on_thread(connect).result()
-        assert self._state is not None
-        self._common = self._state.weights
-        self._assign(self._common, self._state.statistics)
+        run_on_thread(_THREAD, connect).result()
+        self._assign(self._state.weights)
 
     def _connect(self, updates: int) -> None:
         """Connect to the hub, and adopt the common state; runs on a thread.
@@ -254,14 +250,8 @@ class IslandTraining:
         Args:
             updates: Int, updates that this island has made before.
         """
-        assert self._state is not None
-        settings = {
-            **self._settings,
-            "least": self._outer_options.min_participants,
-            "patience_seconds": self._outer_options.patience_seconds,
-        }
         self._member = Member(self._island, self._fit)
-        reply = self._member.join(settings, self._state.arrays, updates)
+        reply = self._member.join(self._settings, self._state.arrays, updates)
         self._version = reply.version
         self._state.take(reply)
 
@@ -277,7 +267,7 @@ class IslandTraining:
         delay, every = self._options.delay, self._options.sync_every
         is_due = self._updates // every > before // every
         is_over = is_due or self._updates - self._sent_at >= delay
-        if self._exchange is not None and is_over:
+        if is_over:
             self._finish(self._outer_options.mixing)
         if is_due:
             self._launch()
@@ -290,20 +280,19 @@ class IslandTraining:
         Called at the end of an epoch and before an evaluation. The next exchange is due
         `sync_every` updates later.
         """
-        if self._exchange is not None:
-            # Without local updates since the exchange was sent, the island adopts the
-            # common weights instead of mixing.
-            self._finish(self._outer_options.mixing if self._new_updates else 0.0)
+        # Without local updates since the exchange was sent, the island adopts the
+        # common weights instead of mixing.
+        self._finish(self._outer_options.mixing if self._new_updates else 0.0)
         if self._new_updates:
             self._launch()
             self._finish(0.0)
-        self._batches %= _micro_batches(self._model.optimizer)
+        self._batches %= batches_per_update(self._model.optimizer)
         self._sent_at = 0
 
     def sync_after_flush(self) -> None:
         """Count an update of leftover accumulated batches, and exchange."""
         self._new_updates += 1
-        self._batches -= self._batches % _micro_batches(self._model.optimizer)
+        self._batches -= self._batches % batches_per_update(self._model.optimizer)
         self.sync()
 
     def leave(self, *, is_through: bool = True) -> None:
@@ -318,14 +307,14 @@ class IslandTraining:
 
     def _launch(self) -> None:
         """Start an exchange of pseudo-gradients and statistics on a thread."""
-        pairs = zip(self._common, self._weights(), strict=True)
+        pairs = zip(self._state.weights, self._weights(), strict=True)
         arrays = [before - now for before, now in pairs]
         samples = float(self._new_updates)
         self._new_updates, self._sent_at = 0, self._updates
         arrays += self._statistics()
         updates = int(self._model.optimizer.iterations.numpy())
-        self._exchange = _run_on_thread(
-            lambda: self._run_exchange(samples, arrays, updates)
+        self._exchange = run_on_thread(
+            _THREAD, self._run_exchange, samples, arrays, updates
         )
 
     def _run_exchange(self, samples: float, arrays: list[Array], updates: int) -> bool:
@@ -338,7 +327,6 @@ class IslandTraining:
         """
         member, state = self._member, self._state
         assert member is not None
-        assert state is not None
         try:
             reply = member.exchange(self._version, samples, arrays)
         except HubGone:  # the island was silent for too long, or the network failed
@@ -357,14 +345,14 @@ class IslandTraining:
         return reply.is_behind
 
     def _finish(self, mixing: float) -> None:
-        """Wait for the exchange, and mix the common weights with the local ones.
+        """Wait for an exchange, if any, and mix the common weights with local ones.
 
         Args:
             mixing: Float, the fraction of the local weights that is kept.
         """
-        assert self._exchange is not None
-        assert self._state is not None
         exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
         if wait([exchange], _WARN_AFTER_SECONDS).not_done:
             print(
                 f"tfdp: island {self._island.index} has waited for "
@@ -375,18 +363,16 @@ class IslandTraining:
                 flush=True,
             )
         was_behind = exchange.result()
-        if was_behind:
-            self._new_updates = (
-                0  # the common weights replace those of the updates since
-            )
+        if was_behind:  # the common weights replace those of the updates since
+            self._new_updates = 0
         self.staleness = max(self.staleness, self._updates - self._sent_at)
-        weights = self._common = self._state.weights
+        weights = self._state.weights
         if mixing and not was_behind:
             weights = [
                 mixing * local + (1.0 - mixing) * common
-                for local, common in zip(self._weights(), self._common, strict=True)
+                for local, common in zip(self._weights(), weights, strict=True)
             ]
-        self._assign(weights, self._state.statistics)
+        self._assign(weights)
 
     def _weights(self) -> list[Array]:
         """Return the model's trained weights, in float32 or wider."""
@@ -404,26 +390,17 @@ class IslandTraining:
             if isinstance(variable.value, StatisticVariable)
         ]
 
-    def _assign(self, weights: list[Array], statistics: list[Array]) -> None:
-        """Set the model's trained weights and averaged statistics."""
+    def _assign(self, weights: list[Array]) -> None:
+        """Set the model's trained weights, and its statistics to the common ones."""
         variables = [*self._model.trainable_variables, *self._statistic_variables()]
-        for variable, array in zip(variables, [*weights, *statistics], strict=True):
+        arrays = [*weights, *self._state.statistics]
+        for variable, array in zip(variables, arrays, strict=True):
             variable.assign(array)
 
 
-def _run_on_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Run a function on a new daemon thread; return the `Future` of its result."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        """Call the function, and set its result or its error in the future."""
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001  `Future.result` raises it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="tfdp island", daemon=True).start()
-    return future
+def _values_of(variables: Sequence[Any]) -> list[Array]:
+    """Return copies of the values of variables."""
+    return [np.array(variable.numpy()) for variable in variables]
 
 
 def _wide(variable: Any) -> Array:
@@ -432,14 +409,8 @@ def _wide(variable: Any) -> Array:
     return value.astype("float32") if value.dtype.itemsize < 4 else value
 
 
-def _micro_batches(optimizer: Any) -> int:
-    """Return the batches per update, by tfdp's or Keras's gradient accumulation."""
-    steps = getattr(optimizer, "accumulation_steps", None)
-    return steps or getattr(optimizer, "gradient_accumulation_steps", None) or 1
-
-
-def _check(options: LocalStepsOptions, island: Island) -> None:
-    """Raise if islands do not support the options."""
+def _checked_outer(options: LocalStepsOptions, island: Island) -> OuterOptions:
+    """Return the options of outer steps; raise if islands do not support an option."""
     outer = options.outer
     assert outer is not None
     if outer.min_participants is not None and outer.min_participants > island.count:
@@ -461,3 +432,4 @@ def _check(options: LocalStepsOptions, island: Island) -> None:
             f"each at its own pace. Remove {'them' if used[1:] else 'it'}, or "
             "`--islands`."
         )
+    return outer
