@@ -166,8 +166,11 @@ class DiLoCo(LocalStepsCallback):
             self._island.end_batches(batch - self._last_batch)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare exchanges before the first step is traced."""
+        """Prepare exchanges with all workers, before the first step is traced."""
         super().on_train_begin(logs)
+        local_steps = self.optimizer.features.local_steps
+        if local_steps is not None:
+            local_steps.exchanges.prepare(self.model.distribute_strategy)
         if self._island is not None:
             self._island.begin_fit()
 
@@ -203,10 +206,8 @@ class DiLoCo(LocalStepsCallback):
 
     def _exchanges(self) -> Any:
         """Return the exchanges of the model's optimizer, if they are delayed."""
-        local_steps = self.optimizer.features.local_steps
-        if local_steps is None or not self.options.delay:
-            return None
-        return local_steps.exchanges
+        local_steps = self.options.delay and self.optimizer.features.local_steps
+        return local_steps.exchanges if local_steps else None
 
     def _share_steps(self) -> None:
         """Agree with all workers on the fraction of inner steps that each makes."""
@@ -217,16 +218,14 @@ class DiLoCo(LocalStepsCallback):
                 f"accumulation_steps={self.optimizer.accumulation_steps}"
             )
         local_steps = self.optimizer.features.local_steps
-        if local_steps is None or local_steps.pace is None:
+        if local_steps is None:
             return
-        assert self.options.outer is not None
-        strategy = self.model.distribute_strategy
-        pace = local_steps.pace
+        strategy, pace = self.model.distribute_strategy, local_steps.pace
         worker_group = strategy.extended.worker_group
         seconds = worker_group.all_gather(
             "seconds of an inner step", pace.take_seconds()
         )
-        nodes = workers_by_node(strategy, self.options.outer.scope)
+        nodes = workers_by_node(strategy, self.options.scope)
         if step_shares := shares(seconds, nodes):
             pace.share = step_shares[worker_group.rank]
             self._least_share = min(step_shares)

@@ -36,13 +36,6 @@ class LocalStepsCallback(OptimizerCallback):
         )
         self._left = 0
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Prepare exchanges with all workers, before a step is traced."""
-        super().on_train_begin(logs)
-        local_steps = self.optimizer.features.local_steps
-        if local_steps is not None:
-            local_steps.prepare(self.model.distribute_strategy)
-
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Restart the count of batches."""
         self._last_batch = -1

@@ -180,9 +180,8 @@ def _loss_scale_of(optimizer: Any) -> tuple[Any, Any] | None:
 
 def _outer_state(optimizer: Any) -> dict[str, Any]:
     """Return the variables of the outer optimizer of local steps, by name."""
-    features = getattr(optimizer, "features", None)
-    local_steps = None if features is None else features.local_steps
-    exchanges = None if local_steps is None else local_steps.exchanges
+    local_steps = getattr(getattr(optimizer, "features", None), "local_steps", None)
+    exchanges = getattr(local_steps, "exchanges", None)
     return {} if exchanges is None else exchanges.outer.state
 
 

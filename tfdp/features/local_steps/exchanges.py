@@ -75,7 +75,8 @@ class Exchanges:
     @property
     def variables(self) -> list:
         """List of the Keras variables that it created in the inner optimizer."""
-        return [*self.outer.variables, self._launched, self.staleness]
+        outer = [self.outer.is_begun, *self.outer.anchors]
+        return [*outer, self._launched, self.staleness]
 
     def prepare(self, strategy: Any) -> None:
         """Create the threads that run exchanges beside the steps, if supported.
@@ -102,18 +103,9 @@ class Exchanges:
             self._in_flight[number] = in_flight.background_exchange(
                 f"tfdp exchange {number}",
                 self._background_reducer,
-                self._variables_of(number),
+                self._compressed_of(number),
                 self._specs_of(number),
-                compresses=self._compresses,
             )
-
-    def pseudo_gradients(self, number: int) -> list[tf.Tensor]:
-        """Return this replica's pseudo-gradients of a fragment.
-
-        Args:
-            number: Int, index of the fragment.
-        """
-        return self.outer.pseudo_gradients(self._fragments[number])
 
     def exchange(
         self,
@@ -130,13 +122,8 @@ class Exchanges:
             share: Scalar tensor, weight of this replica; the weights add up to 1.
             reducer: `GradientReducer` of all replicas.
         """
-        sums = sums_by_share(
-            self._pseudo_gradient_reducer(reducer),
-            gradients,
-            self._variables_of(number),
-            share,
-            compresses=self._compresses,
-        )
+        reducer = self._pseudo_gradient_reducer(reducer)
+        sums = sums_by_share(reducer, gradients, share, self._compressed_of(number))
         self._step(number, sums)
 
     def launch(self, number: int, samples: tf.Tensor, updates: tf.Tensor) -> None:
@@ -147,7 +134,7 @@ class Exchanges:
             samples: Scalar float32 tensor, samples by which this replica is weighted.
             updates: Scalar tensor, inner updates so far, the same on all replicas.
         """
-        gradients = self.pseudo_gradients(number)
+        gradients = self.outer.pseudo_gradients(self._fragments[number])
         replica = _compat.active_local_replica_id()
         if self.rounds is not None:
             state = [read(variable) for variable in self.outer.carried]
@@ -220,13 +207,9 @@ class Exchanges:
         if isinstance(sent, Background):
             return tensors
         samples, *gradients = tensors
-        return sums_by_samples(
-            self._pseudo_gradient_reducer(reducer),
-            samples,
-            gradients,
-            self._variables_of(number),
-            compresses=self._compresses,
-        )
+        reducer = self._pseudo_gradient_reducer(reducer)
+        compressed = self._compressed_of(number)
+        return sums_by_samples(reducer, samples, gradients, compressed)
 
     def _scaled(
         self, sums: Sequence[tf.Tensor], late_updates: tf.Tensor
@@ -247,18 +230,17 @@ class Exchanges:
 
         A delayed exchange has mixed local weights into them.
         """
-        if not self._outer_options.delay:
-            return
-        assign(self._trained, [read(anchor) for anchor in self.outer.anchors])
-
-    @property
-    def _compresses(self) -> bool:
-        """Bool, whether pseudo-gradients are compressed."""
-        return self._outer_options.compression is not None
+        if self._outer_options.delay:
+            assign(self._trained, [read(anchor) for anchor in self.outer.anchors])
 
     def _variables_of(self, number: int) -> list:
         """Return the trained variables of the fragment with an index."""
         return [self._trained[position] for position in self._fragments[number]]
+
+    def _compressed_of(self, number: int) -> list | None:
+        """Return the variables of a fragment, or `None` if it is not compressed."""
+        is_exact = self._outer_options.compression is None
+        return None if is_exact else self._variables_of(number)
 
     def _specs_of(self, number: int) -> list[tf.TensorSpec]:
         """Return the `tf.TensorSpec` of each pseudo-gradient of a fragment."""
@@ -266,10 +248,7 @@ class Exchanges:
         return in_flight.specs_of([self.outer.anchors[p] for p in positions])
 
     def _step(
-        self,
-        number: int,
-        sums: Sequence[tf.Tensor],
-        mixing: float | tf.Tensor = 0.0,
+        self, number: int, sums: Sequence[tf.Tensor], mixing: float | tf.Tensor = 0.0
     ) -> None:
         """Make an outer step, and keep the fraction `mixing` of the local weights.
 
@@ -281,9 +260,8 @@ class Exchanges:
         values = self.outer.update(self._fragments[number], sums)
         variables = self._variables_of(number)
         if tf.is_tensor(mixing) or mixing:
-            for index, (variable, value) in enumerate(
-                zip(variables, values, strict=True)
-            ):
+            for index, variable in enumerate(variables):
+                value = values[index]
                 kept = tf.cast(mixing, value.dtype)
                 local = tf.cast(read(variable), value.dtype)
                 values[index] = kept * local + (1.0 - kept) * value
@@ -292,7 +270,7 @@ class Exchanges:
     def _pseudo_gradient_reducer(self, reducer: GradientReducer) -> GradientReducer:
         """Return the reducer of pseudo-gradients of the running replica."""
         context = replica_context()
-        if not self._compresses or context is None:
+        if self._outer_options.compression is None or context is None:
             return reducer
         if self._reducer is None:
             self._reducer = new_reducer(

@@ -105,10 +105,8 @@ def background_reducer(strategy: Any, compression: Any) -> Reducer:
 def background_exchange(
     name: str,
     reducer: Reducer,
-    variables: Sequence[Any],
+    compressed: Sequence[Any] | None,
     specs: Sequence[tf.TensorSpec],
-    *,
-    compresses: bool,
 ) -> Background:
     """Create a thread that sums the pseudo-gradients of a fragment beside the steps.
 
@@ -116,9 +114,8 @@ def background_exchange(
         name: String, name of the thread.
         reducer: `Reducer` from `background_reducer`. The caller must keep a reference:
             the connections of its process group are closed with the group.
-        variables: Sequence of the trained Keras variables.
-        specs: Sequence of `tf.TensorSpec` of their pseudo-gradients.
-        compresses: Bool, whether the reducer may round them.
+        compressed: Sequence of Keras variables or `None`, see `sums_by_share`.
+        specs: Sequence of `tf.TensorSpec` of the pseudo-gradients.
     """
     devices = reducer.group.devices
     hosts = [host_of(device) for device in devices]
@@ -136,9 +133,7 @@ def background_exchange(
             of_replica = ReplicaReducer(reducer, None, replica)
             with tf.device(devices[replica]), _compat.ordered_by_itself():
                 means.append(
-                    sums_by_samples(
-                        of_replica, samples, gradients, variables, compresses=compresses
-                    )
+                    sums_by_samples(of_replica, samples, gradients, compressed)
                 )
         return means
 
@@ -261,8 +256,7 @@ def _round_endpoint(
     lane = f"rounds {next(_names)}"
     if worker_group.rank:
         return RoundFollower(connect(0, lane))
-    others = range(1, worker_group.num_workers)
-    links = {rank: connect(rank, lane) for rank in others}
+    links = {rank: connect(rank, lane) for rank in range(1, worker_group.num_workers)}
     return RoundLeader(links, least, patience_seconds)
 
 

@@ -82,11 +82,6 @@ class LocalSteps(StepFeature):
         of_exchanges = [] if self.exchanges is None else self.exchanges.variables
         return [self.updates, self.samples, self.waiting_samples, *of_exchanges]
 
-    @property
-    def num_groups(self) -> int:
-        """Int, the number of replicas or nodes that update independently."""
-        return len(self.groups_of_ranks(tf.distribute.get_strategy()))
-
     def groups_of_ranks(self, strategy: Any) -> Sequence[Sequence[int]]:
         """Return the ranks of the replicas in each group that updates independently.
 
@@ -96,15 +91,6 @@ class LocalSteps(StepFeature):
         if self.options.scope == "replica" or not is_tfdp(strategy):
             return [[rank] for rank in range(strategy.num_replicas_in_sync)]
         return [sorted(node) for node in strategy.extended.topology.nodes]
-
-    def prepare(self, strategy: Any) -> None:
-        """Create threads of exchanges; call on all workers before a step is traced.
-
-        Args:
-            strategy: Strategy of the model that is trained.
-        """
-        if self.exchanges is not None:
-            self.exchanges.prepare(strategy)
 
     def before_sync(self) -> None:
         """Pause rounds before all workers synchronize."""
@@ -197,7 +183,8 @@ class LocalSteps(StepFeature):
             self.exchanges.adopt_common_weights()
             slots = slots_of(optimizer)
             assign(slots, _means(slots, reducer, 1.0 / reducer.num_replicas))
-            self.exchanges.outer.end()
+            # Callbacks may change the weights before the next step, which copies them.
+            set_to_zero(self.exchanges.outer.is_begun)
         set_to_zero(self.updates)
         set_to_zero(self.waiting_samples)
 
@@ -216,7 +203,7 @@ class LocalSteps(StepFeature):
         if exchanges is not None:
             # A worker that missed rounds started from an older outer state, so that
             # its pseudo-gradients are computed before the broadcast replaces that.
-            gradients = exchanges.pseudo_gradients(number)
+            gradients = exchanges.outer.pseudo_gradients(self._fragments[number])
             if exchanges.rounds is not None:
                 exchanges.broadcast_state(reducer)
 
@@ -305,13 +292,9 @@ def slots_of(optimizer: Any) -> list:
     Args:
         optimizer: Keras optimizer, no wrapper.
     """
-    slots = {
-        id(variable): variable
-        for part in innermost(optimizer)
-        for variable in part.variables
-        if len(variable.shape) and tf.as_dtype(variable.dtype).is_floating
-    }
-    return list(slots.values())
+    variables = [v for part in innermost(optimizer) for v in part.variables]
+    slots = [v for v in variables if len(v.shape) and tf.as_dtype(v.dtype).is_floating]
+    return list({id(slot): slot for slot in slots}.values())
 
 
 def _active(model: Any) -> LocalSteps | None:

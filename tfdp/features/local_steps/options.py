@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -14,6 +14,22 @@ from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.text import pluralize
 
 SCOPES = ("node", "replica")
+
+
+def _check(
+    options: Any, name: str, check: Callable[..., Any], *arguments: Any, **limits: float
+) -> None:
+    """Check a field of frozen options, and store the checked value.
+
+    Args:
+        options: `OuterOptions` or `LocalStepsOptions`.
+        name: String, name of the field.
+        check: Callable that takes the name, the value and the further arguments.
+        *arguments: Arguments of `check`.
+        **limits: Keyword arguments of `check`.
+    """
+    value = check(name, getattr(options, name), *arguments, **limits)
+    object.__setattr__(options, name, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,38 +85,16 @@ class OuterOptions:
             raise ValueError(
                 f'`scope` must be "node" or "replica". Received: scope={self.scope!r}'
             )
-        self._set_integer("fragments", "parts of the weights")
-        self._set_integer("delay", "inner updates", least=0)
+        _check(self, "fragments", checked_integer, 1, "parts of the weights")
+        _check(self, "delay", checked_integer, 0, "inner updates")
         self._check_compression()
-        self._set_number("mixing", "a number from 0 to 1", most=1.0)
-        self._set_number("patience_seconds", "a number of seconds")
+        _check(self, "mixing", checked_number, "a number from 0 to 1", least=0, most=1)
+        _check(self, "patience_seconds", checked_number, "a number of seconds", least=0)
         by_staleness = checked_bool("scale_by_staleness", self.scales_by_staleness)
         object.__setattr__(self, "scales_by_staleness", by_staleness)
         if self.min_participants is not None:
-            self._set_integer("min_participants", "workers")
+            _check(self, "min_participants", checked_integer, 1, "workers")
             self._check_rounds()
-
-    def _set_integer(self, name: str, what: str, least: int = 1) -> None:
-        """Check an integer field, and store it as an int.
-
-        Args:
-            name: String, name of the field.
-            what: String, what it counts, for the error message.
-            least: Int, the smallest valid value. Defaults to 1.
-        """
-        value = checked_integer(name, getattr(self, name), least, what)
-        object.__setattr__(self, name, value)
-
-    def _set_number(self, name: str, what: str, most: float | None = None) -> None:
-        """Check a numeric field, and store it as a float.
-
-        Args:
-            name: String, name of the field.
-            what: String, what it must be, for the error message.
-            most: Float, the largest valid value, or `None`. Defaults to `None`.
-        """
-        value = checked_number(name, getattr(self, name), what, least=0, most=most)
-        object.__setattr__(self, name, value)
 
     def _check_features(self) -> None:
         """Raise if the optimizer uses a feature that an outer step cannot have."""
@@ -162,8 +156,7 @@ class LocalStepsOptions:
 
     def __post_init__(self) -> None:
         what = "the number of updates from one exchange to the next"
-        sync_every = checked_integer("sync_every", self.sync_every, 1, what)
-        object.__setattr__(self, "sync_every", sync_every)
+        _check(self, "sync_every", checked_integer, 1, what)
         is_dynamic = checked_bool("dynamic_steps", self.is_dynamic)
         object.__setattr__(self, "is_dynamic", is_dynamic)
         if self.num_fragments > self.sync_every:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfdp.ground import _compat
 from tfdp.ground.base.conditions import run_if
-from tfdp.training.step.accumulation import read, set_to_zero, wide_zeros
+from tfdp.training.step.accumulation import read, wide_zeros
 from tfdp.training.step.grouped_update import decay_and_update
 
 
@@ -55,7 +55,7 @@ class OuterStep:
         anchors = [self.anchors[position] for position in positions]
         clipped = _compat.clip_gradients(self.optimizer, list(gradients))
         decay_and_update(self.optimizer, clipped, anchors, None)
-        if positions[-1] == len(self.anchors) - 1:
+        if len(self.anchors) - 1 in positions:
             _compat.count_update(self.optimizer, 1)
         return [read(anchor) for anchor in anchors]
 
@@ -81,11 +81,6 @@ class ReplicatedOuterStep(OuterStep):
         super().__init__(template, wide_zeros(make_variable, trained, "outer"))
 
     @property
-    def variables(self) -> list:
-        """List of the Keras variables that it created in the inner optimizer."""
-        return [self.is_begun, *self.anchors]
-
-    @property
     def state(self) -> dict[str, Any]:
         """Dict from names to Keras variables, including the outer optimizer's."""
         state = {"is_begun": self.is_begun, "iterations": self.optimizer.iterations}
@@ -94,12 +89,8 @@ class ReplicatedOuterStep(OuterStep):
         slots = [v for v in self.optimizer.variables if len(v.shape)]
         return state | {f"slots/{index}": slot for index, slot in enumerate(slots)}
 
-    def end(self) -> None:
-        """Have the next step copy the weights again, which callbacks may change."""
-        set_to_zero(self.is_begun)
-
     def begin(self) -> None:
-        """Copy the trained weights into the anchors, in the first step and after `end`.
+        """Copy the trained weights into the anchors, if `is_begun` is zero.
 
         An anchor is kept if it equals the weight after rounding to the weight's dtype.
         """

@@ -29,9 +29,10 @@ class Pace:
 
     def __init__(self, options: LocalStepsOptions) -> None:
         every = options.sync_every
-        later = [offset + options.delay for offset in options.offsets]
         self._exchange_positions = {
-            place % every for place in [*options.offsets, *later]
+            (offset + late) % every
+            for offset in options.offsets
+            for late in (0, options.delay)
         }
         self._every = every
         self.share = 1.0
@@ -66,7 +67,9 @@ class Pace:
             Dict, the logs; those of the last update if these are skipped.
         """
         count = int(model.steps_per_execution)
-        has_exchange = self._holds_exchange(count)
+        first = self._num_passed + 1
+        positions = {number % self._every for number in range(first, first + count)}
+        has_exchange = bool(positions & self._exchange_positions)
         # The updates after an exchange are always made, so that there is a time of an
         # inner step in each interval.
         is_due = self._num_made < self.share * (self._num_passed + count)
@@ -85,13 +88,6 @@ class Pace:
         self._num_passed += count
         self._ended = time.perf_counter()
         return self._logs
-
-    def _holds_exchange(self, count: int) -> bool:
-        """Return whether an exchange starts or ends within the next `count` updates."""
-        updates = range(self._num_passed + 1, self._num_passed + count + 1)
-        return any(
-            update % self._every in self._exchange_positions for update in updates
-        )
 
     def _skip(self, model: Any, iterator: Any, count: int) -> None:
         """Skip batches, but count their updates, for schedules and exchanges.

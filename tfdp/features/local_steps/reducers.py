@@ -101,24 +101,22 @@ def new_reducer(
 def sums_by_share(
     reducer: GradientReducer,
     gradients: Sequence[tf.Tensor],
-    variables: Sequence[Any],
     share: tf.Tensor,
-    *,
-    compresses: bool,
+    compressed: Sequence[Any] | None,
 ) -> list[tf.Tensor]:
     """Sum pseudo-gradients over all replicas, weighted by shares.
 
     Args:
         reducer: `GradientReducer` of all replicas.
         gradients: Sequence of tensors, pseudo-gradients of this replica.
-        variables: Sequence of the corresponding trained Keras variables.
         share: Scalar float64 tensor, weight of this replica; the weights add up to 1.
-        compresses: Bool, whether the reducer may round them.
+        compressed: Sequence of the corresponding trained Keras variables if the reducer
+            compresses pseudo-gradients, or `None`.
     """
-    if not compresses:
+    if compressed is None:
         return reducer.sum([weighted(gradient, share) for gradient in gradients])
     reduced = reducer.reduce_gradients(
-        list(gradients), list(variables), may_sum=False, weight=share
+        list(gradients), list(compressed), may_sum=False, weight=share
     )
     return reduced.gradients()
 
@@ -127,9 +125,7 @@ def sums_by_samples(
     reducer: GradientReducer,
     samples: tf.Tensor,
     gradients: Sequence[tf.Tensor],
-    variables: Sequence[Any],
-    *,
-    compresses: bool,
+    compressed: Sequence[Any] | None,
 ) -> list[tf.Tensor]:
     """Average pseudo-gradients over all replicas, weighted by samples.
 
@@ -137,10 +133,9 @@ def sums_by_samples(
         reducer: `GradientReducer` of all replicas.
         samples: Scalar tensor, number of samples of this replica.
         gradients: Sequence of tensors, pseudo-gradients of this replica.
-        variables: Sequence of the corresponding trained Keras variables.
-        compresses: Bool, whether the reducer may round them.
+        compressed: Sequence of Keras variables or `None`, see `sums_by_share`.
     """
     samples = tf.cast(samples, tf.float64)
     (total,) = reducer.sum([samples])
     share = tf.math.divide_no_nan(samples, total)
-    return sums_by_share(reducer, gradients, variables, share, compresses=compresses)
+    return sums_by_share(reducer, gradients, share, compressed)

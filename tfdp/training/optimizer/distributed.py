@@ -424,7 +424,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         # In a custom loop the loss is a part of the global mean already, so only
         # gradients of Keras's loops are divided by the number of groups.
         if local_steps and batch_weight.is_part_of_sum():
-            num_groups = local_steps.num_groups
+            num_groups = len(local_steps.groups_of_ranks(tf.distribute.get_strategy()))
         state = self.features.accumulation
         if state is None:
             return NoAccumulation(weight)
