@@ -192,18 +192,15 @@ class Hub:
         self.port: int = server.getsockname()[1]
         self._join_seconds = join_seconds
         self._lock = threading.Lock()
-        self._is_closed = False
         # Each open connection, with the islands that it keeps alive: one island, or
         # the running islands of a launcher.
         self._connections: dict[HubConnection, set[int]] = {}
         self._meetings: dict[int, Meeting] = {}
-        # `_expected` has the islands that have not ended for good; `_seen` those that
-        # have connected at least once.
+        # The islands that have not ended for good.
         self._expected = set(range(count))
-        self._seen: set[int] = set()
         self._own = frozenset(own)
-        # `time.monotonic()` of the last contact with each island that has since
-        # disconnected.
+        # `time.monotonic()` when each island that has ever connected was last known to
+        # connect, run or disconnect.
         self._last_contact: dict[int, float] = {}
         # The cache lets the warning of a lack of files be printed only once.
         self._acceptor = Acceptor(
@@ -218,11 +215,10 @@ class Hub:
         return self
 
     def __exit__(self, *args: object) -> None:
+        self._acceptor.close()
         with self._lock:
-            self._is_closed = True
             connections = list(self._connections)
             meetings = list(self._meetings.values())
-        self._acceptor.close()
         for meeting in meetings:
             meeting.close()
         for connection in connections:
@@ -232,7 +228,8 @@ class Hub:
     def is_needed(self) -> bool:
         """Bool, whether an island is connected, or may come back."""
         with self._lock:
-            return bool(self._connections or self._seen & self._expected)
+            known = self._last_contact.keys()
+            return bool(self._connections or known & self._expected)
 
     def forget_lost(self) -> list[int]:
         """Mark islands as ended that have had no connection for a minute.
@@ -248,7 +245,7 @@ class Hub:
             since = time.monotonic() - SILENT_SECONDS
             lost = [
                 index
-                for index in sorted(self._seen & self._expected - alive)
+                for index in sorted(self._last_contact.keys() & self._expected - alive)
                 if self._last_contact[index] <= since
             ]
         for index in lost:
@@ -269,22 +266,20 @@ class Hub:
 
     def _begin(self, sock: socket.socket, _: Authenticated) -> None:
         """Serve an accepted connection on a new thread."""
-        threading.Thread(
-            target=self._serve, args=(sock,), name="tfdp hub", daemon=True
-        ).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        """Serve one connection until it ends."""
         connection = HubConnection(sock)
         with self._lock:
-            is_late = self._is_closed
             self._connections[connection] = set()
+        threading.Thread(
+            target=self._serve, args=(connection,), name="tfdp hub", daemon=True
+        ).start()
+
+    def _serve(self, connection: HubConnection) -> None:
+        """Serve one connection until it ends."""
         try:
             # KeyError, TypeError and ValueError are violations of the protocol, which
             # end the connection like a lost one.
             with contextlib.suppress(*GONE, KeyError, TypeError, ValueError):
-                if not is_late:
-                    self._answer(connection)
+                self._answer(connection)
         finally:
             with self._lock:
                 indices = self._connections.pop(connection)
@@ -324,10 +319,9 @@ class Hub:
             indices: Set of ints, indices of these islands.
         """
         with self._lock:
-            before = self._connections[connection] - indices
-            self._last_contact.update(dict.fromkeys(before, time.monotonic()))
+            known = self._connections[connection] | indices
+            self._last_contact.update(dict.fromkeys(known, time.monotonic()))
             self._connections[connection] = indices
-            self._seen |= indices
             self._expected |= indices  # also an island that was marked as lost
 
     def _serve_launcher(self, connection: HubConnection, head: dict[str, Any]) -> None:
@@ -373,8 +367,7 @@ class Hub:
         """Return the meeting of the `fit` with a number; create it if missing."""
         with self._lock:
             if number not in self._meetings:
-                expected = set(self._expected)
-                self._meetings[number] = Meeting(expected, self._join_seconds)
+                self._meetings[number] = Meeting(self._expected, self._join_seconds)
             return self._meetings[number]
 
 

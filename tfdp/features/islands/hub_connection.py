@@ -11,6 +11,7 @@ from typing import Any
 
 from tfdp.communication.transport.communicator import Array
 from tfdp.communication.transport.frames import receive_frame, send_frame
+from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.forks import close_in_forks
 
 # Name of the service in the handshake of `tfdp.communication.connection`.
@@ -18,7 +19,6 @@ SERVICE = "hub"
 # Interval of heartbeats, and the silence after which the other end counts as lost.
 BEAT_SECONDS = 5.0
 SILENT_SECONDS = 60
-_TIMEVAL = struct.Struct("ll")
 _BEAT = {"kind": "beat"}
 # Errors that a connection raises when the other end is lost.
 GONE = (EOFError, OSError)
@@ -39,8 +39,8 @@ class HubConnection:
         sock.setblocking(True)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option in socket.SO_RCVTIMEO, socket.SO_SNDTIMEO:
-            silence = _TIMEVAL.pack(SILENT_SECONDS, 0)
-            sock.setsockopt(socket.SOL_SOCKET, option, silence)
+            timeval = struct.pack("ll", SILENT_SECONDS, 0)
+            sock.setsockopt(socket.SOL_SOCKET, option, timeval)
 
     def send(self, *buffers: bytes | memoryview) -> None:
         """Send buffers, one after another.
@@ -96,18 +96,12 @@ class HubConnection:
         The body must not send on this connection.
         """
         is_over = threading.Event()
-        thread = threading.Thread(
-            target=self.beat,
-            args=(is_over, contextlib.nullcontext()),
-            name="tfdp beat",
-            daemon=True,
-        )
-        thread.start()
+        beats = run_on_thread("tfdp beat", self.beat, is_over, contextlib.nullcontext())
         try:
             yield
         finally:
             is_over.set()
-            thread.join()
+            beats.result()
 
     def close(self) -> None:
         """Close the connection, and wake up a thread that waits on it."""

@@ -60,17 +60,15 @@ class Islands(Feature):
         if Island.from_environment() is None:
             return
         callbacks = fit.arguments["callbacks"]
-        callback_objects = callback_list(callbacks)
-        has_exchange = any(
-            hasattr(callback, "trains_islands") for callback in callback_objects
-        )
+        given = callback_list(callbacks)
+        has_exchange = any(hasattr(callback, "trains_islands") for callback in given)
         if fit.strategy is None or not has_exchange:
             raise ValueError(
                 "The workers of `tfdp run --islands` need a strategy of tfdp and the "
                 "callback `tfdp.callbacks.DiLoCo`, which synchronizes the islands. Add "
                 "what is missing, or remove `--islands`."
             )
-        if sum(hasattr(callback, "steps_locally") for callback in callback_objects) > 1:
+        if sum(hasattr(callback, "steps_locally") for callback in given) > 1:
             raise ValueError(
                 "An island needs exactly one `DiLoCo`, which exchanges for all its "
                 "replicas. Remove `LocalSGD`, and a second `DiLoCo`."
@@ -78,7 +76,7 @@ class Islands(Feature):
         if isinstance(callbacks, keras.callbacks.CallbackList):
             return
         writes = fit.strategy.extended.worker_group.is_job_chief
-        chosen = [c for c in callback_objects if writes or not isinstance(c, WRITERS)]
+        chosen = [c for c in given if writes or not isinstance(c, WRITERS)]
         # `DiLoCo` exchanges at the end of an epoch: callbacks after it, such as
         # checkpoints, see the common weights.
         fit.arguments["callbacks"] = sorted(chosen, key=_order_of_callback)
@@ -266,8 +264,7 @@ class IslandTraining:
         self._new_updates += self._updates - before
         delay, every = self._options.delay, self._options.sync_every
         is_due = self._updates // every > before // every
-        is_over = is_due or self._updates - self._sent_at >= delay
-        if is_over:
+        if is_due or self._updates - self._sent_at >= delay:
             self._finish(self._outer_options.mixing)
         if is_due:
             self._launch()
