@@ -1,7 +1,7 @@
 """Copy of a store's contents on a second worker, which continues if the host ends.
 
 An answer that depends on a change leaves the host only when the standby has the change:
-what a member was told survives the end of either of the two machines.
+what a member has received survives the end of either of the two machines.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Replication:
             self._held.append((self._sent, member, encoded))
 
     def _may_answer(self, member: Receiver, standby: Receiver) -> bool:
-        """Return whether the standby has, or will have, what a member is told."""
+        """Return whether the standby has, or will have, what a member receives."""
         if self._acknowledged in (0, self._sent):
             return self._acknowledged > 0
         # Its own answers come after the changes, by the same connection. The system
@@ -148,7 +148,7 @@ class Replication:
             self.begin()
 
     def _announce(self) -> None:
-        """Tell all members who has a complete copy; release answers if nobody can."""
+        """Tell all members who has a complete copy, and release answers if none has."""
         for member in self._members.values():
             member.send(self.announcement)
         if self.standby is None:
