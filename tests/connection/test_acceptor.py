@@ -242,7 +242,7 @@ def test_a_slow_end_has_no_more_time_than_a_silent_one():
     is_over = threading.Event()
 
     def drip() -> None:
-        for byte in b"tfdp/1 test".ljust(32):
+        for byte in b"tfdp/2 test".ljust(32):
             if is_over.wait(0.1):
                 return
             theirs.send(bytes([byte]))

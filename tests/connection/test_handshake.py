@@ -142,10 +142,10 @@ def test_another_service_is_known_by_its_first_bytes(begin):
 
 
 def test_another_version_is_named():
-    greeting = End(listener()).sent.replace(b"tfdp/1", b"tfdp/2")
+    greeting = End(listener()).sent.replace(b"tfdp/2", b"tfdp/3")
     with pytest.raises(WrongService) as caught:
         End(dialler()).feed(greeting)
-    assert caught.value.version == "2"
+    assert caught.value.version == "3"
 
 
 def test_no_end_asks_for_more_than_its_next_message():

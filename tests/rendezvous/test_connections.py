@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections.abc
 import contextlib
 import dataclasses
@@ -20,10 +19,11 @@ from tests.harness.timing import wait_until, within
 from tests.rendezvous.test_coordinator import HELLO
 from tfdp.communication.connection import acceptor
 from tfdp.launch.rendezvous import member as member_module
+from tfdp.launch.rendezvous import server as server_module
 from tfdp.launch.rendezvous.address import listen, own_address
-from tfdp.launch.rendezvous.channel import Channel
 from tfdp.launch.rendezvous.coordinator import Coordinator
 from tfdp.launch.rendezvous.failure import RendezvousError
+from tfdp.launch.rendezvous.link import MOST_BYTES, MOST_REPORT_BYTES, Link
 from tfdp.launch.rendezvous.member import Member
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import Hello
@@ -31,7 +31,7 @@ from tfdp.launch.rendezvous.server import Server
 
 SECRET = "0123456789abcdef"
 DEADLINE_SECONDS = 20.0
-GREETING = b"tfdp/1 rendezvous".ljust(32) + b"0" * 32
+GREETING = b"tfdp/2 rendezvous".ljust(32) + b"0" * 32
 
 
 class Bed:
@@ -125,8 +125,8 @@ def answers(listener: socket.socket, reply: bytes) -> None:
         (b"SSH-2.0-OpenSSH_9.2\r\n", "is not a rendezvous of `tfdp run`"),
         (b'{"a": 1}\n', "is not a rendezvous of `tfdp run`"),
         (b"x" * 2_000_000, "is not a rendezvous of `tfdp run`"),
-        (GREETING.replace(b"/1", b"/2"), "another version .* protocol '2', here '1'"),
-        (b"tfdp/1 hub".ljust(64), "is not a rendezvous of `tfdp run`"),
+        (GREETING.replace(b"/2", b"/3"), "another version .* protocol '3', here '2'"),
+        (b"tfdp/2 hub".ljust(64), "is not a rendezvous of `tfdp run`"),
         (
             GREETING + bytes(32),
             "The secret of this node differs from that of node 0",
@@ -158,10 +158,10 @@ def test_a_node_0_that_is_not_there_is_waited_for_and_then_named():
 def test_a_node_may_come_before_node_0(monkeypatch):
     dial, num_attempts = Member._dial, 0
 
-    async def counted(member: Member) -> Channel:
+    def counted(member: Member) -> Link:
         nonlocal num_attempts
         num_attempts += 1
-        return await dial(member)
+        return dial(member)
 
     monkeypatch.setattr(Member, "_dial", counted)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -316,14 +316,15 @@ def test_a_node_0_that_has_gone_is_known_at_once(bed):
 
 def make_impatient(monkeypatch, thread: str) -> None:
     """Let the end in a thread of this name wait for two seconds, and none beat."""
-    receive = Channel.receive
+    tick = Link.tick
 
-    async def impatient(channel: Channel, seconds: float = 15.0) -> dict[str, Any]:
-        is_it = threading.current_thread().name == thread
-        return await receive(channel, 2.0 if is_it else seconds)
+    def impatient(link: Link) -> None:
+        if threading.current_thread().name == thread:
+            link.most_silent_seconds = 2.0
+        tick(link)
 
-    monkeypatch.setattr(Channel, "receive", impatient)
-    monkeypatch.setattr("tfdp.launch.rendezvous.channel.BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr(Link, "tick", impatient)
+    monkeypatch.setattr("tfdp.launch.rendezvous.link.BEAT_SECONDS", 1000.0)
 
 
 def test_a_node_0_that_says_nothing_is_given_up(bed, monkeypatch):
@@ -332,7 +333,7 @@ def test_a_node_0_that_says_nothing_is_given_up(bed, monkeypatch):
 
 
 def test_a_node_that_says_nothing_is_given_up(bed, monkeypatch):
-    make_impatient(monkeypatch, "tfdp-rendezvous-server")
+    make_impatient(monkeypatch, "tfdp acceptor rendezvous")
     members = meet(bed)
     for port, member in enumerate(members, start=1):
         member.send({"type": "ports", "attempt": 1, "ports": [port, port + 10]})
@@ -347,33 +348,87 @@ def test_a_node_that_says_nothing_is_given_up(bed, monkeypatch):
     assert "node 1 (host, 127.0.0.1) was lost: it has not answered for 2 s; " in text
 
 
+def test_a_node_that_does_not_describe_itself_is_given_up(bed, monkeypatch):
+    monkeypatch.setattr(server_module, "_HELLO_SECONDS", 0.5)
+    monkeypatch.setattr("tfdp.launch.rendezvous.link.BEAT_SECONDS", 1000.0)
+    monkeypatch.setattr(Hello, "to_message", lambda hello: {"type": "beat"})
+    with within(DEADLINE_SECONDS / 2):
+        text = next_of(bed.member(node_rank=1), "lost")["text"]
+    assert "has closed its connection" in text
+    monkeypatch.undo()
+    meet(bed)
+
+
+def test_a_message_that_would_be_too_long_is_not_written(bed):
+    first, second = meet(bed)
+    with pytest.raises(ValueError, match="too long"):
+        first.send({"text": "x" * MOST_BYTES})
+    # One that only node 0 may send ends the connection of another node.
+    second.send({"text": "x" * MOST_REPORT_BYTES})
+    assert "has closed its connection" in next_of(second, "lost")["text"]
+    first.send({"type": "ports", "attempt": 1, "ports": [1, 11]})
+    meet_again = bed.member(node_rank=1)
+    assert next_of(meet_again, "prepare")["attempt"] == 2
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_who_waits_hears_of_an_error_that_nobody_has_foreseen(bed, monkeypatch):
-    async def broken(*_: Any) -> Channel:
+    def broken(sock: socket.socket, *_: Any) -> None:
+        sock.close()
         raise ZeroDivisionError
 
-    monkeypatch.setattr(member_module, "authenticate_stream", broken)
+    monkeypatch.setattr(member_module, "authenticate", broken)
     assert "the connection to node 0 at" in next_of(bed.member(), "lost")["text"]
 
 
-def test_a_member_ends_though_a_cancellation_was_swallowed(bed, monkeypatch):
-    receive, swallowed = Channel.receive, []
+def full_of(link: Link) -> None:
+    """Send more than the kernel holds on a connection whose other end does not read."""
+    for _ in range(500):
+        link.send({"type": "notice", "text": "x" * 60_000})
+    assert link.has_output
 
-    async def deaf(channel: Channel, seconds: float = 15.0) -> dict[str, Any]:
-        try:
-            return await receive(channel, seconds)
-        except asyncio.CancelledError:
-            if swallowed:
-                raise
-            swallowed.append(channel)
-            return {"type": "notice", "text": "one that came at the same time"}
 
-    monkeypatch.setattr(Channel, "receive", deaf)
+def test_a_member_ends_though_node_0_reads_nothing(bed, monkeypatch):
+    monkeypatch.setattr(Server, "_read_link", lambda server, link: True)
     member = bed.member()
-    wait_until(lambda: member._channel, "a channel", DEADLINE_SECONDS)
-    with within(DEADLINE_SECONDS):
+    full_of(wait_until(lambda: member._link, "a connection", DEADLINE_SECONDS))
+    with within(5.0, least=1.9):
         member.close()
-        assert swallowed
+
+
+def test_node_0_ends_though_a_node_reads_nothing(bed, monkeypatch):
+    is_deaf = threading.Event()
+    proceed = Member._proceed
+
+    def deaf(member: Member, link: Link) -> None:
+        time.sleep(0.05) if is_deaf.is_set() else proceed(member, link)
+
+    monkeypatch.setattr(Member, "_proceed", deaf)
+    meet(bed)
+    is_deaf.set()
+    time.sleep(0.1)
+    full_of(list(bed.server._links)[1])
+    with within(5.0, least=1.9):
+        bed.server.close()
+
+
+def test_a_member_that_still_connects_ends_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        member = Member(own_address(silent), SECRET, HELLO, DEADLINE_SECONDS)
+        with within(1.0):
+            time.sleep(0.2)
+            member.close()
+
+
+def test_what_is_sent_before_the_end_arrives():
+    for _ in range(5):
+        bed = Bed()
+        with bed.stack:
+            first, second = meet(bed)
+            leave = {"type": "leaving", "attempt": 1, "why": "x", "code": 130}
+            first.send({**leave, "signal": 2})
+            first.close()
+            assert next_of(second, "end")["code"] == 130
 
 
 def test_only_the_machine_of_the_address_listens():

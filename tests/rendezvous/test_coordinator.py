@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tfdp.launch.rendezvous.channel import encode
+from tfdp.communication.connection.messages import encode
 from tfdp.launch.rendezvous.coordinator import Coordinator, Phase
 from tfdp.launch.rendezvous.failure import (
     NODE_LOST,
@@ -15,6 +15,7 @@ from tfdp.launch.rendezvous.failure import (
     MalformedMessage,
     RendezvousError,
 )
+from tfdp.launch.rendezvous.link import MOST_BYTES
 from tfdp.launch.rendezvous.restarts import RestartDecision
 from tfdp.launch.rendezvous.roster import Hello
 
@@ -177,7 +178,7 @@ def test_a_message_holds_what_the_largest_job_says(nodes, workers):
         coordinator.receive(link, message)
     coordinator.tick()
     assert len(links[0].last("start")["nodes"]) == nodes
-    assert encode(links[0].last("start"))
+    assert len(encode(links[0].last("start"))) <= MOST_BYTES
     assert coordinator.phase is Phase.RUNNING
 
 

@@ -223,7 +223,7 @@ def test_a_port_that_is_taken_is_refused_at_once():
     [
         (b"HTTP/1.1 400 Bad Request", "it is another service"),
         (b"tfdp/0 store".ljust(64), "it runs another version of tfdp"),
-        (b"tfdp/1 worker 0".ljust(64), "it is another service"),
+        (b"tfdp/2 worker 0".ljust(64), "it is another service"),
     ],
 )
 def test_another_program_on_the_port_of_the_first_worker_is_named(

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from tests.store.clusters import cluster_of, members_of, on_all
-from tfdp.communication.store import Membership, Store
+from tfdp.communication.connection import messages as messages_module
+from tfdp.communication.store import Membership, MessageTooLong, Store
 from tfdp.communication.store import client as client_module
-from tfdp.communication.store import messages as messages_module
 from tfdp.communication.store import replication as replication_module
 from tfdp.communication.store import server as server_module
-from tfdp.communication.store.messages import Decoder, MessageTooLong, encode
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def test_an_all_gather_costs_the_host_two_messages_a_member_and_two_for_the_copy
 ):
     served: list[str] = []
     sent: list[bytes] = []
-    serve, send = server_module.Server._serve, server_module._Member.send
+    serve, send = server_module.Server._serve, server_module._Member.send_encoded
 
     def serving(server, member, message) -> None:
         served.append(message["do"])
@@ -118,7 +117,7 @@ def test_an_all_gather_costs_the_host_two_messages_a_member_and_two_for_the_copy
         send(member, encoded)
 
     monkeypatch.setattr(server_module.Server, "_serve", serving)
-    monkeypatch.setattr(server_module._Member, "send", sending)
+    monkeypatch.setattr(server_module._Member, "send_encoded", sending)
     on_all(members, lambda member: member.store.gather("call", "text").texts(10))
     assert sorted(served) == ["acknowledge", "gather", "gather", "gather"]
     assert len(sent) == 4
@@ -273,29 +272,33 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_sent(
 @pytest.mark.parametrize(
     "sent",
     [
-        b"\xff\xff\xff\xff",
-        encode({"id": 1, "do": "explode"}),
-        encode({"id": 1}),
-        encode({"id": 1, "do": "put", "key": "k"}),
-        b"\0\0\0\2[]",
-        b"\0\0\0\4nope",
+        b'{"id":9,"oldest":9,"do":"explode"}',
+        b'{"id":9}',
+        b'{"id":9,"oldest":9}',
+        b'{"id":9,"oldest":"no number","do":"put","key":"k","text":""}',
+        b'{"id":9,"oldest":9,"do":"put","key":"k"}',
+        b"[]",
+        b"nope",
     ],
 )
 def test_a_member_that_sends_something_else_is_cut_off(
     members: list[Membership], sent: bytes
 ):
+    is_cut_off(members, lambda connection: connection.send_encoded(sent))
+
+
+@pytest.mark.parametrize("sent", [b"\xff" * 36, b"\0\0\0\2" + bytes(32) + b"{}"])
+def test_a_message_that_somebody_else_has_sent_cuts_the_connection_off(
+    members: list[Membership], sent: bytes
+):
+    is_cut_off(members, lambda connection: connection.sock.sendall(sent))
+
+
+def is_cut_off(members: list[Membership], send) -> None:
+    """Whether the others lose member 1 once it sends something, and nothing else."""
     lost = threading.Event()
     members[2].store.news = lambda news: lost.set()
-    members[1].store.connection.sock.sendall(sent)
+    send(members[1].store.connection)
     assert lost.wait(5)
     members[2].store.put("key", "text")
     assert members[0].store.get("key", 5) == "text"
-
-
-def test_messages_are_found_in_a_stream_of_any_parts():
-    sent = [{"id": number, "text": "é" * number} for number in range(50)]
-    stream = b"".join(map(encode, sent))
-    for step in (1, 7, 1000):
-        decoder = Decoder()
-        parts = [stream[i : i + step] for i in range(0, len(stream), step)]
-        assert [m for part in parts for m in decoder.feed(part)] == sent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import random
 import selectors
@@ -33,6 +34,8 @@ _PROOF_SECONDS = 5.0
 _MOST_UNAUTHENTICATED = 256
 # Number of refused connections that are all logged; later ones only at powers of two.
 _FULL_LOG = 10
+# Interval of calls to `tick`.
+_TICK_SECONDS = 0.05
 # Pause after a failed `accept`.
 _RETRY_SECONDS = 0.01
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
@@ -98,6 +101,7 @@ class Acceptor:
             accept a connection.
         log: Callable as `logging.Logger.info`, the default, for refused connections.
         claim_bytes: Int, length of the other end's claim. Defaults to 0.
+        tick: Callable, called on the thread every 50 ms. Defaults to `None`.
     """
 
     def __init__(
@@ -110,7 +114,9 @@ class Acceptor:
         lacks_files: Callable[[str], None],
         log: Callable[..., None] = _logger.info,
         claim_bytes: int = 0,
+        tick: Callable[[], None] | None = None,
     ) -> None:
+        self._tick, self._ticks_at = tick, math.inf if tick is None else -math.inf
         self._new_steps = functools.partial(accept_steps, secret, service, claim_bytes)
         self._accepted, self._log, self._lacks_files = accepted, log, lacks_files
         # In order of arrival, so that the first one has the earliest deadline.
@@ -121,7 +127,8 @@ class Acceptor:
         self._new: list[tuple[Readable, Callable[[], bool]]] = []
         self._is_closed = False
         self._register(self._wakes, functools.partial(self._wakes.recv, 4096))
-        for sock in map(close_in_forks, sockets):
+        self._listening = list(map(close_in_forks, sockets))
+        for sock in self._listening:
             sock.setblocking(False)
             self._register(sock, functools.partial(self._accept, sock))
         self._thread = threading.Thread(
@@ -153,6 +160,26 @@ class Acceptor:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
         self._selector.modify(readable, events, key.data)
 
+    def unwatch(self, readable: Readable) -> None:
+        """End the watch of a connection, and close it; only on the thread.
+
+        Args:
+            readable: `Readable`, a watched connection.
+        """
+        self._selector.unregister(readable)
+        readable.close()
+
+    def stop_listening(self) -> None:
+        """Accept no connections any more; only on the thread.
+
+        Watched connections continue, those that are not authenticated are closed.
+        """
+        closed: list[Readable] = [*self._listening, *self._unauthenticated]
+        for readable in closed:
+            self.unwatch(readable)
+        self._listening.clear()
+        self._unauthenticated.clear()
+
     def close(self) -> None:
         """Close all connections of the thread, and wait until it has ended."""
         self._is_closed = True
@@ -183,9 +210,7 @@ class Acceptor:
 
     def _handle_events(self) -> None:
         """Wait for the next events, and handle them."""
-        oldest = next(iter(self._unauthenticated), None)
-        left = None if oldest is None else oldest.deadline - time.monotonic()
-        for key, _ in self._selector.select(None if left is None else max(0.0, left)):
+        for key, _ in self._selector.select(self._seconds_to_wait()):
             # An earlier event may have refused, and so closed, this connection.
             if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]
                 key.data()
@@ -195,6 +220,16 @@ class Acceptor:
         for peer in list(self._unauthenticated):
             if now >= peer.deadline:
                 self._refuse(peer, "authentication timed out")
+        if self._tick is not None and now >= self._ticks_at:
+            self._ticks_at = now + _TICK_SECONDS
+            self._tick()
+
+    def _seconds_to_wait(self) -> float | None:
+        """Return the time until the next deadline or tick, `None` without one."""
+        oldest = next(iter(self._unauthenticated), None)
+        deadline = math.inf if oldest is None else oldest.deadline
+        until = min(deadline, self._ticks_at)
+        return None if until == math.inf else max(0.0, until - time.monotonic())
 
     def _accept(self, listening: socket.socket) -> None:
         """Accept a connection, and start its handshake."""
@@ -258,8 +293,7 @@ class Acceptor:
             read: Callable that reads, and returns false at the end of the connection.
         """
         if not read():
-            self._selector.unregister(readable)
-            readable.close()
+            self.unwatch(readable)
 
 
 def is_own_user(sock: socket.socket) -> bool:

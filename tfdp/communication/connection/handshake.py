@@ -11,7 +11,6 @@ the largest number of bytes to receive next, and is sent the received bytes.
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import hmac
 import secrets
@@ -20,14 +19,13 @@ import time
 from collections.abc import Generator
 from typing import TypeAlias
 
-VERSION = "1"
+VERSION = "2"
 _PROTOCOL = b"tfdp/"
 # First bytes of an earlier protocol, which only launchers spoke.
 _FIRST_PROTOCOL = b'{"tfdp"'
 _HEAD_BYTES = 32
 _NONCE_BYTES = _PROOF_BYTES = 32
 GREETING_BYTES = _HEAD_BYTES + _NONCE_BYTES
-
 
 # Flag of `send`: report a connection that has ended as an error only, without a signal.
 # A system that lacks it never sends one to Python.
@@ -186,31 +184,6 @@ def authenticate(
         if isinstance(error, OSError):
             raise ConnectionFailed(reason_of(error)) from error
         raise
-
-
-async def authenticate_stream(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Steps
-) -> Authenticated:
-    """Run a handshake over asyncio streams, like `authenticate` over a socket.
-
-    Args:
-        reader: `asyncio.StreamReader`.
-        writer: `asyncio.StreamWriter`.
-        steps: Generator, from `dial_steps` or `accept_steps`.
-    """
-    received = None
-    try:
-        while True:
-            step = steps.send(received)
-            received = None
-            if isinstance(step, bytes):
-                writer.write(step)
-            else:
-                received = await reader.read(step)
-    except StopIteration as end:
-        return end.value
-    except OSError as error:
-        raise ConnectionFailed(reason_of(error)) from error
 
 
 def reason_of(error: OSError) -> str:

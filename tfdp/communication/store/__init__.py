@@ -2,7 +2,6 @@
 
 Worker 0 hosts the store, and another worker if it ends; it needs no TensorFlow. Reading
 order:
-    messages: JSON of limited length
     contents: what the store holds, as a sequence of changes
     replication: the copy on a second worker
     server: requests of the members, all-gathers and heartbeats
@@ -11,9 +10,9 @@ order:
     membership: this process as a member of its cluster: joins, shares a store, leaves
 """
 
+from tfdp.communication.connection.messages import MessageTooLong
 from tfdp.communication.store.client import Gathering, HostLost, Store
 from tfdp.communication.store.membership import Admission, Membership
-from tfdp.communication.store.messages import MessageTooLong
 from tfdp.communication.store.server import Server, beat_seconds
 
 __all__ = [

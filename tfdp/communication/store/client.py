@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from tfdp.communication.connection.handshake import NO_SIGNAL, ConnectionFailed
+from tfdp.communication.connection.handshake import Authenticated, ConnectionFailed
+from tfdp.communication.connection.messages import MessageConnection, encode
 from tfdp.communication.store.contents import Contents
-from tfdp.communication.store.messages import Decoder, encode
 
-_RECEIVE_BYTES = 1 << 16
 # Longest wait of an all-gather for what the host knows of it, in seconds.
 _ANSWER_SECONDS = 2.0
 # Longest wait until the standby hosts the store, pause between two attempts, and time
@@ -43,21 +42,22 @@ class Refused(ConnectionFailed):
         self.is_ending = is_ending
 
 
-class Connection:
+class Connection(MessageConnection):
     """Connection to the process that hosts the store, which has admitted this one.
 
     Args:
         sock: `socket.socket`, connected to the host, after the handshake.
+        keys: `Authenticated`, the result of the handshake.
 
     Raises:
         ConnectionFailed: If the host refuses this process, or has ended.
+
+    Attributes:
+        first: List of the messages that have arrived together with the admission.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.fileno, self.close = sock.fileno, sock.close
-        self._decoder = Decoder()
-        # Messages that have arrived together with the admission.
+    def __init__(self, sock: socket.socket, keys: Authenticated) -> None:
+        super().__init__(sock, keys)
         self.first = self._await_admission()
         sock.settimeout(None)
 
@@ -70,32 +70,13 @@ class Connection:
         messages: list[dict[str, Any]] = []
         while not messages:
             try:
-                received = self.sock.recv(_RECEIVE_BYTES)
-                messages = self._decoder.feed(received)
-            except (OSError, ValueError) as error:
-                raise ConnectionFailed(str(error)) from error
-            if not received:
-                raise ConnectionFailed("it closed the connection")
+                messages = self.receive(waits=True)
+            except ConnectionFailed as error:
+                raise ConnectionFailed(f"it {error}") from error
         first, *others = messages
         if first["refused"]:
             raise Refused(first["refused"], first["is_ending"])
         return others
-
-    def send(self, encoded: bytes) -> None:
-        """Send an encoded message, and wait until the socket has taken it."""
-        with contextlib.suppress(OSError):  # the end of the connection is read, too
-            self.sock.sendall(encoded, NO_SIGNAL)
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """Receive messages without waiting; return `None` at the end."""
-        try:
-            received = self.sock.recv(_RECEIVE_BYTES, socket.MSG_DONTWAIT)
-            messages = self._decoder.feed(received)
-        except BlockingIOError:
-            return []
-        except (OSError, ValueError):
-            return None
-        return messages if received else None
 
 
 class Hosts(Protocol):
@@ -309,7 +290,7 @@ class Store:
                 message = {"id": number, "oldest": oldest, "do": kind, **request}
                 asked = self._waiting[number] = Asked(number, encode(message))
             if self.connection is not None:
-                self.connection.send(asked.encoded)
+                self.connection.send_encoded(asked.encoded)
         if self._must_follow:
             self._follow_soon()
         return asked
@@ -325,12 +306,13 @@ class Store:
         Returns:
             Bool, false at the end of the connection.
         """
-        messages = connection.receive()
-        for message in messages or ():
-            self._receive(message)
-        if messages is None:
+        try:
+            for message in connection.receive():
+                self._receive(message)
+        except ConnectionFailed:
             self._lose_host()
-        return messages is not None
+            return False
+        return True
 
     def _receive(self, message: dict[str, Any]) -> None:
         """Act on a message of the host."""
@@ -357,7 +339,7 @@ class Store:
         message = {"id": 0, "oldest": 0, "do": "acknowledge", "number": number}
         with self._sends:
             if self.connection is not None:
-                self.connection.send(encode(message))
+                self.connection.send(message)
 
     def _lose_host(self) -> None:
         """Follow the standby, or fail; called on the acceptor's thread."""
@@ -409,7 +391,7 @@ class Store:
         with self._sends:
             self.host, self._standby, self.connection = standby, None, connection
             for asked in list(self._waiting.values()):
-                connection.send(asked.encoded)
+                connection.send_encoded(asked.encoded)
         self._attend(connection)
 
     def _attend(self, connection: Connection) -> None:

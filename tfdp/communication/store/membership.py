@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import logging
 import socket
 import struct
@@ -32,7 +34,6 @@ from tfdp.communication.store.client import (
     Store,
 )
 from tfdp.communication.store.contents import Contents
-from tfdp.communication.store.messages import own_version
 from tfdp.communication.store.server import Server
 from tfdp.ground import user_code
 from tfdp.ground.forks import Owner, close_in_forks
@@ -257,10 +258,10 @@ class Membership:
             sock = _new_socket(family)
             steps = dial_steps(self._secret, _SERVICE, _CLAIM.pack(self.cluster.rank))
             try:
-                authenticate(sock, steps, seconds, address)
+                keys = authenticate(sock, steps, seconds, address)
                 if not is_own_user(sock):
                     raise UnauthenticatedPeer("it belongs to another user")
-                return Connection(sock)
+                return Connection(sock, keys)
             except UnauthenticatedPeer as error:
                 sock.close()
                 raise ValueError(self._wrong_peer(rank, error)) from None
@@ -302,7 +303,7 @@ class Membership:
             return
         (rank,) = _CLAIM.unpack(authenticated.claim)
         self._has_acceptor.wait()
-        self.server.add(self._acceptor, sock, rank)
+        self.server.add(self._acceptor, sock, authenticated, rank)
 
     def _listen_locally(self, opened: list[socket.socket]) -> socket.socket:
         """Listen on this worker's Unix socket; close the opened ones if that fails."""
@@ -337,6 +338,13 @@ class Membership:
             f"has it, whether the cluster of TF_CONFIG and {VARIABLE} are the same on "
             "all workers, and whether another job uses the port; then restart all."
         )
+
+
+def own_version() -> str:
+    """Return the installed version of tfdp, or `"not installed"`."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("tfdp")
+    return "not installed"
 
 
 def _is_one_machine(hosts: Sequence[str]) -> bool:

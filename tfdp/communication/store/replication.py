@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
+from tfdp.communication.connection.messages import encode
 from tfdp.communication.store.contents import Change, Contents
-from tfdp.communication.store.messages import encode
 
 # Wait for an acknowledgement after which another member becomes the standby.
 _SLOW_SECONDS = 2.0
@@ -27,7 +27,7 @@ class Receiver(Protocol):
     def has_output(self) -> bool:
         """Bool, whether bytes wait until the system takes them."""
 
-    def send(self, encoded: bytes) -> None:
+    def send_encoded(self, text: bytes) -> object:
         """Send an encoded message."""
 
 
@@ -71,7 +71,7 @@ class Replication:
         if self.standby is None:
             self._announce()
             return
-        self.standby.send(encode({"copies": True}))
+        self.standby.send_encoded(encode({"copies": True}))
         self._waits_since = 0.0
         self._acknowledged, self._complete = 0, self._sent + 1
         for change in self._contents.changes():
@@ -88,7 +88,7 @@ class Replication:
             return
         self._sent += 1
         self._waits_since = self._waits_since or time.monotonic()
-        self.standby.send(encode({"change": change, "number": self._sent}))
+        self.standby.send_encoded(encode({"change": change, "number": self._sent}))
 
     def answer(self, member: Receiver, encoded: bytes) -> None:
         """Send an answer to a member, once the standby has what it may depend on.
@@ -98,7 +98,7 @@ class Replication:
             encoded: Bytes, the encoded answer.
         """
         if self.standby is None or self._may_answer(member, self.standby):
-            member.send(encoded)
+            member.send_encoded(encoded)
         else:
             self._held.append((self._sent, member, encoded))
 
@@ -150,7 +150,7 @@ class Replication:
     def _announce(self) -> None:
         """Tell all members who has a complete copy, and release answers if none has."""
         for member in self._members.values():
-            member.send(self.announcement)
+            member.send_encoded(self.announcement)
         if self.standby is None:
             self._release()
 
@@ -160,4 +160,4 @@ class Replication:
             self.standby is None or self._held[0][0] <= self._acknowledged
         ):
             _, member, encoded = self._held.popleft()
-            member.send(encoded)
+            member.send_encoded(encoded)

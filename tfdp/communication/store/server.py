@@ -13,12 +13,11 @@ import time
 from typing import Any, TypeAlias
 
 from tfdp.communication.connection.acceptor import Acceptor
-from tfdp.communication.connection.handshake import NO_SIGNAL
+from tfdp.communication.connection.handshake import Authenticated, ConnectionFailed
+from tfdp.communication.connection.messages import MessageConnection, encode
 from tfdp.communication.store.contents import Change, Contents
-from tfdp.communication.store.messages import Decoder, encode
 from tfdp.communication.store.replication import Replication
 
-_RECEIVE_BYTES = 1 << 16
 # Time between two heartbeats of a worker, which grows with the number of workers beyond
 # the one that follows: the largest number of heartbeats that the host receives in a
 # second. The end of a process shows in the end of its connection, not in heartbeats.
@@ -50,60 +49,21 @@ def beat_seconds(num_workers: int) -> float:
     return max(_BEAT_SECONDS, num_workers / _MOST_BEATS_PER_SECOND)
 
 
-class _Member:
-    """Connection of one worker, with the bytes that its socket does not take yet.
+class _Member(MessageConnection):
+    """Connection of one worker.
 
     Args:
         acceptor: `Acceptor` whose thread serves the connection.
         sock: `socket.socket`, non-blocking, after the handshake.
+        keys: `Authenticated`, the result of the handshake.
         rank: Int, rank of the worker.
     """
 
-    def __init__(self, acceptor: Acceptor, sock: socket.socket, rank: int) -> None:
-        self._acceptor = acceptor
-        self.sock, self.rank = sock, rank
-        self.fileno, self.close = sock.fileno, sock.close
-        self.decoder = Decoder()
-        self._output = bytearray()
-
-    @property
-    def has_output(self) -> bool:
-        """Bool, whether bytes wait until the socket takes them."""
-        return bool(self._output)
-
-    def send(self, encoded: bytes) -> None:
-        """Send an encoded message, now as far as the socket takes it."""
-        self._output += encoded
-        self.flush()
-        if self._output:
-            self._acceptor.watch_output(self, waits=True)
-
-    def flush(self) -> None:
-        """Send bytes that have waited."""
-        try:
-            while self._output:
-                sent = self.sock.send(self._output, NO_SIGNAL)
-                del self._output[:sent]
-        except BlockingIOError:
-            pass
-        except OSError:  # its end shows when it is read
-            self._output.clear()
-
-    def proceed(self) -> bytes | None:
-        """Send bytes that have waited, and receive.
-
-        Returns:
-            Bytes, none at the end of the connection; or `None` if none have arrived.
-        """
-        if self._output:
-            self.flush()
-            self._acceptor.watch_output(self, waits=bool(self._output))
-        try:
-            return self.sock.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
+    def __init__(
+        self, acceptor: Acceptor, sock: socket.socket, keys: Authenticated, rank: int
+    ) -> None:
+        super().__init__(sock, keys, acceptor=acceptor)
+        self.rank = rank
 
 
 @dataclasses.dataclass
@@ -164,17 +124,20 @@ class Server:
         # time until which they are sent again.
         self._summaries: dict[bool, tuple[float, dict[str, Any]]] = {}
 
-    def add(self, acceptor: Acceptor, sock: socket.socket, rank: int) -> None:
+    def add(
+        self, acceptor: Acceptor, sock: socket.socket, keys: Authenticated, rank: int
+    ) -> None:
         """Add the connection of a worker; called on the acceptor's thread.
 
         Args:
             acceptor: `Acceptor` whose thread serves the connection.
             sock: `socket.socket`, after the handshake.
+            keys: `Authenticated`, the result of the handshake.
             rank: Int, rank of the worker.
         """
-        member = _Member(acceptor, sock, rank)
+        member = _Member(acceptor, sock, keys, rank)
         refusal = self._refusal(rank)
-        member.send(encode({"refused": refusal, "is_ending": self._is_closed}))
+        member.send({"refused": refusal, "is_ending": self._is_closed})
         if refusal:
             member.close()
             return
@@ -208,7 +171,7 @@ class Server:
         if self._replication.standby is None:
             self._replication.begin()
         else:
-            member.send(self._replication.announcement)
+            member.send_encoded(self._replication.announcement)
 
     def _refusal(self, rank: int) -> str:
         """Return why a connection of a worker is refused, or `""`."""
@@ -222,16 +185,12 @@ class Server:
 
     def _proceed(self, member: _Member) -> bool:
         """Write to and read from a member; return false at its end."""
-        received = member.proceed()
-        if received is None:
+        try:
+            for message in member.proceed():
+                self._serve(member, message)
             return True
-        if received:
-            try:
-                for request in member.decoder.feed(received):
-                    self._serve(member, request)
-                return True
-            except (ValueError, KeyError, TypeError):
-                pass  # it does not speak this protocol
+        except (ConnectionFailed, ValueError, KeyError, TypeError):
+            pass  # it has ended, or does not speak this protocol
         self._remove(member)
         return False
 
@@ -303,23 +262,29 @@ class Server:
             **change: Further fields of the `Change`.
         """
         self._commit({**change, "answer": answer, "to": requests})
+        body = encode(answer)
         for rank, number, _ in requests:
             if rank in self._members:
-                self._answer(self._members[rank], number, **answer)
+                self._reply(self._members[rank], number, body)
 
     def _tell(self, member: _Member, number: int, **answer: Any) -> None:
         """Send the answer of a request, by its id, that depends on no change."""
-        member.send(encode({"id": number, **answer}))
+        member.send({"id": number, **answer})
 
     def _answer(self, member: _Member, number: int, **answer: Any) -> None:
         """Send the answer of a request, by its id, once the standby may answer it."""
-        self._replication.answer(member, encode({"id": number, **answer}))
+        self._reply(member, number, encode(answer))
+
+    def _reply(self, member: _Member, number: int, body: bytes) -> None:
+        """Send an answer of which the other fields are encoded, see `_answer`."""
+        fields = body[1:] if body == b"{}" else b"," + body[1:]
+        self._replication.answer(member, b'{"id":%d' % number + fields)
 
     def _push(self, **news: Any) -> None:
         """Send news of workers to all members, which have not asked for them."""
         encoded = encode({"news": news})
         for member in self._members.values():
-            member.send(encoded)
+            member.send_encoded(encoded)
 
     def _beat(self, member: _Member, number: int, request: dict[str, Any]) -> None:
         """Record a heartbeat; answer with what is known of the workers."""

@@ -20,7 +20,6 @@ from typing import Any
 
 from tfdp.communication.cluster.tf_config import shorten
 from tfdp.ground.text import pluralize
-from tfdp.launch.rendezvous.channel import Channel
 from tfdp.launch.rendezvous.failure import (
     LOST_EXIT_SECONDS,
     NODE_LOST,
@@ -28,6 +27,7 @@ from tfdp.launch.rendezvous.failure import (
     MalformedMessage,
     RendezvousError,
 )
+from tfdp.launch.rendezvous.link import Link
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node, Reports, Roster
 
@@ -107,11 +107,11 @@ class Coordinator:
         """Bool, whether the job has ended."""
         return self.phase is Phase.ENDED
 
-    def join(self, link: Channel, hello: Hello) -> None:
+    def join(self, link: Link, hello: Hello) -> None:
         """Add a node to the job.
 
         Args:
-            link: `Channel` to the node.
+            link: `Link` to the node.
             hello: `Hello` of the node.
 
         Raises:
@@ -126,11 +126,11 @@ class Coordinator:
         if is_back:
             self._send_notice(f"{node} has reconnected, and joins at the next start")
 
-    def receive(self, link: Channel, message: Mapping[str, Any]) -> None:
+    def receive(self, link: Link, message: Mapping[str, Any]) -> None:
         """Handle a message of a node.
 
         Args:
-            link: `Channel` to the node.
+            link: `Link` to the node.
             message: Mapping, the message.
 
         Raises:
@@ -156,11 +156,11 @@ class Coordinator:
             if message.get("has_saved") is True and isinstance(code, int):
                 self._saved_code = code
 
-    def register_disconnect(self, link: Channel, how: str) -> None:
+    def register_disconnect(self, link: Link, how: str) -> None:
         """Handle the end of a connection.
 
         Args:
-            link: `Channel` to the node.
+            link: `Link` to the node.
             how: String, such as `"has ended its connection"`.
         """
         node = self._roster.node_of_link(link)

@@ -23,10 +23,6 @@ class MalformedMessage(Exception):
     """Error of a message that does not follow the protocol; it is discarded."""
 
 
-class Lost(Exception):
-    """Error of a connection to a node that has ended; the text says how."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """Failure of a worker, which ends the attempt for all workers.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -16,21 +16,25 @@ from tfdp.communication.connection.handshake import (
     ConnectionFailed,
     UnauthenticatedPeer,
     WrongService,
-    authenticate_stream,
+    authenticate,
     dial_steps,
+    reason_of,
 )
-from tfdp.launch.rendezvous.channel import MAX_LINE_BYTES, SERVICE, Channel
-from tfdp.launch.rendezvous.failure import Lost, RendezvousError
+from tfdp.ground.forks import close_in_forks
+from tfdp.launch.rendezvous.failure import RendezvousError
+from tfdp.launch.rendezvous.link import MOST_BYTES, SERVICE, Link
 from tfdp.launch.rendezvous.roster import Hello
 
 # Timeout of one attempt to connect.
 _DIAL_SECONDS = 5.0
 # Timeout of the handshake of a new connection.
 _HANDSHAKE_SECONDS = 10.0
-# Wait for the end of the thread before it is cancelled again.
-_CANCEL_SECONDS = 1.0
 # The pause between attempts to connect doubles from the first to the longest.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 1.0
+# Longest wait of the thread for messages; bounds the delay of `close`.
+_POLL_SECONDS = 0.05
+# Longest wait of `close` until all pending messages are sent.
+_CLOSING_SECONDS = 2.0
 
 
 class Member:
@@ -68,9 +72,8 @@ class Member:
         self._wakes, self._waker = socket.socketpair()
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
-        self._loop = asyncio.new_event_loop()
-        self._channel: Channel | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._link: Link | None = None
+        self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="tfdp-rendezvous-member", daemon=True
         )
@@ -97,43 +100,35 @@ class Member:
         Args:
             message: Mapping of JSON values.
         """
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._send, dict(message))
+        if self._link is not None:
+            self._link.send(message)
 
     def close(self) -> None:
-        """Close the connection and end the thread."""
-        # The cancellation is repeated, since `asyncio.wait_for` of Python 3.10 and 3.11
-        # may swallow one that coincides with a message.
-        while self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._cancel)
-            self._thread.join(_CANCEL_SECONDS)
+        """Send pending messages for up to 2 s, and close the connection."""
+        self._is_closed.set()
+        # A thread that still connects has nothing to send, and ends by itself.
+        if self._link is not None:
+            self._thread.join()
         self._wakes.close()
         self._waker.close()
 
-    def _send(self, message: dict[str, Any]) -> None:
-        """Send a message in the thread of the event loop, if node 0 is connected."""
-        if self._channel is not None:
-            self._channel.send(message)
-
-    def _cancel(self) -> None:
-        """Cancel the task of the connection, in the thread of the event loop."""
-        if self._task is not None:
-            self._task.cancel()
-
     def _run(self) -> None:
-        """Run the event loop of the connection; the target of the thread."""
-        with contextlib.closing(self._loop):
-            self._task = self._loop.create_task(self._serve())
-            try:
-                with contextlib.suppress(asyncio.CancelledError):
-                    self._loop.run_until_complete(self._task)
-            finally:
-                # Sent also after an unforeseen error, so that the launcher, which waits
-                # for a last message, does not wait indefinitely.
-                text = f"the connection to node 0 at {self._place} was lost"
-                self._put({"type": "lost", "text": text})
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        """Join node 0, and queue its messages; the target of the thread."""
+        # Sent also after an unforeseen error, so that the launcher, which waits for a
+        # last message, does not wait indefinitely.
+        kind, text = "lost", f"the connection to node 0 at {self._place} was lost"
+        try:
+            with contextlib.closing(self._join()) as link:
+                self._serve(link)
+        except RendezvousError as error:
+            kind, text = "refused", str(error)
+        except ConnectionFailed as error:
+            if self._link is None:
+                kind, text = "unreachable", str(error)
+            else:
+                text = f"node 0 at {self._place} {error}"
+        finally:
+            self._put({"type": kind, "text": text})
 
     def _put(self, message: dict[str, Any]) -> None:
         """Add a message to the queue, and make the descriptor readable."""
@@ -142,67 +137,62 @@ class Member:
 
     def _wake(self) -> None:
         """Make the descriptor of `fileno` readable."""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # it is readable, or closed
             self._waker.send(b"\0")
 
-    async def _serve(self) -> None:
-        """Join node 0, and queue its messages until the connection ends."""
-        try:
-            channel = await self._join()
-        except RendezvousError as error:
-            self._put({"type": "refused", "text": str(error)})
-            return
-        except Lost as error:
-            self._put({"type": "unreachable", "text": str(error)})
-            return
-        self._channel = channel
-        channel.send(self._hello.to_message())
-        beats = asyncio.create_task(channel.beat())
-        try:
-            while True:
-                self._put(await channel.receive())
-        except Lost as error:
-            self._put({"type": "lost", "text": f"node 0 at {self._place} {error}"})
-        finally:
-            beats.cancel()
-            await channel.close()
-
-    async def _join(self) -> Channel:
+    def _join(self) -> Link:
         """Connect to node 0, retrying for `join_seconds`."""
         deadline = time.monotonic() + self._join_seconds
-        pause, reason = _FIRST_PAUSE_SECONDS, ""
+        pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                return await self._dial()
+                return self._dial()
             except UnauthenticatedPeer as error:
                 raise RendezvousError(_describe_mismatch(error, self._place)) from error
-            except (ConnectionFailed, asyncio.TimeoutError) as error:
-                reason = str(error) or "no answer"
-            except OSError as error:
-                reason = error.strerror or str(error)
-            if time.monotonic() + pause >= deadline:
-                raise Lost(
+            except ConnectionFailed as error:
+                reason = str(error)
+            is_late = time.monotonic() + pause >= deadline
+            if is_late or self._is_closed.wait(pause):
+                raise ConnectionFailed(
                     f"waited {self._join_seconds:g} s for node 0, and nothing answers "
                     f"at {self._place} ({reason}). Start the same `tfdp run` there, "
                     "and check that no firewall closes the port"
                 )
-            await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
-    async def _dial(self) -> Channel:
+    def _dial(self) -> Link:
         """Connect to node 0 once, and authenticate."""
-        host, port = self._address
-        connecting = asyncio.open_connection(host, port, limit=MAX_LINE_BYTES)
-        reader, writer = await asyncio.wait_for(connecting, _DIAL_SECONDS)
         try:
-            steps = dial_steps(self._secret, SERVICE)
-            keys = await asyncio.wait_for(
-                authenticate_stream(reader, writer, steps), _HANDSHAKE_SECONDS
-            )
-        except BaseException:
-            writer.transport.abort()
-            raise
-        return Channel(reader, writer, keys)
+            sock = socket.create_connection(self._address, _DIAL_SECONDS)
+        except OSError as error:
+            raise ConnectionFailed(reason_of(error)) from error
+        steps = dial_steps(self._secret, SERVICE)
+        keys = authenticate(close_in_forks(sock), steps, _HANDSHAKE_SECONDS)
+        sock.setblocking(False)
+        return Link(sock, keys, MOST_BYTES)
+
+    def _serve(self, link: Link) -> None:
+        """Queue the messages of node 0 until `close`.
+
+        Raises:
+            ConnectionFailed: If the connection is lost, or was tampered with.
+        """
+        link.send(self._hello.to_message())
+        self._link = link
+        while not self._is_closed.is_set():
+            self._proceed(link)
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        while link.has_output and time.monotonic() < deadline:
+            self._proceed(link)
+
+    def _proceed(self, link: Link) -> None:
+        """Send and receive what the connection takes and has, or wait for a moment."""
+        poll = select.poll()
+        poll.register(link, select.POLLIN | (select.POLLOUT if link.has_output else 0))
+        poll.poll(_POLL_SECONDS * 1000)
+        for message in link.proceed():
+            self._put(message)
+        link.tick()
 
 
 def _describe_mismatch(error: UnauthenticatedPeer, place: str) -> str:

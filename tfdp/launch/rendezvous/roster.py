@@ -9,8 +9,8 @@ from typing import Any
 from tfdp.communication.cluster.address import is_local_name
 from tfdp.communication.cluster.tf_config import shorten
 from tfdp.ground.text import pluralize
-from tfdp.launch.rendezvous.channel import Channel
 from tfdp.launch.rendezvous.failure import Failure, MalformedMessage
+from tfdp.launch.rendezvous.link import Link
 
 # Largest accepted count in a `Hello`: of nodes or workers, or a node rank.
 _MOST_OF_NODE = 1 << 16
@@ -151,7 +151,7 @@ class Node:
     """A connected node.
 
     Args:
-        link: `Channel` to the node.
+        link: `Link` to the node.
         hello: `Hello` of the node.
         rank: Int, rank of the node, or `None` until one is assigned.
         ports: List of ints, ports of its workers in this attempt, or `None` until they
@@ -161,7 +161,7 @@ class Node:
         has_stopped: Bool, whether none of its workers runs. Defaults to `True`.
     """
 
-    link: Channel
+    link: Link
     hello: Hello
     rank: int | None
     ports: list[int] | None = None
@@ -239,11 +239,11 @@ class Roster:
             )
         return None
 
-    def add(self, link: Channel, hello: Hello) -> Node:
+    def add(self, link: Link, hello: Hello) -> Node:
         """Add a node that `why_refused` does not refuse.
 
         Args:
-            link: `Channel` to the node.
+            link: `Link` to the node.
             hello: `Hello` of the node.
 
         Returns:
@@ -273,8 +273,8 @@ class Roster:
         """Return the connected node of a rank, or `None`."""
         return next((node for node in self.nodes if node.rank == rank), None)
 
-    def node_of_link(self, link: Channel) -> Node | None:
-        """Return the node at the other end of a channel, or `None`."""
+    def node_of_link(self, link: Link) -> Node | None:
+        """Return the node at the other end of a connection, or `None`."""
         return next((node for node in self.nodes if node.link is link), None)
 
     def free_ranks(self) -> list[int]:

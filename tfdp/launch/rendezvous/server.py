@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import socket
-import threading
+import time
+from typing import Any
 
 from tfdp.communication.connection.acceptor import Acceptor
-from tfdp.communication.connection.handshake import Authenticated
-from tfdp.launch.rendezvous.channel import MAX_REPORT_BYTES, SERVICE, Channel
+from tfdp.communication.connection.handshake import Authenticated, ConnectionFailed
 from tfdp.launch.rendezvous.coordinator import Coordinator
-from tfdp.launch.rendezvous.failure import Lost, MalformedMessage, RendezvousError
+from tfdp.launch.rendezvous.failure import MalformedMessage, RendezvousError
+from tfdp.launch.rendezvous.link import (
+    MOST_REPORT_BYTES,
+    SERVICE,
+    SILENT_SECONDS,
+    Link,
+)
 from tfdp.launch.rendezvous.roster import Hello
 
 _logger = logging.getLogger("tfdp.rendezvous")
 
 # Longest wait for the first message of a new connection.
 _HELLO_SECONDS = 5.0
-# Interval of calls to `Coordinator.tick`.
-_TICK_SECONDS = 0.05
-# Longest wait until all nodes have received the end of the job and disconnect.
-_GOODBYE_SECONDS = 3.0
-# Wait after a cancellation before tasks that are still running are cancelled again.
-_CANCEL_SECONDS = 1.0
+# Longest wait until all nodes have received the end of the job and disconnect, and
+# until pending messages are sent if the job has not ended.
+_GOODBYE_SECONDS, _CLOSING_SECONDS = 3.0, 2.0
+_POLL_SECONDS = 0.01
 
 
-class Server:
-    """Server of the rendezvous, in a thread of its own.
+class Server(Acceptor):
+    """Server of the rendezvous: an acceptor whose thread calls the coordinator.
 
     Args:
         listener: Listening socket; the server closes it at the end.
@@ -39,81 +42,78 @@ class Server:
     def __init__(
         self, listener: socket.socket, secret: str, coordinator: Coordinator
     ) -> None:
-        self._listener = listener
-        self._secret = secret
         self._coordinator = coordinator
-        self._handlers: set[asyncio.Task[None]] = set()
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._run()),
-            name="tfdp-rendezvous-server",
-            daemon=True,
+        # Whether the first message of each connection has arrived.
+        self._links: dict[Link, bool] = {}
+        self._is_ending = False
+        super().__init__(
+            secret,
+            SERVICE,
+            [listener],
+            self._add_link,
+            # The cache makes the same warning be logged once.
+            lacks_files=functools.cache(_logger.warning),
+            tick=self._tick_links,
         )
-        self._thread.start()
 
     def close(self) -> None:
         """Send all pending messages, and wait for the end of the thread."""
-        self._is_closing.set()
-        self._thread.join()
-
-    async def _run(self) -> None:
-        """Accept connections and tick the coordinator until `close` is called."""
-        loop = asyncio.get_running_loop()
-
-        def accepted(sock: socket.socket, peer: Authenticated) -> None:
-            """Serve an authenticated connection in the thread of the event loop."""
-            loop.call_soon_threadsafe(self._begin, sock, peer)
-
-        acceptor = Acceptor(
-            self._secret,
-            SERVICE,
-            [self._listener],
-            accepted,
-            # The cache makes the same warning be logged once.
-            lacks_files=functools.cache(_logger.warning),
-        )
-        try:
-            while not self._is_closing.is_set():
-                self._coordinator.tick()
-                await asyncio.sleep(_TICK_SECONDS)
-        finally:
-            acceptor.close()
-        # Let the loop start the handlers of the last accepted connections.
-        await asyncio.sleep(0)
+        self._is_ending = True
         # Nodes close their connections themselves once they know that the job is over.
-        seconds = _GOODBYE_SECONDS if self._coordinator.is_over else 0.0
-        while self._handlers:
-            _, late = await asyncio.wait(self._handlers, timeout=seconds)
-            # The cancellation is repeated, since `asyncio.wait_for` of Python 3.10 and
-            # 3.11 may swallow one that coincides with a message.
-            for task in late:
-                task.cancel()
-            seconds = _CANCEL_SECONDS
+        is_over = self._coordinator.is_over
+        seconds = _GOODBYE_SECONDS if is_over else _CLOSING_SECONDS
+        deadline = time.monotonic() + seconds
+        while any(is_over or link.has_output for link in list(self._links)):
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        super().close()
 
-    def _begin(self, sock: socket.socket, peer: Authenticated) -> None:
-        """Start a task that serves an accepted connection."""
-        task = asyncio.create_task(self._serve(sock, peer))
-        self._handlers.add(task)
-        task.add_done_callback(self._handlers.discard)
+    def _add_link(self, sock: socket.socket, keys: Authenticated) -> None:
+        """Serve an authenticated connection."""
+        link = Link(sock, keys, MOST_REPORT_BYTES, self)
+        link.most_silent_seconds = _HELLO_SECONDS
+        self._links[link] = False
+        self.watch(link, functools.partial(self._read_link, link))
 
-    async def _serve(self, sock: socket.socket, peer: Authenticated) -> None:
-        """Pass one node's messages to the coordinator until the connection ends."""
-        streams = await asyncio.open_connection(sock=sock, limit=MAX_REPORT_BYTES)
-        channel = Channel(*streams, peer)
-        beats = asyncio.create_task(channel.beat())
+    def _read_link(self, link: Link) -> bool:
+        """Handle the messages that have arrived; return false at the end."""
         how = "has closed its connection"
         try:
-            hello = Hello.from_message(await channel.receive(_HELLO_SECONDS))
-            self._coordinator.join(channel, hello)
-            while True:
-                self._coordinator.receive(channel, await channel.receive())
+            for message in link.proceed():
+                self._handle(link, message)
+            return True
         except RendezvousError as error:
-            channel.send({"type": "refused", "text": str(error)})
-        except Lost as error:
+            link.send({"type": "refused", "text": str(error)})
+        except ConnectionFailed as error:
             how = str(error)
         except MalformedMessage:
             how = "has sent an invalid message"
-        finally:
-            beats.cancel()
-            self._coordinator.register_disconnect(channel, how)
-            await channel.close()
+        self._remove(link, how)
+        return False
+
+    def _handle(self, link: Link, message: dict[str, Any]) -> None:
+        """Pass a message to the coordinator; the first one describes the node."""
+        if self._links[link]:
+            self._coordinator.receive(link, message)
+            return
+        self._coordinator.join(link, Hello.from_message(message))
+        self._links[link], link.most_silent_seconds = True, SILENT_SECONDS
+
+    def _remove(self, link: Link, how: str) -> None:
+        """Remove a connection that has ended, and notify the coordinator."""
+        del self._links[link]
+        self._coordinator.register_disconnect(link, how)
+
+    def _tick_links(self) -> None:
+        """Send heartbeats, end silent connections, and let the job proceed."""
+        for link in list(self._links):
+            try:
+                link.tick()
+            except ConnectionFailed as error:
+                self._remove(link, str(error))
+                self.unwatch(link)
+        if self._is_ending:
+            self.stop_listening()
+        else:
+            self._coordinator.tick()

@@ -1,0 +1,118 @@
+"""Connection between node 0 and the launcher of a node, with heartbeats."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tfdp.communication.connection.acceptor import Acceptor
+from tfdp.communication.connection.handshake import Authenticated, ConnectionFailed
+from tfdp.communication.connection.messages import MessageConnection, encode
+from tfdp.ground.text import pluralize
+
+# Name of the service in the handshake of `tfdp.communication.connection`.
+SERVICE = "rendezvous"
+# Longest message: the addresses of all workers are one message of node 0.
+MOST_BYTES = 1 << 19
+# Longest message that node 0 reads: the reports of nodes are shorter than that.
+MOST_REPORT_BYTES = 1 << 16
+# Interval of the heartbeats.
+BEAT_SECONDS = 1.0
+# Silence after which a node counts as lost: an overloaded machine may be silent for
+# some seconds.
+SILENT_SECONDS = 15.0
+_BEAT = {"type": "beat"}
+
+
+class Link(MessageConnection):
+    """Connection to a node of the job.
+
+    One thread calls `proceed` when the socket is readable, and `tick` several times a
+    second.
+
+    Args:
+        sock: `socket.socket`, non-blocking, after the handshake.
+        keys: `Authenticated`, the result of the handshake.
+        most_bytes: Int, largest length of a received message.
+        acceptor: `Acceptor` whose thread serves the connection, or `None`, the default.
+
+    Attributes:
+        peer: String, the IP address of the other end.
+        local: String, the IP address of this end that the other end is connected to.
+        most_silent_seconds: Float, silence after which the other end counts as lost.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        keys: Authenticated,
+        most_bytes: int,
+        acceptor: Acceptor | None = None,
+    ) -> None:
+        super().__init__(sock, keys, most_bytes, acceptor)
+        self.peer, self.local = map(_ip_address, (sock.getpeername, sock.getsockname))
+        self.most_silent_seconds = SILENT_SECONDS
+        self._heard_at, self._beats_at = time.monotonic(), 0.0
+
+    @property
+    def silent_seconds(self) -> float:
+        """Float, seconds since the last message or heartbeat of the other end."""
+        return time.monotonic() - self._heard_at
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message; a failure to send shows in `proceed` as a lost connection.
+
+        Args:
+            message: Mapping of JSON values.
+
+        Raises:
+            ValueError: If the message is too long.
+        """
+        text = encode(message)
+        if len(text) > MOST_BYTES:
+            raise ValueError(
+                f"The message is too long. Received: {pluralize(len(text), 'byte')}"
+            )
+        self.send_encoded(text)
+
+    def proceed(self) -> list[dict[str, Any]]:
+        """Send bytes that have waited, and receive all messages but heartbeats.
+
+        Raises:
+            ConnectionFailed: If the connection has ended, or was tampered with.
+        """
+        if messages := super().proceed():
+            self._heard_at = time.monotonic()
+        return [message for message in messages if message != _BEAT]
+
+    def tick(self) -> None:
+        """Send a heartbeat every second.
+
+        Raises:
+            ConnectionFailed: If the other end is silent.
+        """
+        if time.monotonic() >= self._beats_at:
+            self._beats_at = time.monotonic() + BEAT_SECONDS
+            self.send(_BEAT)
+        if self.silent_seconds >= self.most_silent_seconds:
+            seconds = self.most_silent_seconds
+            raise ConnectionFailed(f"has not answered for {seconds:.0f} s")
+
+
+def _ip_address(name: Callable[[], Any]) -> str:
+    """Return the IP address of an end of a socket; IPv4-mapped IPv6 becomes IPv4.
+
+    Args:
+        name: Method of the socket that returns the address of the end.
+    """
+    text = ""
+    with contextlib.suppress(OSError, ValueError):  # the connection has ended
+        text = str(name()[0])
+        parsed = ipaddress.ip_address(text)
+        mapped = getattr(parsed, "ipv4_mapped", None)
+        return str(parsed if mapped is None else mapped)
+    return text
