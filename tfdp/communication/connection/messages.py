@@ -115,8 +115,7 @@ class MessageConnection:
         most_bytes: int = MOST_BYTES,
         acceptor: Acceptor | None = None,
     ) -> None:
-        self.sock = sock
-        self.fileno, self.close = sock.fileno, sock.close
+        self.sock, self.fileno = sock, sock.fileno
         if sock.family != socket.AF_UNIX:
             with contextlib.suppress(OSError):  # it has ended
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -191,6 +190,11 @@ class MessageConnection:
             if self._acceptor is not None:
                 self._acceptor.watch_output(self, waits=bool(self._output))
         return self.receive()
+
+    def close(self) -> None:
+        """Close the connection, once no thread sends: its descriptor may be reused."""
+        with self._lock:
+            self.sock.close()
 
     def _complete_messages(self) -> Iterator[dict[str, Any]]:
         """Remove the complete messages from the input, and decode them.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import socket
 import threading
 from types import TracebackType
 from typing import Protocol, TypeAlias
 
+from tfdp.communication.connection.handshake import Authenticated, ConnectionFailed
+from tfdp.communication.connection.messages import MessageConnection
 from tfdp.communication.transport.communicator import (
     PeerLost,
     TransportClosed,
@@ -275,67 +276,40 @@ def _without_first_bytes(views: list[memoryview], num_bytes: int) -> list[memory
     return []
 
 
-class ControlLine:
+class ControlLine(MessageConnection):
     """Connection for control messages; any thread sends, the acceptor's receives.
 
     Args:
         sock: `socket.socket`, after the handshake.
+        keys: `Authenticated`, the result of the handshake.
         peer: Int, the rank of the other worker.
     """
 
-    def __init__(self, sock: socket.socket, peer: int) -> None:
+    def __init__(self, sock: socket.socket, keys: Authenticated, peer: int) -> None:
         sock.setblocking(False)
-        self.sock = sock
+        super().__init__(sock, keys, _MOST_BYTES)
         self.peer = peer
-        self._lock = threading.Lock()
-        self._buffer = b""
 
-    def send(self, lane: str, ending: Ending) -> None:
+    def tell(self, lane: str, ending: Ending) -> None:
         """Send the reason that a connection is closed, unless the peer has ended.
 
         Args:
             lane: String, lane of the connection.
             ending: `Ending`, the reason.
         """
-        cause = ending.cause[:_MOST_CHARACTERS]
-        text = json.dumps([lane, ending.rank, cause, ending.is_error])
-        with self._lock, contextlib.suppress(OSError):
-            self.sock.send(text.encode() + b"\n", socket.MSG_NOSIGNAL)
+        short = dataclasses.replace(ending, cause=ending.cause[:_MOST_CHARACTERS])
+        self.send({"lane": lane, **dataclasses.asdict(short)})
 
-    def receive(self) -> list[tuple[str, Ending]] | None:
+    def endings(self) -> list[tuple[str, Ending]] | None:
         """Receive all messages that have arrived, without waiting.
 
         Returns:
             List of lanes and `Ending`s, or `None` at the end of the connection.
         """
         try:
-            received = self.sock.recv(_MOST_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError:
+            return [(each.pop("lane"), Ending(**each)) for each in self.receive()]
+        except (ConnectionFailed, KeyError, TypeError):
             return None
-        *lines, self._buffer = (self._buffer + received).split(b"\n")
-        if not received or len(self._buffer) > _MOST_BYTES:
-            return None
-        try:
-            return [_parsed(line) for line in lines]
-        except (ValueError, TypeError):  # the peer has another version of tfdp
-            return None
-
-    def fileno(self) -> int:
-        """Return the file descriptor, -1 after it is closed."""
-        return self.sock.fileno()
-
-    def close(self) -> None:
-        """Close the connection."""
-        with self._lock:
-            self.sock.close()
-
-
-def _parsed(line: bytes) -> tuple[str, Ending]:
-    """Parse a message of `ControlLine.send` into a lane and an `Ending`."""
-    lane, rank, cause, is_error = json.loads(line)
-    return str(lane), Ending(int(rank), str(cause), bool(is_error))
 
 
 def tune(sock: socket.socket) -> None:

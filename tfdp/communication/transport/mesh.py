@@ -245,7 +245,7 @@ class Mesh:
         with self._changed:
             line = self._lines.get(peer)
         if line is not None:
-            line.send(lane, ending)
+            line.tell(lane, ending)
 
     def ending_of(self, peer: int, lane: str) -> Ending | None:
         """Return the reason that the peer closed a connection, `None` if unknown."""
@@ -275,7 +275,7 @@ class Mesh:
         """
         rank, lane = _CLAIM.unpack(authenticated.claim)
         if lane == _digest(CONTROL):
-            self._add_line(ControlLine(sock, rank))
+            self._add_line(ControlLine(sock, authenticated, rank))
             return
         with self._changed:
             self._accept_error = None
@@ -302,7 +302,7 @@ class Mesh:
         Returns:
             Bool, false if the peer has ended.
         """
-        messages = line.receive()
+        messages = line.endings()
         with self._changed:
             for lane, ending in messages or ():
                 self._endings[line.peer, lane] = ending
@@ -380,9 +380,9 @@ class Mesh:
         """
         with self._line_locks.setdefault(peer, threading.Lock()):
             if peer not in self._lines:
-                line = ControlLine(self._dial(peer, CONTROL, deadline), peer)
+                line = ControlLine(*self._dial(peer, CONTROL, deadline), peer)
                 self._add_line(line)
-        sock = self._dial(peer, lane, deadline)
+        sock, _ = self._dial(peer, lane, deadline)
         try:
             with self._interruptible(sock):
                 sock.settimeout(max(0.01, deadline - time.monotonic()))
@@ -399,11 +399,13 @@ class Mesh:
             raise self._ended(peer)
         return sock
 
-    def _dial(self, peer: int, lane: str, deadline: float) -> socket.socket:
+    def _dial(
+        self, peer: int, lane: str, deadline: float
+    ) -> tuple[socket.socket, Authenticated]:
         """Dial repeatedly until the other worker answers.
 
         Returns:
-            `socket.socket`, connected and authenticated.
+            `socket.socket`, connected, and the result of the handshake.
         """
         addresses = self._addresses_of(peer, deadline)
         claim = _CLAIM.pack(self.rank, _digest(lane))
@@ -418,9 +420,9 @@ class Mesh:
             try:
                 with self._interruptible(sock):
                     steps = dial_steps(self._secret, _service(peer), claim)
-                    authenticate(sock, steps, left, target)
+                    keys = authenticate(sock, steps, left, target)
                 tune(sock)
-                return sock
+                return sock, keys
             except UnauthenticatedPeer:
                 raise TransportError(
                     f"The process that listens at {addresses}, the address of worker "
