@@ -276,7 +276,7 @@ class Server:
         self._reply(member, number, encode(answer))
 
     def _reply(self, member: _Member, number: int, body: bytes) -> None:
-        """Send an answer of which the other fields are encoded, see `_answer`."""
+        """Send an answer, see `_answer`, whose fields but the id are encoded."""
         fields = body[1:] if body == b"{}" else b"," + body[1:]
         self._replication.answer(member, b'{"id":%d' % number + fields)
 
