@@ -378,7 +378,9 @@ def test_who_waits_hears_of_an_error_that_nobody_has_foreseen(bed, monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(member_module, "authenticate", broken)
-    assert "the connection to node 0 at" in next_of(bed.member(), "lost")["text"]
+    member = bed.member()
+    assert "the connection to node 0 at" in next_of(member, "lost")["text"]
+    member._thread.join(DEADLINE_SECONDS)
 
 
 def full_of(link: Link) -> None:
