@@ -5,8 +5,8 @@ order:
     contents: what the store holds, as a sequence of changes
     replication: the copy on a second worker
     server: requests of the members, all-gathers and heartbeats
-    client: connection of a member, with answers that may come later
-    ports: sockets that a task listens on
+    hosts: connection of a member to the process that hosts the store
+    client: the store as a member uses it, with answers that may come later
     membership: this process as a member of its cluster: joins, shares a store, leaves
 """
 

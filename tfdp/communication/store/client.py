@@ -10,99 +10,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from tfdp.communication.connection.handshake import Authenticated, ConnectionFailed
-from tfdp.communication.connection.messages import MessageConnection, encode
+from tfdp.communication.connection.handshake import ConnectionFailed
+from tfdp.communication.connection.messages import encode
 from tfdp.communication.store.contents import Contents
+from tfdp.communication.store.hosts import Connection, Hosts, Refused
 
 # Longest wait of an all-gather for what the host knows of it, in seconds.
 _ANSWER_SECONDS = 2.0
 # Longest wait until the standby hosts the store, pause between two attempts, and time
 # in which a host that still runs answers.
 _FOLLOW_SECONDS, _RETRY_SECONDS, _PROBE_SECONDS = 3.0, 0.02, 1.0
-# Time limit of one attempt to connect.
-ATTEMPT_SECONDS = 5.0
 
 
 class HostLost(ConnectionError):
     """Error: the process that hosts the job's store has ended, or was not reached."""
-
-
-class Refused(ConnectionFailed):
-    """Error: the host has refused this process, and says why.
-
-    Args:
-        reason: String.
-        is_ending: Bool, whether the host ends.
-    """
-
-    def __init__(self, reason: str, is_ending: bool) -> None:
-        super().__init__(reason)
-        self.is_ending = is_ending
-
-
-class Connection(MessageConnection):
-    """Connection to the process that hosts the store, which has admitted this one.
-
-    Args:
-        sock: `socket.socket`, connected to the host, after the handshake.
-        keys: `Authenticated`, the result of the handshake.
-
-    Raises:
-        ConnectionFailed: If the host refuses this process, or has ended.
-
-    Attributes:
-        first: List of the messages that have arrived together with the admission.
-    """
-
-    def __init__(self, sock: socket.socket, keys: Authenticated) -> None:
-        super().__init__(sock, keys)
-        self.first = self._await_admission()
-        sock.settimeout(None)
-
-    def _await_admission(self) -> list[dict[str, Any]]:
-        """Receive the first message, by which the host admits or refuses this process.
-
-        Returns:
-            List of the messages that have arrived with it.
-        """
-        messages: list[dict[str, Any]] = []
-        while not messages:
-            try:
-                messages = self.receive(waits=True)
-            except ConnectionFailed as error:
-                raise ConnectionFailed(f"it {error}") from error
-        first, *others = messages
-        if first["refused"]:
-            raise Refused(first["refused"], first["is_ending"])
-        return others
-
-
-class Hosts(Protocol):
-    """Processes that host the store, one after another, as a member reaches them."""
-
-    def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> Connection:
-        """Connect to a worker that hosts the store, or soon will.
-
-        Args:
-            rank: Int, rank of the worker.
-            seconds: Float, the longest wait for each of its addresses.
-
-        Raises:
-            ConnectionFailed: If it is not reached, or does not host the store.
-            ValueError: If the process that listens there is not of this job.
-        """
-
-    def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
-        """Call `read` on the acceptor's thread whenever a connection has data."""
-
-    def host(self, contents: Contents) -> None:
-        """Host the store in this process.
-
-        Args:
-            contents: `Contents` of the host that has ended.
-        """
 
 
 class Store:
@@ -381,7 +304,7 @@ class Store:
                     if is_gone or self.is_ending or time.monotonic() > deadline:
                         raise
                 time.sleep(_RETRY_SECONDS)
-        except (ConnectionFailed, ValueError) as error:
+        except (ConnectionFailed, ValueError, OSError) as error:
             if not self.is_ending:
                 self.fail(
                     f"The connection to the job's store, on worker {self.host}, has "
@@ -391,7 +314,9 @@ class Store:
             return
         with self._sends:
             self.host, self._standby, self.connection = standby, None, connection
-            for asked in list(self._waiting.values()):
+            with self._lock:
+                waiting = list(self._waiting.values())
+            for asked in waiting:
                 connection.send_encoded(asked.encoded)
         self._attend(connection)
 

@@ -27,13 +27,9 @@ from tfdp.communication.connection.handshake import (
     dial_steps,
 )
 from tfdp.communication.connection.secret import VARIABLE, derive_secret, read_secret
-from tfdp.communication.store.client import (
-    ATTEMPT_SECONDS,
-    Connection,
-    HostLost,
-    Store,
-)
+from tfdp.communication.store.client import HostLost, Store
 from tfdp.communication.store.contents import Contents
+from tfdp.communication.store.hosts import ATTEMPT_SECONDS, Connection
 from tfdp.communication.store.server import Server
 from tfdp.ground import user_code
 from tfdp.ground.forks import Owner, close_in_forks

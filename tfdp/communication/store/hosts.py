@@ -1,0 +1,90 @@
+"""Connection to the process that hosts the store."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tfdp.communication.connection.handshake import Authenticated, ConnectionFailed
+from tfdp.communication.connection.messages import MessageConnection
+from tfdp.communication.store.contents import Contents
+
+# Time limit of one attempt to connect.
+ATTEMPT_SECONDS = 5.0
+
+
+class Refused(ConnectionFailed):
+    """Error: the host has refused this process, and says why.
+
+    Args:
+        reason: String.
+        is_ending: Bool, whether the host ends.
+    """
+
+    def __init__(self, reason: str, is_ending: bool) -> None:
+        super().__init__(reason)
+        self.is_ending = is_ending
+
+
+class Connection(MessageConnection):
+    """Connection to the process that hosts the store, which has admitted this one.
+
+    Args:
+        sock: `socket.socket`, connected to the host, after the handshake.
+        keys: `Authenticated`, the result of the handshake.
+
+    Raises:
+        ConnectionFailed: If the host refuses this process, or has ended.
+
+    Attributes:
+        first: List of the messages that have arrived together with the admission.
+    """
+
+    def __init__(self, sock: socket.socket, keys: Authenticated) -> None:
+        super().__init__(sock, keys)
+        self.first = self._await_admission()
+        sock.settimeout(None)
+
+    def _await_admission(self) -> list[dict[str, Any]]:
+        """Receive the first message, by which the host admits or refuses this process.
+
+        Returns:
+            List of the messages that have arrived with it.
+        """
+        messages: list[dict[str, Any]] = []
+        while not messages:
+            try:
+                messages = self.receive(waits=True)
+            except ConnectionFailed as error:
+                raise ConnectionFailed(f"it {error}") from error
+        first, *others = messages
+        if first["refused"]:
+            raise Refused(first["refused"], first["is_ending"])
+        return others
+
+
+class Hosts(Protocol):
+    """Processes that host the store, one after another, as a member reaches them."""
+
+    def connect(self, rank: int, seconds: float = ATTEMPT_SECONDS) -> Connection:
+        """Connect to a worker that hosts the store, or soon will.
+
+        Args:
+            rank: Int, rank of the worker.
+            seconds: Float, the longest wait for each of its addresses.
+
+        Raises:
+            ConnectionFailed: If it is not reached, or does not host the store.
+            ValueError: If the process that listens there is not of this job.
+        """
+
+    def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
+        """Call `read` on the acceptor's thread whenever a connection has data."""
+
+    def host(self, contents: Contents) -> None:
+        """Host the store in this process.
+
+        Args:
+            contents: `Contents` of the host that has ended.
+        """
