@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib.util
 import inspect
 import json
@@ -383,6 +384,43 @@ def test_the_call_in_which_the_main_thread_waits_is_found():
     assert found[0] is found[1]
     assert found[0] is not None
     assert _compat.call_in_progress() is None
+
+
+class Finalized:
+    """Garbage that notes which function collects it."""
+
+    def __init__(self, collectors: list[str]) -> None:
+        self.collectors, self.itself = collectors, self
+
+    def __del__(self) -> None:
+        self.collectors.append(sys._getframe(1).f_code.co_name)
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="only 3.11 collects there")
+def test_no_garbage_is_collected_where_the_main_thread_is_looked_at():
+    """A finalizer that releases the GIL there deadlocks the process."""
+    collectors: list[str] = []
+    ends = threading.Event()
+    threads = [threading.Thread(target=ends.wait) for _ in range(40)]
+    for thread in threads:
+        thread.start()
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.disable()
+    try:
+        Finalized(collectors)
+        gc.set_threshold(20)  # the frames of the threads are more
+        gc.enable()
+        _compat.call_in_progress()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
+        ends.set()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert len(collectors) == 1
+    assert collectors != ["_current_frames"]
 
 
 def test_who_is_behind_is_told_by_the_count_of_places(clock: Clock):

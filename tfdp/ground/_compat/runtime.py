@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -121,11 +122,29 @@ def call_in_progress() -> Any:
 
     The frame is the same object until the call returns, so two results can be compared.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
     name = frame.f_code.co_filename.replace(os.sep, "/") if frame else ""
     return frame if "/tensorflow/python/" in name and name.endswith(_WAITS) else None
+
+
+# Python 3.11 may collect garbage in `sys._current_frames`, which holds a lock that new
+# threads need: a finalizer that releases the GIL then deadlocks the process. 3.12 does
+# not collect there. https://github.com/python/cpython/issues/106883;
+# tests/coordination/test_watch.py guards it.
+_FRAMES_COLLECT_GARBAGE = sys.version_info[:2] == (3, 11)
+
+
+def _current_frames() -> dict[int, Any]:
+    """Return the frame of each thread by its identifier, without collecting garbage."""
+    if not _FRAMES_COLLECT_GARBAGE or not gc.isenabled():
+        return sys._current_frames()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        gc.enable()
 
 
 def remove_generated_files() -> None:
