@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 DEADLINE_SECONDS = 240
 
-# The examples of the modules run in one process, and those of the pages in another,
+# The examples of the modules run in one process, and those of the pages in two others,
 # for TensorFlow is slow to import. Two logical CPU devices stand for two replicas; they
 # are only asked for here, and come into being when an example first uses TensorFlow.
 RUNNER = """
@@ -115,7 +115,8 @@ def reports_of_modules(tmp_path_factory) -> dict[str, tuple[int, str]]:
 
 @pytest.fixture(scope="module")
 def reports_of_pages(tmp_path_factory) -> dict[str, tuple[int, str]]:
-    return run_examples(pages_with_examples(), tmp_path_factory.mktemp("pages"))
+    pages, folder = pages_with_examples(), tmp_path_factory.mktemp("pages")
+    return {**run_examples(pages[::2], folder), **run_examples(pages[1::2], folder)}
 
 
 @pytest.mark.parametrize("module", modules_with_examples())
