@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -173,3 +174,23 @@ def test_the_end_of_a_connection_shows_when_it_is_read_or_written(between):
     while between.far.send_encoded(b"{}"):
         assert time.monotonic() < deadline
     assert not between.far.has_output
+
+
+def test_a_connection_is_not_watched_for_output_that_another_message_took_along():
+    waits: list[bool] = []
+    acceptor = types.SimpleNamespace(
+        watch_output=lambda connection, **given: waits.append(given["waits"])
+    )
+    near, far = socket.socketpair()
+    with near, far:
+        near.setblocking(False)
+        far.settimeout(5)
+        keys = Authenticated(b"", b"one", b"two")
+        connection = MessageConnection(near, keys, acceptor=acceptor)
+        connection.send({"text": "x" * (4 << 20)})
+        assert waits == [True]
+        while connection.has_output:
+            far.recv(1 << 20)
+            connection.send({})
+        connection.proceed()
+    assert waits[-1] is False

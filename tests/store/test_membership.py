@@ -20,7 +20,7 @@ from tfdp.communication.cluster.address import join_address, split_address
 from tfdp.communication.cluster.own_addresses import is_own, own_addresses
 from tfdp.communication.connection.handshake import authenticate, dial_steps
 from tfdp.communication.connection.secret import VARIABLE
-from tfdp.communication.store import Admission, Membership, client
+from tfdp.communication.store import Admission, Membership, Store, client, replication
 from tfdp.communication.store import membership as module
 
 SECRET = "0123456789abcdef"
@@ -376,6 +376,21 @@ def test_a_first_worker_that_stands_still_ends_no_wait_of_those_that_join(
         error = failure_of_join(second)
         assert "for worker 0 (" in str(error)
         del first.server._serve
+
+
+def test_a_standby_that_is_suspended_keeps_nobody_from_joining(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(replication, "_SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.1)
+    acknowledge = Store._acknowledge
+    monkeypatch.setattr(
+        Store,
+        "_acknowledge",
+        lambda store, number: store.rank == 1 or acknowledge(store, number),
+    )
+    with within(10), members_of(cluster_of(3)) as members:
+        members[2].store.put("key", "text")
 
 
 def test_who_has_left_does_not_leave_again():

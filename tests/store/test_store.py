@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.timing import wait_until
 from tests.store.clusters import cluster_of, members_of, on_all
 from tfdp.communication.connection import messages as messages_module
 from tfdp.communication.store import Membership, MessageTooLong, Store
@@ -172,6 +173,35 @@ def test_a_standby_that_is_suspended_is_replaced(
     members[0].leave()
     assert members[1].store.get("key", 5) == "text"
     assert members[1].store.host == members[2].store.host == 2
+
+
+def test_an_idle_member_follows_one_host_after_the_other(members: list[Membership]):
+    members[2].store.put("key", "text")
+    members[0].leave()
+    wait_until(lambda: members[2].store.host == 1, "member 2 to follow", 5)
+    members[1].leave()
+    assert members[2].store.get("key", 5) == "text"
+    assert members[2].store.host == 2
+
+
+def test_texts_that_are_too_long_together_end_the_all_gather_for_all(
+    members: list[Membership], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(messages_module, "MOST_BYTES", 1000)
+    for error in on_all(members, failure_of_gather):
+        assert "too long for the job's store: the limit" in str(error)
+    members[1].leave()
+    members[2].store.put("key", "text")
+    members[0].leave()
+    assert members[2].store.get("key", 5) == "text"
+
+
+def failure_of_gather(member: Membership) -> BaseException | None:
+    try:
+        member.store.gather("call", "x" * 400).texts(10)
+    except TimeoutError as error:
+        return error
+    return None
 
 
 def acknowledge_but_by(rank: int):

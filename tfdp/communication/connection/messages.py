@@ -25,8 +25,9 @@ from tfdp.communication.connection.handshake import (
 # Length and HMAC of a text.
 _HEAD = struct.Struct("!I32s")
 _NUMBER = struct.Struct("!Q")
-# Largest length of a text. All texts of an all-gather are in one message.
-MOST_BYTES = 1 << 26
+# Largest length of a text, and what the fields that the store adds may take beside it.
+# All texts of an all-gather are in one message.
+MOST_BYTES, _MOST_ADDED_BYTES = 1 << 26, 1 << 20
 _RECEIVE_BYTES = 1 << 16
 # `json.dumps` would make an encoder for each message, which takes as long again.
 _compact_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -46,11 +47,13 @@ class MessageTooLong(ValueError):
         )
 
 
-def encode(message: Mapping[str, Any]) -> bytes:
+def encode(message: Mapping[str, Any], *, is_added_to: bool = False) -> bytes:
     """Encode a message.
 
     Args:
         message: Mapping of values that JSON supports.
+        is_added_to: Bool, whether it contains a text of legal length, to which the
+            store has added fields. Defaults to `False`.
 
     Raises:
         MessageTooLong: If it exceeds the limit.
@@ -61,7 +64,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
     b'{"id":1}'
     """
     text = _compact_json(message).encode()
-    if len(text) > MOST_BYTES:
+    if len(text) > MOST_BYTES + is_added_to * _MOST_ADDED_BYTES:
         raise MessageTooLong(len(text))
     return text
 
@@ -100,7 +103,7 @@ class MessageConnection:
     Args:
         sock: `socket.socket`, after the handshake.
         keys: `Authenticated`, the result of the handshake.
-        most_bytes: Int, largest length of a received text. Defaults to 64 MiB.
+        most_bytes: Int, largest length of a received text. Defaults to 65 MiB.
         acceptor: `Acceptor` whose thread is the only one that uses this connection, and
             calls `proceed`. Defaults to `None`.
 
@@ -112,7 +115,7 @@ class MessageConnection:
         self,
         sock: socket.socket,
         keys: Authenticated,
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int = MOST_BYTES + _MOST_ADDED_BYTES,
         acceptor: Acceptor | None = None,
     ) -> None:
         self.sock, self.fileno = sock, sock.fileno
@@ -187,8 +190,8 @@ class MessageConnection:
         if self._output:
             with self._lock:
                 self._flush()
-            if self._acceptor is not None:
-                self._acceptor.watch_output(self, waits=bool(self._output))
+        if self._acceptor is not None:
+            self._acceptor.watch_output(self, waits=bool(self._output))
         return self.receive()
 
     def close(self) -> None:

@@ -174,6 +174,7 @@ class WorkerGroup:
             for rank in missing:
                 self.check(rank, is_over, topic)
             if is_over and missing:
+                gathering.abandon()
                 raise TimeoutError(self._timeout_message(topic, missing, limit))
             if waited >= _WARN_AFTER_SECONDS and missing:
                 self._warn_of_wait(gathering.key, missing, topic)

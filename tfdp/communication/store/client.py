@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
+import random
 import socket
 import threading
 import time
@@ -22,6 +23,8 @@ _ANSWER_SECONDS = 2.0
 # Longest wait until the standby hosts the store, pause between two attempts, and time
 # in which a host that still runs answers.
 _FOLLOW_SECONDS, _RETRY_SECONDS, _PROBE_SECONDS = 3.0, 0.02, 1.0
+# Longest delay until a member follows that waits for no answer: not all come at once.
+_MOST_DELAY_SECONDS = 0.5
 
 
 class HostLost(ConnectionError):
@@ -68,8 +71,8 @@ class Store:
         # Contents of the store, if this worker is the standby, and who that is.
         self._copy: Contents | None = None
         self._standby: int | None = None
-        # Whether the host has ended, and no thread follows the standby yet.
-        self._must_follow = False
+        # Set while a call waits for the next host.
+        self._hurry = threading.Event()
         self.connection: Connection | None = hosts.connect(host)
         self._attend(self.connection)
 
@@ -215,8 +218,8 @@ class Store:
                 asked = self._waiting[number] = Asked(number, encode(message))
             if self.connection is not None:
                 self.connection.send_encoded(asked.encoded)
-        if self._must_follow:
-            self._follow_soon()
+            else:
+                self._hurry.set()
         return asked
 
     def forget(self, asked: Asked) -> None:
@@ -273,24 +276,23 @@ class Store:
         if self._standby is None or self.is_ending:
             self.fail()
             return
-        self._must_follow = True
-        # At the end of a job, most workers have no more to ask.
         if self._waiting or self._standby == self.rank:
-            self._follow_soon()
-
-    def _follow_soon(self) -> None:
-        """Follow the standby on a thread of its own."""
-        with self._lock:
-            is_first, self._must_follow = self._must_follow, False
-        if is_first:
-            threading.Thread(
-                target=self._follow, name="tfdp store follows", daemon=True
-            ).start()
+            self._hurry.set()
+        thread = threading.Thread(
+            target=self._follow, name="tfdp store follows", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down
+            self.fail()
 
     def _follow(self) -> None:
         """Connect to the standby, once it hosts the store, and repeat open requests."""
         standby = self._standby
         assert standby is not None
+        # At the end of a job, most workers have no more to ask, and end first.
+        self._hurry.wait(random.uniform(0.0, _MOST_DELAY_SECONDS))
+        self._hurry.clear()
         deadline = time.monotonic() + _FOLLOW_SECONDS
         try:
             if standby == self.rank:
@@ -313,6 +315,9 @@ class Store:
                 )
             return
         with self._sends:
+            if self.is_ending:
+                connection.close()
+                return
             self.host, self._standby, self.connection = standby, None, connection
             with self._lock:
                 waiting = list(self._waiting.values())
@@ -420,9 +425,14 @@ class Gathering:
         try:
             asked = self._store.ask("withdraw", key=self.key, reason=reason)
             if is_withdrawn := asked.result(_ANSWER_SECONDS)["is_withdrawn"]:
-                self._store.forget(self._asked)
+                self.abandon()
             return is_withdrawn
         except concurrent.futures.TimeoutError:
+            self.abandon()
             return True
         except HostLost:
             return False
+
+    def abandon(self) -> None:
+        """Wait for the texts no more, without a word to the host."""
+        self._store.forget(self._asked)

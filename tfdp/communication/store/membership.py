@@ -249,7 +249,7 @@ class Membership:
             ConnectionFailed: If it was not reached, or refuses this process for now.
             ValueError: If the process that listens there is not of this job.
         """
-        failure: Exception = ConnectionFailed("its name has no address")
+        failures: list[ConnectionFailed] = []
         for family, address in self._addresses_of(rank):
             sock = _new_socket(family)
             steps = dial_steps(self._secret, _SERVICE, _CLAIM.pack(self.cluster.rank))
@@ -263,8 +263,10 @@ class Membership:
                 raise ValueError(self._wrong_peer(rank, error)) from None
             except ConnectionFailed as error:
                 sock.close()
-                failure = error
-        raise failure
+                failures.append(error)
+        # At an address that refuses, no process listens: another one may tell more.
+        failures.sort(key=lambda e: isinstance(e.__cause__, ConnectionRefusedError))
+        raise failures[0] if failures else ConnectionFailed("its name has no address")
 
     def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
         """Call `read` on the acceptor's thread whenever a connection has data."""

@@ -50,13 +50,18 @@ class Replication:
     ) -> None:
         self.standby: Receiver | None = None
         self._host, self._contents, self._members = host, contents, members
-        # Number of the last change that was sent, of the last one that makes the copy
-        # complete, and of the last one that the standby has acknowledged.
-        self._sent = self._complete = self._acknowledged = 0
+        # Number of the last change that was sent, of the last one before the copy, of
+        # the one that makes it complete, and of the last one that is acknowledged.
+        self._sent = self._begun = self._complete = self._acknowledged = 0
         self._waits_since = 0.0
         # Answers with the number of the last change that they may depend on.
         self._held: collections.deque[tuple[int, Receiver, bytes]] = collections.deque()
         self._slow: set[int] = set()
+
+    @property
+    def is_settled(self) -> bool:
+        """Bool, whether no answer waits, and no member receives an incomplete copy."""
+        return not self._held and (self.standby is None or self._acknowledged > 0)
 
     @property
     def announcement(self) -> bytes:
@@ -73,6 +78,7 @@ class Replication:
             return
         self.standby.send_encoded(encode({"copies": True}))
         self._waits_since = 0.0
+        self._begun = self._sent
         self._acknowledged, self._complete = 0, self._sent + 1
         for change in self._contents.changes():
             self.send(change)
@@ -88,7 +94,8 @@ class Replication:
             return
         self._sent += 1
         self._waits_since = self._waits_since or time.monotonic()
-        self.standby.send_encoded(encode({"change": change, "number": self._sent}))
+        message = {"change": change, "number": self._sent}
+        self.standby.send_encoded(encode(message, is_added_to=True))
 
     def answer(self, member: Receiver, encoded: bytes) -> None:
         """Send an answer to a member, once the standby has what it may depend on.
@@ -122,11 +129,14 @@ class Replication:
         self._slow.discard(rank)
         if self.standby is None:
             self.begin()
-        if self.standby is None or self.standby.rank != rank or number < self._complete:
-            return  # of an earlier copy, or of one that is not complete yet
+        is_standby = self.standby is not None and self.standby.rank == rank
+        if not is_standby or number <= self._begun:
+            return  # of an earlier copy
+        self._waits_since = time.monotonic() if number < self._sent else 0.0
+        if number < self._complete:
+            return
         is_first = self._acknowledged == 0
         self._acknowledged = number
-        self._waits_since = time.monotonic() if number < self._sent else 0.0
         if is_first:
             self._announce()
         self._release()

@@ -14,7 +14,11 @@ from typing import Any, TypeAlias
 
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.communication.connection.handshake import Authenticated, ConnectionFailed
-from tfdp.communication.connection.messages import MessageConnection, encode
+from tfdp.communication.connection.messages import (
+    MessageConnection,
+    MessageTooLong,
+    encode,
+)
 from tfdp.communication.store.contents import Change, Contents
 from tfdp.communication.store.replication import Replication
 
@@ -27,8 +31,11 @@ _SILENT_BEATS = 1.5
 # Time for which a summary of heartbeats is sent again, for each worker of the job: to
 # make one takes time for each of them.
 _SUMMARY_SECONDS = 0.001
-# Longest wait at the end until the members have received the last answers.
-_DRAIN_SECONDS, _POLL_SECONDS = 5.0, 0.01
+# Longest wait at the end until the members have received the last answers, and before
+# it until the standby has what these depend on.
+_DRAIN_SECONDS, _SETTLE_SECONDS, _POLL_SECONDS = 5.0, 2.0, 0.01
+# Errors of a message that does not follow the protocol.
+_MALFORMED = ValueError, KeyError, TypeError, OverflowError, RecursionError
 
 
 # Request of a member, as `Change` contains it: rank, id, and smallest id waited for.
@@ -155,6 +162,9 @@ class Server:
         the last answer: so only the direction to the member is ended first.
         """
         deadline = time.monotonic() + _DRAIN_SECONDS
+        settled_by = time.monotonic() + _SETTLE_SECONDS
+        while not self._replication.is_settled and time.monotonic() < settled_by:
+            time.sleep(_POLL_SECONDS)
         self._is_closed = True
         for member in list(self._members.values()):
             while member.has_output and time.monotonic() < deadline:
@@ -177,6 +187,8 @@ class Server:
         """Return why a connection of a worker is refused, or `""`."""
         if self._is_closed:
             return f"worker {self._rank} is ending"
+        if rank >= self._num_workers:
+            return "the job has no such worker"
         if rank in self._members:
             return "another process has joined the job as this worker"
         if self._has_started and rank in self._contents.lost:
@@ -189,7 +201,7 @@ class Server:
             for message in member.proceed():
                 self._serve(member, message)
             return True
-        except (ConnectionFailed, ValueError, KeyError, TypeError):
+        except (ConnectionFailed, *_MALFORMED):
             pass  # it has ended, or does not speak this protocol
         self._remove(member)
         return False
@@ -212,6 +224,7 @@ class Server:
 
     def _serve(self, member: _Member, message: dict[str, Any]) -> None:
         """Serve one request of a member."""
+        self._replication.check()
         request = member.rank, int(message["id"]), int(message["oldest"])
         # A request may have had its effect on an earlier host.
         answer = self._contents.answer(*request[:2])
@@ -294,7 +307,6 @@ class Server:
         if request["is_news"]:
             self._summaries.clear()
             self._push(beats={rank: [0.0, text]})
-        self._replication.check()
         self._tell(member, number, **self._summary(bool(request["wants_all"])))
 
     def _summary(self, has_all: bool) -> dict[str, Any]:
@@ -354,12 +366,18 @@ class Server:
         if len(gather.texts) < self._num_workers:
             return
         del self._gathers[key]
-        texts = [gather.texts[rank] for rank in range(self._num_workers)]
+        answer: dict[str, Any] = {
+            "texts": [gather.texts[rank] for rank in range(self._num_workers)]
+        }
+        try:
+            encode(answer)
+        except MessageTooLong as error:
+            answer = {"ended": str(error)}
         if not self._has_started:
             # All have joined, and hear of it once one of them has the copy.
             self._has_started = True
             self._replication.begin()
-        self._complete(list(gather.requests.values()), {"texts": texts})
+        self._complete(list(gather.requests.values()), answer)
 
     def _missing(self, key: str) -> list[int]:
         """Return the ranks of the workers that have not sent their text."""

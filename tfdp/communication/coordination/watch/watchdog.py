@@ -330,7 +330,11 @@ class Watchdog(threading.Thread):
     def _abort(self, failure: WorkerFailure) -> None:
         """Publish the failure, abort collectives, end the process if it hangs."""
         reason = f"worker {failure.rank} is lost"
-        self._heartbeat.beat_now(_GRACE_SECONDS / 2)
+        store = self.membership.store
+        if self._rank != failure.rank == store.host:  # no other worker hosts it
+            store.fail(f"The store of the job is lost: {reason}.")
+        else:
+            self._heartbeat.beat_now(_GRACE_SECONDS / 2)
         for close in self.closers:
             close(reason)
         _compat.abort_collectives(reason)
