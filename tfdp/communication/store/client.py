@@ -434,5 +434,5 @@ class Gathering:
             return False
 
     def abandon(self) -> None:
-        """Wait for the texts no more, without a word to the host."""
+        """Stop waiting for the texts; the host is not notified."""
         self._store.forget(self._asked)
