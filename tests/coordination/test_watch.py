@@ -12,6 +12,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from tfdp.communication.coordination.watch.errors import (
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat, IdleMeter
 from tfdp.communication.coordination.watch.watchdog import Watchdog
+from tfdp.communication.store import HostLost
 from tfdp.communication.store import server as server_module
 from tfdp.ground import _compat
 from tfdp.ground.base.process_identity import ProcessIdentity
@@ -594,6 +596,46 @@ def test_the_end_of_the_host_is_learned_by_all_at_once(watchdogs: list[Watchdog]
     for watchdog in watchdogs[1:]:
         assert watchdog._wakes.wait(5.0)
         assert watchdog._detector.suspects() == [0]
+
+
+def test_the_next_host_is_suspected_where_it_does_not_answer(
+    watchdogs: list[Watchdog],
+):
+    watchdog = watchdogs[2]
+    watchdog._heartbeat._beat()
+    watchdogs[0].membership.leave()
+    wait_until(lambda: watchdog.membership.store.host == 1, "the next host")
+    watchdog._detector.record_status(0, has_left=True)
+    watchdog._check_workers()
+    watchdog._detector.record_heartbeat(1, age_seconds=30.0)
+    watchdog._detector._answered_at -= 30.0
+    watchdog._detector._status[1].last_heartbeat -= 30.0
+    assert watchdog._detector.suspects() == [1]
+
+
+def test_a_worker_that_waits_in_an_agreement_is_woken_by_a_failure(
+    watchdogs: list[Watchdog],
+):
+    texts = watchdogs[0].membership.store.gather("call", "").texts
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(texts, 60.0)
+        watchdogs[0]._set_failure(WorkerFailure(2, "its process has ended"))
+        assert waiting.result(5.0) is None
+
+
+def test_calls_of_a_host_that_is_lost_and_has_no_successor_end(
+    watchdogs: list[Watchdog], monkeypatch: pytest.MonkeyPatch
+):
+    store = watchdogs[1].membership.store
+    server = watchdogs[0].membership.server
+    monkeypatch.setattr(server, "_serve", lambda member, message: None)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(store.put, "key", "text")
+        watchdogs[1]._is_raised.set()  # the main thread has raised the error
+        watchdogs[1]._abort(WorkerFailure(0, "its process exists but hangs"))
+        with pytest.raises(HostLost, match="is lost: worker 0 is lost"):
+            waiting.result(5.0)
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("listed", ["beats", "ages"])

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -122,6 +123,32 @@ def test_of_two_addresses_of_a_host_name_the_one_that_answers_is_used(
     with member_of(outside, 0) as first, member_of(outside, 1) as second:
         monkeypatch.setattr(socket, "getaddrinfo", resolve_twice)
         on_all([first, second], lambda member: member.join(20))
+
+
+def test_a_name_of_two_addresses_leads_to_the_next_host(
+    outside: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    resolve, nobody = socket.getaddrinfo, free_ports(1)[0]
+    host = Membership.host
+
+    def resolve_twice(name, port, *args, **options):
+        return [
+            *resolve(name, port, *args, **options),
+            *resolve(name, nobody, *args, **options),
+        ]
+
+    def host_late(member: Membership, contents) -> None:
+        time.sleep(0.3)
+        host(member, contents)
+
+    name, _ = split_address(outside.workers[0])
+    workers = tuple(join_address(name, port) for port in free_ports(3))
+    with members_of(Cluster(workers, secret=SECRET)) as members:
+        monkeypatch.setattr(socket, "getaddrinfo", resolve_twice)
+        monkeypatch.setattr(Membership, "host", host_late)
+        members[0].leave()
+        members[2].store.put("key", "text")
+        assert members[2].store.host == 1
 
 
 def test_a_worker_that_has_started_again_while_all_join_is_not_lost():

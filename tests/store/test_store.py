@@ -14,10 +14,13 @@ import pytest
 from tests.harness.timing import wait_until
 from tests.store.clusters import cluster_of, members_of, on_all
 from tfdp.communication.connection import messages as messages_module
-from tfdp.communication.store import Membership, MessageTooLong, Store
+from tfdp.communication.connection.messages import encode
+from tfdp.communication.store import HostLost, Membership, MessageTooLong, Store
 from tfdp.communication.store import client as client_module
 from tfdp.communication.store import replication as replication_module
 from tfdp.communication.store import server as server_module
+from tfdp.communication.store.contents import Contents
+from tfdp.communication.store.replication import Replication
 
 
 @pytest.fixture
@@ -182,6 +185,82 @@ def test_an_idle_member_follows_one_host_after_the_other(members: list[Membershi
     members[1].leave()
     assert members[2].store.get("key", 5) == "text"
     assert members[2].store.host == 2
+
+
+def test_answers_that_wait_for_the_copy_are_sent_before_the_host_leaves(
+    members: list[Membership], monkeypatch: pytest.MonkeyPatch
+):
+    acknowledge = Store._acknowledge
+
+    def acknowledge_late(store: Store, number: int) -> None:
+        time.sleep(0.3)
+        acknowledge(store, number)
+
+    monkeypatch.setattr(Store, "_acknowledge", acknowledge_late)
+    gatherings = [member.store.gather("call", "text") for member in members]
+    assert gatherings[0].texts(10) == ["text"] * 3
+    members[0].leave()
+    members[1].leave()
+    assert gatherings[2].texts(10) == ["text"] * 3
+
+
+def test_a_copy_that_takes_long_is_waited_for_while_it_grows(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(replication_module, "_SLOW_SECONDS", 0.2)
+    contents = Contents()
+    contents.apply({"values": {str(number): "text" for number in range(10)}})
+    receivers = {rank: Receiver(rank) for rank in range(3)}
+    replication = Replication(0, contents, receivers)
+    replication.begin()
+    for number in range(1, replication._sent + 1):
+        time.sleep(0.05)
+        replication.check()
+        replication.acknowledge(1, number)
+    assert replication.standby is receivers[1]
+    assert encode({"standby": 1}) in receivers[2].sent
+
+
+class Receiver:
+    """A member that keeps what it is sent."""
+
+    has_output = False
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.sent: list[bytes] = []
+
+    def send_encoded(self, text: bytes) -> None:
+        self.sent.append(text)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_host_whose_thread_fails_is_followed_and_its_own_calls_end(
+    members: list[Membership], monkeypatch: pytest.MonkeyPatch
+):
+    def fail(member, message) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(members[0].server, "_serve", fail)
+    with pytest.raises(HostLost, match="thread of this worker's connections has"):
+        members[0].store.put("key", "text")
+    members[2].store.put("key", "text")
+    assert members[1].store.get("key", 5) == "text"
+
+
+def test_a_process_that_is_shutting_down_follows_no_host(
+    members: list[Membership], monkeypatch: pytest.MonkeyPatch
+):
+    waiting = members[2].store.gather("call", "")
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(client_module.threading.Thread, "start", start)
+        members[0].leave()
+        with pytest.raises(HostLost, match="on worker 0, has ended"):
+            waiting.texts(10)
 
 
 def test_texts_that_are_too_long_together_end_the_all_gather_for_all(

@@ -102,6 +102,8 @@ class Acceptor:
         log: Callable as `logging.Logger.info`, the default, for refused connections.
         claim_bytes: Int, length of the other end's claim. Defaults to 0.
         tick: Callable, called on the thread every 50 ms. Defaults to `None`.
+        failed: Callable, called on the thread if an error ends it. Defaults to a
+            function that does nothing.
     """
 
     def __init__(
@@ -115,7 +117,9 @@ class Acceptor:
         log: Callable[..., None] = _logger.info,
         claim_bytes: int = 0,
         tick: Callable[[], None] | None = None,
+        failed: Callable[[], None] = lambda: None,
     ) -> None:
+        self._failed = failed
         self._tick, self._ticks_at = tick, math.inf if tick is None else -math.inf
         self._new_steps = functools.partial(accept_steps, secret, service, claim_bytes)
         self._accepted, self._log, self._lacks_files = accepted, log, lacks_files
@@ -207,6 +211,8 @@ class Acceptor:
             for readable, _ in self._new:
                 readable.close()
             self._selector.close()
+            if not self._is_closed:
+                self._failed()
 
     def _handle_events(self) -> None:
         """Wait for the next events, and handle them."""

@@ -1,7 +1,7 @@
 """All-gather of short texts between workers, without collectives and with timeouts.
 
 Collectives wait indefinitely if a worker is missing or sends another shape. So workers
-agree beforehand through the job's store, which worker 0 hosts.
+agree beforehand through the job's store.
 """
 
 from __future__ import annotations

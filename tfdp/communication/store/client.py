@@ -46,7 +46,7 @@ class Store:
         ConnectionFailed: If the host is not reached, or refuses this process.
 
     Attributes:
-        connection: `MessageConnection` to the server.
+        connection: `Connection` to the host, or `None` between two hosts.
         news: Callable, receives news of workers that the host sends unasked, a dict;
             called on the thread that reads the connection.
         lost: Callable, called on that thread once the connection has ended, while

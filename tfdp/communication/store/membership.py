@@ -136,6 +136,7 @@ class Membership:
             self._accept,
             lacks_files=_logger.warning,
             claim_bytes=_CLAIM.size,
+            failed=self._fail,
         )
         self._has_acceptor.set()
 
@@ -291,6 +292,14 @@ class Membership:
             reason = f"its host name does not resolve here: {error}"
             raise ConnectionFailed(reason) from None
         return [(family, address) for family, _, _, _, address in found]
+
+    def _fail(self) -> None:
+        """End all calls of this process if the thread of its connections has failed."""
+        if hasattr(self, "store"):
+            self.store.fail(
+                "The thread of this worker's connections has failed: the error is in "
+                "its output."
+            )
 
     def _accept(self, sock: socket.socket, authenticated: Authenticated) -> None:
         """Take an authenticated connection; called on the acceptor's thread."""

@@ -37,7 +37,6 @@ _DRAIN_SECONDS, _SETTLE_SECONDS, _POLL_SECONDS = 5.0, 2.0, 0.01
 # Errors of a message that does not follow the protocol.
 _MALFORMED = ValueError, KeyError, TypeError, OverflowError, RecursionError
 
-
 # Request of a member, as `Change` contains it: rank, id, and smallest id waited for.
 Request: TypeAlias = tuple[int, int, int]
 
@@ -273,9 +272,12 @@ class Server:
             requests: List of `Request`s.
             answer: Dict, their answer.
             **change: Further fields of the `Change`.
+
+        Raises:
+            MessageTooLong: If the answer exceeds the limit; nothing has changed then.
         """
-        self._commit({**change, "answer": answer, "to": requests})
         body = encode(answer)
+        self._commit({**change, "answer": answer, "to": requests})
         for rank, number, _ in requests:
             if rank in self._members:
                 self._reply(self._members[rank], number, body)
@@ -366,18 +368,16 @@ class Server:
         if len(gather.texts) < self._num_workers:
             return
         del self._gathers[key]
-        answer: dict[str, Any] = {
-            "texts": [gather.texts[rank] for rank in range(self._num_workers)]
-        }
-        try:
-            encode(answer)
-        except MessageTooLong as error:
-            answer = {"ended": str(error)}
         if not self._has_started:
             # All have joined, and hear of it once one of them has the copy.
             self._has_started = True
             self._replication.begin()
-        self._complete(list(gather.requests.values()), answer)
+        requests = list(gather.requests.values())
+        texts = [gather.texts[rank] for rank in range(self._num_workers)]
+        try:
+            self._complete(requests, {"texts": texts})
+        except MessageTooLong as error:
+            self._complete(requests, {"ended": str(error)})
 
     def _missing(self, key: str) -> list[int]:
         """Return the ranks of the workers that have not sent their text."""
