@@ -47,9 +47,8 @@ def listen(address: str) -> list[socket.socket]:
     host, port = split_address(address)
     sockets: list[socket.socket] = []
     try:
-        for own in _addresses_to_listen_on(host):
-            sockets.append(_bind(port, own, reuses=True))
-            sockets[-1].listen(_BACKLOG)
+        for own in addresses_to_listen_on(host):
+            sockets.append(listen_at(own, port))
     except OSError as error:
         for sock in sockets:
             sock.close()
@@ -64,16 +63,31 @@ def listen(address: str) -> list[socket.socket]:
     return sockets
 
 
-def _addresses_to_listen_on(host: str) -> list[str]:
-    """Return the addresses of this host that its name has, or `""` for all interfaces.
+def addresses_to_listen_on(host: str) -> list[str]:
+    """Return the addresses of this host that a name has, or `""` for all interfaces.
 
     Other hosts do not reach a loopback address, to which Debian's `/etc/hosts` maps the
     host's own name.
+
+    Args:
+        host: String, a name or an IP address.
     """
     own = [address for address in addresses_of(host) if is_own(address)]
     if not is_local_name(host):
         own = [address for address in own if not is_loopback(address)]
     return own or [""]
+
+
+def listen_at(address: str, port: int) -> socket.socket:
+    """Listen on a port; raise `OSError` if it cannot be opened.
+
+    Args:
+        address: String, an IP address of this host, or `""` for all interfaces.
+        port: Int, the port.
+    """
+    sock = _bind(port, address, reuses=True)
+    sock.listen(_BACKLOG)
+    return sock
 
 
 def unreachable_workers(cluster: Cluster, timeout_seconds: float) -> list[int]:

@@ -25,7 +25,7 @@ from tfdp.launch.cli.launch import RunSettings
 from tfdp.launch.cli.node_options import NodeOptions
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.worker import Worker
-from tfdp.launch.rendezvous.address import listen, own_address, resolve
+from tfdp.launch.rendezvous.address import check_resolves, listen, own_address
 from tfdp.launch.rendezvous.coordinator import Coordinator
 from tfdp.launch.rendezvous.failure import NODE_LOST, RendezvousError
 from tfdp.launch.rendezvous.member import Member
@@ -165,7 +165,7 @@ def join_nodes(
         listener = listen(*place, is_node_0=where.node_rank == 0)
     with contextlib.ExitStack() as stack:
         if listener is None:
-            resolve(*place)  # raises at once if the name is not known
+            check_resolves(place.host)
             if secret is None:
                 raise RendezvousError(
                     f"This machine is not node 0 of {place}, and does not have the "

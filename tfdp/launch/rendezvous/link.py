@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tfdp.communication.cluster.address import ip_address
 from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.communication.connection.handshake import Authenticated, ConnectionFailed
 from tfdp.communication.connection.messages import MessageConnection, encode
@@ -109,10 +109,7 @@ def _ip_address(name: Callable[[], Any]) -> str:
     Args:
         name: Method of the socket that returns the address of the end.
     """
-    text = ""
-    with contextlib.suppress(OSError, ValueError):  # the connection has ended
+    with contextlib.suppress(OSError):  # the connection has ended
         text = str(name()[0])
-        parsed = ipaddress.ip_address(text)
-        mapped = getattr(parsed, "ipv4_mapped", None)
-        return str(parsed if mapped is None else mapped)
-    return text
+        return str(ip_address(text) or text)
+    return ""
