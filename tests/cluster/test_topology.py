@@ -19,9 +19,7 @@ def table(addresses):
 
     def resolve(host):
         asked.append(host)
-        if host not in addresses:
-            raise OSError("not known")
-        return addresses[host]
+        return addresses.get(host, [])
 
     return resolve, asked
 

@@ -138,7 +138,6 @@ def _parse(text: str, name: str, cloud: str) -> Any:
 
 def _are_distinct_names(hosts: Any) -> bool:
     """Whether a value is a list of host names without repeats, at least one."""
-    is_list = isinstance(hosts, list) and bool(hosts)
-    if not is_list or not all(isinstance(host, str) and host for host in hosts):
+    if not isinstance(hosts, list) or not all(type(h) is str and h for h in hosts):
         return False
-    return len(set(hosts)) == len(hosts)
+    return 0 < len(set(hosts)) == len(hosts)

@@ -8,7 +8,7 @@ than oneDNN: see `tfdp.ground.onednn`.
 from __future__ import annotations
 
 import os
-import time
+import timeit
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -131,10 +131,4 @@ def gradient_factor() -> float:
 
 def _seconds(compute: Callable[[], Any]) -> float:
     """Return the shortest run time of `compute`, in seconds, after a run to warm up."""
-    compute()
-    times = []
-    for _ in range(_REPEATS):
-        begin = time.perf_counter()
-        compute()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    return min(timeit.repeat(compute, setup=compute, number=1, repeat=_REPEATS))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from tfdp.communication.cluster.address import ip_address
-from tfdp.communication.cluster.own_addresses import call_at_once
+from tfdp.communication.cluster.own_addresses import addresses_of, call_at_once
 from tfdp.ground.arguments import checked_integer
 from tfdp.ground.plans.topology import Topology, join_overlapping
 from tfdp.ground.text import pluralize
@@ -15,18 +14,13 @@ from tfdp.ground.text import pluralize
 _RESOLVE_SECONDS = 2.0
 
 
-def _addresses_of(host: str) -> list[str]:
-    """Return the IP addresses of a host name, by the system's resolver."""
-    return [str(info[4][0]) for info in socket.getaddrinfo(host, None)]
-
-
 def topology_of(
     hosts: Sequence[str],
     replicas_per_worker: int,
     *,
     node_size: int | None = None,
     nodes: Sequence[str] | None = None,
-    resolve: Callable[[str], Iterable[str]] = _addresses_of,
+    resolve: Callable[[str], Iterable[str]] = addresses_of,
 ) -> Topology:
     """Find which replicas share a node.
 
@@ -42,8 +36,8 @@ def topology_of(
             node, whatever their hosts. Defaults to `None`.
         nodes: Sequence of strings or `None`, the name of each worker's node,
             whatever its host. Defaults to `None`.
-        resolve: Callable, from a host name to its addresses, which raises
-            `OSError` if there are none. Defaults to the system's resolver.
+        resolve: Callable, from a host name to its addresses, if there are any.
+            Defaults to the system's resolver.
 
     Returns:
         A `Topology`.
@@ -151,10 +145,7 @@ def _resolve_all(
 
     def look_up(name: str) -> list[str]:
         """Return the addresses of a host name, normalized; none if it has none."""
-        try:
-            return [_address(text) or text for text in resolve(name)]
-        except (OSError, UnicodeError):  # UnicodeError: not a valid host name
-            return []
+        return [_address(text) or text for text in resolve(name)]
 
     return found | call_at_once(look_up, unknown, _RESOLVE_SECONDS)
 

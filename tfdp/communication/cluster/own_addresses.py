@@ -54,17 +54,9 @@ def own_addresses() -> list[str]:
     Returns:
         List of strings, without loopback, link-local and multicast addresses.
     """
-    found = [*_addresses_of_name(), *_addresses_of_interfaces()]
+    found = [*addresses_of(socket.gethostname()), *_addresses_of_interfaces()]
     usable = [text for text in dict.fromkeys(found) if _is_usable(text)]
     return usable[:_MOST_ADDRESSES]
-
-
-def _addresses_of_name() -> list[str]:
-    """Return the IP addresses to which this host's name resolves."""
-    with contextlib.suppress(OSError):
-        infos = socket.getaddrinfo(socket.gethostname(), None)
-        return [str(info[4][0]) for info in infos]
-    return []
 
 
 def _addresses_of_interfaces() -> list[str]:
@@ -234,13 +226,7 @@ def _answers(address: str, port: int, token: str) -> bool:
     """Whether an address answers a connection with the token."""
     try:
         with socket.create_connection((address, port), _PROBE_SECONDS) as connection:
-            answer = b""
-            while len(answer) < len(token):
-                part = connection.recv(len(token) - len(answer))
-                if not part:
-                    break
-                answer += part
-            return answer == token.encode()
+            return connection.makefile("rb").read(len(token)) == token.encode()
     except OSError:
         return False
 
