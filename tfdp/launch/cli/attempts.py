@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import math
 import select
 import signal
@@ -29,63 +28,14 @@ _POLL_SECONDS = 0.2
 _GOODBYE_SECONDS = 2.0
 
 
-class Attempts(abc.ABC):
-    """Loop over the attempts to run a job.
-
-    A subclass defines who decides on restarts: this launcher, or node 0 of several.
-
-    Args:
-        context: `JobContext` of all attempts.
-
-    Attributes:
-        history: Sequence of `LogFile` that record the restarts.
-    """
-
-    def __init__(self, context: JobContext) -> None:
-        self._context = context
-        self.history: Sequence[LogFile] = ()
-
-    def run(self) -> int:
-        """Run attempts until the workers are done, or must not start again.
-
-        Returns:
-            Int, the exit code of the job.
-        """
-        code = None
-        while code is None:
-            job = self._next_job()
-            if isinstance(job, int):
-                return job
-            began_at = time.monotonic()
-            code = self._after(job, job.run(), time.monotonic() - began_at)
-        return code
-
-    @abc.abstractmethod
-    def _next_job(self) -> Job | int:
-        """Wait until the next attempt may start; return an exit code if none may."""
-
-    @abc.abstractmethod
-    def _after(self, job: Job, code: int, seconds: float) -> int | None:
-        """Handle the end of an attempt.
-
-        Args:
-            job: `Job` that has ended.
-            code: Int, exit code of the attempt.
-            seconds: Float, duration of the attempt.
-
-        Returns:
-            Int, the exit code if no other attempt follows, or else `None`.
-        """
-
-    def _announce_restart(self, line: str) -> None:
-        """Print a restart, and add it to the history."""
-        for log in self.history:
-            log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
-        self._context.screen.message(f"tfdp: {line}", "warning")
-
-
-class LocalAttempts(Attempts):
-    """Loop over the attempts to run a job on this machine.
+def run_attempts(
+    context: JobContext,
+    settings: RunSettings,
+    logs: list[LogFile],
+    history: list[LogFile],
+    restarts: Restarts,
+) -> int:
+    """Run attempts on this machine until the workers are done, or must not restart.
 
     Args:
         context: `JobContext` of all attempts.
@@ -93,45 +43,45 @@ class LocalAttempts(Attempts):
         logs: List of `LogFile`, one for each worker.
         history: List of `LogFile` that record the restarts.
         restarts: `Restarts`, the restart policy.
+
+    Returns:
+        Int, the exit code of the job.
     """
-
-    def __init__(
-        self,
-        context: JobContext,
-        settings: RunSettings,
-        logs: list[LogFile],
-        history: list[LogFile],
-        restarts: Restarts,
-    ) -> None:
-        super().__init__(context)
-        self.history = history
-        self._settings, self._logs, self._restarts = settings, logs, restarts
-
-    def _next_job(self) -> Job:
-        """Create a job with the workers that the restart policy has not left out."""
-        slots = self._restarts.slots
-        return Job(
-            self._context,
-            make_clusters(len(slots), **self._settings.cluster_options),
-            self._logs,
-            slots=slots,
-            save_after_seconds=self._restarts.grow_after_seconds,
+    exit_code = None
+    while exit_code is None:
+        # Workers in the slots that the restart policy has not left out.
+        job = Job(
+            context,
+            make_clusters(len(restarts.slots), **settings.cluster_options),
+            logs,
+            slots=restarts.slots,
+            save_after_seconds=restarts.grow_after_seconds,
         )
-
-    def _after(self, job: Job, code: int, seconds: float) -> int | None:
-        """Wait for a restart that the policy decides on, or return an exit code."""
-        received = self._context.signals.received
+        began_at = time.monotonic()
+        code, received = job.run(), context.signals.received
         # A signal determines the exit code also where the job was already ending for
         # another reason.
         if received and code not in (0, PREEMPTED):
             code = 128 + received[0]
-        has_saved = job.has_saved and code == PREEMPTED
-        failure = _failure_of(job, code)
-        decision = self._restarts.after(failure, seconds, saved_to_grow=has_saved)
+        decision = restarts.after(
+            _failure_of(job, code),
+            time.monotonic() - began_at,
+            saved_to_grow=job.has_saved and code == PREEMPTED,
+        )
         if decision is None or received:
             return code
-        self._announce_restart(decision.line)
-        return pause(self._context, decision.pause_seconds)
+        _announce_restart(context, history, decision.line)
+        exit_code = pause(context, decision.pause_seconds)
+    return exit_code
+
+
+def _announce_restart(
+    context: JobContext, history: Sequence[LogFile], line: str
+) -> None:
+    """Print a line about a restart, and add it to the history."""
+    for log in history:
+        log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+    context.screen.message(f"tfdp: {line}", "warning")
 
 
 def pause(context: JobContext, seconds: float) -> int | None:
@@ -169,7 +119,7 @@ def _failure_of(job: Job, code: int) -> Failure | None:
     return failed.failure
 
 
-class NodeAttempts(Attempts):
+class NodeAttempts:
     """Loop over this node's part of the attempts to run a job on several nodes.
 
     Node 0 decides when all nodes start, stop and restart their workers.
@@ -190,16 +140,26 @@ class NodeAttempts(Attempts):
         others: OtherNodes,
         open_logs: Callable[[int, int, int], tuple[list[LogFile], list[LogFile]]],
     ) -> None:
-        super().__init__(context)
-        self._settings = settings
+        self._context, self._settings = context, settings
         self._others, self._open_logs = others, open_logs
         self._logs: list[LogFile] = []
+        self._history: list[LogFile] = []
         self._node_rank = self._first_rank = 0
         # Number of signals that were handled. After this node has left the job: its
         # exit code, and the time until which node 0 may answer.
         self._num_handled = 0
         self._exit_code: int | None = None
         self._answer_until = float("inf")
+
+    def run(self) -> int:
+        """Run attempts until node 0 ends the job.
+
+        Returns:
+            Int, the exit code of the job.
+        """
+        while not isinstance(job := self._next_job(), int):
+            self._after(job, job.run())
+        return job
 
     def _next_job(self) -> Job | int:
         """Handle messages of node 0 until it starts an attempt or ends the job."""
@@ -224,7 +184,7 @@ class NodeAttempts(Attempts):
             case "stop":
                 self._stop(message)
             case "restart":
-                self._announce_restart(text)
+                _announce_restart(self._context, self._history, text)
             case "end":
                 return self._end(text, int(message["code"]))
             case "refused":
@@ -245,7 +205,7 @@ class NodeAttempts(Attempts):
         self._node_rank = int(message["node_rank"])
         self._first_rank = int(message["first_rank"])
         if not self._logs:
-            self._logs, self.history = self._open_logs(
+            self._logs, self._history = self._open_logs(
                 self._node_rank, self._first_rank, int(message["num_workers"])
             )
         self._others.attempt = int(message["attempt"])
@@ -270,7 +230,7 @@ class NodeAttempts(Attempts):
         ]
         return Job(self._context, clusters, self._logs, others=self._others)
 
-    def _after(self, job: Job, code: int, seconds: float) -> None:
+    def _after(self, job: Job, code: int) -> None:
         """Report the end of an attempt to node 0, which decides what follows."""
         code = PREEMPTED if job.is_preempted else code
         self._others.report_end(code, has_saved=job.is_preempted)

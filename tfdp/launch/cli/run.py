@@ -16,7 +16,7 @@ from tfdp.communication.connection.secret import SecretError
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.cli import parameter_types as types
-from tfdp.launch.cli.attempts import LocalAttempts, NodeAttempts
+from tfdp.launch.cli.attempts import NodeAttempts, run_attempts
 from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.island_options import IslandOptions, island_options
@@ -221,7 +221,7 @@ def _run_here(
     _announce(screen, num_workers, settings.devices_per_worker, folder)
     if settings.rebalance and num_workers == 1:
         screen.warn("tfdp: warning: --rebalance has no effect with one worker")
-    return LocalAttempts(context, settings, logs, history, restarts).run()
+    return run_attempts(context, settings, logs, history, restarts)
 
 
 def _run_as_node(
