@@ -264,7 +264,7 @@ def test_a_suspended_parent_is_not_waited_for(fakes, monkeypatch):
     script = str(fakes.folder / "script.py")
     own = parent.Parent([sys.executable, script], TENSORFLOW, fakes.environment)
     with contextlib.closing(own), contextlib.closing(SignalPipe()) as signals:
-        assert own.wait(signals, None)
+        assert own.wait(signals)
         os.kill(own.pid, signal.SIGSTOP)
         with pytest.raises(TimeoutError), open(os.devnull, "wb") as output:
             own.fork(fakes.environment, output.fileno())

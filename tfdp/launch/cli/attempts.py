@@ -14,9 +14,10 @@ import click
 from tfdp.communication.cluster import Cluster, free_ports
 from tfdp.communication.cluster.address import join_address
 from tfdp.communication.coordination.preemption import PREEMPTED
-from tfdp.launch.cli.job import TIMED_OUT, Job, JobContext
+from tfdp.launch.cli.job import Job, JobContext
 from tfdp.launch.cli.launch import RunSettings, make_clusters
 from tfdp.launch.cli.other_nodes import OtherNodes
+from tfdp.launch.cli.signals import TIMED_OUT
 from tfdp.launch.cli.worker import LogFile, shell_code, signal_name
 from tfdp.launch.rendezvous.failure import NODE_LOST, Failure
 from tfdp.launch.rendezvous.restarts import Restarts
@@ -94,18 +95,14 @@ def pause(context: JobContext, seconds: float) -> int | None:
     Returns:
         Int, the exit code if a signal or `--timeout` ends the job, or else `None`.
     """
-    received, until = context.signals.received, context.until
-    left = math.inf if until is None else until - time.monotonic()
-    context.signals.wait(min(seconds, left))
-    say = context.screen.message
-    if received:
-        name = signal_name(received[0])
-        say(f"tfdp: {name} received, the job does not start again")
-        return 128 + received[0]
-    if left <= seconds:
-        say("tfdp: --timeout is over, the job does not start again")
-        return TIMED_OUT
-    return None
+    signals = context.signals
+    signals.wait(min(seconds, signals.until - time.monotonic()))
+    code = signals.exit_code
+    if code is not None:
+        received = [f"{signal_name(signum)} received" for signum in signals.received]
+        why = received[0] if received else "--timeout is over"
+        context.screen.message(f"tfdp: {why}, the job does not start again")
+    return code
 
 
 def _failure_of(job: Job, code: int) -> Failure | None:
@@ -149,7 +146,7 @@ class NodeAttempts:
         # exit code, and the time until which node 0 may answer.
         self._num_handled = 0
         self._exit_code: int | None = None
-        self._answer_until = float("inf")
+        self._answer_until = math.inf
 
     def run(self) -> int:
         """Run attempts until node 0 ends the job.
@@ -262,9 +259,9 @@ class NodeAttempts:
         Returns:
             Int, the exit code if this node must not wait any longer, or else `None`.
         """
-        self._context.signals.read()
-        now, until = time.monotonic(), self._context.until
-        received = self._context.signals.received
+        signals, now = self._context.signals, time.monotonic()
+        signals.read()
+        received = signals.received
         if self._exit_code is not None:
             is_again = len(received) > max(1, self._num_handled)
             is_over = is_again or now >= self._answer_until
@@ -272,7 +269,7 @@ class NodeAttempts:
         if received:
             name = signal_name(received[0])
             self._leave(f"{name} received", 128 + received[0], received[0])
-        elif until is not None and now >= until:
+        elif now >= signals.until:
             self._leave("--timeout is over", TIMED_OUT, signal.SIGTERM)
         return None
 

@@ -21,11 +21,11 @@ from tfdp.ground.base.temporary import TemporaryFolder
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.input_worker import result_path
-from tfdp.launch.cli.job import TIMED_OUT, Job, JobContext
+from tfdp.launch.cli.job import Job, JobContext
 from tfdp.launch.cli.launch import check_num_workers, make_clusters
 from tfdp.launch.cli.program import check_platform, check_program
 from tfdp.launch.cli.screen import Screen, new_console
-from tfdp.launch.cli.signals import SignalPipe
+from tfdp.launch.cli.signals import TIMED_OUT, SignalPipe
 from tfdp.launch.cli.start import Starter
 from tfdp.launch.cli.worker import LogFile
 
@@ -71,8 +71,8 @@ def check_input(
         # A screen on /dev/null: the workers' output is only in their logs.
         screen = Screen(nowhere, nowhere)
         logs = [LogFile(folder / f"worker-{rank}.log", screen.warn) for rank in ranks]
-        with contextlib.closing(SignalPipe()) as signals:
-            context = JobContext(starter, screen, signals, _GRACE_SECONDS, until)
+        with contextlib.closing(SignalPipe(until)) as signals:
+            context = JobContext(starter, screen, signals, _GRACE_SECONDS)
             job = Job(context, clusters, logs)
             code = job.run()
         screen.close(timeout_seconds=1.0)

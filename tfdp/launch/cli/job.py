@@ -20,14 +20,12 @@ from tfdp.launch.cli.launch import worker_environment
 from tfdp.launch.cli.noise import is_noise, is_peer_failure
 from tfdp.launch.cli.other_nodes import OtherNodes
 from tfdp.launch.cli.screen import Screen
-from tfdp.launch.cli.signals import SignalPipe
+from tfdp.launch.cli.signals import TIMED_OUT, SignalPipe
 from tfdp.launch.cli.start import Starter
 from tfdp.launch.cli.tracebacks import Tracebacks
 from tfdp.launch.cli.worker import TAIL_LINES, LogFile, Worker, shell_code, signal_name
 from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
-# Exit code after `--timeout`, the same as that of the command `timeout`.
-TIMED_OUT = 124
 # Longest wait for events in one round of the loop.
 _POLL_SECONDS = 0.1
 # Wait of one round while the reader of the output is slower than the workers.
@@ -44,18 +42,15 @@ class JobContext:
         starter: `Starter` of the worker processes.
         screen: `Screen` that shows the output.
         signals: `SignalPipe`, which outlives each attempt, so that a signal between two
-            attempts is not lost.
+            attempts is not lost, and has the time at which the job is stopped.
         grace_seconds: Float, time between asking the workers to stop and killing them.
             Defaults to `5.0`.
-        until: Float, time by `time.monotonic()` at which the job is stopped, or `None`
-            for no limit. Defaults to `None`.
     """
 
     starter: Starter
     screen: Screen
     signals: SignalPipe
     grace_seconds: float = 5.0
-    until: float | None = None
 
 
 class Job:
@@ -201,10 +196,9 @@ class Job:
                 code = shell_code(-signal.SIGPIPE)
                 why = "the output has lost its reader"
                 return self._end_and_notify(why, code, signal.SIGTERM)
-            now, until = time.monotonic(), self._context.until
-            if until is not None and now >= until:
+            if time.monotonic() >= self._signals.until:
                 return self._end_by_timeout()
-            self._ask_to_save(now - start)
+            self._ask_to_save(time.monotonic() - start)
         return self._code
 
     # Methods from here to `_environment` are the ones that `IslandJob` overrides.

@@ -129,16 +129,13 @@ class JsonScreen(Screen):
 
 
 @contextlib.contextmanager
-def open_screen(
-    signals: SignalPipe, until: float | None, log_format: str = "text"
-) -> Iterator[Screen]:
+def open_screen(signals: SignalPipe, log_format: str = "text") -> Iterator[Screen]:
     """Open a screen, and wait at the end until its output is read.
 
     A signal or `--timeout` limits the wait to 2 s.
 
     Args:
         signals: `SignalPipe` of the job.
-        until: Float, time by `time.monotonic()` at which the job is stopped, or `None`.
         log_format: `"text"` or `"json"`. Defaults to `"text"`.
 
     Yields:
@@ -151,5 +148,5 @@ def open_screen(
         end = math.inf
         while not screen.close(timeout_seconds=0.1) and time.monotonic() < end:
             signals.read()
-            if signals.received or (until and time.monotonic() > until):
+            if signals.exit_code is not None:
                 end = min(end, time.monotonic() + _LAST_LINES_SECONDS)

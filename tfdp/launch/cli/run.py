@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pathlib
 import sys
 import time
@@ -165,20 +166,19 @@ def run(
         check_num_workers(settings.num_workers)
         make_clusters(settings.num_workers, **settings.cluster_options)
         folder = make_log_dir(settings.log_dir)
-    timeout = settings.timeout
-    until = None if timeout is None else time.monotonic() + timeout
+    timeout = math.inf if settings.timeout is None else settings.timeout
     with (
-        contextlib.closing(SignalPipe()) as signals,
-        open_screen(signals, until, settings.log_format) as screen,
+        contextlib.closing(SignalPipe(time.monotonic() + timeout)) as signals,
+        open_screen(signals, settings.log_format) as screen,
         contextlib.closing(
             Starter(
                 settings.command,
                 imports_before_forks(settings),
-                lambda parent: parent.wait(signals, until),
+                lambda parent: parent.wait(signals),
             )
         ) as starter,
     ):
-        job = JobContext(starter, screen, signals, settings.grace, until)
+        job = JobContext(starter, screen, signals, settings.grace)
         if islands.is_used:
             code = run_islands(job, settings, islands, folder)
         elif where.is_one_machine:
@@ -279,7 +279,7 @@ def _run_on_hosts(
     python = where.remote_python or sys.executable
     with (
         contextlib.closing(SignalPipe()) as signals,
-        open_screen(signals, None, settings.log_format) as screen,
+        open_screen(signals, settings.log_format) as screen,
         contextlib.closing(
             SshJob(hosts, orders, settings, python, screen, signals)
         ) as job,

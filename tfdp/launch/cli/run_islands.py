@@ -22,7 +22,7 @@ from tfdp.communication.connection.secret import VARIABLE, new_secret, read_secr
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.island_options import IslandOptions
-from tfdp.launch.cli.job import TIMED_OUT, Job, JobContext
+from tfdp.launch.cli.job import Job, JobContext
 from tfdp.launch.cli.launch import RunSettings, warn_of_surroundings
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.worker import Worker, open_logs, shell_code
@@ -156,17 +156,15 @@ def _wait_for_others(hub: Hub, context: JobContext) -> int | None:
     Returns:
         Int, the exit code if a signal or `--timeout` has ended the wait, else `None`.
     """
-    signals, until = context.signals, context.until
+    signals = context.signals
     if signals.received or not hub.is_needed:
         return None
     context.screen.message(
         "tfdp: waiting for islands of other machines, which need the hub"
     )
     while hub.is_needed:
-        if signals.received:
-            return 128 + signals.received[0]
-        if until is not None and time.monotonic() >= until:
-            return TIMED_OUT
+        if (code := signals.exit_code) is not None:
+            return code
         _drop_lost(hub, context.screen)
         signals.wait(_POLL_SECONDS)
     return None

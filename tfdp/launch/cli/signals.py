@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import signal
 import socket
 import time
 
+# Exit code after `--timeout`, the same as that of the command `timeout`.
+TIMED_OUT = 124
 # Signals that ask the launcher to exit.
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Time within which several signals count as one: a single Ctrl-C may arrive both from
@@ -23,12 +26,18 @@ class SignalPipe:
     loop reads it. The end of a child process (SIGCHLD) also wakes the loop, but is not
     recorded.
 
+    Args:
+        until: Float, time by `time.monotonic()` at which `--timeout` ends the job.
+            Defaults to infinity.
+
     Attributes:
+        until: Float, the same.
         received: List of ints, the received signals that ask for an exit, in order. Of
             signals within half a second only the first is recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, until: float = math.inf) -> None:
+        self.until = until
         self.received: list[int] = []
         self._received_at = float("-inf")
         self._reader, self._writer = socket.socketpair()
@@ -64,6 +73,13 @@ class SignalPipe:
         while not self.received and (left := end - time.monotonic()) > 0:
             select.select([self._reader], [], [], left)
             self.read()
+
+    @property
+    def exit_code(self) -> int | None:
+        """Int, exit code of a job that a signal or `--timeout` ends, else `None`."""
+        if self.received:
+            return 128 + self.received[0]
+        return TIMED_OUT if time.monotonic() >= self.until else None
 
     def close(self) -> None:
         """Restore the earlier signal handlers."""

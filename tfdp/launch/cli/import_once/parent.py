@@ -74,15 +74,13 @@ class Parent:
         """Int, the process id."""
         return self._process.pid
 
-    def wait(self, signals: SignalPipe, until: float | None) -> bool:
+    def wait(self, signals: SignalPipe) -> bool:
         """Wait until TensorFlow is imported; return whether it is.
 
         Args:
-            signals: `SignalPipe` whose signals end the wait.
-            until: Float, time by `time.monotonic()` at which the wait ends, or `None`.
+            signals: `SignalPipe` whose signals and time limit end the wait.
         """
-        end = time.monotonic() + _IMPORT_SECONDS
-        end = end if until is None else min(end, until)
+        end = min(time.monotonic() + _IMPORT_SECONDS, signals.until)
         while not signals.received and (left := end - time.monotonic()) > 0:
             timeout = min(left, _POLL_SECONDS)
             if select.select([self._connection], [], [], timeout)[0]:
