@@ -26,6 +26,7 @@ from tfdp.launch.rendezvous.failure import (
     Failure,
     MalformedMessage,
     RendezvousError,
+    from_fields,
 )
 from tfdp.launch.rendezvous.link import Link
 from tfdp.launch.rendezvous.restarts import Restarts
@@ -147,7 +148,7 @@ class Coordinator:
         elif kind == "ports":
             node.ports = _ports(message, node.hello.num_workers)
         elif kind == "failed":
-            self._report(node, Failure.from_message(message))
+            self._report(node, from_fields(Failure, message))
         elif kind == "done":
             node.is_done = node.has_stopped = True
         elif kind == "stopped":

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # Exit code of a job that has lost a node: EX_UNAVAILABLE of sysexits.h, which is also
 # the exit code of a worker that has lost a peer.
@@ -21,6 +24,25 @@ class RendezvousError(Exception):
 
 class MalformedMessage(Exception):
     """Error of a message that does not follow the protocol; it is discarded."""
+
+
+def from_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
+    """Create a dataclass from the fields of a message, after a check of their types.
+
+    Args:
+        kind: The dataclass, whose fields have plain types or these and `None`.
+        fields: Mapping, the message as it was received; other fields are ignored.
+
+    Raises:
+        MalformedMessage: If a field is missing or has another type.
+    """
+    values = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        values[name] = fields.get(name)
+        # Exact types, since a bool is an int, too.
+        if type(values[name]) not in (typing.get_args(hint) or (hint,)):
+            raise MalformedMessage
+    return kind(**values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,25 +71,3 @@ class Failure:
             attempt: Int, the number of the attempt.
         """
         return {"type": "failed", "attempt": attempt, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Failure:
-        """Parse a node's report of a failure.
-
-        Args:
-            message: Mapping, the message as it was received.
-
-        Returns:
-            `Failure`.
-
-        Raises:
-            MalformedMessage: If a field is missing or has another type.
-        """
-        fields = {f.name: message.get(f.name) for f in dataclasses.fields(cls)}
-        lost = fields["lost_rank"]
-        ints = (fields["rank"], fields["code"], 0 if lost is None else lost)
-        texts = (fields["reason"], fields["log"])
-        are_ints = all(isinstance(each, int) for each in ints)
-        if not are_ints or not all(isinstance(each, str) for each in texts):
-            raise MalformedMessage
-        return cls(**fields)  # type: ignore[arg-type]

@@ -9,10 +9,10 @@ from typing import Any
 from tfdp.communication.cluster.address import is_local_name
 from tfdp.communication.cluster.tf_config import shorten
 from tfdp.ground.text import pluralize
-from tfdp.launch.rendezvous.failure import Failure, MalformedMessage
+from tfdp.launch.rendezvous.failure import Failure, MalformedMessage, from_fields
 from tfdp.launch.rendezvous.link import Link
 
-# Largest accepted count in a `Hello`: of nodes or workers, or a node rank.
+# Largest accepted count in a `Hello`: of nodes or workers.
 _MOST_OF_NODE = 1 << 16
 # Silence, in seconds, up to which a node counts as connected: heartbeats come each
 # second.
@@ -68,23 +68,16 @@ class Hello:
         Raises:
             MalformedMessage: If a field is missing or has another type.
         """
-        if message.get("type") != "hello":
-            raise MalformedMessage
-        fields = {f.name: message.get(f.name) for f in dataclasses.fields(cls)}
-        texts = [fields[name] for name in ("version", "python", "program", "host")]
-        numbers = [fields[name] for name in ("nodes", "num_workers")]
-        rank, grace = fields["node_rank"], fields["grace_seconds"]
+        hello = from_fields(cls, message)
+        counts = (hello.nodes, hello.num_workers, (hello.node_rank or 0) + 1)
         is_valid = (
-            all(isinstance(text, str) for text in texts)
-            and all(_is_number(each, 1) for each in numbers)
-            and isinstance(fields["rebalance"], bool)
-            and (rank is None or _is_number(rank, 0))
-            and isinstance(grace, (int, float))
-            and grace >= 0
+            message.get("type") == "hello"
+            and all(1 <= count <= _MOST_OF_NODE for count in counts)
+            and hello.grace_seconds >= 0
         )
         if not is_valid:
             raise MalformedMessage
-        return cls(**fields)  # type: ignore[arg-type]
+        return hello
 
     def mismatch(self, first: Hello) -> str | None:
         """Name the first setting that must match node 0's but differs from it.
@@ -138,12 +131,6 @@ class Hello:
             f"{'is' if self.nodes == 1 else 'are'} {pluralize(self.nodes, 'node')}. "
             f"Received: --node-rank {self.node_rank}"
         )
-
-
-def _is_number(value: object, least: int) -> bool:
-    """Return whether a value is an int from `least` to 65536; bools are not."""
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    return is_int and value in range(least, _MOST_OF_NODE + 1)
 
 
 @dataclasses.dataclass(eq=False)
