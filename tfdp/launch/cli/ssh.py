@@ -29,6 +29,15 @@ _OPTIONS = {
     "ClearAllForwardings": "yes",
     "LogLevel": "ERROR",
 }
+# Descriptions of failed connections, by words of ssh's errors.
+_CONNECTION_FAILURES = {
+    "Permission denied": "{name} requires a password or a key that ssh does not have: "
+    "`ssh-copy-id {name}`, or start ssh-agent, until `ssh -o BatchMode=yes {name}` "
+    "logs in",
+    "Host key verification failed": "The host key of {name} is not known, or has "
+    "changed: log in once by `ssh {name}` and check it",
+    "Could not resolve": "The host name {name} does not resolve here",
+}
 # Module that runs on the host.
 REMOTE_MODULE = "tfdp.launch.cli.remote"
 
@@ -108,7 +117,11 @@ def describe_failure(
     name, text = host.target, " ".join(said)
     last = said[-1].strip().rstrip(".") if said else "no reason given"
     if code == CONNECTION_LOST:
-        return _describe_connection_failure(name, text, last)
+        failures = (
+            each for words, each in _CONNECTION_FAILURES.items() if words in text
+        )
+        sentence = next(failures, "{name} cannot be reached by ssh")
+        return f"{sentence.format(name=name)} ({last})"
     if code == _NO_FOLDER:
         return (
             f"{name} has no folder {folder}: the script has to be at the same place on "
@@ -125,27 +138,3 @@ def describe_failure(
             f"version of this machine there ({last})"
         )
     return f"The launcher on {name} exited with code {code}: {last}"
-
-
-def _describe_connection_failure(name: str, text: str, last: str) -> str:
-    """Describe a failed connection.
-
-    Args:
-        name: String, destination on the command line of ssh.
-        text: String, ssh's errors.
-        last: String, the last line of these errors.
-    """
-    if "Permission denied" in text:
-        return (
-            f"{name} requires a password or a key that ssh does not have: `ssh-copy-id "
-            f"{name}`, or start ssh-agent, until `ssh -o BatchMode=yes {name}` logs in "
-            f"({last})"
-        )
-    if "Host key verification failed" in text:
-        return (
-            f"The host key of {name} is not known, or has changed: log in once by "
-            f"`ssh {name}` and check it ({last})"
-        )
-    if "Could not resolve" in text:
-        return f"The host name {name} does not resolve here ({last})"
-    return f"{name} cannot be reached by ssh ({last})"

@@ -293,14 +293,13 @@ class Coordinator:
 
     def _start(self, places: list[tuple[str, list[int]]]) -> None:
         """Let all nodes start their workers at the addresses from `_places`."""
-        message = {"type": "start", "attempt": self._attempt, "nodes": places}
         self._reports, self._decide_at = Reports(self._roster), None
         self._code, self._failure, self._saved_code = 0, None, None
         self.phase, self._started_at = Phase.RUNNING, self._clock()
         self._has_started = True
         for node in self._roster.nodes:
             node.is_done = node.has_stopped = False
-            node.link.send(message)
+        self._send_all("start", attempt=self._attempt, nodes=places)
 
     def _report(self, node: Node, failure: Failure) -> None:
         """Handle a failure that a node reports of one of its workers."""
@@ -368,14 +367,7 @@ class Coordinator:
         """
         self._code, self._failure = code, failure
         self.phase, self._stopped_at = Phase.STOPPING, self._clock()
-        message = {
-            "type": "stop",
-            "attempt": self._attempt,
-            "code": code,
-            "text": text,
-        }
-        for node in self._roster.nodes:
-            node.link.send({**message, **order})
+        self._send_all("stop", attempt=self._attempt, code=code, text=text, **order)
 
     def _after_stop(self, clock_seconds: float) -> None:
         """End the job or announce its restart, after all workers have ended."""
@@ -392,19 +384,21 @@ class Coordinator:
             self._end(self._code)
             return
         self.phase, self._until = Phase.PAUSING, clock_seconds + decision.pause_seconds
-        for node in self._roster.nodes:
-            node.link.send({"type": "restart", "text": decision.line})
+        self._send_all("restart", text=decision.line)
 
     def _end(self, code: int, text: str = "") -> None:
         """End the job with an exit code, and send the reason to all nodes."""
         self.phase = Phase.ENDED
-        for node in self._roster.nodes:
-            node.link.send({"type": "end", "code": code, "text": text})
+        self._send_all("end", code=code, text=text)
 
     def _send_notice(self, text: str) -> None:
         """Send all nodes a text for their screens."""
+        self._send_all("notice", text=text)
+
+    def _send_all(self, kind: str, **fields: Any) -> None:
+        """Send all nodes a message of a type, with further fields."""
         for node in self._roster.nodes:
-            node.link.send({"type": "notice", "text": text})
+            node.link.send({"type": kind, **fields})
 
 
 def _ports(message: Mapping[str, Any], num_workers: int) -> list[int]:

@@ -22,6 +22,17 @@ _MOST_WORKERS = 8192
 # Nodes that a sentence names before it only counts the rest.
 _MOST_NAMES = 8
 
+# Sentences about fields of a `Hello` that differ: of node 0, the host and its field.
+_SAME_ON_ALL = {
+    "version": "Node 0 has tfdp {0}, {1} has tfdp {2}. Install the same version on all "
+    "machines.",
+    "python": "Node 0 has Python {0}, {1} has Python {2}. Use the same version on all "
+    "machines.",
+    "nodes": "Node 0 was started with --nodes {0}, {1} with --nodes {2}. Give both the "
+    "same.",
+    "program": "Node 0 runs {0}, {1} runs {2}. Give all machines the same script.",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Hello:
@@ -97,26 +108,10 @@ class Hello:
         'Node 0 was started with --nodes 2, a with --nodes 3. Give both the same.'
         """
         host = shorten(self.host)
-        if self.version != first.version:
-            return (
-                f"Node 0 has tfdp {first.version}, {host} has tfdp "
-                f"{shorten(self.version)}. Install the same version on all machines."
-            )
-        if self.python != first.python:
-            return (
-                f"Node 0 has Python {first.python}, {host} has Python "
-                f"{shorten(self.python)}. Use the same version on all machines."
-            )
-        if self.nodes != first.nodes:
-            return (
-                f"Node 0 was started with --nodes {first.nodes}, {host} with --nodes "
-                f"{self.nodes}. Give both the same."
-            )
-        if self.program != first.program:
-            return (
-                f"Node 0 runs {first.program}, {host} runs {shorten(self.program)}. "
-                "Give all machines the same script."
-            )
+        for name, sentence in _SAME_ON_ALL.items():
+            value, own = getattr(first, name), getattr(self, name)
+            if own != value:
+                return sentence.format(value, host, shorten(str(own)))
         if self.rebalance != first.rebalance:
             who = "node 0" if first.rebalance else host
             return f"Only {who} has --rebalance. Give it to all machines, or to none."
