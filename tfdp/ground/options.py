@@ -334,7 +334,7 @@ def _check_nodes(node_size: object, nodes: object) -> None:
     if nodes is not None and (
         isinstance(nodes, str)
         or not isinstance(nodes, Sequence)
-        or not all(isinstance(name, str) and name for name in nodes)
+        or not all(isinstance(name, str) and name.strip() for name in nodes)
     ):
         raise ValueError(
             "`nodes` must be a list with the name of a node for each worker, such as "

@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from tfdp.communication.cluster.address import ip_address
 from tfdp.communication.cluster.own_addresses import addresses_of, call_at_once
-from tfdp.ground.arguments import checked_integer
 from tfdp.ground.plans.topology import Topology, join_overlapping
 from tfdp.ground.text import pluralize
 
@@ -33,7 +32,8 @@ def topology_of(
         hosts: Sequence of strings, the host of each worker: `Cluster.hosts`.
         replicas_per_worker: Int, number of replicas of each worker.
         node_size: Int or `None`, number of consecutive replicas that form a
-            node, whatever their hosts. Defaults to `None`.
+            node, whatever their hosts. Defaults to `None`. Like `nodes`, it is an
+            option of `CommunicationOptions`, which checks its type.
         nodes: Sequence of strings or `None`, the name of each worker's node,
             whatever its host. Defaults to `None`.
         resolve: Callable, from a host name to its addresses, if there are any.
@@ -43,8 +43,8 @@ def topology_of(
         A `Topology`.
 
     Raises:
-        ValueError: If a value is out of range or of the wrong length, or if both
-            `node_size` and `nodes` are given.
+        ValueError: If `node_size` does not divide the number of replicas, or there are
+            not as many `nodes` as workers.
 
     Example:
 
@@ -55,18 +55,21 @@ def topology_of(
     >>> topology_of(["a", "b", "c"], 2, nodes=["left", "right", "left"]).nodes
     ((0, 1, 4, 5), (2, 3))
     """
-    checked_integer("replicas_per_worker", replicas_per_worker, 1)
     num_replicas = len(hosts) * replicas_per_worker
-    if node_size is not None and nodes is not None:
-        raise ValueError(
-            "`node_size` and `nodes` both define the nodes; give one of them. "
-            f"Received: node_size={node_size!r}, nodes={nodes!r}"
-        )
     if node_size is not None:
-        _check_node_size(node_size, num_replicas)
+        if num_replicas % node_size:
+            raise ValueError(
+                f"`node_size` must divide the number of replicas, {num_replicas}; "
+                "remove it to derive the nodes from the workers' hosts. "
+                f"Received: node_size={node_size}"
+            )
         return _group([rank // node_size for rank in range(num_replicas)])
-    if nodes is not None:
-        _check_nodes(nodes, len(hosts))
+    if nodes is not None and len(nodes) != len(hosts):
+        raise ValueError(
+            "`nodes` must name the node of each of the "
+            f"{pluralize(len(hosts), 'worker')}, in the order of their ranks. "
+            f"Received: {pluralize(len(nodes), 'name')}, nodes={nodes!r}"
+        )
     names = _machine_numbers(hosts, resolve) if nodes is None else nodes
     return _group([name for name in names for _ in range(replicas_per_worker)])
 
@@ -77,38 +80,6 @@ def _group(labels: Sequence[Hashable]) -> Topology:
     for rank, label in enumerate(labels):
         nodes.setdefault(label, []).append(rank)
     return Topology(tuple(map(tuple, nodes.values())))
-
-
-def _check_node_size(node_size: int, num_replicas: int) -> None:
-    """Raise unless `node_size` is positive and divides the number of replicas."""
-    checked_integer("node_size", node_size, 1)
-    if num_replicas % node_size:
-        raise ValueError(
-            f"`node_size` must divide the number of replicas, {num_replicas}; remove "
-            "it to derive the nodes from the workers' hosts. "
-            f"Received: node_size={node_size}"
-        )
-
-
-def _check_nodes(nodes: Sequence[str], num_workers: int) -> None:
-    """Raise unless `nodes` is a list of names, one for each worker."""
-    if isinstance(nodes, str) or not isinstance(nodes, Sequence):
-        raise ValueError(
-            "`nodes` must be a list with the name of each worker's node. "
-            f"Received: nodes={nodes!r}"
-        )
-    for name in nodes:
-        if not isinstance(name, str) or not name.strip():
-            raise ValueError(
-                "Every name in `nodes` must be a string that is not empty. "
-                f"Received: nodes={nodes!r}"
-            )
-    if len(nodes) != num_workers:
-        raise ValueError(
-            "`nodes` must name the node of each of the "
-            f"{pluralize(num_workers, 'worker')}, in the order of their ranks. "
-            f"Received: {pluralize(len(nodes), 'name')}, nodes={nodes!r}"
-        )
 
 
 def _machine_numbers(
