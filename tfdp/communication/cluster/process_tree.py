@@ -23,6 +23,9 @@ from collections.abc import Collection
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
+# Time after which killing is given up: a process in an uninterruptible system call does
+# not die.
+_KILL_SECONDS = 5.0
 
 
 def adopt_orphans() -> None:
@@ -58,21 +61,15 @@ def reap_children(others: Collection[int]) -> None:
         _has_ended(pid)
 
 
-def kill_children(
-    others: Collection[int],
-    keep_zombies: Collection[int],
-    timeout_seconds: float = 5.0,
-) -> None:
+def kill_children(others: Collection[int], keep_zombies: Collection[int]) -> None:
     """Kill and reap all descendants; requires `adopt_orphans`.
 
     Args:
         others: Ids of children that are not killed.
         keep_zombies: Ids of children that are killed and not reaped.
-        timeout_seconds: Float, time after which to give up: a process in an
-            uninterruptible system call does not die. Defaults to `5.0`.
     """
     done = set(others)
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + _KILL_SECONDS
     # Orphans are reparented before their parent can be reaped, so they appear in the
     # next list of children at the latest.
     while (left := children() - done) and time.monotonic() < deadline:
@@ -133,18 +130,14 @@ def _tf_config_of(process: psutil.Process) -> str:
         return ""  # a process of another user
 
 
-def kill_processes(
-    sessions: Collection[int], job: str = "", timeout_seconds: float = 5.0
-) -> None:
+def kill_processes(sessions: Collection[int], job: str = "") -> None:
     """Kill processes with SIGKILL until none is left.
 
     Args:
         sessions: Ids of sessions, as for `find_processes`.
         job: String, as for `find_processes`. Defaults to none.
-        timeout_seconds: Float, time after which to give up: a process in an
-            uninterruptible system call does not die. Defaults to `5.0`.
     """
-    deadline = time.monotonic() + timeout_seconds
+    deadline = time.monotonic() + _KILL_SECONDS
     while processes := find_processes(sessions, job):
         for process in processes:
             try:

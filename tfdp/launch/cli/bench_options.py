@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -209,10 +210,8 @@ def geometric(first: int, last: int, factor: int) -> list[int]:
             "The smallest size is larger than the largest. "
             f"Received: --min-bytes {first} --max-bytes {last}"
         )
-    sizes = [first]
-    while sizes[-1] * factor <= last:
-        sizes.append(sizes[-1] * factor)
-    return sizes
+    sizes = (first * factor**index for index in itertools.count())
+    return list(itertools.takewhile(lambda size: size <= last, sizes))
 
 
 @contextlib.contextmanager

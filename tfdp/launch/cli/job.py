@@ -297,7 +297,7 @@ class Job:
             kept = [line for line in kept if not is_peer_failure(line)]
         self._print(worker, self._tracebacks.take(worker.rank, kept))
         if not self._tracebacks.holds(worker.rank):
-            self._screen.progress(worker.rank, worker.unfinished)
+            self._screen.progress(worker.rank, worker.output.unfinished)
 
     def _print(self, worker: Worker, lines: list[str]) -> None:
         """Print lines of a worker, and record the number of its last line."""

@@ -87,11 +87,6 @@ class Worker:
         return False
 
     @property
-    def unfinished(self) -> str:
-        """String, the line that the worker is drawing."""
-        return self.output.unfinished
-
-    @property
     def lost_rank(self) -> int | None:
         """Int, rank of the peer that the last lines report as lost, or `None`."""
         ranks = [rank for line in self.tail for rank in _LOST.findall(line)]
@@ -99,7 +94,7 @@ class Worker:
 
     def read(self) -> list[str]:
         """Read at most one chunk of output, log it, and return the complete lines."""
-        is_new_line = not self.unfinished
+        is_new_line = not self.output.unfinished
         lines = self.output.read()
         if is_new_line:
             # Python writes the end of a line separately. A new unfinished line is
@@ -124,7 +119,7 @@ class Worker:
         A progress bar ends its line only when it is full. The log gets its state once
         in an interval, instead of one line for each step.
         """
-        text = self.unfinished
+        text = self.output.unfinished
         if not text or time.monotonic() - self._shown_at < _SNAPSHOT_SECONDS:
             return None
         self._log_lines([text])
