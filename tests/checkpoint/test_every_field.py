@@ -26,8 +26,8 @@ from tfdp.communication.cluster.spec import Cluster
 from tfdp.features.tuning.plan_cache import KeptPlan, PlanChoice, load_plan
 from tfdp.ground.links import DEFAULT_LINKS
 from tfdp.launch.cli.convert import convert
-from tfdp.launch.cli.json_screen import Entry
 from tfdp.launch.cli.remote_line import banner, version_of
+from tfdp.launch.cli.screen import Entry
 from tfdp.training.reduction.cache_file import load_links
 
 Read = Callable[[Any], Any]

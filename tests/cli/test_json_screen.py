@@ -12,7 +12,7 @@ from tests.cli.launcher import DEADLINE_SECONDS, logs_of
 from tests.cli.nodes import Nodes, ended
 from tests.cli.test_ssh import launcher as ssh_launcher  # noqa: F401  a fixture
 from tests.harness.tiers import full
-from tfdp.launch.cli.json_screen import JsonScreen
+from tfdp.launch.cli.screen import JsonScreen
 
 pytestmark = pytest.mark.processes
 

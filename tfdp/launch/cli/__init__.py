@@ -6,14 +6,14 @@ import of TensorFlow. `run` checks a `program` and starts a `job` of local worke
 `launch` (settings, and the environment of a worker), `start` (workers as processes, or
 as forks of a process that has imported TensorFlow, see `import_once`), `worker` (a
 process, its output and its log), `noise` and `tracebacks` (lines that are left out, or
-shown once), `screen` and `json_screen` (the output of all workers, with `lines` as on a
+shown once), `screen` (the output of all workers as text or JSON, with `lines` as on a
 terminal) on an `outlet` (which never blocks), `signals`, and `attempts` (the loop over
 restarts of a job).
 For several machines, `node_options` has the options; the launcher of a node joins the
 `other_nodes` at a rendezvous (tfdp/launch/rendezvous). By ssh (`hosts`, `ssh`), an
 `ssh_job` starts such launchers as `ssh_worker`s; `remote` is the program on the host,
-and `remote_line` the lines between the two. `run_islands` starts a job of islands, with
-options in `island_options`.
+and `remote_line` the lines between the two. `islands` starts a job of islands,
+and has their options.
 `doctor` draws a `topology_tree`; its `--input` runs a script in a local job, by
 `doctor_input`, in which each worker is an `input_worker`. `plan` prints a `forecast`;
 `bench` has its options in `bench_options`.

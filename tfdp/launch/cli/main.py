@@ -12,9 +12,9 @@ import tfdp
 from tfdp.launch.cli.bench import bench
 from tfdp.launch.cli.convert import convert
 from tfdp.launch.cli.doctor import doctor
-from tfdp.launch.cli.json_screen import Entry
 from tfdp.launch.cli.plan import plan
 from tfdp.launch.cli.run import run
+from tfdp.launch.cli.screen import Entry
 
 _EXAMPLES = """\b
 Examples:

@@ -20,9 +20,8 @@ from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.attempts import NodeAttempts, run_attempts
 from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.hosts import Host
-from tfdp.launch.cli.island_options import IslandOptions, island_options
+from tfdp.launch.cli.islands import IslandOptions, island_options, run_islands
 from tfdp.launch.cli.job import JobContext
-from tfdp.launch.cli.json_screen import open_screen
 from tfdp.launch.cli.launch import (
     AutoCount,
     RunSettings,
@@ -35,8 +34,7 @@ from tfdp.launch.cli.node_options import NodeOptions, node_options
 from tfdp.launch.cli.other_nodes import join_nodes
 from tfdp.launch.cli.program import check_platform, check_program
 from tfdp.launch.cli.remote_line import make_orders
-from tfdp.launch.cli.run_islands import run_islands
-from tfdp.launch.cli.screen import Screen
+from tfdp.launch.cli.screen import Screen, open_screen
 from tfdp.launch.cli.signals import SignalPipe
 from tfdp.launch.cli.ssh_job import SshJob
 from tfdp.launch.cli.start import Starter, imports_before_forks

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import tfdp
 from tfdp.launch.cli import remote_line
 from tfdp.launch.cli.hosts import Host
-from tfdp.launch.cli.json_screen import Entry
 from tfdp.launch.cli.launch import RunSettings
-from tfdp.launch.cli.screen import Level, Screen
+from tfdp.launch.cli.screen import Entry, Level, Screen
 from tfdp.launch.cli.signals import SignalPipe
 from tfdp.launch.cli.ssh import CONNECTION_LOST, describe_failure, ssh_command
 from tfdp.launch.cli.ssh_worker import SshWorker
