@@ -15,7 +15,7 @@ from tfdp.ground.plans.topology import Topology
 from tfdp.launch.bench import output
 from tfdp.launch.bench.replicas import ReplicaSettings, ready_replicas
 from tfdp.launch.bench.sides import Runner, alternate_for
-from tfdp.launch.cli import bench_options as options
+from tfdp.launch.cli import bench as options
 from tfdp.launch.cli import parameter_types as types
 from tools.bench.gradients_report import COLUMNS, Row, notes, plot, row_of
 from tools.bench.link_rate import LINK_RATE

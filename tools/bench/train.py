@@ -17,7 +17,7 @@ from tfdp.launch.bench import output
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.bench.models import ModelSettings
 from tfdp.launch.bench.sides import Ratio, Side, alternate_for, started
-from tfdp.launch.cli import bench_options as options
+from tfdp.launch.cli import bench as options
 from tfdp.launch.cli import parameter_types as types
 from tools.bench.report import PROGRAM, SCALINGS, batch_of, efficiency, speedup
 

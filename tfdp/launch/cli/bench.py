@@ -1,16 +1,29 @@
-"""`tfdp bench`: collectives and training, measured side by side on this machine."""
+"""`tfdp bench`: collectives and training, measured side by side on this machine.
+
+The options that its benchmarks share are those of `tools/bench`, too.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import click
 
+from tfdp.communication.cluster import Cluster, count_workers
+from tfdp.ground.options import FLAT_ALGORITHMS
+from tfdp.ground.plans.traffic import NAMES
 from tfdp.launch.bench import collectives as collectives_benchmark
 from tfdp.launch.bench import compare as compare_benchmark
+from tfdp.launch.bench.models import FAMILIES
 from tfdp.launch.bench.nccl_tests import COLLECTIVES
-from tfdp.launch.cli import bench_options as options
+from tfdp.launch.bench.output import LEFT_OUT, Files, check_available, has_matplotlib
 from tfdp.launch.cli import parameter_types as types
 
 _EXAMPLES = """\b
@@ -18,6 +31,207 @@ Examples:
   tfdp bench collectives -n 2 --sizes 1MB 16MB
   tfdp bench compare -n 2 --models 1 5
 """
+# Options of the local workers; without `-n`, the cluster of this process runs.
+workers = types.with_options(
+    types.count_option(
+        "-n --workers N",
+        "Local worker processes, on the CPU. Default: all workers of TF_CONFIG, of "
+        "the Slurm step or of the MPI job, if this command runs on all of them; else "
+        "this machine's devices.",
+        name="num_workers",
+    ),
+    types.count_option(
+        "-D --devices-per-worker D",
+        "Logical CPU devices in each local worker. Default: 1.",
+    ),
+)
+# Option of the all-reduce algorithms to compare.
+algorithms = types.option(
+    "--algorithms NAME...",
+    f"Of the all-reduce: {', '.join(NAMES)}.",
+    click.Choice(NAMES),
+    multiple=True,
+    default=FLAT_ALGORITHMS,
+)
+node_size = types.count_option(
+    "--node-size L", "Replicas of consecutive ranks that count as one node."
+)
+# Options of the models to train.
+models = types.with_options(
+    types.option(
+        "--models MILLIONS...",
+        "Sizes of the models, in million parameters.",
+        types.MILLIONS,
+        name="millions",
+        multiple=True,
+        default=(1, 5, 20),
+    ),
+    types.option(
+        "--family",
+        "An MLP with two hidden layers, a CNN of 6 convolutions, or a "
+        "transformer of 4 blocks.",
+        click.Choice(FAMILIES),
+        default="mlp",
+    ),
+)
+# Options of the output files, whose values `checked_files` takes.
+files = types.with_options(
+    types.output_option(
+        "--json FILE",
+        "File for all results, as JSON. Default: a new file in ./tfdp-bench.",
+    ),
+    types.output_option(
+        "--plot FILE",
+        "File for the plot, a PNG. Default: a new file in ./tfdp-bench, if "
+        "matplotlib is installed.",
+    ),
+    types.option("--no-plot", "Draw no plot."),
+)
+
+
+def blocks(default: int) -> types.Decorator:
+    """Return the option `--blocks`: how often each side has its turn.
+
+    Args:
+        default: Int, default of the option.
+    """
+    return types.option(
+        "--blocks B",
+        "Turns of each side, at least 2: more make the intervals narrower.",
+        types.AT_LEAST_TWO,
+        default=default,
+    )
+
+
+def run_benchmark(name: str, benchmark: ModuleType, arguments: dict[str, Any]) -> None:
+    """Run a benchmark, and exit with code 1 if elements of the results are wrong.
+
+    Args:
+        name: String, name of the benchmark, with which the names of its files begin.
+        benchmark: Module with `Settings` and `run`.
+        arguments: Dict of the values of all options, including those of the files.
+
+    Raises:
+        click.ClickException: If the benchmark cannot run with these options.
+    """
+    files = checked_files(name, arguments)
+    devices = arguments.get("devices_per_worker")
+    if devices and arguments["num_workers"] is None:
+        with errors_in_one_sentence():
+            in_cluster = Cluster.from_environment() is not None or count_workers() > 1
+        if in_cluster:
+            raise click.UsageError(
+                "In a cluster TF_CONFIG says how many devices a worker has. "
+                f"Received: --devices-per-worker {devices}"
+            )
+        arguments["num_workers"] = 1
+    with errors_in_one_sentence():
+        num_wrong = benchmark.run(benchmark.Settings(**arguments), files)
+    if num_wrong:
+        click.echo(f"tfdp: wrong elements: {num_wrong}", err=True)
+        sys.exit(1)
+
+
+def batch(whose: str) -> types.Decorator:
+    """Return the option `--batch`: the samples of a side in a step.
+
+    Args:
+        whose: String, what has that many samples, such as `"each replica"`.
+    """
+    return types.count_option(
+        "--batch B", f"Samples of {whose}.", name="batch_size", default=32
+    )
+
+
+def checked_files(name: str, arguments: dict[str, Any]) -> Files:
+    """Take the output files out of a command's arguments, and check them.
+
+    The check precedes the benchmark, which takes minutes.
+
+    Args:
+        name: String, name of the benchmark.
+        arguments: Dict of the values of all options.
+
+    Raises:
+        click.ClickException: If a file cannot be written, or options conflict.
+    """
+    plot: Path | None = arguments.pop("plot")
+    json, no_plot = arguments.pop("json"), arguments.pop("no_plot")
+    note = ""
+    if no_plot:
+        if plot:
+            raise click.UsageError(
+                f"Either --plot or --no-plot is given. Received: both, --plot {plot}"
+            )
+    elif plot:
+        with errors_in_one_sentence():
+            check_available()
+    elif has_matplotlib():
+        plot = _new_file(name, ".png")
+    else:
+        note = LEFT_OUT
+    return Files(json or _new_file(name, ".json"), plot, note)
+
+
+def _new_file(name: str, suffix: str) -> Path:
+    """Return the path of a new file in ./tfdp-bench, named by the current time.
+
+    Args:
+        name: String, name of the benchmark.
+        suffix: String, suffix of the file such as `".json"`.
+
+    Returns:
+        Path of the file, which does not exist yet.
+
+    Raises:
+        click.UsageError: If the folder cannot be created.
+    """
+    folder = Path("tfdp-bench")
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise click.UsageError(
+            f"The folder {folder} cannot be created ({error.strerror}); give the files "
+            "of the results with --json and --plot."
+        ) from error
+    return folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}{suffix}"
+
+
+def geometric(first: int, last: int, factor: int) -> list[int]:
+    """Return a geometric series of sizes.
+
+    Args:
+        first: Int, the smallest size.
+        last: Int, upper bound of the sizes.
+        factor: Int, ratio of a size to the one before.
+
+    Returns:
+        List of ints, the sizes in ascending order.
+
+    Raises:
+        click.UsageError: If `last` is smaller than `first`.
+
+    Example:
+
+    >>> geometric(1024, 20000, 4)
+    [1024, 4096, 16384]
+    """
+    if last < first:
+        raise click.UsageError(
+            "The smallest size is larger than the largest. "
+            f"Received: --min-bytes {first} --max-bytes {last}"
+        )
+    sizes = (first * factor**index for index in itertools.count())
+    return list(itertools.takewhile(lambda size: size <= last, sizes))
+
+
+@contextlib.contextmanager
+def errors_in_one_sentence() -> Iterator[None]:
+    """Report expected errors in one sentence, without a traceback."""
+    try:
+        yield
+    except (ValueError, RuntimeError, OSError) as error:
+        raise click.ClickException(str(error)) from error
 
 
 @click.command(cls=types.ManyValues)
@@ -28,16 +242,16 @@ Examples:
     name="num_workers",
     default=2,
 )
-@options.models
-@options.batch("each replica; plain Keras has N times as many")
+@models
+@batch("each replica; plain Keras has N times as many")
 @types.option(
     "--torch-python PATH",
     "An interpreter that has PyTorch. Default: this one.",
     default=sys.executable,
     show_default=False,
 )
-@options.blocks(20)
-@options.files
+@blocks(20)
+@files
 def compare(**arguments: Any) -> None:
     """Time Keras fit with tfdp, against plain Keras and what else there is.
 
@@ -50,11 +264,11 @@ def compare(**arguments: Any) -> None:
         raise click.UsageError(
             f"A comparison needs at least 2 workers. Received: -n {count}"
         )
-    options.run_benchmark("compare", compare_benchmark, arguments)
+    run_benchmark("compare", compare_benchmark, arguments)
 
 
 @click.command(cls=types.ManyValues)
-@options.workers
+@workers
 @types.option(
     "--collectives NAME...",
     f"Of {', '.join(COLLECTIVES)}.",
@@ -62,7 +276,7 @@ def compare(**arguments: Any) -> None:
     multiple=True,
     default=("all_reduce",),
 )
-@options.algorithms
+@algorithms
 @types.option(
     "--sizes SIZE...",
     "Sizes, such as 4KB 1MB; instead of the three options below.",
@@ -83,9 +297,9 @@ def compare(**arguments: Any) -> None:
     click.Choice(tuple(collectives_benchmark.ITEM_BYTES)),
     default="float32",
 )
-@options.node_size
-@options.blocks(10)
-@options.files
+@node_size
+@blocks(10)
+@files
 def collectives(min_bytes: int, max_bytes: int, factor: int, **arguments: Any) -> None:
     """Time every collective and check its results, as nccl-tests does.
 
@@ -93,9 +307,9 @@ def collectives(min_bytes: int, max_bytes: int, factor: int, **arguments: Any) -
     number of elements, median time, bandwidth of the algorithm and of the bus, and
     how many elements are wrong. The algorithms of a size take turns.
     """
-    sizes = arguments["sizes"] or options.geometric(min_bytes, max_bytes, factor)
+    sizes = arguments["sizes"] or geometric(min_bytes, max_bytes, factor)
     arguments["sizes"] = sizes
-    options.run_benchmark("collectives", collectives_benchmark, arguments)
+    run_benchmark("collectives", collectives_benchmark, arguments)
 
 
 @click.group(
