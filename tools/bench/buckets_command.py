@@ -14,10 +14,10 @@ from pathlib import Path
 from types import FrameType
 
 import click
-from tfdp.launch.cli.bench import errors_in_one_sentence
 
 from tfdp.launch.bench import output
 from tfdp.launch.cli import parameter_types as types
+from tfdp.launch.cli.bench import errors_in_one_sentence
 from tools.bench.buckets import Run, Study, order_of_runs, run_all
 from tools.bench.buckets_report import (
     TOLERANCE,

@@ -5,11 +5,10 @@ The options that its benchmarks share are those of `tools/bench`, too.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import itertools
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +24,7 @@ from tfdp.launch.bench.models import FAMILIES
 from tfdp.launch.bench.nccl_tests import COLLECTIVES
 from tfdp.launch.bench.output import LEFT_OUT, Files, check_available, has_matplotlib
 from tfdp.launch.cli import parameter_types as types
+from tfdp.launch.cli.errors import usage_errors
 
 _EXAMPLES = """\b
 Examples:
@@ -86,6 +86,12 @@ files = types.with_options(
         "matplotlib is installed.",
     ),
     types.option("--no-plot", "Draw no plot."),
+)
+
+
+# Context manager that reports expected errors of a benchmark without a traceback.
+errors_in_one_sentence = functools.partial(
+    usage_errors, ValueError, RuntimeError, OSError, raises=click.ClickException
 )
 
 
@@ -223,15 +229,6 @@ def geometric(first: int, last: int, factor: int) -> list[int]:
         )
     sizes = (first * factor**index for index in itertools.count())
     return list(itertools.takewhile(lambda size: size <= last, sizes))
-
-
-@contextlib.contextmanager
-def errors_in_one_sentence() -> Iterator[None]:
-    """Report expected errors in one sentence, without a traceback."""
-    try:
-        yield
-    except (ValueError, RuntimeError, OSError) as error:
-        raise click.ClickException(str(error)) from error
 
 
 @click.command(cls=types.ManyValues)

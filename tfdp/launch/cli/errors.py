@@ -18,22 +18,23 @@ _MOST_LETTERS = 400
 
 @contextlib.contextmanager
 def usage_errors(
-    *kinds: type[Exception], text_of: Callable[[BaseException], str] = str
+    *kinds: type[Exception],
+    text_of: Callable[[BaseException], str] = str,
+    raises: type[click.ClickException] = click.UsageError,
 ) -> Iterator[None]:
-    """Convert expected errors to usage errors of the command line.
+    """Convert expected errors to errors of the command line, in one sentence.
 
     Args:
         *kinds: Classes of the expected errors. Defaults to `ValueError`.
         text_of: Callable that maps an error to its text. Defaults to `str`.
-
-    Raises:
-        click.UsageError: In place of an expected error.
+        raises: Class of the error in place of an expected one. Defaults to
+            `click.UsageError`, which may get a hint to the help of the command.
     """
     expected = kinds or (ValueError,)
     try:
         yield
     except expected as error:
-        raise click.UsageError(text_of(error)) from error
+        raise raises(text_of(error)) from error
 
 
 def import_without_gpus(name: str) -> Any:
