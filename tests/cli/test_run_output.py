@@ -255,7 +255,7 @@ def test_a_line_is_not_shown_in_halves(tmp_path, monkeypatch):
     log = LogFile(tmp_path / "log", pytest.fail)
     process = worker.Worker(0, start_of(code), log)
     now[0] = 60.0  # nothing was written for a minute
-    while not process.unfinished:
+    while not process.output.unfinished:
         process.read()
     assert process.snapshot() is None
     now[0] += worker._SNAPSHOT_SECONDS
