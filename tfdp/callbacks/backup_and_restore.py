@@ -83,6 +83,10 @@ class BackupAndRestore(StrategyCallback):
             the learning rate is multiplied by the same ratio, and the position in the
             data is rounded down to a whole batch, so that some samples are seen twice.
             Defaults to `"global"`.
+        background: Bool, whether training goes on while a backup is written: a save
+            stops it for a copy of each worker's part of the state in memory. A save
+            waits for the one before, and raises its error; `fit` returns once the last
+            one is complete. Defaults to `True`.
 
     Raises:
         ValueError: If an argument is invalid; on every worker, in `fit`, if the
@@ -109,7 +113,7 @@ class BackupAndRestore(StrategyCallback):
     resumes_fit = True
 
     # Settings that must be the same on all workers.
-    compared = ("save_freq", "keep", "delete_at_end", "batch")
+    compared = ("save_freq", "keep", "delete_at_end", "batch", "background")
 
     def __init__(
         self,
@@ -119,6 +123,7 @@ class BackupAndRestore(StrategyCallback):
         *,
         delete_at_end: bool = True,
         batch: str = "global",
+        background: bool = True,
     ) -> None:
         super().__init__()
         _check_arguments(directory, save_freq, batch)
@@ -127,6 +132,7 @@ class BackupAndRestore(StrategyCallback):
         self.keep = checked_integer("keep", keep, 1)
         self.delete_at_end = checked_bool("delete_at_end", delete_at_end)
         self.batch = batch
+        self.background = checked_bool("background", background)
         self._others: list[Any] = []
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
@@ -147,7 +153,10 @@ class BackupAndRestore(StrategyCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Find the newest backup; load it if it was made between two epochs."""
         self._worker_group = worker_group_of(self.model)
-        self._backups = Backups(self._folder(), self.keep, self._worker_group)
+        self._backups = Backups(
+            self._folder(), self.keep, self._worker_group, background=self.background
+        )
+        self._position.exit_stack.callback(self._backups.close)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
         self._watch = PreemptionWatch(self._notice, self._worker_group)
         self._epoch, self._last_batch, self._total = 0, -1, 0
@@ -205,6 +214,7 @@ class BackupAndRestore(StrategyCallback):
         They also stay on a preemption notice: the process may end before the script
         has saved the trained model.
         """
+        self._backups.finish()
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if self.delete_at_end and not is_preempted:
             self._backups.delete()
@@ -248,6 +258,7 @@ class BackupAndRestore(StrategyCallback):
 
     def _exit(self) -> None:
         """Print that training was saved on a preemption notice, and exit."""
+        self._backups.finish()
         self._notice.is_answered = True
         self._say(
             f"received a preemption notice; saved training at step {self._total} in "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -14,7 +15,8 @@ from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.accumulated_gradients import redistribute_accumulated_gradients
-from tfdp.checkpoint.index import Index
+from tfdp.checkpoint.background import PendingSave, Write, background_saves
+from tfdp.checkpoint.index import Index, TensorMetadata
 from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
 from tfdp.checkpoint.model_state import model_state
 from tfdp.checkpoint.object_store import open_storage
@@ -24,6 +26,7 @@ from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.checkpoint.training_state import checkpoint_tensors, plan_checkpoint
 from tfdp.communication.cluster import cpu_kernels
 from tfdp.communication.coordination.checks import check_same_variables
+from tfdp.ground.arguments import checked_bool
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.keras_hooks.file_hooks import plain_optimizer
@@ -38,7 +41,9 @@ _PARTLY_LOADED = (
 )
 
 
-def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
+def save(
+    model: keras.Model, directory: str | os.PathLike[str], *, background: bool = False
+) -> PendingSave | None:
     """Write the training state into a directory; each worker writes its shards.
 
     All workers call it together, with a directory that all of them share, or with a
@@ -49,6 +54,12 @@ def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
         model: Built Keras model, with its optimizer.
         directory: String or path-like, created if it does not exist; or a string, a
             URL such as `"s3://bucket/run/latest"`.
+        background: Bool, whether to return after each worker has copied its part of the
+            state in memory, and to write the copy while training goes on. A failure is
+            raised by `PendingSave.wait`, or else by the next save. Defaults to `False`.
+
+    Returns:
+        `PendingSave` if `background` is true, else `None`.
 
     Raises:
         ValueError: If `directory` cannot hold a checkpoint, or the workers have
@@ -65,11 +76,21 @@ def save(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     >>> tfdp.checkpoint.save(model, directory)
     >>> sorted(os.listdir(directory))
     ['data-...', 'index.json']
+    >>> pending = tfdp.checkpoint.save(model, directory, background=True)
+    >>> pending.wait()
     """
-    state = checkpoint_tensors(model)
-    prepare = functools.partial(_equalize_state, model)
-    serialize = functools.partial(serialize_model, model)
-    save_state(state, directory, worker_group_of(model), serialize, prepare)
+    worker_group = worker_group_of(model)
+    saves = background_saves(worker_group)
+    if not checked_bool("background", background):
+        saves.finish()
+    return save_state(
+        checkpoint_tensors(model),
+        directory,
+        worker_group,
+        functools.partial(serialize_model, model),
+        functools.partial(_equalize_state, model),
+        start=saves.start if background else None,
+    )
 
 
 def _equalize_state(model: keras.Model) -> None:
@@ -113,7 +134,9 @@ def restore(model: keras.Model, directory: str | os.PathLike[str]) -> None:
     # before a worker can fail to read its files.
     model_state(model)
     plan = functools.partial(plan_checkpoint, model)
-    restore_state(plan, directory, worker_group_of(model))
+    worker_group = worker_group_of(model)
+    background_saves(worker_group).finish()
+    restore_state(plan, directory, worker_group)
 
 
 def save_state(
@@ -123,7 +146,9 @@ def save_state(
     serialize: Callable[[], str | None] = lambda: None,
     prepare: Callable[[], None] = lambda: None,
     run: Any = None,
-) -> None:
+    start: Callable[[Write, Sequence[StateTensor]], Any] | None = None,
+    after: Callable[[], None] = lambda: None,
+) -> Any:
     """Write state tensors, and the model as a string, into a directory.
 
     All workers call it together.
@@ -132,15 +157,63 @@ def save_state(
         state: Sequence of `StateTensor`.
         directory: String or path-like, as for `save`.
         worker_group: `WorkerGroup` between the workers.
-        serialize: Callable that returns the model as a string, or `None`.
+        serialize: Callable that returns the model as a string, or `None`; called on
+            worker 0.
         prepare: Callable that makes the state equal on all replicas. It is called
             after the check that all workers save the same tensors.
         run: Metadata of the run, as JSON can hold it; worker 0's is written.
+        start: Callable that has the state written in the background, see
+            `BackgroundSaves.start`. Defaults to `None`: it is written at once.
+        after: Callable, called on worker 0 after the checkpoint is complete.
+
+    Returns:
+        What `start` returns, or `None`.
     """
-    path, rank = os.fspath(directory), worker_group.rank
     entries = files.metadata_of(state)
     check_same_variables(worker_group, "checkpoint.save", entries, "saves")
     prepare()
+    model = serialize() if worker_group.is_chief else None
+    metadata = _Metadata(os.fspath(directory), entries, model, run)
+
+    def write(state: Sequence[StateTensor], worker_group: Any) -> None:
+        """Write the state, and remove what it replaces; see `Write`."""
+        _write_checkpoint(metadata, state, worker_group)
+        if worker_group.is_chief:
+            after()
+
+    if start is not None:
+        return start(write, state)
+    return write(state, worker_group)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Metadata:
+    """What a checkpoint holds beside its tensors.
+
+    Args:
+        path: String, the directory or URL of the checkpoint.
+        entries: Tuple of `TensorMetadata`.
+        model: String, the model, or `None`.
+        run: Metadata of the run, as JSON can hold it, or `None`.
+    """
+
+    path: str
+    entries: tuple[TensorMetadata, ...]
+    model: str | None
+    run: Any
+
+
+def _write_checkpoint(
+    metadata: _Metadata, state: Sequence[StateTensor], worker_group: Any
+) -> None:
+    """Write the files of a checkpoint, and then its index.
+
+    Args:
+        metadata: `_Metadata`.
+        state: Sequence of `StateTensor`.
+        worker_group: `WorkerGroup` between the workers.
+    """
+    path, rank = metadata.path, worker_group.rank
     act = functools.partial(run_on_all_workers, worker_group, path, "saved", _INTACT)
 
     def begin() -> tuple[Storage, str]:
@@ -157,8 +230,14 @@ def save_state(
         """Write the index on worker 0, and remove older checkpoints."""
         if worker_group.is_chief:
             shards = writing.collect_shard_lists(folder, worker_group.num_workers)
-            package_versions = versions() | cpu_kernels.versions()
-            index = Index(token, entries, shards, package_versions, serialize(), run)
+            index = Index(
+                token,
+                metadata.entries,
+                shards,
+                versions() | cpu_kernels.versions(),
+                metadata.model,
+                metadata.run,
+            )
             text = to_text(index)
             from_text(text)  # an unreadable index must not replace a good one
             writing.replace_index(storage, token, text)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint.api import save_state
+from tfdp.checkpoint.background import background_saves
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import INDEX_FILE, UnknownFormat, load_index
 from tfdp.checkpoint.object_store import open_storage
@@ -46,12 +48,16 @@ class Backups:
         directory: String, a path that all workers share, or a URL of an object store.
         keep: Int, number of backups that are kept.
         worker_group: `WorkerGroup` between the workers.
+        background: Bool, whether backups are written while training goes on.
     """
 
-    def __init__(self, directory: str, keep: int, worker_group: Any) -> None:
+    def __init__(
+        self, directory: str, keep: int, worker_group: Any, *, background: bool = False
+    ) -> None:
         self.directory = directory
         self._keep = keep
         self._worker_group = worker_group
+        self._saves = background_saves(worker_group) if background else None
 
     @functools.cached_property
     def _storage(self) -> Storage:
@@ -102,6 +108,8 @@ class Backups:
     ) -> None:
         """Write a backup, and remove the oldest ones beyond `keep`.
 
+        In the background this returns once the state is copied.
+
         Args:
             step: Int, number of batches so far, which names the backup.
             state: Sequence of `StateTensor`.
@@ -109,7 +117,8 @@ class Backups:
             serialize: Callable that returns the model as a string.
 
         Raises:
-            OSError: On every worker, if one cannot write; earlier backups are intact.
+            OSError: On every worker, if one cannot write, or could not write the backup
+                before this one; earlier backups are intact.
         """
         backup = self._storage.below(f"step-{step}")
         if backup.is_link:
@@ -117,9 +126,32 @@ class Backups:
                 "A backup is not written through a link. Remove the link, or give "
                 f"another directory. Received: {backup.path!r}"
             )
-        save_state(state, backup.path, self._worker_group, serialize, run=run)
-        if self._worker_group.is_chief:
-            self._prune(backup.name)
+        save_state(
+            state,
+            backup.path,
+            self._worker_group,
+            serialize,
+            run=run,
+            start=None if self._saves is None else self._saves.start,
+            after=functools.partial(self._prune, backup.name),
+        )
+
+    def finish(self) -> None:
+        """Wait for the backup that is under way, and free the memory of its copy.
+
+        Raises:
+            OSError: On every worker, if one could not write it.
+        """
+        if self._saves is not None:
+            self._saves.finish()
+            self._saves.release()
+
+    def close(self) -> None:
+        """Finish the backup that is under way when `fit` raises; print its error."""
+        try:
+            self.finish()
+        except Exception as error:  # noqa: BLE001 `fit` raises another one
+            print(f"tfdp: {error}", file=sys.stderr, flush=True)
 
     def find_newest(
         self, make_plan: Callable[[Index], LoadPlan]

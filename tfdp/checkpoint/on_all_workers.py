@@ -14,6 +14,8 @@ from tfdp.ground.base.context import strategy_of
 # Least timeout in seconds for reads and writes of files. The timeout of a worker group
 # is meant for messages; a slow disk or store may take longer.
 _STORAGE_SECONDS = 3600.0
+# Group of all models without a strategy.
+_ALONE = WorkerGroup(0, 1)
 
 
 def run_on_all_workers(
@@ -73,4 +75,4 @@ def storage_timeout(worker_group: Any) -> float | None:
 def worker_group_of(model: keras.Model) -> WorkerGroup:
     """Return the worker group of a model's strategy; of one worker without any."""
     strategy = strategy_of(model)
-    return WorkerGroup(0, 1) if strategy is None else strategy.extended.worker_group
+    return _ALONE if strategy is None else strategy.extended.worker_group

@@ -13,7 +13,11 @@ from typing import Any
 
 from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.clock import clock
-from tfdp.communication.coordination.progress import WorkerProgress, progress
+from tfdp.communication.coordination.progress import (
+    ProgressRecorder,
+    WorkerProgress,
+    progress,
+)
 from tfdp.communication.store import Gathering, Store
 from tfdp.ground import forks, user_code
 
@@ -51,13 +55,16 @@ class WorkerGroup:
         self.timeout_seconds = timeout_seconds
         self._store = store
         self._prefix = self.new_prefix()
+        self._progress = progress
+        self._warns = True
         # Number of all-gathers that this worker has begun.
         self.num_calls = 0
         self.owner = forks.Owner()
         # Hooks of the failure detector, see `tfdp.communication.coordination.watch`:
-        # check the worker that this one waits for, return a worker's progress, and
-        # translate errors of the store.
+        # check the worker that this one waits for, the same for a thread beside the
+        # main one, return a worker's progress, and translate errors of the store.
         self.check: Callable[[int, bool, str], None] = lambda rank, is_over, call: None
+        self.check_beside = self.check
         self.progress_of: Callable[[int], WorkerProgress | None] = lambda rank: None
         self.guard: Callable[[], contextlib.AbstractContextManager]
         self.guard = contextlib.nullcontext
@@ -78,6 +85,19 @@ class WorkerGroup:
         """Bool, whether this worker is the chief of the whole job with all islands."""
         island = Island.from_environment()
         return self.is_chief and (island is None or island.index == 0)
+
+    def beside(self) -> WorkerGroup:
+        """Return a group of the same workers for calls on one thread beside the main.
+
+        Its calls have an order of their own. They neither count as this worker's
+        progress nor warn of a long wait. All workers must call this in the same order.
+        """
+        group = WorkerGroup(
+            self.rank, self.num_workers, self.timeout_seconds, self._store
+        )
+        group._progress, group._warns = ProgressRecorder(), False
+        group.check = self.check_beside
+        return group
 
     def new_prefix(self) -> str:
         """Return a new key prefix; all workers must call this in the same order."""
@@ -113,12 +133,12 @@ class WorkerGroup:
         self.owner.check(topic)
         limit = timeout_seconds or self.timeout_seconds
         message = json.dumps({"topic": topic, "value": value})
-        with progress.all_gathering(topic), self.guard():
+        with self._progress.all_gathering(topic), self.guard():
             call = f"{self._prefix}/{self.num_calls}"
             gathering = self.store.gather(call, message)
             self.num_calls += 1
             texts = self._wait(gathering, limit, topic, check)
-            progress.texts_gathered()
+            self._progress.texts_gathered()
             return self._values(topic, texts)
 
     def all_equal(self, topic: str, value: Any) -> bool:
@@ -176,7 +196,7 @@ class WorkerGroup:
             if is_over and missing:
                 gathering.abandon()
                 raise TimeoutError(self._timeout_message(topic, missing, limit))
-            if waited >= _WARN_AFTER_SECONDS and missing:
+            if self._warns and waited >= _WARN_AFTER_SECONDS and missing:
                 self._warn_of_wait(gathering.key, missing, topic)
             try:
                 for rank in missing:

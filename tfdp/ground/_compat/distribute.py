@@ -24,6 +24,8 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.ops import resource_variable_ops
 
+from tfdp.ground._compat.runtime import device_type
+
 # The stock classes that tfdp's strategies derive from. Behavior that tfdp does not
 # change is TensorFlow's own code.
 MirroredExtended = mirrored_strategy.MirroredExtended
@@ -201,14 +203,23 @@ def local_value(variable: Any, replica: int) -> Any:
 
 
 def elements_of(variable: Any, start: int, stop: int) -> Any:
-    """Return a range of elements of a flattened variable or readable, as an array."""
+    """Return a range of elements of a flattened variable or readable, as an array.
+
+    Of a variable on the CPU it is a view, not a copy: `Tensor.numpy` copies, `_numpy`
+    does not. While the view exists, TensorFlow assigns to another buffer. Checked on
+    TensorFlow 2.21.
+    """
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, values.DistributedVariable):
         value = value._primary
     if not hasattr(value, "read_value"):
         return np.asarray(value.numpy()).ravel()[start:stop]
     with tf.device(value.device):
-        return tf.reshape(value.read_value(), [-1])[start:stop].numpy()
+        # `read_value` makes a second tensor, by an operation of its own.
+        tensor = tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
+        if device_type(value.device) == "CPU":
+            return tensor._numpy().reshape(-1)[start:stop]
+        return tf.reshape(tensor, [-1])[start:stop].numpy()
 
 
 def sum_of_local_parts(variable: Any, num_replicas: int) -> Any:

@@ -6,17 +6,14 @@ reported once; they are an error if options forbid them or memory is too small.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import psutil
 
 from tfdp.communication.coordination.checks import check_same_program
 from tfdp.ground import _compat, user_code
 from tfdp.ground.base.loops import Loop
+from tfdp.ground.base.memory import free_bytes
 from tfdp.ground.plans.gathers import StepGathers, megabytes
 from tfdp.training.program.gathers import (
     Conversion,
@@ -29,8 +26,6 @@ _log = logging.getLogger("tfdp")
 # Copies of a gathered tensor that exist at the same time: the rows of all replicas,
 # padded to one length, and the tensor that is built from them.
 _COPIES = 2
-# Folder of the memory limit of a container (cgroup v2).
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_step(
@@ -136,21 +131,4 @@ def available_bytes(devices: Sequence[str]) -> int | None:
     """
     if any(_compat.device_type(device) != "CPU" for device in devices):
         return None
-    free = min(psutil.virtual_memory().available, _free_in_container())
-    return int(free)
-
-
-def _free_in_container() -> float:
-    """Return the free bytes below the limit of the container, infinity without one."""
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        return max(limit - used + _cache_of_container(), 0)
-    return float("inf")
-
-
-def _cache_of_container() -> int:
-    """Return the bytes of cached files, which the kernel frees when needed."""
-    lines = (_CGROUP / "memory.stat").read_text().splitlines()
-    fields = dict(line.split() for line in lines)
-    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+    return free_bytes()

@@ -63,6 +63,7 @@ def watch(
             _explain_uncaught()
         _watchdogs[:] = [watchdog]
     worker_group.check = _watchdogs[0].check
+    worker_group.check_beside = _watchdogs[0].check_beside
     worker_group.progress_of = _watchdogs[0].progress_of
     worker_group.guard = _watchdogs[0].translate_errors
     return _watchdogs[0]

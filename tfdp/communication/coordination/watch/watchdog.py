@@ -166,9 +166,11 @@ class Watchdog(threading.Thread):
                 raise self._error(place, bucket_of_error(str(error))) from error
             self._heartbeat.last_error = _describe(error)
             return
-        is_preempted = isinstance(error, SystemExit) and error.code == PREEMPTED
-        if isinstance(error, WorkerLost) or is_preempted:
+        if isinstance(error, WorkerLost):
+            self._is_raised.set()  # a thread beside the main one has found it
             return  # all workers end in this way, so nothing is published
+        if isinstance(error, SystemExit) and error.code == PREEMPTED:
+            return
         # The other workers need the text of an error that ends this script.
         self._heartbeat.last_error = _describe(error)
         self._heartbeat.beat_now(_BEAT_SECONDS)
@@ -210,6 +212,24 @@ class Watchdog(threading.Thread):
         Raises:
             WorkerLost: If so; the message names the lost worker.
         """
+        self._look_for_failure(rank, is_over)
+        if self._failure is not None:
+            raise self._error(progress.current.name, call=call)
+
+    def check_beside(self, rank: int, is_over: bool, call: str) -> None:
+        """Raise as `check` does, on another thread: the main thread has yet to raise.
+
+        The arguments are those of `check`.
+        """
+        self._look_for_failure(rank, is_over)
+        if self._failure is not None:
+            raise WorkerLost(self._message(self._failure, "", call=call))
+
+    def _look_for_failure(self, rank: int, is_over: bool) -> None:
+        """Set the failure if a worker that this one waits for is lost.
+
+        The arguments are those of `check`.
+        """
         detector = self._detector
         if self._heartbeat.failure is not None:
             self._set_failure(self._heartbeat.failure)
@@ -217,8 +237,6 @@ class Watchdog(threading.Thread):
             self._blame(rank, detector.cause_of_exit(rank))
         elif is_over and rank in detector.suspects():
             self._blame(rank, detector.cause_of_timeout(rank))
-        if self._failure is not None:
-            raise self._error(progress.current.name, call=call)
 
     def progress_of(self, rank: int) -> WorkerProgress | None:
         """Return the progress of another worker, or `None` if unknown.
