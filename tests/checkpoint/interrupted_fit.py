@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import pathlib
 import shutil
@@ -29,6 +30,7 @@ def fit(
     epochs: int = 5,
     kill: dict[str, int] | None = None,
     crash_in_save: int | None = None,
+    full_disk: list[int] | None = None,
     bucket: str | None = None,
     environment: dict[str, str] | None = None,
     die_at_put: dict[str, int] | None = None,
@@ -55,6 +57,8 @@ def fit(
         kill: Dict with a step, a rank and a signal, see `_killer`, or `None`.
         crash_in_save: Int, the save in which the first worker is killed after the
             parts are written and before the index is, or `None`.
+        full_disk: List of a save and a rank: from that save on, this worker's disk is
+            full; or `None`.
         bucket: String, the folder of the object store `bucket://`, or `None`.
         environment: Dict of variables to set, or `None` for none.
         die_at_put: Dict with a number and a rank: the put of a part at which that
@@ -113,6 +117,8 @@ def fit(
         callbacks.append(_killer(keras, rank, **kill))
     if crash_in_save is not None:
         _crash_in_save(crash_in_save, rank)
+    if full_disk is not None and full_disk[1] == rank:
+        _fill_disk(full_disk[0])
     x, y = arrays()
     batch_size = micro_batch
     if per_replica is not None:
@@ -394,6 +400,20 @@ def _crash_in_save(number: int, rank: int) -> None:
         replace(*arguments)
 
     writer.replace_index = replace_or_die
+
+
+def _fill_disk(number: int) -> None:
+    from tfdp.checkpoint import writer
+
+    write, count = writer.write_shards, [0]
+
+    def write_or_fail(*arguments: Any) -> Any:
+        count[0] += 1
+        if count[0] >= number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*arguments)
+
+    writer.write_shards = write_or_fail
 
 
 def _die_at_put(number: int) -> None:

@@ -1,0 +1,353 @@
+"""Saves in the background: what they promise, and that no failure is silent."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import tfdp
+from tests.checkpoint import interrupted_fit
+from tests.checkpoint.test_backup_files import PLAIN, cut_run, names
+from tests.data.test_position import (
+    EPOCHS,
+    STEPS,
+    Cut,
+    PowerCut,
+    arrays,
+    assert_same,
+    fit,
+)
+from tests.harness.interrupted import Layout, run
+from tests.harness.timing import wait_until
+from tfdp.callbacks import BackupAndRestore
+from tfdp.checkpoint import background, on_all_workers, writer
+from tfdp.checkpoint.index_file import load_index
+from tfdp.communication.coordination.preemption import PREEMPTED
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = EPOCHS * STEPS
+FULL_DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def model_of(value: float) -> keras.Model:
+    """A compiled model, all of whose weights have a value."""
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    model.compile("adam", "mse")
+    set_all(model, value)
+    return model
+
+
+def set_all(model: keras.Model, value: float) -> None:
+    model.set_weights([np.full_like(weight, value) for weight in model.get_weights()])
+
+
+def complete(folder: Path) -> list[str]:
+    """The backups that have an index, by their steps."""
+    found = [path.parent.name for path in folder.glob("step-*/index.json")]
+    return sorted(found, key=lambda name: int(name.removeprefix("step-")))
+
+
+class Gate:
+    """Writing of shards that stops at a gate; counts how many have begun."""
+
+    def __init__(self) -> None:
+        self.begun, self.threads = 0, set()
+        self.is_open = threading.Event()
+        self.fails, self.fails_from = False, 1000
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.begun += 1
+        self.threads.add(threading.current_thread().name)
+        assert self.is_open.wait(30.0)
+        if self.fails or self.begun >= self.fails_from:
+            raise FULL_DISK
+        return write_shards(*arguments)
+
+
+write_shards = writer.write_shards
+
+
+@pytest.fixture
+def gate(monkeypatch) -> Iterator[Gate]:
+    made = Gate()
+    monkeypatch.setattr(writer, "write_shards", made)
+    yield made
+    made.is_open.set()
+
+
+def test_a_save_keeps_the_values_of_its_call_and_returns_before_they_are_written(
+    gate, tmp_path
+):
+    model = model_of(1.0)
+    pending = tfdp.checkpoint.save(model, tmp_path, background=True)
+    set_all(model, 2.0)
+    assert not pending.is_done
+    gate.is_open.set()
+    pending.wait()
+    assert pending.is_done
+    tfdp.checkpoint.restore(model, tmp_path)
+    for weight in model.get_weights():
+        np.testing.assert_array_equal(weight, np.ones_like(weight))
+    assert gate.threads == {"tfdp-save"}
+
+
+def test_every_next_call_waits_for_the_save_under_way(gate, tmp_path):
+    model = model_of(1.0)
+    calls: list[Callable[[], Any]] = [
+        lambda: tfdp.checkpoint.restore(model, tmp_path),
+        lambda: tfdp.checkpoint.save(model, tmp_path),
+        lambda: tfdp.checkpoint.save(model, tmp_path, background=True).wait(),
+        lambda: model.fit(*ONE_BATCH, verbose=0, callbacks=[to(tmp_path / "backup")]),
+    ]
+    for call in calls:
+        gate.is_open.clear()
+        pending = tfdp.checkpoint.save(model, tmp_path, background=True)
+        threading.Timer(0.3, gate.is_open.set).start()
+        call()
+        assert pending.is_done
+
+
+ONE_BATCH = (np.ones((4, 3), "float32"), np.ones((4, 2), "float32"))
+
+
+def to(folder: Path, **options: Any) -> BackupAndRestore:
+    return BackupAndRestore(folder, 1, delete_at_end=False, **options)
+
+
+def test_a_failure_is_raised_once_by_wait_or_else_by_the_next_save(gate, tmp_path):
+    model = model_of(1.0)
+    gate.is_open.set()
+    tfdp.checkpoint.save(model, tmp_path)
+    before = load_index(str(tmp_path)).token
+    gate.fails = True
+    pending = tfdp.checkpoint.save(model, tmp_path, background=True)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"No space left.*The previous contents"):
+            pending.wait()
+    tfdp.checkpoint.save(model, tmp_path, background=True)
+    with pytest.raises(OSError, match="No space left"):
+        tfdp.checkpoint.save(model, tmp_path, background=True)
+    assert load_index(str(tmp_path)).token == before
+    assert len(names(tmp_path)) == 2
+    gate.fails = False
+    tfdp.checkpoint.save(model, tmp_path, background=True).wait()
+    assert load_index(str(tmp_path)).token != before
+
+
+@pytest.mark.parametrize(("failing", "last"), [(5, 6), (NUM_STEPS, NUM_STEPS)])
+def test_fit_raises_the_failure_of_a_save_at_the_next_one_or_at_its_end(
+    failing, last, gate, tmp_path
+):
+    gate.is_open.set()
+    gate.fails_from = failing
+    watch = Cut()
+    with pytest.raises(OSError, match="No space left"):
+        fit(arrays(**PLAIN), watch, to(tmp_path))
+    assert len(watch.seen) == last
+    assert complete(tmp_path) == [f"step-{failing - k}" for k in (3, 2, 1)]
+    gate.fails_from = 1000
+    assert_same(fit(arrays(**PLAIN), to(tmp_path)), fit(arrays(**PLAIN)))
+
+
+def test_fit_returns_when_the_last_backup_is_complete(gate, tmp_path):
+    backup = to(tmp_path)
+    threading.Timer(1.0, gate.is_open.set).start()
+    fit(arrays(**PLAIN), backup)
+    assert complete(tmp_path) == [f"step-{NUM_STEPS - k}" for k in (2, 1, 0)]
+
+
+def test_a_fit_that_raises_completes_the_save_under_way(gate, tmp_path, capfd):
+    threading.Timer(0.5, gate.is_open.set).start()
+    cut_run(tmp_path, step=1)
+    assert complete(tmp_path) == ["step-1"]
+    gate.fails = True
+    cut_run(tmp_path, step=1)
+    assert "tfdp: The checkpoint was not saved" in capfd.readouterr().err
+    assert complete(tmp_path) == ["step-1"]
+
+
+def test_steps_go_on_while_a_backup_is_written(gate, tmp_path):
+    """A save waits for the one before, and no other step waits for any."""
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            seen.append(gate.begun)
+            if len(seen) == 4:
+                wait_until(lambda: gate.begun == 1, "the first save")
+                gate.is_open.set()
+
+    fit(arrays(**PLAIN), Watch(), BackupAndRestore(tmp_path, 3))
+    assert len(seen) == NUM_STEPS
+    assert gate.begun == NUM_STEPS // 3
+
+
+def test_the_memory_of_a_copy_is_used_again_and_free_after_fit(tmp_path, monkeypatch):
+    copy, buffers = background.copy_to_host, []
+
+    def counted(state: Any, buffer: np.ndarray) -> Any:
+        copied, made = copy(state, buffer)
+        buffers.append((made.ctypes.data, made.size))
+        return copied, made
+
+    monkeypatch.setattr(background, "copy_to_host", counted)
+    strategy = tfdp.MirroredStrategy(["/cpu:0"])
+    with strategy.scope():
+        model = model_of(1.0)
+    model.fit(*ONE_BATCH, epochs=4, verbose=0, callbacks=[to(tmp_path)])
+    assert len(buffers) == 4
+    assert len(set(buffers)) <= 2  # the first may lack what the first step makes
+    own = background.background_saves(strategy.extended.worker_group)
+    assert own._buffer.size == 0
+
+
+@pytest.mark.parametrize("lacks", ["free", "limit"])
+def test_without_memory_for_a_copy_it_saves_in_the_foreground_and_says_so(
+    lacks, gate, tmp_path, monkeypatch, caplog
+):
+    def no_memory(*arguments: Any) -> Any:
+        raise MemoryError
+
+    if lacks == "free":
+        monkeypatch.setattr(background, "free_bytes", lambda: 1000)
+    else:
+        monkeypatch.setattr(background, "copy_to_host", no_memory)
+    gate.is_open.set()
+    strategy = tfdp.MirroredStrategy(["/cpu:0"])
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(300)])
+        model.compile("adam", "mse")
+    with caplog.at_level(logging.WARNING, "tfdp"):
+        for _ in range(2):
+            assert tfdp.checkpoint.save(model, tmp_path, background=True).is_done
+    assert caplog.text.count("training waits for each save: a copy of this") == 1
+    assert gate.threads == {threading.main_thread().name}
+    gate.fails = True
+    failed = tfdp.checkpoint.save(model, tmp_path, background=True)
+    with pytest.raises(OSError, match="No space left"):
+        failed.wait()
+
+
+def test_a_save_that_is_slower_than_the_time_between_two_is_reported_once(
+    gate, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(background, "_LEAST_REPORTED_SECONDS", 0.1)
+    model = model_of(1.0)
+    strategy = tfdp.MirroredStrategy(["/cpu:0"])
+    with strategy.scope():
+        model = model_of(1.0)
+    with caplog.at_level(logging.WARNING, "tfdp"):
+        for _ in range(3):
+            gate.is_open.clear()
+            threading.Timer(0.4, gate.is_open.set).start()
+            pending = tfdp.checkpoint.save(model, tmp_path, background=True)
+        pending.wait()
+    assert caplog.text.count("waited 0 s for the one before") == 1
+
+
+def test_sigterm_waits_for_the_backup(gate, tmp_path):
+    class Terminate(Cut):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if len(self.seen) == self.step:
+                threading.Timer(0.5, gate.is_open.set).start()
+                signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as raised:
+        fit(arrays(**PLAIN), Terminate(7), BackupAndRestore(tmp_path, 1000))
+    assert raised.value.code == PREEMPTED
+    assert load_index(str(tmp_path / "step-7")).run["steps"] == 7
+
+
+def test_a_forked_process_does_not_wait_for_the_save(gate, tmp_path):
+    pending = tfdp.checkpoint.save(model_of(1.0), tmp_path, background=True)
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            background._finish_all()
+            background.background_saves(on_all_workers._ALONE).finish()
+            os._exit(0)
+        os._exit(1)
+    done, status = 0, 0
+    deadline = time.monotonic() + 20.0
+    while not done and time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.05)
+    if not done:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert (done, status) == (pid, 0)
+    gate.is_open.set()
+    pending.wait()
+
+
+SCRIPT = """
+import sys, time
+import keras, tfdp
+from tfdp.checkpoint import writer
+write = writer.write_shards
+def slow(*arguments):
+    time.sleep(1.0)
+    if sys.argv[2] == "fails":
+        raise OSError("the disk is gone")
+    return write(*arguments)
+writer.write_shards = slow
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+model.compile("adam", "mse")
+tfdp.checkpoint.save(model, sys.argv[1], background=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("end", ["works", "fails"])
+def test_the_end_of_a_script_waits_for_a_save_and_prints_its_failure(end, tmp_path):
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "saved"), end]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    is_there = (tmp_path / "saved" / "index.json").exists()
+    assert is_there == (end == "works")
+    assert ("tfdp: The checkpoint was not saved" in found.stderr) == (end == "fails")
+
+
+@pytest.mark.processes
+def test_a_worker_that_cannot_write_ends_all_workers_with_one_error(tmp_path):
+    directory = tmp_path / "backups"
+    found = run(
+        Layout(2, 1),
+        interrupted_fit.fit,
+        tmp_path,
+        {"directory": str(directory), "save_freq": 3, "full_disk": [3, 1]},
+    )
+    assert [answer["error"] for answer in found.answers] == ["OSError"] * 2
+    for answer in found.answers:
+        assert "worker 1: [Errno 28] No space left" in answer["text"]
+    assert complete(directory) == ["step-3", "step-6"]
+
+
+def test_an_argument_that_is_no_bool_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="background"):
+        BackupAndRestore(tmp_path, background=1)
+    with pytest.raises(ValueError, match="background"):
+        tfdp.checkpoint.save(model_of(1.0), tmp_path, background="yes")
+
+
+def test_a_power_cut_leaves_no_thread(gate, tmp_path):
+    gate.is_open.set()
+    with pytest.raises(PowerCut):
+        fit(arrays(**PLAIN), BackupAndRestore(tmp_path, 1), Cut(3))
+    assert not [t for t in threading.enumerate() if t.name == "tfdp-save"]
