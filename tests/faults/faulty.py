@@ -128,15 +128,13 @@ class Saves:
         self._trigger = trigger
         self._note = note
         self._checkpoint = f"{state}/checkpoint"
-        self._phase = ""
 
     def save(self, model) -> None:
         """Saves a checkpoint, and notes which one it is."""
         import tfdp
         from tfdp.checkpoint.index_file import load_index
 
-        with self._within("saving"):
-            tfdp.checkpoint.save(model, self._checkpoint)
+        tfdp.checkpoint.save(model, self._checkpoint)
         self._note("saved", load_index(self._checkpoint).token)
 
     def install(self) -> None:
@@ -148,42 +146,39 @@ class Saves:
         write_local_shards = writing.write_local_shards
         write_text = storage.write_text
         replace_index = writing.replace_index
-        save, delete = Backups.save, Backups.delete
+        prune, delete = Backups._prune, Backups.delete
 
-        def noted_save(backups, step, *args):
-            with self._within("backup"):
-                save(backups, step, *args)
-            self._note("backup", str(step))
+        def noted_prune(backups, newest):
+            self._note("backup", newest.removeprefix("step-"))
+            prune(backups, newest)
 
         def noted_delete(backups):
             self._note("deleted")
             delete(backups)
 
         def noted_write_local_shards(*args):
-            self._trigger.reach(self._phase, "files")
+            self._trigger.reach(self._phase(), "files")
             result = write_local_shards(*args)
-            self._trigger.reach(self._phase, "parts")
+            self._trigger.reach(self._phase(), "parts")
             return result
 
         def noted_write_text(path, text):
             write_text(path, text)
             if os.path.basename(path) == writing.INDEX_FILE:
-                self._trigger.reach(self._phase, "index")
+                self._trigger.reach(self._phase(), "index")
 
         def noted_replace_index(*args):
-            self._trigger.reach(self._phase, "listed")
+            self._trigger.reach(self._phase(), "listed")
             replace_index(*args)
-            self._trigger.reach(self._phase, "renamed")
+            self._trigger.reach(self._phase(), "renamed")
 
-        Backups.save, Backups.delete = noted_save, noted_delete
+        Backups._prune, Backups.delete = noted_prune, noted_delete
         writing.write_local_shards = noted_write_local_shards
         storage.write_text = noted_write_text
         writing.replace_index = noted_replace_index
 
-    @contextlib.contextmanager
-    def _within(self, phase: str):
-        self._phase = phase
-        try:
-            yield
-        finally:
-            self._phase = ""
+    @staticmethod
+    def _phase() -> str:
+        """`"backup"` on the thread that writes one, else `"saving"`."""
+        is_backup = threading.current_thread().name == "tfdp-save"
+        return "backup" if is_backup else "saving"

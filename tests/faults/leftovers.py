@@ -145,7 +145,7 @@ def _check(directory: Path) -> str:
     """Raises if a checkpoint is not whole, and returns which one it is."""
     index = load_index(str(directory))
     folder = open_storage(str(directory)).below(index.token)
-    files.verify_files(index.shards, folder)
+    files.verify_files(index.shards, folder, index.algorithm)
     return index.token
 
 

@@ -7,7 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import keras
 
@@ -39,6 +39,21 @@ _NOTHING_LOADED = "Nothing was loaded."
 _PARTLY_LOADED = (
     "Some variables may have been overwritten; restore again before you continue."
 )
+
+
+@overload
+def save(
+    model: keras.Model, directory: str | os.PathLike[str], *, background: Literal[True]
+) -> PendingSave: ...
+
+
+@overload
+def save(
+    model: keras.Model,
+    directory: str | os.PathLike[str],
+    *,
+    background: Literal[False] = False,
+) -> None: ...
 
 
 def save(
@@ -223,7 +238,9 @@ def _write_checkpoint(
         return storage, token
 
     storage, token = act("the folder", begin)
-    token = worker_group.all_gather("checkpoint.save: the folder's name", token)[0]
+    begun = [token, files.best_algorithm()]
+    answers = worker_group.all_gather("checkpoint.save: the folder's name", begun)
+    token, algorithm = answers[0][0], min(answer[1] for answer in answers)
     folder = storage.below(token)
 
     def publish() -> None:
@@ -237,6 +254,7 @@ def _write_checkpoint(
                 versions() | cpu_kernels.versions(),
                 metadata.model,
                 metadata.run,
+                algorithm,
             )
             text = to_text(index)
             from_text(text)  # an unreadable index must not replace a good one
@@ -244,7 +262,10 @@ def _write_checkpoint(
             writing.remove_old_folders(storage, keep=token)
 
     try:
-        act("the files", lambda: writing.write_local_shards(state, folder, rank))
+        act(
+            "the files",
+            lambda: writing.write_local_shards(state, folder, rank, algorithm),
+        )
         act("the index", publish)
     except (OSError, ValueError) as error:
         # An object store that timed out may still put the index, so its files stay.
@@ -275,7 +296,8 @@ def restore_state(
         index = load_index(path)
         load_plan, folder = make_plan(index), storage.below(index.token)
         reading.check_model(index, load_plan)
-        files.verify_files(reading.needed_shards(load_plan.tensors, index), folder)
+        shards = reading.needed_shards(load_plan.tensors, index)
+        files.verify_files(shards, folder, index.algorithm)
         return index, load_plan, folder
 
     index, load_plan, folder = run_on_all_workers(

@@ -266,12 +266,12 @@ class Backups:
             folder = backup.below(index.token)
             # The plan allocates arrays of the sizes in the index, so the sizes are
             # compared with those of the files first.
-            files.verify_files(index.shards, folder, contents=False)
+            files.verify_files(index.shards, folder, None)
             load_plan = make_plan(index)
             if name != f"step-{index.run['steps']}":
                 raise ValueError(f"its index is that of step {index.run['steps']}")
             shards = reading.needed_shards(load_plan.tensors, index)
-            files.verify_files(shards, folder)
+            files.verify_files(shards, folder, index.algorithm)
             found, text = (index, load_plan), f"{index.token} {load_plan.label}"
         except (IncompatibleBackup, UnknownFormat) as error:
             kind, text = _INCOMPATIBLE, str(error)

@@ -8,15 +8,18 @@ larger one: TensorFlow cannot read slices of float16 and of unsigned integers.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfdp.checkpoint.index import Extent, File, Shard, TensorMetadata
+from tfdp.checkpoint.index import CRC32, CRC32C, Extent, File, Shard, TensorMetadata
+from tfdp.checkpoint.index_file import UnknownFormat
 from tfdp.checkpoint.storage import Fetch, Storage, StoreError
 from tfdp.ground.base.files import NotRegularFile, open_regular
 from tfdp.ground.text import pluralize
@@ -57,17 +60,18 @@ def dtype_of(tensor: StateTensor) -> tf.DType:
 
 
 def verify_files(
-    shards: Iterable[Shard], folder: Storage, *, contents: bool = True
+    shards: Iterable[Shard], folder: Storage, algorithm: str | None
 ) -> None:
     """Raise if a file of a shard is missing or differs from what was written.
 
     Args:
         shards: Iterable of `Shard`.
         folder: `Storage`, the subdirectory of the checkpoint.
-        contents: Bool, whether checksums are compared too, and not only sizes.
-            Defaults to `True`.
+        algorithm: String, that of the checksums, see `best_algorithm`; or `None` to
+            compare sizes only.
 
     Raises:
+        UnknownFormat: If the package that computes the checksums is not installed.
         ValueError: If a file is wrong; names the file, the fault and the worker that
             wrote it.
         StoreError: If the object store cannot be read.
@@ -82,8 +86,8 @@ def verify_files(
                 elif found != file.num_bytes:
                     wrong = pluralize(found, "byte")
                     fault = f"has {wrong} instead of {file.num_bytes:,}"
-                elif contents:
-                    fault = _fault_of_contents(file, fetch)
+                elif algorithm is not None:
+                    fault = _fault_of_contents(file, fetch, algorithm)
                 if fault:
                     name = f"{folder.name}/{file.name}"
                     raise ValueError(
@@ -92,12 +96,13 @@ def verify_files(
                     )
 
 
-def _fault_of_contents(file: File, fetch: Fetch) -> str | None:
+def _fault_of_contents(file: File, fetch: Fetch, algorithm: str) -> str | None:
     """Return what is wrong with a file of the right size, or `None`.
 
     Args:
         file: `File`, as it was written.
         fetch: Callable, see `Fetch`.
+        algorithm: String, that of the checksum.
 
     Returns:
         String, a verb phrase such as `"is missing"`.
@@ -105,7 +110,7 @@ def _fault_of_contents(file: File, fetch: Fetch) -> str | None:
     try:
         path = os.path.join(fetch([file.name]), file.name)
         with open_regular(path) as opened:
-            if checksum(opened) != file.checksum:
+            if checksum(opened, algorithm) != file.checksum:
                 return "was altered: its checksum does not match"
     except FileNotFoundError:
         return "is missing"
@@ -118,12 +123,47 @@ def _fault_of_contents(file: File, fetch: Fetch) -> str | None:
     return None
 
 
-def checksum(file: Any) -> int:
-    """Return the CRC-32 of the rest of an open file."""
+def best_algorithm() -> str:
+    """Return the fastest algorithm of checksums that is installed.
+
+    Returns:
+        String: `CRC32C` with the package google-crc32c, else `CRC32`.
+
+    Source: https://pypi.org/project/google-crc32c
+    """
+    return CRC32 if importlib.util.find_spec("google_crc32c") is None else CRC32C
+
+
+def checksum(file: Any, algorithm: str) -> int:
+    """Return the checksum of the rest of an open file.
+
+    Args:
+        file: Binary file.
+        algorithm: String, see `best_algorithm`.
+
+    Raises:
+        UnknownFormat: If the package that computes it is not installed.
+    """
+    extend = _crc32c() if algorithm == CRC32C else _crc32
     value = 0
     while chunk := file.read(_READ_BYTES):
-        value = zlib.crc32(chunk, value)
+        value = extend(value, chunk)
     return value
+
+
+def _crc32(value: int, chunk: bytes) -> int:
+    """Continue a CRC-32 with a chunk of bytes."""
+    return zlib.crc32(chunk, value)
+
+
+def _crc32c() -> Callable[[int, bytes], int]:
+    """Return the function that continues a CRC-32C with a chunk of bytes."""
+    try:
+        return importlib.import_module("google_crc32c").extend
+    except ImportError as error:
+        raise UnknownFormat(
+            "it has checksums of CRC-32C; `pip install google-crc32c`"
+        ) from error
 
 
 def error_text(error: Exception) -> str:

@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 from tfdp.ground.text import pluralize
 
+# Names of the algorithms of checksums: zlib's, and the faster one of google-crc32c.
+CRC32, CRC32C = ALGORITHMS = ("crc32", "crc32c")
+
 
 class TensorMetadata(NamedTuple):
     """Name, shape and dtype of a tensor of the training state.
@@ -54,7 +57,7 @@ class File(NamedTuple):
     Args:
         name: String, without the directory.
         num_bytes: Int, its size.
-        checksum: Int, the CRC-32 of its bytes.
+        checksum: Int, of its bytes; the index names the algorithm.
     """
 
     name: str
@@ -90,6 +93,7 @@ class Index:
         model: String, the serialized Keras model, or `None` if it cannot be
             serialized.
         run: Metadata of the run that saved a backup, as JSON can hold it, or `None`.
+        algorithm: String, that of the files' checksums: one of `ALGORITHMS`.
     """
 
     token: str
@@ -98,6 +102,7 @@ class Index:
     versions: dict[str, str]
     model: str | None = None
     run: Any = None
+    algorithm: str = CRC32
 
     def find(self, wanted: Extent) -> list[tuple[Shard, Extent]]:
         """Find the shards that hold the elements of an extent.

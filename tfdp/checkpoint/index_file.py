@@ -13,6 +13,8 @@ from typing import Any
 
 from tfdp.checkpoint import schema
 from tfdp.checkpoint.index import (
+    ALGORITHMS,
+    CRC32,
     DTYPES,
     Extent,
     File,
@@ -36,7 +38,7 @@ _RANK = 64
 
 
 class UnknownFormat(ValueError):
-    """The index file was written by a newer version of tfdp."""
+    """The checkpoint needs a newer version of tfdp, or another package."""
 
 
 def is_folder_name(name: str) -> bool:
@@ -68,6 +70,7 @@ _CONTENT = {
     "parts": [(schema.name, schema.COUNT, (_FILE, _FILE), [_EXTENT])],
     "model": schema.optional(schema.string),
     "run?": schema.check_depth,
+    "algorithm?": set(ALGORITHMS),
 }
 
 
@@ -99,6 +102,8 @@ def to_text(index: Index) -> str:
     }
     if index.run is not None:
         content["run"] = index.run
+    if index.algorithm != CRC32:  # which is that of indexes that name none
+        content["algorithm"] = index.algorithm
     body = {"format": FORMAT, "checksum": _checksum(content), "content": content}
     return json.dumps(body)
 
@@ -131,6 +136,7 @@ def from_text(text: str) -> Index:
         versions=content["versions"],
         model=content["model"],
         run=content.get("run"),
+        algorithm=content.get("algorithm", CRC32),
     )
     check_index(index)
     return index

@@ -127,7 +127,7 @@ def _has_index(storage: Storage) -> bool:
 
 
 def write_local_shards(
-    state: Sequence[StateTensor], folder: Storage, worker: int
+    state: Sequence[StateTensor], folder: Storage, worker: int, algorithm: str
 ) -> None:
     """Write this worker's shards, and a file that lists them for worker 0.
 
@@ -135,13 +135,14 @@ def write_local_shards(
         state: Sequence of `StateTensor`.
         folder: `Storage`, the data folder.
         worker: Int, rank of this worker.
+        algorithm: String, that of checksums.
     """
     if not folder.is_folder():
         raise ValueError(
             "the folder that worker 0 created is not visible here; give a directory "
             "that all workers share"
         )
-    shards = write_shards(state, folder, worker)
+    shards = write_shards(state, folder, worker, algorithm)
     folder.write_text(_list_name(worker), json.dumps(shards))
 
 
@@ -169,12 +170,12 @@ def collect_shard_lists(folder: Storage, num_workers: int) -> tuple[Shard, ...]:
         # If the store fails, a later save removes the list with its folder.
         with contextlib.suppress(StoreError):
             folder.remove_file(name)
-    files.verify_files(shards, folder, contents=False)
+    files.verify_files(shards, folder, None)
     return tuple(shards)
 
 
 def write_shards(
-    state: Sequence[StateTensor], folder: Storage, worker: int
+    state: Sequence[StateTensor], folder: Storage, worker: int, algorithm: str
 ) -> list[Shard]:
     """Write the shards of the training state that this process owns.
 
@@ -182,6 +183,7 @@ def write_shards(
         state: Sequence of `StateTensor`.
         folder: `Storage`, the subdirectory of the checkpoint.
         worker: Int, the rank of this worker.
+        algorithm: String, that of checksums.
 
     Returns:
         List of `Shard`, written to the disk or to the object store.
@@ -208,7 +210,9 @@ def write_shards(
                     tensors=tensors,
                 )
             del tensors  # frees memory before the next shard is read
-            written = tuple(_sync(path, prefix + ending) for ending in FILE_ENDINGS)
+            written = tuple(
+                _sync(path, prefix + ending, algorithm) for ending in FILE_ENDINGS
+            )
             publish([file.name for file in written])
             shards.append(Shard(prefix, worker, written, extents))
     return shards
@@ -261,11 +265,18 @@ class _ShardReader:
             return tf.constant(values, files.dtype_of(tensor))
 
 
-def _sync(folder: str, name: str) -> File:
-    """Sync a file of a folder to the disk; return its name, size and checksum."""
+def _sync(folder: str, name: str, algorithm: str) -> File:
+    """Sync a file to the disk; return its name, size and checksum.
+
+    Args:
+        folder: String, path of its folder.
+        name: String, its name.
+        algorithm: String, that of checksums.
+    """
     with open(os.path.join(folder, name), "rb") as file:
         os.fsync(file.fileno())
-        return File(name, os.fstat(file.fileno()).st_size, files.checksum(file))
+        size = os.fstat(file.fileno()).st_size
+        return File(name, size, files.checksum(file, algorithm))
 
 
 def _list_name(worker: int) -> str:

@@ -211,8 +211,10 @@ def _range_shard(variable: Any, begin: int, segment: Segment) -> LocalShard:
 
     def read(first: int, last: int) -> np.ndarray:
         """Return elements of the segment, counted from the segment's first."""
-        # A gather copies only these elements. After `write` has assigned a slice,
-        # TensorFlow copies the whole variable on every read.
+        if not getattr(variable, "had_slice_assigned", False):
+            return _compat.elements_of(variable, begin + first, begin + last)
+        # After `write` has assigned a slice, TensorFlow copies the whole variable on
+        # every read. A gather copies only these elements, though one by one.
         with tf.device(variable.device):
             places = tf.range(begin + first, begin + last, dtype=tf.int64)
             return tf.gather(variable, places).numpy()
@@ -220,5 +222,6 @@ def _range_shard(variable: Any, begin: int, segment: Segment) -> LocalShard:
     def write(values: Any) -> None:
         """Assign all elements of the segment, a flat array."""
         variable[begin : begin + size].assign(values)
+        variable.had_slice_assigned = True
 
     return LocalShard(segment.start, segment.stop, lambda: read(0, size), write, read)

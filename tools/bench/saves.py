@@ -1,0 +1,97 @@
+"""Pause of a save, and steps while a save is written: tfdp and PyTorch's DCP."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tfdp.launch.bench.machine import torch_version
+from tools.bench.report import Arguments, Figure, Report
+
+FOLDER = Path(__file__).parent
+DEADLINE_SECONDS = 600.0
+# Width and number of dense layers, by millions of parameters; three float32 of each are
+# saved: the weight and both slots of Adam.
+SIZES = {20: (1826, 6), 100: (4082, 6)}
+MOST_PAUSE, MOST_STEP = 1.5, 1.03
+
+
+def run(args: Arguments) -> None:
+    """Measure two workers that each save half of the state, whole and sharded."""
+    torch = torch_version(args.torch_python)
+    setting = {
+        "benchmark": "saves of two workers, medians of worker 0",
+        "model": "6 dense layers with Adam",
+        "torch": torch or "none",
+    }
+    report = Report(args, setting)
+    ours = [sys.executable, "-m", "tfdp", "run", "-n", "2", "saves_worker.py"]
+    for millions, (units, layers) in SIZES.items():
+        size = [str(units), str(layers), str(args.blocks)]
+        for kind in ("whole", "sharded"):
+            name = f"{millions} million, {kind}"
+            _add_ours(report, name, _measure([*ours, *size, kind]))
+        if torch:
+            launcher = [args.torch_python, "-m", "torch.distributed.run"]
+            theirs = [*launcher, "--nproc-per-node=2", "saves_torch_worker.py"]
+            for kind in ("thread", "process"):
+                found = _measure([*theirs, *size, kind])
+                _add_theirs(report, f"{millions} million, DCP by a {kind}", found)
+    report.finish()
+
+
+def _add_ours(report: Report, name: str, found: dict[str, list[float]]) -> None:
+    """Report what a worker of tfdp has measured, in seconds."""
+    copy, pause, foreground, step, saving = (
+        statistics.median(found[key])
+        for key in ("copy", "pause", "foreground", "step", "step_while_saving")
+    )
+    note = f"copy {1e3 * copy:.0f} ms, pause {1e3 * pause:.0f} ms"
+    ratio = round(pause / copy, 2)
+    report.add(Figure(f"pause in copies, {name}", ratio, at_most=MOST_PAUSE, note=note))
+    note = f"{1e3 * foreground:.0f} ms"
+    ratio = round(foreground / copy, 1)
+    report.add(Figure(f"save in the foreground in copies, {name}", ratio, note=note))
+    ratio = round(saving / step, 3)
+    note = f"step {1e3 * step:.0f} ms"
+    report.add(
+        Figure(f"step while it saves, {name}", ratio, at_most=MOST_STEP, note=note)
+    )
+
+
+def _add_theirs(report: Report, name: str, found: dict[str, list[float]]) -> None:
+    """Report what a worker of PyTorch has measured, in seconds."""
+    pause, step, saving = (
+        statistics.median(found[key]) for key in ("pause", "step", "step_while_saving")
+    )
+    copy = statistics.median(found["copy"])
+    note = f"copy {1e3 * copy:.0f} ms, pause {1e3 * pause:.0f} ms"
+    report.add(Figure(f"pause in copies, {name}", round(pause / copy, 2), note=note))
+    note = f"step {1e3 * step:.0f} ms"
+    report.add(
+        Figure(f"step while it saves, {name}", round(saving / step, 3), note=note)
+    )
+
+
+def _measure(command: list[str]) -> dict[str, list[float]]:
+    """Run a command with a script of this folder; return what its worker 0 prints."""
+    place = next(i for i, word in enumerate(command) if word.endswith("_worker.py"))
+    command = [*command[:place], str(FOLDER / command[place]), *command[place + 1 :]]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(FOLDER.parents[1])},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_SECONDS,
+        )
+    lines = [line for line in done.stdout.splitlines() if "seconds: {" in line]
+    if not lines:
+        raise RuntimeError(f"No worker has measured: {done.stdout}{done.stderr}")
+    return json.loads(lines[-1].partition("seconds: ")[2])

@@ -1,0 +1,75 @@
+"""Script of the benchmark `saves`: saves between steps, and steps during a save."""
+
+import json
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import tfdp
+
+UNITS, LAYERS, BLOCKS = map(int, sys.argv[1:4])
+# Steps of a block; in every second block a save is under way at each step.
+STEPS = 6
+
+tf.config.threading.set_intra_op_parallelism_threads(1)
+strategy = tfdp.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    layers = [keras.layers.Dense(UNITS) for _ in range(LAYERS)]
+    model = keras.Sequential([keras.Input((UNITS,)), *layers])
+    model.compile("adam", "mse")
+x = np.ones((64, UNITS), "float32")
+callbacks = [tfdp.callbacks.ShardedOptimizer()] if sys.argv[4] == "sharded" else []
+model.fit(x, x, batch_size=64, epochs=2, verbose=0, callbacks=callbacks)
+seconds: dict[str, list[float]] = {"step": [], "step_while_saving": []}
+
+
+class Saver(keras.callbacks.Callback):
+    """Takes the time of each step; saves again and again in every second epoch."""
+
+    def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
+        self.saves = epoch % 2 == 1
+        if self.saves:
+            self.pending = tfdp.checkpoint.save(model, "saved", background=True)
+
+    def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
+        self.begin = time.perf_counter()
+
+    def on_train_batch_end(self, batch: int, logs: dict | None = None) -> None:
+        took = time.perf_counter() - self.begin
+        if not self.saves:
+            seconds["step"].append(took)
+        elif not self.pending.is_done:
+            seconds["step_while_saving"].append(took)
+
+    def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
+        if self.saves:
+            self.pending.wait()
+
+
+def timed(name: str, action) -> None:
+    """Keep the time of an action under a name."""
+    begin = time.perf_counter()
+    action()
+    seconds.setdefault(name, []).append(time.perf_counter() - begin)
+
+
+model.fit(
+    np.repeat(x, STEPS, axis=0),
+    np.repeat(x, STEPS, axis=0),
+    batch_size=64,
+    epochs=2 * BLOCKS,
+    verbose=0,
+    callbacks=[Saver()],
+)
+half = 3 * model.count_params() // 2
+source, target = np.ones(half, "float32"), np.zeros(half, "float32")
+for _ in range(BLOCKS):
+    timed("copy", lambda: np.copyto(target, source))
+    timed("foreground", lambda: tfdp.checkpoint.save(model, "saved"))
+    timed("pause", lambda: tfdp.checkpoint.save(model, "saved", background=True))
+    timed("rest", lambda: tfdp.checkpoint.save(model, "other"))
+if strategy.extended.worker_group.rank == 0:
+    print("seconds:", json.dumps(seconds), flush=True)
