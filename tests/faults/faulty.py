@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from tests.faults.plan import Fault, JobPlan, Setting
+from tests.harness.timing import wait_until
 
 BUSY_SECONDS = 30.0
 # Longer than the others may take to hear of a death.
@@ -73,6 +74,8 @@ class Trigger:
 def _let_happen(fault: Fault, setting: Setting) -> None:
     if fault.leaves_child:
         _leave_child()
+    if fault.kind == "damage":
+        _await_backup(fault.step, setting)
     if fault.kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[fault.kind])
     if fault.kind == "pause":
@@ -88,6 +91,15 @@ def _let_happen(fault: Fault, setting: Setting) -> None:
         for command in setting.cut_commands:
             subprocess.run(command, check=True)
     time.sleep(fault.seconds)
+
+
+def _await_backup(step: int, setting: Setting) -> None:
+    """Waits until what was saved before a step is complete: the next life needs it."""
+    from tests.faults.worker import SAVE_FREQ
+
+    last = (step - 1) // SAVE_FREQ * SAVE_FREQ
+    index = Path(setting.state, "backup", f"step-{last}", "index.json")
+    wait_until(index.exists, str(index))
 
 
 def _leave_child() -> None:
