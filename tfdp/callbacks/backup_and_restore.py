@@ -194,8 +194,7 @@ class BackupAndRestore(StrategyCallback):
         ask_every = LOCAL_STEPS.batches_between_meetings(self.model, is_delayed=False)
         asks = ask_every and self._total // ask_every > before // ask_every
         if asks and self._watch.is_given(self._total):
-            self._save(self._epoch, batch + 1, logs)
-            self._exit()
+            self._save_and_exit(self._epoch, batch + 1, logs)
         every = self.save_freq
         if isinstance(every, int) and self._total // every > before // every:
             self._save(self._epoch, batch + 1, logs)
@@ -203,10 +202,10 @@ class BackupAndRestore(StrategyCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save if a backup is due, or on a preemption notice."""
         is_preempted = self._watch.is_given(self._total, must_ask=True)
-        if is_preempted or self.save_freq == "epoch":
-            self._save(epoch + 1, 0, {})
         if is_preempted:
-            self._exit()
+            self._save_and_exit(epoch + 1, 0, {})
+        if self.save_freq == "epoch":
+            self._save(epoch + 1, 0, {})
 
     def on_train_end(self, logs: Any = None) -> None:
         """Delete the backups, unless the user keeps them.
@@ -256,8 +255,13 @@ class BackupAndRestore(StrategyCallback):
             return self.directory
         return f"{self.directory.rstrip('/')}/island-{island.index}"
 
-    def _exit(self) -> None:
-        """Print that training was saved on a preemption notice, and exit."""
+    def _save_and_exit(self, epoch: int, batches: int, logs: Any) -> None:
+        """Add a backup on a preemption notice, print that, and exit.
+
+        The arguments are those of `_save`.
+        """
+        self._backups.close()  # an earlier failure must not prevent this backup
+        self._save(epoch, batches, logs)
         self._backups.finish()
         self._notice.is_answered = True
         self._say(

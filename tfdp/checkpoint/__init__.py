@@ -3,6 +3,7 @@
 A save goes through these files from top to bottom, a restore from `api` to `reader`:
 
 - `api`: `save` and `restore`, called on all workers together.
+- `background`: copies of the state, which are written while training goes on.
 - `on_all_workers`: actions that succeed on all workers or fail on all.
 - `training_state`: tensors of checkpoints and backups; load plans for both.
 - `model_state`: weights and optimizers as named state tensors.
@@ -25,16 +26,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdp.checkpoint.api import restore, save
+    from tfdp.checkpoint.api import PendingSave, restore, save
 
-__all__ = ["restore", "save"]
+__all__ = ["PendingSave", "restore", "save"]
 
 
 # A type checker that sees `__getattr__` accepts any attribute of the package.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Import `save` and `restore` at their first use."""
+        """Import the public names at their first use."""
         # `api` imports TensorFlow, and the command line reads indexes without it.
         if name in __all__:
             return getattr(importlib.import_module("tfdp.checkpoint.api"), name)

@@ -15,7 +15,7 @@ from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.accumulated_gradients import redistribute_accumulated_gradients
-from tfdp.checkpoint.background import PendingSave, Write, background_saves
+from tfdp.checkpoint.background import PendingSave, Read, Write, background_saves
 from tfdp.checkpoint.index import Index, TensorMetadata
 from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
 from tfdp.checkpoint.model_state import model_state
@@ -71,7 +71,8 @@ def save(
             URL such as `"s3://bucket/run/latest"`.
         background: Bool, whether to return after each worker has copied its part of the
             state in memory, and to write the copy while training goes on. A failure is
-            raised by `PendingSave.wait`, or else by the next save. Defaults to `False`.
+            raised by `PendingSave.wait`, or else by the next `save` or `restore`; at
+            the end of the script it is printed. Defaults to `False`.
 
     Returns:
         `PendingSave` if `background` is true, else `None`.
@@ -161,7 +162,7 @@ def save_state(
     serialize: Callable[[], str | None] = lambda: None,
     prepare: Callable[[], None] = lambda: None,
     run: Any = None,
-    start: Callable[[Write, Sequence[StateTensor]], Any] | None = None,
+    start: Callable[[Write, Sequence[StateTensor], Any], Any] | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> Any:
     """Write state tensors, and the model as a string, into a directory.
@@ -190,15 +191,15 @@ def save_state(
     model = serialize() if worker_group.is_chief else None
     metadata = _Metadata(os.fspath(directory), entries, model, run)
 
-    def write(state: Sequence[StateTensor], worker_group: Any) -> None:
+    def write(read: Read, worker_group: Any) -> None:
         """Write the state, and remove what it replaces; see `Write`."""
-        _write_checkpoint(metadata, state, worker_group)
+        _write_checkpoint(metadata, read, worker_group)
         if worker_group.is_chief:
             after()
 
     if start is not None:
-        return start(write, state)
-    return write(state, worker_group)
+        return start(write, state, worker_group)
+    return write(lambda: state, worker_group)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,14 +219,12 @@ class _Metadata:
     run: Any
 
 
-def _write_checkpoint(
-    metadata: _Metadata, state: Sequence[StateTensor], worker_group: Any
-) -> None:
+def _write_checkpoint(metadata: _Metadata, read: Read, worker_group: Any) -> None:
     """Write the files of a checkpoint, and then its index.
 
     Args:
         metadata: `_Metadata`.
-        state: Sequence of `StateTensor`.
+        read: Callable, see `Read`.
         worker_group: `WorkerGroup` between the workers.
     """
     path, rank = metadata.path, worker_group.rank
@@ -264,7 +263,7 @@ def _write_checkpoint(
     try:
         act(
             "the files",
-            lambda: writing.write_local_shards(state, folder, rank, algorithm),
+            lambda: writing.write_local_shards(read(), folder, rank, algorithm),
         )
         act("the index", publish)
     except (OSError, ValueError) as error:

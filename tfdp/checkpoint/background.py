@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -18,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from tfdp.checkpoint import files
-from tfdp.ground import forks, user_code
+from tfdp.ground import _compat, forks, user_code
+from tfdp.ground.base import process_identity
 from tfdp.ground.base.memory import free_bytes
 from tfdp.ground.base.threads import run_on_thread
 from tfdp.training.sharding.state_tensors import StateTensor
 
 _log = logging.getLogger("tfdp")
-# Part of the free memory that a copy may take.
+# Part of a host's free memory that the copies of all its workers may take.
 _MEMORY_SHARE = 0.5
 # Alignment of a shard in the copy, in bytes: a cache line.
 _ALIGNMENT = 64
@@ -32,8 +34,11 @@ _ALIGNMENT = 64
 _NICENESS = 19
 # Shorter waits of a save for the one before are not reported.
 _LEAST_REPORTED_SECONDS = 1.0
-# Function that writes state tensors together with the other workers of a `WorkerGroup`.
-Write = Callable[[Sequence[StateTensor], Any], None]
+# Function that returns the state tensors to write, or raises why there are none.
+Read = Callable[[], Sequence[StateTensor]]
+# Function that writes the state that a `Read` returns, together with the other workers
+# of a `WorkerGroup`.
+Write = Callable[[Read, Any], None]
 
 
 class PendingSave:
@@ -41,8 +46,8 @@ class PendingSave:
 
     Args:
         future: `Future` of the save.
-        guard: Callable that returns a context for waits, which replaces the error of a
-            lost worker by one that names it. Defaults to one that does nothing.
+        guard: Callable that returns a context, which replaces the error of a lost
+            worker by one that names it. Defaults to one that does nothing.
 
     Example:
 
@@ -59,31 +64,43 @@ class PendingSave:
     ) -> None:
         self._future = future
         self._guard = guard
+        self._owner = forks.Owner()
         self._is_raised = False
 
     @property
     def is_done(self) -> bool:
-        """Bool, whether the save has ended, with or without an error."""
+        """Bool, whether the save has ended on this worker, with or without an error."""
         return self._future.done()
 
     def wait(self) -> None:
-        """Wait until the checkpoint is complete.
+        """Wait until the checkpoint is complete. All workers call it together.
 
         Raises:
             ValueError: On every worker, if the directory cannot hold a checkpoint.
             OSError: On every worker, if one of them could not write. The earlier
                 checkpoint is intact.
         """
-        with self._guard():
-            try:
-                self._future.result()
-            except Exception:
-                self._is_raised = True
-                raise
+        self._owner.check("PendingSave.wait")
+        error = self._future.exception()
+        if error is None:
+            return
+        self._is_raised = True
+        # Errors of these types are those of all workers.
+        is_common = type(error) in (OSError, ValueError)
+        with contextlib.nullcontext() if is_common else self._guard():
+            raise error
+
+    def settle(self) -> None:
+        """Wait until the save has ended; raise no error."""
+        if self._owner.is_current:
+            concurrent.futures.wait([self._future])
 
     def finish(self) -> None:
-        """Wait as `wait` does, but do not raise an error that it has raised before."""
-        if not self._is_raised:
+        """Wait as `wait` does, but do not raise an error that it has raised before.
+
+        In a forked process it returns at once.
+        """
+        if self._owner.is_current and not self._is_raised:
             self.wait()
 
 
@@ -102,107 +119,164 @@ class BackgroundSaves:
         self._buffer = np.empty(0, "uint8")
         self._pending: PendingSave | None = None
 
-    def start(self, write: Write, state: Sequence[StateTensor]) -> PendingSave:
+    def start(
+        self, write: Write, state: Sequence[StateTensor], worker_group: Any
+    ) -> PendingSave:
         """Copy this worker's part of the state, and write the copy on a thread.
 
-        Without memory for the copy, the state is written before this returns.
+        If a worker lacks the memory for its copy, all write before this returns.
 
         Args:
             write: Callable, see `Write`.
             state: Sequence of `StateTensor`.
+            worker_group: `WorkerGroup` of these saves.
 
         Returns:
-            `PendingSave`, which also has the error of a save that is over.
+            `PendingSave`.
 
         Raises:
             OSError: If the save before has failed, and no call has raised this yet.
         """
-        self._wait_for_previous()
-        copied = self._copy(state)
-        if copied is not None:
-            future = run_on_thread("tfdp-save", _write_idly, write, copied, self._group)
+        self._wait_for_previous(worker_group.is_chief)
+        if self._has_memory(state, worker_group):
+            read = self._copy(state)
+            future = run_on_thread("tfdp-save", _write_idly, write, read, self._group)
         else:
-            # Its error is raised when the other workers raise it: after the next steps.
-            future = _done(write, state, self._group)
-        self._pending = PendingSave(future, self._guard)
-        _unfinished.add(self._pending)
-        forks.at_exit(_finish_all)
-        return self._pending
+            write(lambda: state, worker_group)
+            future = Future()
+            future.set_result(None)
+        pending = self._pending = PendingSave(future, self._guard)
+        _unfinished.add(pending)
+        return pending
 
     def finish(self) -> None:
-        """Wait for the save that is under way.
+        """Wait for the save that is under way, and free the memory of its copy.
+
+        Saves of other groups may write the same directory, so they are waited for too.
 
         Raises:
             OSError: As for `start`.
         """
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            _unfinished.discard(pending)
-            pending.finish()
-
-    def release(self) -> None:
-        """Free the memory of the copy, once no save is under way."""
+        for other in list(_unfinished):
+            other.settle()
+        self._wait()
         self._buffer = np.empty(0, "uint8")
 
-    def _wait_for_previous(self) -> None:
-        """Wait for the save that is under way; report the first long wait."""
+    def _wait(self) -> None:
+        """Wait for the save that is under way, and raise its error."""
+        pending = self._pending
+        if pending is None:
+            return
+        self._group.warns = True
+        try:
+            pending.finish()
+        except Exception:
+            self._forget(pending)
+            raise
+        finally:
+            self._group.warns = False
+        self._forget(pending)  # an interrupted wait leaves it under way
+
+    def _forget(self, pending: PendingSave) -> None:
+        """Forget a save that has ended."""
+        self._pending = None
+        _unfinished.discard(pending)
+
+    def _wait_for_previous(self, reports: bool) -> None:
+        """Wait for the save that is under way, and report the first long wait.
+
+        Args:
+            reports: Bool, whether this worker reports it.
+        """
         begin = time.monotonic()
-        self.finish()
+        self._wait()
         waited = time.monotonic() - begin
-        if waited > _LEAST_REPORTED_SECONDS and user_code.is_new("slow", self):
+        is_long = reports and waited > _LEAST_REPORTED_SECONDS
+        if is_long and user_code.is_new("slow", self):
             _log.warning(
                 "tfdp: a save waited %.0f s for the one before: writing takes longer "
                 "than the time between two saves. Save less often.",
                 waited,
             )
 
-    def _copy(self, state: Sequence[StateTensor]) -> list[StateTensor] | None:
-        """Return a copy of the state, or `None` without memory for it; say so once."""
-        needed, free = _num_bytes(state), free_bytes()
-        if needed <= max(self._buffer.size, _MEMORY_SHARE * free):
-            with contextlib.suppress(MemoryError):  # a limit of this process
-                copied, self._buffer = copy_to_host(state, self._buffer)
-                return copied
-        if user_code.is_new("memory", self):
-            _log.warning(
-                "tfdp: training waits for each save: a copy of this worker's state has "
-                "%.0f MB, and %.0f MB are free.",
-                needed / 1e6,
-                free / 1e6,
-            )
-        return None
+    def _has_memory(self, state: Sequence[StateTensor], worker_group: Any) -> bool:
+        """Return whether all hosts have memory for the copies of their workers.
+
+        Args:
+            state: Sequence of `StateTensor`.
+            worker_group: `WorkerGroup` of these saves.
+        """
+        missing = max(_num_bytes(state) - self._buffer.size, 0)
+        own = [process_identity.machine(), missing, free_bytes()]
+        answers = worker_group.all_gather("checkpoint: memory for a copy", own)
+        for host, _, free in answers:
+            needed = sum(answer[1] for answer in answers if answer[0] == host)
+            if needed > _MEMORY_SHARE * free:
+                if worker_group.is_chief and user_code.is_new("memory", self):
+                    _log.warning(
+                        "tfdp: training waits for each save: copies of the state of "
+                        "all workers of a host take %.0f MB, and %.0f MB are free.",
+                        needed / 1e6,
+                        free / 1e6,
+                    )
+                return False
+        return True
+
+    def _copy(self, state: Sequence[StateTensor]) -> Read:
+        """Copy the state; return a function that returns the copy, or raises why not.
+
+        An error of the copy is raised where the other workers receive it.
+        """
+        error: Exception | None = None
+        copied: list[StateTensor] = []
+        try:
+            needed = _num_bytes(state)
+            if self._buffer.size < needed:
+                self._buffer = np.empty(0, "uint8")  # before the new one is allocated
+                self._buffer = np.empty(needed, "uint8")
+            copied = copy_to_host(state, self._buffer)
+        except Exception as caught:  # noqa: BLE001 any failure ends the save of all
+            error = caught
+
+        def read() -> list[StateTensor]:
+            """Return the copy, or raise the error."""
+            if error is not None:
+                raise error
+            return copied
+
+        return read
 
 
-# By worker group; and the saves that the end of the script waits for.
-_all: weakref.WeakKeyDictionary[Any, BackgroundSaves] = weakref.WeakKeyDictionary()
+# Saves of each group of workers.
+_saves_by_group: weakref.WeakKeyDictionary[Any, BackgroundSaves]
+_saves_by_group = weakref.WeakKeyDictionary()
+# Saves that no call has waited for yet.
 _unfinished: set[PendingSave] = set()
 
 
 def background_saves(worker_group: Any) -> BackgroundSaves:
     """Return the `BackgroundSaves` of a group, made at the first call."""
-    if worker_group not in _all:
-        _all[worker_group] = BackgroundSaves(worker_group)
-    return _all[worker_group]
+    if worker_group not in _saves_by_group:
+        _saves_by_group[worker_group] = BackgroundSaves(worker_group)
+    return _saves_by_group[worker_group]
 
 
 @forks.in_forks
-def _forget() -> None:
+def _forget_all() -> None:
     """Forget all saves in a forked process, which does not have their threads."""
-    _all.clear()
+    _saves_by_group.clear()
     _unfinished.clear()
 
 
-def copy_to_host(
-    state: Sequence[StateTensor], buffer: np.ndarray
-) -> tuple[list[StateTensor], np.ndarray]:
+def copy_to_host(state: Sequence[StateTensor], buffer: np.ndarray) -> list[StateTensor]:
     """Copy the shards that this process owns into one array.
 
     Args:
         state: Sequence of `StateTensor`.
-        buffer: Array of bytes, which is used if it is large enough.
+        buffer: Array of bytes, with room for all.
 
     Returns:
-        Tuple of the tensors, whose owned shards are parts of the copy, and the array.
+        List of `StateTensor`, whose owned shards are parts of the array.
 
     Example:
 
@@ -210,28 +284,25 @@ def copy_to_host(
     >>> weights = np.ones(3, "float32")
     >>> shard = LocalShard(0, 3, lambda: weights, weights.put)
     >>> state = [StateTensor("weights", (3,), "float32", (shard,), (shard,))]
-    >>> copied, buffer = copy_to_host(state, np.empty(0, "uint8"))
+    >>> copied = copy_to_host(state, np.empty(64, "uint8"))
     >>> weights[:] = 2
     >>> copied[0].owned_shards[0].read()
     array([1., 1., 1.], dtype=float32)
     """
-    needed = _num_bytes(state)
-    if buffer.size < needed:
-        del buffer  # frees its memory before the new one is allocated
-        buffer = np.empty(needed, "uint8")
     offset, copied = 0, []
     for tensor in state:
-        shards = []
+        dtype, shards = files.dtype_of(tensor), []
         for shard in tensor.owned_shards:
-            size = (shard.stop - shard.start) * files.dtype_of(tensor).size
-            part = buffer[offset : offset + size]
-            part = part.view(files.dtype_of(tensor).as_numpy_dtype)
-            np.copyto(part, np.asarray(shard.read()).reshape(-1))
+            size = (shard.stop - shard.start) * dtype.size
+            part = buffer[offset : offset + size].view(dtype.as_numpy_dtype)
+            files.check_shape(tensor, shard, values := np.asarray(shard.read()))
+            np.copyto(part, values)
             read = functools.partial(np.asarray, part)
             shards.append(dataclasses.replace(shard, read=read, read_range=None))
             offset += _aligned(size)
-        copied.append(dataclasses.replace(tensor, owned_shards=tuple(shards)))
-    return copied, buffer
+        owned = tuple(shards)
+        copied.append(dataclasses.replace(tensor, owned_shards=owned, local_shards=()))
+    return copied
 
 
 def _num_bytes(state: Sequence[StateTensor]) -> int:
@@ -248,24 +319,21 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _write_idly(write: Write, state: Sequence[StateTensor], group: Any) -> None:
-    """Write with the processor time that training leaves; arguments as for `start`."""
+def _write_idly(write: Write, read: Read, group: Any) -> None:
+    """Write with the processor time that training leaves.
+
+    Args:
+        write: Callable, see `Write`.
+        read: Callable, see `Read`.
+        group: `WorkerGroup` for this thread.
+    """
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-    write(state, group)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    write(read, group)
 
 
-def _done(write: Write, state: Sequence[StateTensor], group: Any) -> Future[None]:
-    """Return a future with the result of writing; arguments as for `start`."""
-    future: Future[None] = Future()
-    try:
-        write(state, group)
-        future.set_result(None)
-    except Exception as error:  # noqa: BLE001 the future raises it
-        future.set_exception(error)
-    return future
-
-
+@_compat.before_threads_end
 def _finish_all() -> None:
     """Wait for all saves when the script ends, and print the error of one."""
     for pending in list(_unfinished):

@@ -24,6 +24,7 @@ from tfdp.checkpoint.on_all_workers import run_on_all_workers, storage_timeout
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.storage import Storage, StoreError
 from tfdp.checkpoint.writer import remove_checkpoint
+from tfdp.communication.coordination.watch import WorkerLost
 from tfdp.ground import user_code
 from tfdp.ground.base.temporary import temporary_name
 from tfdp.training.sharding.state_tensors import StateTensor
@@ -57,7 +58,8 @@ class Backups:
         self.directory = directory
         self._keep = keep
         self._worker_group = worker_group
-        self._saves = background_saves(worker_group) if background else None
+        self._saves = background_saves(worker_group)
+        self._background = background
 
     @functools.cached_property
     def _storage(self) -> Storage:
@@ -72,6 +74,7 @@ class Backups:
                 worker does not see it.
             OSError: On every worker, if the directory cannot be written.
         """
+        self.finish()
         run_together = functools.partial(
             run_on_all_workers,
             self._worker_group,
@@ -132,25 +135,25 @@ class Backups:
             self._worker_group,
             serialize,
             run=run,
-            start=None if self._saves is None else self._saves.start,
+            start=self._saves.start if self._background else None,
             after=functools.partial(self._prune, backup.name),
         )
 
     def finish(self) -> None:
-        """Wait for the backup that is under way, and free the memory of its copy.
+        """Wait for the save that is under way, and free the memory of its copy.
 
         Raises:
             OSError: On every worker, if one could not write it.
         """
-        if self._saves is not None:
-            self._saves.finish()
-            self._saves.release()
+        self._saves.finish()
 
     def close(self) -> None:
-        """Finish the backup that is under way when `fit` raises; print its error."""
+        """Finish the save that is under way; print its error."""
         try:
             self.finish()
-        except Exception as error:  # noqa: BLE001 `fit` raises another one
+        except WorkerLost:
+            pass  # the next call of the other workers raises it
+        except Exception as error:  # noqa: BLE001 the caller has another error
             print(f"tfdp: {error}", file=sys.stderr, flush=True)
 
     def find_newest(

@@ -9,13 +9,13 @@ larger one: TensorFlow cannot read slices of float16 and of unsigned integers.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfdp.checkpoint.index import CRC32, CRC32C, Extent, File, Shard, TensorMetadata
@@ -23,7 +23,7 @@ from tfdp.checkpoint.index_file import UnknownFormat
 from tfdp.checkpoint.storage import Fetch, Storage, StoreError
 from tfdp.ground.base.files import NotRegularFile, open_regular
 from tfdp.ground.text import pluralize
-from tfdp.training.sharding.state_tensors import StateTensor
+from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 # Largest sizes in bytes of a shard, and of a chunk of elements in it. Writing and
 # reading need memory for one shard, for TensorFlow's buffer of 8 MB and for a copy of a
@@ -57,6 +57,21 @@ def tensor_key(name: str, extent: Extent) -> str:
 def dtype_of(tensor: StateTensor) -> tf.DType:
     """Return the TensorFlow dtype of a state tensor."""
     return tf.as_dtype(tensor.dtype)
+
+
+def check_shape(tensor: StateTensor, shard: LocalShard, values: np.ndarray) -> None:
+    """Raise if the values that were read of a shard have a wrong shape.
+
+    Args:
+        tensor: `StateTensor` of the shard.
+        shard: `LocalShard`.
+        values: Array.
+    """
+    if values.shape != (shard.stop - shard.start,):
+        raise ValueError(
+            f"A piece of {tensor.name!r} must have the shape "
+            f"({shard.stop - shard.start},). Received: shape={values.shape}"
+        )
 
 
 def verify_files(
@@ -131,7 +146,12 @@ def best_algorithm() -> str:
 
     Source: https://pypi.org/project/google-crc32c
     """
-    return CRC32 if importlib.util.find_spec("google_crc32c") is None else CRC32C
+    try:
+        package = importlib.import_module("google_crc32c")
+    except ImportError:
+        return CRC32
+    # Its substitute in Python is slow, and would stop training.
+    return CRC32C if package.implementation == "c" else CRC32
 
 
 def checksum(file: Any, algorithm: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,9 @@ from tfdp.ground.base.context import strategy_of
 # Least timeout in seconds for reads and writes of files. The timeout of a worker group
 # is meant for messages; a slow disk or store may take longer.
 _STORAGE_SECONDS = 3600.0
-# Group of all models without a strategy.
-_ALONE = WorkerGroup(0, 1)
+# Groups of models without a strategy.
+_alone: weakref.WeakKeyDictionary[keras.Model, WorkerGroup]
+_alone = weakref.WeakKeyDictionary()
 
 
 def run_on_all_workers(
@@ -75,4 +77,6 @@ def storage_timeout(worker_group: Any) -> float | None:
 def worker_group_of(model: keras.Model) -> WorkerGroup:
     """Return the worker group of a model's strategy; of one worker without any."""
     strategy = strategy_of(model)
-    return _ALONE if strategy is None else strategy.extended.worker_group
+    if strategy is None:
+        return _alone.setdefault(model, WorkerGroup(0, 1))
+    return strategy.extended.worker_group

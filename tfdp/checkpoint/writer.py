@@ -252,12 +252,7 @@ class _ShardReader:
         if local is not self._local_shard:
             self._values = None  # frees the old shard before the next one is read
             self._values = np.asarray(local.read())
-            if self._values.shape != (local.stop - local.start,):
-                raise ValueError(
-                    f"A piece of {tensor.name!r} must have the shape "
-                    f"({local.stop - local.start},). "
-                    f"Received: shape={self._values.shape}"
-                )
+            files.check_shape(tensor, local, self._values)
             self._local_shard = local
         offset = local.start
         values = self._values[extent.start - offset : extent.stop - offset]

@@ -56,7 +56,8 @@ class WorkerGroup:
         self._store = store
         self._prefix = self.new_prefix()
         self._progress = progress
-        self._warns = True
+        # Whether long waits are reported.
+        self.warns = True
         # Number of all-gathers that this worker has begun.
         self.num_calls = 0
         self.owner = forks.Owner()
@@ -89,13 +90,14 @@ class WorkerGroup:
     def beside(self) -> WorkerGroup:
         """Return a group of the same workers for calls on one thread beside the main.
 
-        Its calls have an order of their own. They neither count as this worker's
-        progress nor warn of a long wait. All workers must call this in the same order.
+        Its calls have an order of their own, and do not count as this worker's
+        progress. It does not warn of long waits unless `warns` is set: the main thread
+        may have something else to do. All workers must call this in the same order.
         """
         group = WorkerGroup(
             self.rank, self.num_workers, self.timeout_seconds, self._store
         )
-        group._progress, group._warns = ProgressRecorder(), False
+        group._progress, group.warns = ProgressRecorder(), False
         group.check = self.check_beside
         return group
 
@@ -196,7 +198,7 @@ class WorkerGroup:
             if is_over and missing:
                 gathering.abandon()
                 raise TimeoutError(self._timeout_message(topic, missing, limit))
-            if self._warns and waited >= _WARN_AFTER_SECONDS and missing:
+            if self.warns and waited >= _WARN_AFTER_SECONDS and missing:
                 self._warn_of_wait(gathering.key, missing, topic)
             try:
                 for rank in missing:

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -166,3 +167,20 @@ def profile_of(serialized: bytes) -> Any:
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     return xplane_pb2.XSpace.FromString(serialized)
+
+
+def before_threads_end(function: Callable[[], None]) -> Callable[[], None]:
+    """Call a function when the script has ended, while threads can still be started.
+
+    Functions of `atexit` are called later. From Python 3.12 on, no thread can be
+    started then, and pools of threads take no work. No public function is called
+    earlier. Checked on Python 3.10 to 3.13.
+
+    Args:
+        function: Callable; forked processes call it too.
+
+    Returns:
+        The function.
+    """
+    threading._register_atexit(function)  # type: ignore[attr-defined]
+    return function

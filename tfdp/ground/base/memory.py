@@ -7,19 +7,35 @@ from pathlib import Path
 
 import psutil
 
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
 # Folder of the memory limit of a container (cgroup v2).
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes() -> int:
-    """Return the free bytes of the host, or below its limit those of the container.
+    """Return the free bytes of the host, or below a limit of container or process.
 
     Example:
 
     >>> free_bytes() > 0
     True
     """
-    return int(min(psutil.virtual_memory().available, _free_in_container()))
+    available = psutil.virtual_memory().available
+    return int(min(available, _free_in_container(), _free_of_process()))
+
+
+def _free_of_process() -> float:
+    """Return the free bytes below this process's own limit, infinity without one."""
+    if resource is None:
+        return float("inf")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return float("inf")
+    return max(limit - psutil.Process().memory_info().vms, 0)
 
 
 def _free_in_container() -> float:
