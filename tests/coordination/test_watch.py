@@ -27,6 +27,7 @@ from tfdp.communication.coordination.clock import ProcessClock
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.communication.coordination.progress import ProgressRecorder, WorkerProgress
 from tfdp.communication.coordination.watch import failure_detector as module
+from tfdp.communication.coordination.watch import recorder as recorder_module
 from tfdp.communication.coordination.watch import watchdog as watchdog_module
 from tfdp.communication.coordination.watch.errors import (
     WorkerFailure,
@@ -69,6 +70,13 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         monkeypatch.setattr(module.clock, "now", lambda: self.now)
+
+
+@pytest.fixture(autouse=True)
+def records(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> pathlib.Path:
+    """The folder of flight records, which is that of the logs otherwise."""
+    monkeypatch.setattr(recorder_module, "record_folder", lambda: tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -89,6 +90,25 @@ def _has_ended(pid: int, options: int = 0) -> bool:
         return bool(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | options))
     except ChildProcessError:
         return True
+
+
+def handles(pid: int, signum: int) -> bool:
+    """Return whether a process has a handler for a signal; `False` if unknown.
+
+    Args:
+        pid: Int, id of the process.
+        signum: Int, number of the signal.
+
+    Example:
+
+    >>> handles(os.getpid(), signal.SIGKILL)
+    False
+    """
+    with contextlib.suppress(OSError):
+        text = pathlib.Path(f"/proc/{pid}/status").read_text("ascii", "replace")
+        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", text, re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (signum - 1) & 1)
+    return False
 
 
 def find_processes(sessions: Collection[int], job: str = "") -> list[psutil.Process]:

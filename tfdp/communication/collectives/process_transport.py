@@ -28,6 +28,10 @@ from tfdp.communication.collectives.bridge import (
 )
 from tfdp.communication.collectives.groups import SCOPE, Call, ProcessGroup
 from tfdp.communication.collectives.process_collectives import ProcessCollectives
+from tfdp.communication.coordination.flight_record import (
+    CollectiveIdentity,
+    collective_ring,
+)
 from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnected
 from tfdp.communication.transport import (
     Communicator,
@@ -193,6 +197,7 @@ class _Lane:
         self._num_discarded = 0
         self._end_reason: str | None = None
         self._operations: list[_Operation] = []
+        self._identities: list[CollectiveIdentity] = []
         self._tickets: dict[_Operation, int] = {}
         self._lock = threading.Lock()
         devices = [host_of(group.devices[replica]) for _, replica in local]
@@ -214,6 +219,7 @@ class _Lane:
         with self._lock:
             ticket = self._tickets.setdefault(operation, len(self._operations))
             if ticket == len(self._operations):
+                self._identities.append(self._identity(operation))
                 self._operations.append(operation)
         return self._bridge.exchange(self._index[replica], data, ticket)
 
@@ -248,10 +254,14 @@ class _Lane:
         tag = new_tag(generation, f"{operation.key} {number}")
         arrays = [array.view(operation.dtype) for array in data]
         run = getattr(self._collectives, operation.kind)
+        identity = self._identities[ticket]
+        entry = collective_ring.begin(identity, number, arrays[0].nbytes)
         while True:
             self._connect()
             try:
-                return run(arrays, operation.source, tag)
+                results = run(arrays, operation.source, tag)
+                collective_ring.end(entry)
+                return results
             except RuntimeError as error:
                 ahead = steps_ahead(error, generation)
                 if ahead is None:
@@ -263,6 +273,17 @@ class _Lane:
                 self._num_discarded += 1
                 if ahead or self._bridge.is_over(number):
                     raise StepEnded(str(error)) from error
+
+    def _identity(self, operation: _Operation) -> CollectiveIdentity:
+        """Return the identity of a traced operation in flight records."""
+        return CollectiveIdentity(
+            self._name,
+            self._collectives.ranks,
+            operation.kind,
+            operation.dtype.name,
+            str(operation.key),
+            operation.scope,
+        )
 
     def _connect(self) -> None:
         """Create the communicator of the group, unless one process has all of it."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import operator
+import time
 import zlib
 from collections.abc import Iterator
 
 from tfdp.communication.coordination.clock import clock
+from tfdp.communication.coordination.flight_record import Span, copy_of, wall_offset
+
+# Number of places that are kept for flight records: a step of `fit` has three.
+_NUM_PLACES = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +98,11 @@ class ProgressRecorder:
         self._reductions: set[int] = set()
         self._num_answers = 0
         self._left_scopes: dict[str, int] = {}
+        # Time of each of the last changes of progress, the fields of the loop or
+        # `None`, and the topic of an all-gather: names are formatted when they are
+        # read, since steps may take less than a millisecond.
+        self._places: collections.deque[tuple[float, tuple | None, str]]
+        self._places = collections.deque(maxlen=_NUM_PLACES)
 
     @contextlib.contextmanager
     def looping(self, name: str) -> Iterator[None]:
@@ -213,18 +224,39 @@ class ProgressRecorder:
             left_scopes=self._left_scopes.copy(),
         )
 
+    def spans(self) -> list[Span]:
+        """Return the last places of this worker, in order; thread-safe."""
+        offset = wall_offset()
+        found = [
+            (_describe(_Loop(*fields) if fields else None, topic), begin + offset)
+            for begin, fields, topic in copy_of(self._places)
+        ]
+        ends = [*(begin for _, begin in found[1:]), None]
+        return [Span(*place, end) for place, end in zip(found, ends, strict=False)]
+
     def _name(self) -> str:
         """Describe the present call: `"step 3 of epoch 1 of fit"`, after its topic."""
         loops, topics = self._loops[-1:], self._topics[-1:]
-        where = " ".join(str(loop) for loop in loops)
-        if topics:
-            where = f"{topics[0]!r}" + (f" in {where}" if where else "")
-        return where
+        return _describe(loops[0] if loops else None, topics[0] if topics else "")
 
     def _advance(self) -> None:
         """Count a change of progress."""
         self._count += 1
         self._since = clock.now()
+        fields = None
+        if self._loops:
+            loop = self._loops[-1]
+            fields = (loop.name, loop.epoch, loop.step, loop.computes)
+        topic = self._topics[-1] if self._topics else ""
+        self._places.append((time.perf_counter(), fields, topic))
+
+
+def _describe(loop: _Loop | None, topic: str) -> str:
+    """Describe a place in a loop of Keras, in an all-gather of texts, or in both."""
+    where = "" if loop is None else str(loop)
+    if topic:
+        where = f"{topic!r}" + (f" in {where}" if where else "")
+    return where
 
 
 progress = ProgressRecorder()

@@ -13,6 +13,12 @@ from typing import Any
 
 from tfdp.communication.cluster.islands import Island
 from tfdp.communication.coordination.clock import clock
+from tfdp.communication.coordination.flight_record import (
+    TEXTS,
+    CollectiveIdentity,
+    CollectiveRing,
+    collective_ring,
+)
 from tfdp.communication.coordination.progress import (
     ProgressRecorder,
     WorkerProgress,
@@ -55,7 +61,7 @@ class WorkerGroup:
         self.timeout_seconds = timeout_seconds
         self._store = store
         self._prefix = self.new_prefix()
-        self._progress = progress
+        self._progress, self._ring = progress, collective_ring
         # Whether long waits are reported.
         self.warns = True
         # Number of all-gathers that this worker has begun.
@@ -90,14 +96,15 @@ class WorkerGroup:
     def beside(self) -> WorkerGroup:
         """Return a group of the same workers for calls on one thread beside the main.
 
-        Its calls have an order of their own, and do not count as this worker's
-        progress. It does not warn of long waits unless `warns` is set: the main thread
+        Its calls have an order of their own, do not count as this worker's progress,
+        and are not in its flight record. It does not warn of long waits unless `warns` is set: the main thread
         may have something else to do. All workers must call this in the same order.
         """
         group = WorkerGroup(
             self.rank, self.num_workers, self.timeout_seconds, self._store
         )
-        group._progress, group.warns = ProgressRecorder(), False
+        group._progress, group._ring = ProgressRecorder(), CollectiveRing()
+        group.warns = False
         group.check = self.check_beside
         return group
 
@@ -137,9 +144,11 @@ class WorkerGroup:
         message = json.dumps({"topic": topic, "value": value})
         with self._progress.all_gathering(topic), self.guard():
             call = f"{self._prefix}/{self.num_calls}"
+            entry = self._record(topic, len(message))
             gathering = self.store.gather(call, message)
             self.num_calls += 1
             texts = self._wait(gathering, limit, topic, check)
+            self._ring.end(entry)
             self._progress.texts_gathered()
             return self._values(topic, texts)
 
@@ -161,6 +170,17 @@ class WorkerGroup:
             value: Bool of this worker.
         """
         return any(self.all_gather(topic, bool(value)))
+
+    def _record(self, topic: str, num_bytes: int) -> list[Any]:
+        """Record for flight records that this worker enters an all-gather of texts.
+
+        Args:
+            topic: String, subject of the values.
+            num_bytes: Int, length of this worker's text.
+        """
+        ranks = tuple(range(self.num_workers))
+        identity = CollectiveIdentity(self._prefix, ranks, TEXTS, "", topic, topic)
+        return self._ring.begin(identity, self.num_calls, num_bytes)
 
     def _wait(
         self,

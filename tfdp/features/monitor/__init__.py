@@ -4,6 +4,7 @@ Files, in the order of the data flow:
 
 - `meter`: timing of a worker's steps by time stamps in the graph; `device_meter` does
   it on GPUs, by profiles, and chooses between the two.
+- `time_intervals`: what intervals of time cover.
 - `readings`: times of a step, computed from the recorded values.
 - `windows`: means over several steps, of a worker and of all workers, and detection of
   stragglers.
@@ -13,4 +14,5 @@ Files, in the order of the data flow:
   which `sinks` writes.
 - `gradient_noise`: the noise scale of gradients, from norms of a step.
 - `trace`: steps as a timeline for Chrome and Perfetto.
+- `flight_records`: who was where at trouble, from the flight records of all workers.
 """

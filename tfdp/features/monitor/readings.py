@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from tfdp.communication.collectives import step_events, timing
+from tfdp.features.monitor.time_intervals import (
+    Interval,
+    clipped,
+    seconds_covered,
+)
 
-# Start and end, in seconds.
-Interval = tuple[float, float]
 # First words of the labels of collectives that overlap with the backward pass: neither
 # the forward nor the backward pass waits for their results.
 _IN_BACKGROUND = (timing.GRADIENTS, timing.ROWS, "logs", "statistics")
@@ -24,57 +27,6 @@ _KINDS = {
 KINDS = tuple(name for kind in _KINDS for name in (kind, f"{kind}_exposed"))
 # A collective with its start and end, in seconds of the wall clock.
 Timed = tuple[timing.Collective, float, float]
-
-
-def seconds_covered(intervals: Iterable[Interval]) -> float:
-    """Return the seconds covered by at least one of several intervals.
-
-    Args:
-        intervals: Iterable of pairs of start and end, in seconds.
-
-    Returns:
-        Float, seconds.
-
-    Example:
-
-    >>> seconds_covered([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
-    4.0
-    """
-    return sum(end - begin for begin, end in merged(intervals))
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge overlapping intervals, and return them in order.
-
-    Example:
-
-    >>> merged([(1.0, 3.0), (0.0, 2.0), (5.0, 6.0)])
-    [(0.0, 3.0), (5.0, 6.0)]
-    """
-    disjoint: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if disjoint and begin <= disjoint[-1][1]:
-            disjoint[-1] = disjoint[-1][0], max(disjoint[-1][1], end)
-        else:
-            disjoint.append((begin, end))
-    return disjoint
-
-
-def clipped(intervals: Iterable[Interval], begin: float, end: float) -> list[Interval]:
-    """Cut intervals to their parts between two times.
-
-    Args:
-        intervals: Iterable of pairs of start and end, in seconds.
-        begin: Float, the earlier time.
-        end: Float, the later time.
-
-    Example:
-
-    >>> clipped([(0.0, 2.0), (3.0, 4.0)], 1.0, 3.5)
-    [(1.0, 2.0), (3.0, 3.5)]
-    """
-    cut = [(max(b, begin), min(e, end)) for b, e in intervals]
-    return [(b, e) for b, e in cut if e > b]
 
 
 @dataclasses.dataclass(frozen=True)

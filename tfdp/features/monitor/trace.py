@@ -9,9 +9,13 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tfdp.features.monitor.readings import Interval, Reading, Replica, clipped, merged
+from tfdp.features.monitor.time_intervals import Interval, clipped, merged
+
+# Commands without TensorFlow write traces too.
+if TYPE_CHECKING:
+    from tfdp.features.monitor.readings import Reading, Replica
 
 # Lanes of a worker: lane 0 for its steps, then two for each replica.
 _STEPS_LANE, _LANES_PER_REPLICA = 0, 2

@@ -148,6 +148,27 @@ def _current_frames() -> dict[int, Any]:
         gc.enable()
 
 
+def thread_stacks(most_frames: int) -> dict[int, list[tuple[str, int, str]]]:
+    """Return the stack of each thread by its identifier, the innermost frame first.
+
+    Args:
+        most_frames: Int, number of innermost frames of a stack.
+
+    Returns:
+        Dict from the identifier to tuples of file, line and function. No frame is kept,
+        since frames keep tensors alive.
+    """
+    stacks = {}
+    for thread, frame in _current_frames().items():
+        stack: list[tuple[str, int, str]] = []
+        while frame is not None and len(stack) < most_frames:
+            code = frame.f_code
+            stack.append((code.co_filename, frame.f_lineno or 0, code.co_name))
+            frame = frame.f_back
+        stacks[thread] = stack
+    return stacks
+
+
 def remove_generated_files() -> None:
     """Remove the files of AutoGraph, as TensorFlow does when a process exits normally.
 

@@ -15,5 +15,6 @@ For several machines, `node_options` has the options; the launcher of a node joi
 and `remote_line` the lines between the two. `islands` starts a job of islands,
 and has their options.
 `doctor` draws a `topology_tree`; its `--input` runs a script in a local job, by
-`doctor_input`, in which each worker is an `input_worker`. `plan` prints a `forecast`.
+`doctor_input`, in which each worker is an `input_worker`; with folders it merges the
+flight records of workers, by `doctor_records`. `plan` prints a `forecast`.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import version_of
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.doctor_input import check_input
+from tfdp.launch.cli.doctor_records import show_records
 from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.noise import quiet_stderr
 from tfdp.launch.cli.screen import new_console
@@ -37,6 +39,7 @@ from tfdp.launch.cli.topology_tree import (
 _STEPS, _TIMEOUT_SECONDS = 60, 120.0
 # Longest wait for the other processes of an MPI job.
 _MPI_SECONDS = 60.0
+_NO_INPUT = "This is an option of --input, which was not given"
 _PACKAGES = ("tfdp", "tensorflow", "keras", "numpy")
 _SERVER = (
     'With GPUs or backend="ring", TensorFlow\'s server listens on a free port of all '
@@ -52,6 +55,7 @@ Examples:
   mpiexec -n 2 tfdp doctor             in each process of an MPI job
   tfdp doctor --input train.py         does training wait for its data?
   tfdp doctor -n 2 --input train.py    the same with two workers
+  tfdp doctor tfdp-logs/20261127-1405  who was where when a job failed
 
 Options stand before SCRIPT; all that follows it is the script's own.
 """
@@ -73,13 +77,18 @@ Options stand before SCRIPT; all that follows it is the script's own.
     "--timeout S",
     "With --input: seconds after which it is ended in any case. Default: 120.",
 )
-@click.argument("script", required=False, type=types.FILE)
+@types.output_option(
+    "--trace FILE",
+    "With folders of logs: write the flight records as a trace for Perfetto.",
+)
+@click.argument("script", metavar="[SCRIPT | DIR...]", required=False, type=types.FILE)
 @click.argument("args", nargs=-1, type=types.FILE)
 def doctor(
     is_of_input: bool = False,
     num_workers: int | None = None,
     steps: int | None = None,
     timeout: float | None = None,
+    trace: Path | None = None,
     script: str | None = None,
     args: tuple[str, ...] = (),
 ) -> None:
@@ -92,7 +101,22 @@ def doctor(
     With --input it runs SCRIPT on this machine instead. What the script does before its
     `fit` is done; after a few steps it ends, as by `sys.exit()`. Callbacks that write
     files are left out.
+
+    With folders of logs it merges the flight records that workers have written there,
+    and says in one sentence who was where when a worker was lost, late or differed.
     """
+    options = {"-n": num_workers, "--steps": steps, "--timeout": timeout}
+    given = [f"{name} {value:g}" for name, value in options.items() if value]
+    if not is_of_input and script is not None and os.path.isdir(script):
+        if given:
+            raise click.UsageError(f"{_NO_INPUT}. Received: {', '.join(given)}")
+        show_records((script, *args), trace)
+        return
+    if trace is not None:
+        raise click.UsageError(
+            "--trace needs folders with flight records, such as the folder of logs. "
+            f"Received: {script or 'no folder'}"
+        )
     if is_of_input and script is not None:
         timeout = _TIMEOUT_SECONDS if timeout is None else timeout
         check_input(script, args, num_workers or 1, steps or _STEPS, timeout)
@@ -101,15 +125,11 @@ def doctor(
         raise click.UsageError("Give the script to run. Received: --input")
     if script is not None:
         raise click.UsageError(
-            "A script needs --input, which measures how long it waits for its data. "
-            f"Received: {script}"
+            "A script needs --input, which measures how long it waits for its data; a "
+            f"folder of logs must exist. Received: {script}"
         )
-    options = {"-n": num_workers, "--steps": steps, "--timeout": timeout}
-    if given := [f"{name} {value:g}" for name, value in options.items() if value]:
-        raise click.UsageError(
-            "This is an option of --input, which was not given. "
-            f"Received: {', '.join(given)}"
-        )
+    if given:
+        raise click.UsageError(f"{_NO_INPUT}. Received: {', '.join(given)}")
     _show_set_up()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import pathlib
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -28,6 +30,9 @@ from tfdp.launch.rendezvous.failure import LOST_EXIT_SECONDS
 
 # Longest wait for events in one round of the loop.
 _POLL_SECONDS = 0.1
+# Longest wait for the flight records of workers that are stopped, and age of a record
+# that counts as one of the same failure.
+_RECORD_SECONDS, _RECENT_SECONDS = 2.0, 5.0
 # Wait of one round while the reader of the output is slower than the workers.
 _BEHIND_SECONDS = 0.01
 # Interval of requests to save: a worker outside of `fit` misses a request.
@@ -97,6 +102,7 @@ class Job:
         self._code = 0
         self._is_stopping = self._is_interrupted = False
         self._asked_at: float | None = None
+        self._num_record_requests = 0
         self._selector = selectors.DefaultSelector()
         self._tracebacks = Tracebacks()
         # Number of printed lines, and the number of the last line of each worker.
@@ -223,6 +229,7 @@ class Job:
             len(self._logs),
             self._starter.job,
             num_local=len(self._clusters),
+            log_folder=self._logs[index].path.parent,
         )
 
     def _ask_to_save(self, elapsed: float) -> None:
@@ -263,6 +270,7 @@ class Job:
         else:
             ready = self._selector.select(_POLL_SECONDS)
         self._signals.read()
+        self._forward_record_requests()
         process_tree.reap_children(
             self._spared_pids().union(w.pid for w in self._workers)
         )
@@ -338,6 +346,8 @@ class Job:
             self._others.report_failure(failed, self.lost or failed)
         if failed.exit_code == PREEMPTED:
             self._wait_for_exits()
+        else:
+            self._request_records()
         rest = {0: "", 1: ", and the other one was stopped"}.get(
             len(self._running()), ", and the others were stopped"
         )
@@ -354,6 +364,7 @@ class Job:
                 "error",
                 rank=cause.rank,
             )
+        self._name_records(cause.log.path.parent)
         assert failed.exit_code is not None
         return shell_code(failed.exit_code)
 
@@ -366,6 +377,8 @@ class Job:
         """
         if code == PREEMPTED:
             self._wait_for_exits()
+        else:
+            self._request_records()
         self._stop(signum)
         return code
 
@@ -406,6 +419,8 @@ class Job:
             f"tfdp: not done within --timeout, stopping the {who}: {', '.join(ranks)}",
             "error",
         )
+        self._request_records()
+        self._name_records(self._logs[0].path.parent)
         return self._end_and_notify("--timeout is over", TIMED_OUT, signal.SIGTERM)
 
     def _stop(self, signum: int) -> None:
@@ -424,6 +439,37 @@ class Job:
         # A worker inside a native collective does not react to SIGTERM.
         self._kill()
         self._poll()
+
+    def _request_records(self) -> None:
+        """Have the workers write their flight records, and wait a short time for them.
+
+        SIGTERM would end them before they have found out that another one is lost.
+        """
+        asked = [w for w in self._running() if w.request_record()]
+        since = time.time() - _RECENT_SECONDS
+        end = time.monotonic() + _RECORD_SECONDS
+        while time.monotonic() < end and not self._signals.received:
+            if all(not w.is_running or w.has_record(since) for w in asked):
+                break
+            self._poll()
+
+    def _name_records(self, folder: pathlib.Path) -> None:
+        """Print the command that shows the flight records, if there are any.
+
+        Args:
+            folder: `Path` of the folder of logs.
+        """
+        since = time.time() - _RECENT_SECONDS - self._context.grace_seconds
+        if any(worker.has_record(since) for worker in self._workers):
+            command = f"tfdp doctor {shlex.quote(str(folder))}"
+            self._screen.message(f"tfdp: who was where when it failed: {command}")
+
+    def _forward_record_requests(self) -> None:
+        """Have the workers write their flight records, if a signal has asked for it."""
+        if self._num_record_requests < self._signals.num_record_requests:
+            self._num_record_requests = self._signals.num_record_requests
+            for worker in self._running():
+                worker.request_record()
 
     def _wait_for_exits(self) -> None:
         """Wait until all workers have exited.

@@ -20,6 +20,7 @@ from tfdp.communication.cluster.limits import (
     limit_of_threads,
     needed_threads,
 )
+from tfdp.communication.coordination.flight_record import FOLDER_KEY
 from tfdp.ground.base.files import make_private_folder
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
@@ -138,6 +139,8 @@ def worker_environment(
     job: str,
     num_local: int | None = None,
     environ: Mapping[str, str] = os.environ,
+    *,
+    log_folder: pathlib.Path | None = None,
 ) -> dict[str, str]:
     """Return the environment variables of one worker.
 
@@ -150,12 +153,16 @@ def worker_environment(
             Defaults to `None`.
         environ: Mapping of the user's environment variables, which override the
             defaults for threads. Defaults to `os.environ`.
+        log_folder: `Path` of the folder for the workers' flight records, or `None`.
+            Defaults to `None`.
 
     Returns:
         Dict of environment variables.
     """
     config = json.loads(cluster.to_tf_config())
     config.setdefault("tfdp", {})["job"] = job
+    if log_folder is not None:
+        config["tfdp"][FOLDER_KEY] = str(log_folder.absolute())
     num_threads = str(max(1, num_cores() // (num_local or cluster.num_workers)))
     defaults = {
         "TF_NUM_INTRAOP_THREADS": num_threads,

@@ -9,6 +9,8 @@ import signal
 import socket
 import time
 
+from tfdp.communication.coordination.flight_record import RECORD_SIGNAL
+
 # Exit code after `--timeout`, the same as that of the command `timeout`.
 TIMED_OUT = 124
 # Signals that ask the launcher to exit.
@@ -34,11 +36,14 @@ class SignalPipe:
         until: Float, the same.
         received: List of ints, the received signals that ask for an exit, in order. Of
             signals within half a second only the first is recorded.
+        num_record_requests: Int, number of received signals that ask for the workers'
+            flight records.
     """
 
     def __init__(self, until: float = math.inf) -> None:
         self.until = until
         self.received: list[int] = []
+        self.num_record_requests = 0
         self._received_at = float("-inf")
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
@@ -48,7 +53,7 @@ class SignalPipe:
         )
         self._old_handlers = {
             signum: signal.signal(signum, lambda signum, frame: None)
-            for signum in (*_END_SIGNALS, signal.SIGCHLD)
+            for signum in (*_END_SIGNALS, RECORD_SIGNAL, signal.SIGCHLD)
             # An ignored SIGHUP stays ignored: with nohup, the job shall outlive the
             # terminal.
             if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN
@@ -61,7 +66,9 @@ class SignalPipe:
     def read(self) -> None:
         """Move the signals that have arrived to `received`."""
         with contextlib.suppress(BlockingIOError):
-            signums = [code for code in self._reader.recv(4096) if code in _END_SIGNALS]
+            codes = self._reader.recv(4096)
+            self.num_record_requests += codes.count(RECORD_SIGNAL)
+            signums = [code for code in codes if code in _END_SIGNALS]
             now = time.monotonic()
             if signums and now - self._received_at >= _SAME_SIGNAL_SECONDS:
                 self.received.append(signums[0])

@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import psutil
 
+from tfdp.communication.cluster import process_tree
+from tfdp.communication.coordination.flight_record import LAUNCHER_SIGNAL, file_name
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.ground import user_code
 from tfdp.launch.cli.errors import usage_errors
@@ -159,6 +161,27 @@ class Worker:
                 os.killpg(self.pid, signum)
             else:
                 os.kill(self.pid, signum)
+
+    def request_record(self) -> bool:
+        """Have the worker write its flight record; return whether it will.
+
+        A process without tfdp's handler is not sent the signal, which would end it.
+        """
+        if self.is_suspended or not process_tree.handles(self.pid, LAUNCHER_SIGNAL):
+            return False
+        self.send(LAUNCHER_SIGNAL)
+        return True
+
+    def has_record(self, since: float) -> bool:
+        """Return whether the worker has written its flight record.
+
+        Args:
+            since: Float, time by `time.time()` after which it counts.
+        """
+        path = self.log.path.with_name(file_name(self.rank))
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime >= since
+        return False
 
     def describe_end(self) -> str:
         """Describe how the process ended, such as "failed with exit code 1"."""

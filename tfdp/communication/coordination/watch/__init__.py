@@ -5,6 +5,7 @@ Reading order:
     failure_detector: decide from heartbeats and probed ports which worker is lost
     stragglers: warn of workers that are behind, and of steps in which all wait
     data_watch: detect a data source that yields no batch, and end the process
+    recorder: write this worker's flight record at trouble, and on a signal
     watchdog: run all checks, raise an error that names the lost worker, end the process
     errors: exceptions of a lost worker, message and exit code
 """
@@ -23,6 +24,7 @@ from tfdp.communication.coordination.watch.errors import (
     NotConnected,
     WorkerLost,
 )
+from tfdp.communication.coordination.watch.recorder import listen
 from tfdp.communication.coordination.watch.watchdog import Watchdog
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.communication.store import Membership
@@ -61,6 +63,7 @@ def watch(
         membership.leaving.append(watchdog.leave)
         if not _watchdogs:
             _explain_uncaught()
+            listen(lambda: _watchdogs[0].record_on_signal())
         _watchdogs[:] = [watchdog]
     worker_group.check = _watchdogs[0].check
     worker_group.check_beside = _watchdogs[0].check_beside

@@ -40,7 +40,12 @@ class WorkerFailure:
 
 
 def failure_message(
-    failure: WorkerFailure, address: str, place: str, bucket: str = "", call: str = ""
+    failure: WorkerFailure,
+    address: str,
+    place: str,
+    bucket: str = "",
+    call: str = "",
+    command: str = "",
 ) -> str:
     """Format the error message of a lost worker.
 
@@ -50,6 +55,7 @@ def failure_message(
         place: String, step, epoch and loop of this worker, or `""`.
         bucket: String, name of the bucket that was being reduced, or `""`.
         call: String, the call in which this worker waits for the lost one, or `""`.
+        command: String, the command that shows the flight records, or `""`.
 
     Example:
 
@@ -67,10 +73,11 @@ def failure_message(
     what = f", while {bucket} was reduced" if bucket else ""
     # The cause may quote a sentence of another worker, which ends with a full stop.
     cause = failure.cause.rstrip(".")
+    records = f" and `{command}`" if command else ""
     return (
         f"Worker {failure.rank} ({address}) was lost{where}{what}: {cause}. "
-        "The other workers cannot continue. Check the end of its output, and restart "
-        "all workers."
+        f"The other workers cannot continue. Check the end of its output{records}, "
+        "and restart all workers."
     )
 
 

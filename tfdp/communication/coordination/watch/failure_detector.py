@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.communication.coordination.clock import clock
+from tfdp.communication.coordination.flight_record import Peer
 from tfdp.communication.coordination.progress import WorkerProgress
 from tfdp.communication.coordination.watch.errors import SCRIPT_ENDED
 from tfdp.communication.store import beat_seconds
@@ -226,6 +227,17 @@ class FailureDetector:
         """Return the data sources that other workers wait for, by rank."""
         found = self._progress()
         return {rank: its.source for rank, its in found.items() if its.source}
+
+    def peers(self) -> dict[int, Peer]:
+        """Return what is known of the other workers, for a flight record, by rank."""
+        now, found = clock.now(), {}
+        for rank in self.ranks():
+            status = self.status(rank)
+            its = status.progress
+            place, source = (its.name, its.source) if its is not None else ("", "")
+            silent = now - status.last_heartbeat
+            found[rank] = Peer(place, source, status.last_error, silent)
+        return found
 
     def is_deadlocked(self, own: WorkerProgress, idle_seconds: float) -> bool:
         """Return whether all workers are idle while they compute a step.

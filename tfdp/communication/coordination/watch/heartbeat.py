@@ -22,9 +22,11 @@ from tfdp.ground.base.process_identity import ProcessIdentity
 _LONG_WAIT_SECONDS = 5.0
 # Fraction of one CPU core: heartbeats use less, computing more.
 _IDLE_FRACTION = 0.2
-# Fields of a report that all workers receive at once when they change, and fields of
-# `WorkerStatus` that a worker reports.
-_NEWS = ("has_left", "last_error", "failure")
+# Fields of a report that all workers receive at once when they change, those of them
+# that all receive with each heartbeat too, and fields of `WorkerStatus` that a worker
+# reports.
+_NEWS = ("num_record_requests", "has_left", "last_error", "failure")
+_NOTABLE = ("has_left", "last_error", "failure")
 _STATUS = ("has_left", "last_error", "idle_seconds")
 
 
@@ -84,11 +86,17 @@ class Heartbeat(threading.Thread):
         self.has_left = False
         # The data source that this worker waits for, or `""`.
         self.source = ""
+        # Number of signals by which this worker was asked for flight records, and those
+        # that are known of the others.
+        self.num_record_requests = 0
+        self._record_requests: dict[int, int] = {}
+        # Callable, receives the rank of another worker that was asked.
+        self.record_requested: Callable[[int], None] = lambda rank: None
         self.rank = rank
         self._store = store
         self._detector = detector
         self._wake_watchdog = wake
-        self._news: list[Any] = [False, "", None]
+        self._news: list[Any] = [0, False, "", None]
         store.news, store.lost = self._receive, self._lose_host
         self._idle = IdleMeter()
         self._process = dataclasses.asdict(ProcessIdentity.current())
@@ -151,7 +159,8 @@ class Heartbeat(threading.Thread):
         seconds = report["progress"]["seconds"]
         summary = self._store.beat(
             json.dumps(report),
-            is_notable=any(news) or seconds > _LONG_WAIT_SECONDS,
+            is_notable=any(report[name] for name in _NOTABLE)
+            or seconds > _LONG_WAIT_SECONDS,
             is_news=is_news,
             wants_all=seconds >= self._detector.beat_seconds,
         )
@@ -167,6 +176,7 @@ class Heartbeat(threading.Thread):
             "progress": dataclasses.asdict(self.progress),
             "process": self._process,
             "failure": self.failure and dataclasses.asdict(self.failure),
+            "num_record_requests": self.num_record_requests,
             **{name: getattr(self, name) for name in _STATUS},
         }
 
@@ -207,6 +217,10 @@ class Heartbeat(threading.Thread):
         status = {name: report[name] for name in _STATUS}
         process = ProcessIdentity(**report["process"])
         self._detector.record_status(rank, process=process, **status)
+        num_requests = report["num_record_requests"]
+        if num_requests > self._record_requests.get(rank, 0):
+            self._record_requests[rank] = num_requests
+            self.record_requested(rank)
 
     def _lose_host(self) -> None:
         """Record that the connection to the store's host has ended."""

@@ -30,6 +30,7 @@ from tfdp.communication.coordination.watch.errors import (
 )
 from tfdp.communication.coordination.watch.failure_detector import FailureDetector
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat
+from tfdp.communication.coordination.watch.recorder import FlightRecorder
 from tfdp.communication.coordination.watch.stragglers import StragglerCheck
 from tfdp.communication.store import HostLost, Membership
 from tfdp.ground import _compat
@@ -98,6 +99,8 @@ class Watchdog(threading.Thread):
             self._detector,
             self._wakes.set,
         )
+        self._recorder = FlightRecorder(self._heartbeat, self._detector)
+        self._heartbeat.record_requested = self._record_for
         self._stragglers = StragglerCheck(
             self._heartbeat, self._detector, self._addresses, limit_seconds, self._blame
         )
@@ -184,6 +187,13 @@ class Watchdog(threading.Thread):
         """
         if not self.owner.is_current:
             return
+        self._explain(error)
+        if isinstance(error, Exception):
+            cause = f"its script has ended with {_describe(error)}"
+            self._recorder.record_failure(cause, self._rank)
+
+    def _explain(self, error: BaseException) -> None:
+        """Print the loss of a worker that has caused an error, or publish the error."""
         is_own = isinstance(error, Exception) and not isinstance(error, WorkerLost)
         text = _describe(error)
         if not is_own or text == self._heartbeat.last_error:
@@ -246,8 +256,22 @@ class Watchdog(threading.Thread):
         """
         return self._detector.status(rank).progress
 
+    def record_on_signal(self) -> None:
+        """Write this worker's flight record, and have the other workers write theirs.
+
+        Called when this process receives a signal for it.
+        """
+        self._recorder.record_request("this worker has received a signal for it")
+        self._heartbeat.num_record_requests += 1
+        self._heartbeat.beat_now(_BEAT_SECONDS)
+
+    def _record_for(self, rank: int) -> None:
+        """Write this worker's flight record, since another worker received a signal."""
+        self._recorder.record_request(f"worker {rank} has received a signal for it")
+
     def leave(self) -> None:
         """Announce that this worker leaves the cluster, and stop both threads."""
+        self._recorder.wait()
         self._heartbeat.has_left = self._has_left = True
         self._wakes.set()
         self._heartbeat.beat_now(_LEAVE_SECONDS)
@@ -291,8 +315,8 @@ class Watchdog(threading.Thread):
         if failure.rank == self._rank:
             cause = failure.cause
             return f"The other workers have declared this worker lost: {cause}."
-        address = self._addresses[failure.rank]
-        return failure_message(failure, address, place, bucket, call)
+        address, command = self._addresses[failure.rank], self._recorder.command
+        return failure_message(failure, address, place, bucket, call, command)
 
     def _check_workers(self) -> None:
         """Probe the ports of suspects and set the failure if one is lost."""
@@ -341,6 +365,9 @@ class Watchdog(threading.Thread):
     def _set_failure(self, failure: WorkerFailure) -> None:
         """Set the failure once, and publish it with the heartbeat."""
         if self._failure is None:
+            # The main thread raises an error once `_failure` is set: the record has its
+            # stack before.
+            self._recorder.record_failure(failure.cause, failure.rank)
             self._failure = self._heartbeat.failure = failure
             self._has_failed.set()
             self.membership.store.wake()
@@ -363,6 +390,7 @@ class Watchdog(threading.Thread):
             if self._is_raised.wait(_POLL_SECONDS):
                 return
         if not self._is_raised.wait(_GRACE_SECONDS):
+            self._recorder.wait()
             end_process(self._message(failure, place))
 
     def _check_data(self) -> None:

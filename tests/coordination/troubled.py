@@ -1,0 +1,55 @@
+"""A training script of the tests whose worker gets into trouble in a callback."""
+
+import os
+import pathlib
+import signal
+import sys
+import time
+
+import keras
+import numpy as np
+
+import tfdp
+
+TIMEOUT_SECONDS = 12.0
+STEP = 5
+
+
+class Trouble(keras.callbacks.Callback):
+    def __init__(self, kind: str, is_own: bool) -> None:
+        super().__init__()
+        self._kind, self._is_own = kind, is_own
+
+    def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+        if batch != STEP or not self._is_own:
+            return
+        if self._kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._kind == "raise":
+            raise ValueError("bad data")
+        if self._kind == "sleep":
+            pathlib.Path("sleeps").write_text(str(os.getpid()), "utf-8")
+            time.sleep(1000)
+
+
+def main(kind: str, timeout_seconds: float | None = None) -> None:
+    options = tfdp.CommunicationOptions(timeout_seconds=timeout_seconds)
+    strategy = tfdp.auto_strategy(communication=options)
+    group = strategy.extended.worker_group
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    rows = np.ones((4 * group.num_workers * 12, 4), "float32")
+    trouble = Trouble(kind, group.rank == group.num_workers - 1)
+    model.fit(
+        rows,
+        rows[:, :1],
+        batch_size=4 * group.num_workers,
+        callbacks=[trouble],
+        verbose=0,
+    )
+    print("is through", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(float, sys.argv[2:]))

@@ -1,0 +1,346 @@
+"""Flight record: what a worker has done last, kept in memory and written at trouble."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import time
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from tfdp.communication.cluster import tf_config
+
+# Signal on which all workers of a job write their records. `tfdp run` sends one of its
+# own before it stops workers: a script may use SIGUSR2 itself.
+RECORD_SIGNAL = getattr(signal, "SIGUSR2", signal.SIGTERM)
+LAUNCHER_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else RECORD_SIGNAL
+# Number of collectives that a worker keeps.
+NUM_COLLECTIVES = 512
+# Kind of an all-gather of texts over the job's store.
+TEXTS = "all-gather of texts"
+# Key of the log folder in the `tfdp` key of `TF_CONFIG`, and the folder without it.
+FOLDER_KEY, DEFAULT_FOLDER = "logs", "tfdp-logs"
+# Version of the files.
+_FORMAT = 1
+
+_T = TypeVar("_T")
+
+
+class CollectiveIdentity(NamedTuple):
+    """A traced collective; equal on all members of its group, except for the name.
+
+    Args:
+        lane: String, name of the lane, in which collectives run one after another.
+        ranks: Tuple of ints, the workers of the group.
+        kind: String, such as `"all_reduce"`.
+        dtype: String, name of the elements' dtype, or `""`.
+        key: String, by which members recognize the collective.
+        name: String, name scope in the graph, or the topic of texts.
+    """
+
+    lane: str
+    ranks: tuple[int, ...]
+    kind: str
+    dtype: str
+    key: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedCollective:
+    """A collective that a worker has entered.
+
+    Args:
+        lane: String, see `CollectiveIdentity`, like the next ones.
+        ranks: Tuple of ints.
+        kind: String.
+        dtype: String.
+        key: String.
+        name: String.
+        number: Int, number of the request in its lane, the same on all members.
+        num_bytes: Int, bytes of one replica's array.
+        begin: Float, seconds of the wall clock.
+        end: Float, seconds of the wall clock, or `None` if it has not ended.
+    """
+
+    lane: str
+    ranks: tuple[int, ...]
+    kind: str
+    dtype: str
+    key: str
+    name: str
+    number: int
+    num_bytes: int
+    begin: float
+    end: float | None
+
+
+class CollectiveRing:
+    """The last collectives that this worker has entered; no call takes a lock.
+
+    Args:
+        capacity: Int, number of collectives that are kept. Defaults to
+            `NUM_COLLECTIVES`.
+
+    Example:
+
+    >>> ring = CollectiveRing(capacity=2)
+    >>> identity = CollectiveIdentity("0/0", (0, 1), "all_reduce", "float32", "7", "a")
+    >>> for number in range(3):
+    ...     ring.end(ring.begin(identity, number, num_bytes=8))
+    >>> entry = ring.begin(identity, 3, num_bytes=8)
+    >>> [(each.number, each.end is None) for each in ring.collectives()]
+    [(2, False), (3, True)]
+    """
+
+    def __init__(self, capacity: int = NUM_COLLECTIVES) -> None:
+        self._entries: collections.deque[list[Any]]
+        self._entries = collections.deque(maxlen=capacity)
+
+    def begin(
+        self, identity: CollectiveIdentity, number: int, num_bytes: int
+    ) -> list[Any]:
+        """Record that this worker enters a collective; return its entry.
+
+        Args:
+            identity: `CollectiveIdentity`.
+            number: Int, number of the request in its lane.
+            num_bytes: Int, bytes of one replica's array.
+        """
+        entry = [identity, number, num_bytes, time.perf_counter(), None]
+        self._entries.append(entry)
+        return entry
+
+    @staticmethod
+    def end(entry: list[Any]) -> None:
+        """Record that the collective of an entry is complete."""
+        entry[4] = time.perf_counter()
+
+    def collectives(self) -> list[RecordedCollective]:
+        """Return the last collectives, in the order in which they were entered."""
+        offset = wall_offset()
+        return [
+            RecordedCollective(
+                **identity._asdict(),
+                number=number,
+                num_bytes=num_bytes,
+                begin=begin + offset,
+                end=None if end is None else end + offset,
+            )
+            for identity, number, num_bytes, begin, end in copy_of(self._entries)
+        ]
+
+
+def wall_offset() -> float:
+    """Return what is added to `time.perf_counter()` for seconds of the wall clock."""
+    return time.time() - time.perf_counter()
+
+
+def copy_of(ring: collections.deque[_T]) -> list[_T]:
+    """Return the entries of a ring to which another thread may append meanwhile."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # it has changed during the iteration
+            return list(ring)
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A place of a worker's script, and the time that it has spent there.
+
+    Args:
+        name: String, such as `"step 3 of epoch 1 of fit"`, or `""` outside of Keras's
+            loops and tfdp's calls.
+        begin: Float, seconds of the wall clock.
+        end: Float, seconds of the wall clock, or `None` for the present place.
+    """
+
+    name: str
+    begin: float
+    end: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class ThreadStack:
+    """Stack of a thread.
+
+    Args:
+        name: String, name of the thread.
+        is_main: Bool, whether it is the main thread.
+        frames: List of strings, the innermost first.
+        user_line: String, the innermost line of the user's code, or `""`.
+    """
+
+    name: str
+    is_main: bool
+    frames: list[str]
+    user_line: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Peer:
+    """Another worker, as this one has last heard of it.
+
+    Args:
+        place: String, its place, or `""`.
+        source: String, the data source that it waits for, or `""`.
+        last_error: String, the last error that a loop of Keras raised there, or `""`.
+        silent_seconds: Float, time since its last heartbeat.
+    """
+
+    place: str
+    source: str
+    last_error: str
+    silent_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class FlightRecord:
+    """What a worker has done last, as it stands in a file.
+
+    Args:
+        rank: Int, rank of the worker.
+        num_workers: Int, number of workers of the job.
+        host: String, name of its host.
+        process: Int, id of its process.
+        reason: String, why the record was written, a clause.
+        lost: Int, rank of the worker whose loss is the reason, or of this one if its
+            script has ended with an error; `None` after a signal.
+        started_at: Float, when the worker joined the job, by its wall clock.
+        written_at: Float, time of the record by the same clock.
+        place: String, its place, see `Span`.
+        source: String, the data source that it waits for, or `""`.
+        collectives: List of `RecordedCollective`, in the order in which it entered.
+        spans: List of `Span`, in order.
+        threads: List of `ThreadStack`.
+        peers: Dict from the rank of another worker to a `Peer`.
+    """
+
+    rank: int
+    num_workers: int
+    host: str
+    process: int
+    reason: str
+    lost: int | None
+    started_at: float
+    written_at: float
+    place: str
+    source: str
+    collectives: list[RecordedCollective]
+    spans: list[Span]
+    threads: list[ThreadStack]
+    peers: dict[int, Peer]
+
+    def to_json(self) -> str:
+        """Return the text of the record's file."""
+        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> FlightRecord:
+        """Read the text of a record's file.
+
+        Args:
+            text: String.
+
+        Returns:
+            `FlightRecord`.
+
+        Raises:
+            ValueError: If the text is damaged, or of another version of tfdp.
+
+        Example:
+
+        >>> FlightRecord.from_json('{"format": 1, "rank": 0')
+        Traceback (most recent call last):
+        ...
+        ValueError: it is damaged, or was not written to its end
+        """
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            raise ValueError("it is damaged, or was not written to its end") from None
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError("it is not a flight record of this version of tfdp")
+        try:
+            return cls(**_fields_of(cls, content))
+        except (KeyError, TypeError, AttributeError, ValueError):
+            raise ValueError("it is damaged: a field is missing or wrong") from None
+
+    @property
+    def user_line(self) -> str:
+        """String, the innermost line of the user's code in the main thread, or `""`."""
+        return next((each.user_line for each in self.threads if each.is_main), "")
+
+
+def _fields_of(kind: type, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass from JSON, with their types checked.
+
+    Args:
+        kind: The dataclass.
+        content: Dict, the value of JSON.
+    """
+    hints = typing.get_type_hints(kind)
+    return {name: _value_of(hint, content[name]) for name, hint in hints.items()}
+
+
+def _value_of(hint: Any, value: Any) -> Any:
+    """Return a value from JSON as the type of a field.
+
+    Args:
+        hint: Type of the field.
+        value: Value of JSON.
+
+    Raises:
+        TypeError: If the value has another type.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list:
+        return [_value_of(arguments[0], each) for each in value]
+    if origin is tuple:
+        return tuple(_value_of(arguments[0], each) for each in value)
+    if origin is dict:
+        return {int(k): _value_of(arguments[1], each) for k, each in value.items()}
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return hint(**_fields_of(hint, value))
+    kinds = arguments or (hint,)
+    if type(value) is int and float in kinds:
+        value = float(value)
+    if type(value) not in kinds:
+        raise TypeError(value)
+    return value
+
+
+def file_name(rank: int | str) -> str:
+    """Return the name of the file of a worker's record; `"*"` is that of all."""
+    return f"flight-worker-{rank}.json"
+
+
+def record_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder for the records of this worker.
+
+    Args:
+        environ: Mapping of environment variables. Defaults to `os.environ`.
+
+    Returns:
+        `Path`, the launcher's folder of logs, or `tfdp-logs` in the working folder.
+
+    Example:
+
+    >>> record_folder({}).name
+    'tfdp-logs'
+    >>> str(record_folder({"TF_CONFIG": '{"tfdp": {"logs": "/logs/7"}}'}))
+    '/logs/7'
+    """
+    text = environ.get("TF_CONFIG", "")
+    logs = tf_config.read_settings(text).get(FOLDER_KEY) if text.strip() else None
+    return Path(logs if isinstance(logs, str) and logs else DEFAULT_FOLDER).absolute()
+
+
+# The collectives of this process.
+collective_ring = CollectiveRing()

@@ -1,0 +1,237 @@
+"""Recorder: write this worker's flight record at trouble, and on a signal."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tfdp.communication.coordination.flight_record import (
+    LAUNCHER_SIGNAL,
+    RECORD_SIGNAL,
+    FlightRecord,
+    ThreadStack,
+    collective_ring,
+    file_name,
+    record_folder,
+)
+from tfdp.communication.coordination.progress import progress
+from tfdp.communication.coordination.watch.failure_detector import FailureDetector
+from tfdp.communication.coordination.watch.heartbeat import Heartbeat
+from tfdp.ground import _compat, forks, user_code
+from tfdp.ground.base.files import make_private_folder, replaced
+
+# Longest wait of an error for the file of the record, which a slow disk may delay.
+_WRITE_SECONDS = 2.0
+# Requests within this time after another one are the same one, as it reached other
+# workers too.
+_SAME_REQUEST_SECONDS = 1.0
+# Most frames of a stack in a record.
+_MOST_FRAMES = 60
+_READ_BYTES = 1 << 16
+
+# File, line and function of each frame of a thread, the innermost first.
+_Stack = list[tuple[str, int, str]]
+
+
+class FlightRecorder:
+    """Writer of this worker's flight record into the folder of logs.
+
+    A thread writes the file, since a file system that hangs must not delay the error
+    of a lost worker. After the record of a failure none is written: it has the stacks
+    of the threads before they were ended.
+
+    Args:
+        heartbeat: `Heartbeat` of this worker.
+        detector: `FailureDetector`, with the progress of the others.
+
+    Attributes:
+        folder: `Path` of the folder.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, detector: FailureDetector) -> None:
+        self.folder = record_folder()
+        self._heartbeat, self._detector = heartbeat, detector
+        self._started_at = time.time()
+        self._requested_at = float("-inf")
+        self._is_final = False
+        self._writer: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+
+    def record_failure(self, cause: str, lost: int) -> None:
+        """Write the record of a failure; only the first call does.
+
+        Args:
+            cause: String, a clause.
+            lost: Int, rank of the worker that was lost, or of this one.
+        """
+        with self._lock:
+            if not self._is_final:
+                self._is_final = True
+                self._write(cause, lost)
+
+    def record_request(self, reason: str) -> None:
+        """Write the record that a signal has requested, here or at another worker.
+
+        Args:
+            reason: String, a clause.
+        """
+        with self._lock:
+            now = time.monotonic()
+            is_new = now - self._requested_at > _SAME_REQUEST_SECONDS
+            if is_new and not self._is_final:
+                self._requested_at = now
+                self._write(reason, None)
+
+    def wait(self) -> None:
+        """Wait until the record is written, for a limited time."""
+        if self._writer is not None:
+            self._writer.join(_WRITE_SECONDS)
+
+    @property
+    def command(self) -> str:
+        """String, the command that shows the records, or `""` if there is none."""
+        self.wait()
+        is_written = self._is_final and self._error is None
+        return f"tfdp doctor {shlex.quote(str(self.folder))}" if is_written else ""
+
+    def _record(
+        self, reason: str, lost: int | None
+    ) -> tuple[FlightRecord, dict[int, _Stack]]:
+        """Return the record without stacks, and the stacks by thread; reads no file."""
+        stacks = _compat.thread_stacks(_MOST_FRAMES)
+        own = self._heartbeat.progress
+        record = FlightRecord(
+            rank=self._heartbeat.rank,
+            num_workers=len(self._detector.ranks()) + 1,
+            host=socket.gethostname(),
+            process=os.getpid(),
+            reason=reason,
+            lost=lost,
+            started_at=self._started_at,
+            written_at=time.time(),
+            place=own.name,
+            source=own.source,
+            collectives=collective_ring.collectives(),
+            spans=progress.spans(),
+            threads=[],
+            peers=self._detector.peers(),
+        )
+        return record, stacks
+
+    def _write(self, reason: str, lost: int | None) -> None:
+        """Write a record on a thread, or here while the interpreter shuts down."""
+        try:
+            taken = self._record(reason, lost)
+        except Exception as error:  # noqa: BLE001 the lost worker must be named
+            self._report(error)
+            return
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        arguments = (*taken, names, self._writer)
+        writer = threading.Thread(
+            target=self._write_file, args=arguments, name="tfdp flight record"
+        )
+        writer.daemon = True
+        try:
+            writer.start()
+        except RuntimeError:
+            self._write_file(*arguments)
+            return
+        self._writer = writer
+
+    def _write_file(
+        self,
+        record: FlightRecord,
+        stacks: dict[int, _Stack],
+        names: dict[int | None, str],
+        before: threading.Thread | None,
+    ) -> None:
+        """Write the file of a record; print one sentence if that fails.
+
+        Args:
+            record: `FlightRecord`, without stacks.
+            stacks: Dict from the identifier of a thread to its stack.
+            names: Dict from the identifier of a thread to its name.
+            before: Thread that writes an earlier record, or `None`.
+        """
+        if before is not None:
+            before.join()
+        threads = [
+            _describe_stack(names.get(thread, "a thread of native code"), thread, stack)
+            for thread, stack in stacks.items()
+        ]
+        text = dataclasses.replace(record, threads=threads).to_json()
+        try:
+            make_private_folder(self.folder)
+            with replaced(self.folder / file_name(record.rank)) as temporary:
+                Path(temporary).write_text(text, "utf-8")
+        except OSError as error:
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """Print in one sentence that the record cannot be written."""
+        self._error = error
+        print(
+            "tfdp: the flight record of this worker cannot be written to "
+            f"{self.folder}: {getattr(error, 'strerror', None) or error}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _describe_stack(name: str, thread: int, stack: _Stack) -> ThreadStack:
+    """Format the stack of a thread, and read the line of the user's code.
+
+    Args:
+        name: String, name of the thread.
+        thread: Int, its identifier.
+        stack: List of tuples of file, line and function, the innermost first.
+    """
+    is_main = thread == threading.main_thread().ident
+    places = [(path, line) for path, line, _ in stack if user_code.is_of_user(path)]
+    line = user_code.describe_line(*places[0]) if places else ""
+    frames = [f"{path}:{line} in {function}" for path, line, function in stack]
+    return ThreadStack(name, is_main, frames, line)
+
+
+def listen(request: Callable[[], None]) -> None:
+    """Call a function, on a thread, when this process receives a signal for records.
+
+    The handler of `faulthandler` writes to a pipe. It runs while the main thread is in
+    native code, as in a collective, where handlers of Python do not run. A signal for
+    which the script has a handler is left to the script.
+
+    Args:
+        request: Callable.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signals = {
+        number
+        for number in (RECORD_SIGNAL, LAUNCHER_SIGNAL)
+        if signal.getsignal(number) is signal.SIG_DFL
+    }
+    for number in signals:
+        faulthandler.register(number, writer, all_threads=False)
+
+    @forks.in_forks
+    def leave_to_parent() -> None:
+        """Restore the signals, which would be taken for the parent's."""
+        for number in signals:
+            faulthandler.unregister(number)
+
+    def serve() -> None:
+        """Wait for the text that a handler writes."""
+        while os.read(reader, _READ_BYTES):
+            request()
+
+    threading.Thread(target=serve, name="tfdp flight recorder", daemon=True).start()
