@@ -91,10 +91,28 @@ def test_a_worker_in_a_callback_is_named_with_its_line():
 
 
 def test_a_worker_whose_pipeline_is_stuck_is_named_with_its_source():
-    stuck = record(1, DONE, source="the generator `batches`")
-    assert explained(record(0, DONE, WAITS), stuck).endswith(
-        f"worker 1 waits for a batch of the generator `batches` at {STEP}."
+    stuck = record(1, DONE, source="the generator `batches`", threads=in_line("b.py:2"))
+    found = explained(record(0, DONE, WAITS), stuck)
+    assert found.endswith(
+        f"worker 1 waits for a batch of the generator `batches` at {STEP}, at a.py:1."
     )
+    there = record(1, DONE, source="x", threads=in_line("b.py:2")[1:])
+    assert explained(record(0, DONE, WAITS), there).endswith("at b.py:2.")
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (
+            "sgd/bucket_0/Collective_all_reduce_float32_7/",
+            "all_reduce 'sgd/bucket_0' (",
+        ),
+        ("Collective_all_reduce_float32_7/", "all_reduce ("),
+    ],
+)
+def test_a_collective_is_named_by_its_scope(name, shown):
+    waits = dataclasses.replace(WAITS, name=name)
+    assert shown in explained(record(0, DONE, waits), record(1, DONE))
 
 
 @pytest.mark.parametrize("later", [0.0, 5.0])

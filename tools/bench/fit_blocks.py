@@ -107,6 +107,54 @@ def _unwatched() -> Iterator[None]:
         yield
 
 
+def flight_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
+    """With flight records or without, and with each entry recorded many times."""
+    block = block_of(strategy, setup["model"])
+
+    def arm(times: int) -> Callable[[int], dict[str, float]]:
+        def run(steps: int) -> dict[str, float]:
+            with _recorded(times):
+                return block(steps)
+
+        return run
+
+    return {"off": arm(0), "on": arm(1), "many": arm(setup["times"])}
+
+
+@contextlib.contextmanager
+def _recorded(times: int) -> Iterator[None]:
+    """Record each collective and each place so many times."""
+    from tfdp.communication.coordination.flight_record import CollectiveRing
+    from tfdp.communication.coordination.progress import ProgressRecorder
+
+    ring, recorder = CollectiveRing, ProgressRecorder
+    begin_once, end_once, place_once = ring.begin, ring.end, recorder.record_place
+
+    def begin(ring: Any, *arguments: Any) -> Any:
+        entry = None
+        for _ in range(times):
+            entry = begin_once(ring, *arguments)
+        return entry
+
+    def end(entry: Any) -> None:
+        for _ in range(times):
+            end_once(entry)
+
+    def place(recorder: Any) -> None:
+        for _ in range(times):
+            place_once(recorder)
+
+    if times == 1:
+        yield
+        return
+    with (
+        mock.patch.object(ring, "begin", begin),
+        mock.patch.object(ring, "end", staticmethod(end)),
+        mock.patch.object(recorder, "record_place", place),
+    ):
+        yield
+
+
 def rebalance_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
     """With rows by speed or without."""
     from tfdp.training.data.load_balancer import LoadBalancer
@@ -152,6 +200,7 @@ class SlowByRows(keras.layers.Layer):
 _ARMS = {
     "monitor": monitor_arms,
     "consistency": consistency_arms,
+    "flight": flight_arms,
     "rebalance": rebalance_arms,
 }
 

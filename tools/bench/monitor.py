@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdp.launch.bench.sides import Side, alternate, paired_ratio, started
@@ -40,19 +40,23 @@ def run(args: Arguments) -> None:
 
 
 def blocks(
-    setup: Mapping[str, Any], count: int, steps: int, num_untimed: int = 0
+    setup: Mapping[str, Any],
+    count: int,
+    steps: int,
+    num_untimed: int = 0,
+    arms: Sequence[str] = ("off", "on"),
 ) -> dict[str, list[dict]]:
-    """Blocks of both arms in turn, each as the slowest of two workers measured it.
+    """Blocks of all arms in turn, each as the slowest of two workers measured it.
 
     Args:
         setup: Mapping, what `tools.bench.fit_blocks` is told.
         count: Int, turns of each arm.
         steps: Int, of a block.
         num_untimed: Int, blocks of the arm `on` before these. Defaults to 0.
+        arms: Sequence of strings, the arms. Defaults to `("off", "on")`.
     """
     setup = {"strategy": "tfdp", **setup}
     side = Side("fit", "tools.bench.fit_blocks", setup, num_workers=2)
-    arms = ("off", "on")
     with started(side):
         for _ in range(num_untimed):
             side.run("on", steps)

@@ -276,6 +276,12 @@ class FlightRecord:
         """String, the innermost line of the user's code in the main thread, or `""`."""
         return next((each.user_line for each in self.threads if each.is_main), "")
 
+    @property
+    def other_user_line(self) -> str:
+        """String, the innermost line of the user's code in another thread, or `""`."""
+        lines = (each.user_line for each in self.threads if not each.is_main)
+        return next(filter(None, lines), "")
+
 
 def _fields_of(kind: type, content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a dataclass from JSON, with their types checked.

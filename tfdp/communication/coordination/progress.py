@@ -243,6 +243,10 @@ class ProgressRecorder:
         """Count a change of progress."""
         self._count += 1
         self._since = clock.now()
+        self.record_place()
+
+    def record_place(self) -> None:
+        """Record the present place for flight records."""
         fields = None
         if self._loops:
             loop = self._loops[-1]

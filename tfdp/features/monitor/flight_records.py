@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -27,6 +28,8 @@ _NO_PLACE = "no call of Keras or tfdp"
 # Most workers that are listed by rank.
 _MOST_RANKS = 8
 _LOOP_LANE = 0
+# The operation's own part of its name scope.
+_OPERATION = re.compile("(?:^|/)Collective_")
 
 # The record of each worker that has written one, by rank.
 Records = Mapping[int, FlightRecord]
@@ -358,7 +361,9 @@ def _activity(records: Records, rank: int) -> str:
     if rank not in records:
         return f"has left no record{_last_sign(records, rank)}"
     record = records[rank]
-    at = f", at {record.user_line}" if record.user_line else ""
+    # Data may be read on a thread of TensorFlow.
+    line = (record.source and record.other_user_line) or record.user_line
+    at = f", at {line}" if line else ""
     if record.source:
         return (
             f"waits for a batch of {record.source} at {record.place or _NO_PLACE}{at}"
@@ -437,8 +442,8 @@ def _describe(entry: RecordedCollective) -> str:
 
 def _name(entry: RecordedCollective) -> str:
     """Name a collective by its kind and its scope, such as `"all_reduce 'logs'"`."""
-    scope = entry.name.split("/Collective_")[0]
-    return f"{entry.kind} {scope!r}"
+    scope = _OPERATION.split(entry.name)[0]
+    return f"{entry.kind} {scope!r}" if scope else entry.kind
 
 
 def _number(entry: RecordedCollective) -> int:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tfdp.communication.cluster import process_tree
 from tfdp.communication.coordination.flight_record import (
     LAUNCHER_SIGNAL,
     RECORD_SIGNAL,
@@ -218,7 +219,9 @@ def listen(request: Callable[[], None]) -> None:
     signals = {
         number
         for number in (RECORD_SIGNAL, LAUNCHER_SIGNAL)
+        # Python does not know of handlers in C, such as another one of `faulthandler`.
         if signal.getsignal(number) is signal.SIG_DFL
+        and not process_tree.handles(os.getpid(), number)
     }
     for number in signals:
         faulthandler.register(number, writer, all_threads=False)
