@@ -108,51 +108,49 @@ def _unwatched() -> Iterator[None]:
 
 
 def flight_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
-    """With flight records or without, and with each entry recorded many times."""
+    """With flight records or without, and with the time that the entries take."""
     block = block_of(strategy, setup["model"])
 
     def arm(times: int) -> Callable[[int], dict[str, float]]:
         def run(steps: int) -> dict[str, float]:
-            with _recorded(times):
-                return block(steps)
+            with _recorded(times) as spent:
+                result = block(steps)
+            return {**result, "entries": sum(spent) / max(times, 1) / steps}
 
         return run
 
-    return {"off": arm(0), "on": arm(1), "many": arm(setup["times"])}
+    def on(steps: int) -> dict[str, float]:
+        return {**block(steps), "entries": 0.0}
+
+    return {"off": arm(0), "on": on, "timed": arm(setup["times"])}
 
 
 @contextlib.contextmanager
-def _recorded(times: int) -> Iterator[None]:
-    """Record each collective and each place so many times."""
+def _recorded(times: int) -> Iterator[list[float]]:
+    """Make each entry so many times, and yield the processor time that this takes."""
     from tfdp.communication.coordination.flight_record import CollectiveRing
     from tfdp.communication.coordination.progress import ProgressRecorder
 
-    ring, recorder = CollectiveRing, ProgressRecorder
-    begin_once, end_once, place_once = ring.begin, ring.end, recorder.record_place
+    spent: list[float] = []
 
-    def begin(ring: Any, *arguments: Any) -> Any:
-        entry = None
-        for _ in range(times):
-            entry = begin_once(ring, *arguments)
-        return entry
+    def repeated(function: Callable) -> Callable:
+        def call(*arguments: Any) -> Any:
+            result, begin = None, time.thread_time()
+            for _ in range(times):
+                result = function(*arguments)
+            spent.append(time.thread_time() - begin)
+            return result
 
-    def end(entry: Any) -> None:
-        for _ in range(times):
-            end_once(entry)
+        return call
 
-    def place(recorder: Any) -> None:
-        for _ in range(times):
-            place_once(recorder)
-
-    if times == 1:
-        yield
-        return
+    begin, end = repeated(CollectiveRing.begin), repeated(CollectiveRing.end)
+    place = repeated(ProgressRecorder.record_place)
     with (
-        mock.patch.object(ring, "begin", begin),
-        mock.patch.object(ring, "end", staticmethod(end)),
-        mock.patch.object(recorder, "record_place", place),
+        mock.patch.object(CollectiveRing, "begin", begin),
+        mock.patch.object(CollectiveRing, "end", staticmethod(end)),
+        mock.patch.object(ProgressRecorder, "record_place", place),
     ):
-        yield
+        yield spent
 
 
 def rebalance_arms(strategy: Any, setup: dict[str, Any]) -> Arms:
