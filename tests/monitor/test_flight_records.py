@@ -179,9 +179,15 @@ def test_a_slow_host_is_named_also_where_its_clock_is_wrong(skew):
     slow = record(1, *entries(0.3, skew), written_at=NOW + skew)
     assert explained(record(0, *entries(0.0, 0.0)), slow) == (
         "All workers have entered the same collectives, but worker 1 on host1 is slow: "
-        "it was the last to enter 40 of 40 of them, 300.0 ms after the others in the "
-        "median."
+        "for 12.0 of 39.3 s the others have waited for it, in 40 of 40 collectives."
     )
+    waits = collective(40, NOW - 9.0, None)
+    stuck = explained(record(0, *entries(0.0, 0.0), waits), slow)
+    assert stuck.startswith("Worker 0 waits for worker 1")
+    assert stuck.endswith("in 40 of 40 collectives.")
+    waits = collective(40, NOW - 9.0 + skew, None)
+    other = record(1, *slow.collectives, waits, written_at=NOW + skew)
+    assert "is slow" not in explained(record(0, *entries(0.0, 0.0)), other)
     even = record(1, *entries(0.01, skew), written_at=NOW + skew)
     assert "none has waited for another for 1 s" in explained(
         record(0, *entries(0.0, 0.0)), even
@@ -225,6 +231,8 @@ def test_the_records_of_an_earlier_attempt_are_left_out():
     newest = record(0, started_at=NOW - 10.0)
     earlier = record(1, written_at=NOW - 60.0)
     assert of_one_attempt([earlier, newest]) == ({0: newest}, [1])
+    later = record(0, started_at=NOW + 10.0)  # its clock was set back
+    assert of_one_attempt([later]) == ({0: later}, [])
     older = record(0, written_at=NOW - 5.0)
     assert of_one_attempt([newest, older]) == ({0: newest}, [0])
 
@@ -243,11 +251,20 @@ def test_a_record_in_a_file_is_the_same():
         {"written_at": None},
         {"peers": {"a": {}}},
         {"threads": {"name": 1}},
+        {"written_at": float("nan")},
+        {"started_at": float("inf")},
     ],
 )
 def test_a_damaged_record_is_refused(change):
     content = json.loads(record(0, DONE).to_json())
     with pytest.raises(ValueError, match="it is damaged: a field is missing or wrong"):
+        FlightRecord.from_json(json.dumps({**content, **change}))
+
+
+@pytest.mark.parametrize("change", [{"rank": 2}, {"rank": -1}, {"num_workers": 10**9}])
+def test_a_record_of_a_worker_that_the_job_lacks_is_refused(change):
+    content = json.loads(record(0, DONE).to_json())
+    with pytest.raises(ValueError, match="it is damaged: its rank is no worker"):
         FlightRecord.from_json(json.dumps({**content, **change}))
 
 

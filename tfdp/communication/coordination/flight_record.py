@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import signal
 import time
@@ -26,6 +27,8 @@ NUM_COLLECTIVES = 512
 TEXTS = "all-gather of texts"
 # Key of the log folder in the `tfdp` key of `TF_CONFIG`, and the folder without it.
 FOLDER_KEY, DEFAULT_FOLDER = "logs", "tfdp-logs"
+# A file with more workers is damaged.
+_MOST_WORKERS = 1 << 20
 # Version of the files.
 _FORMAT = 1
 
@@ -267,9 +270,12 @@ class FlightRecord:
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError("it is not a flight record of this version of tfdp")
         try:
-            return cls(**_fields_of(cls, content))
-        except (KeyError, TypeError, AttributeError, ValueError):
+            record = cls(**_fields_of(cls, content))
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
             raise ValueError("it is damaged: a field is missing or wrong") from None
+        if not 0 <= record.rank < record.num_workers <= _MOST_WORKERS:
+            raise ValueError("it is damaged: its rank is no worker of the job")
+        return record
 
     @property
     def user_line(self) -> str:
@@ -317,7 +323,7 @@ def _value_of(hint: Any, value: Any) -> Any:
     kinds = arguments or (hint,)
     if type(value) is int and float in kinds:
         value = float(value)
-    if type(value) not in kinds:
+    if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
         raise TypeError(value)
     return value
 

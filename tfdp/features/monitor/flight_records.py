@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -14,16 +13,16 @@ from tfdp.communication.coordination.flight_record import (
     RecordedCollective,
     Span,
 )
-from tfdp.features.monitor.time_intervals import Interval
+from tfdp.features.monitor.time_intervals import Interval, seconds_covered
 from tfdp.features.monitor.trace import Slice, WorkerTrace, clock_offset
 from tfdp.ground.text import pluralize
 
 # A worker that others wait for is stuck after this time. In a job that runs, records
 # are written at slightly different times.
 _STUCK_SECONDS = 1.0
-# A worker is slow if it is the last to enter this part of the collectives, of which
-# there are enough, and later than the others by a part of the time between two of them.
-_LAST_PART, _FEWEST_COLLECTIVES, _LATE_PART = 0.8, 20, 0.1
+# A worker is slow if the others have waited for it for this part of the time, and for
+# this part of all waits, in enough collectives.
+_LATE_PART, _OWN_PART, _FEWEST_COLLECTIVES = 0.1, 0.8, 20
 _NO_PLACE = "no call of Keras or tfdp"
 # Most workers that are listed by rank.
 _MOST_RANKS = 8
@@ -93,9 +92,9 @@ def of_one_attempt(records: Iterable[FlightRecord]) -> tuple[Records, list[int]]
     """
     ordered = sorted(records, key=lambda record: record.written_at)
     kept: dict[int, FlightRecord] = {}
+    newest = ordered[-1]
     for record in reversed(ordered):
-        newest = ordered[-1]
-        is_same = (
+        is_same = record is newest or (
             record.num_workers == newest.num_workers
             and record.written_at >= newest.started_at
         )
@@ -113,7 +112,7 @@ def explain(records: Records) -> str:
 
     Returns:
         String: the first collective that not all have entered, who was missing, and
-        what that worker did; or, if there is none, which worker was the last to enter.
+        what that worker did; or, if there is none, which worker the others wait for.
 
     Source: the flight recorder of PyTorch,
     https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
@@ -123,9 +122,10 @@ def explain(records: Records) -> str:
     if (differing := _first_differing(lanes)) is not None:
         return _sentence_of_difference(records, differing)
     meeting = _first_incomplete(records, lanes)
-    late = _describe_slowest(records, lanes)
+    slowest, late = _slowest(records, lanes)
     if meeting is not None:
-        return _sentence_of_missing(records, meeting, late)
+        also = late if slowest in meeting.missing else ""
+        return _sentence_of_missing(records, meeting, also)
     if absent := [r for r in range(_any(records).num_workers) if r not in records]:
         doing = "; ".join(f"worker {r} {_activity(records, r)}" for r in absent)
         return f"No worker with a record waits for another, but {doing}."
@@ -283,8 +283,16 @@ def _incomplete(
             return
 
 
-def _describe_slowest(records: Records, lanes: Lanes) -> str:
-    """Describe the worker that enters most collectives last, as a clause, or `""`."""
+def _slowest(records: Records, lanes: Lanes) -> tuple[int | None, str]:
+    """Return the worker that the others wait for most, and a clause that says so.
+
+    Args:
+        records: Dict from a rank to its `FlightRecord`.
+        lanes: Dict, the result of `_lanes`.
+
+    Returns:
+        Tuple of its rank and the clause; `None` and `""` if no worker is slow.
+    """
     common = [
         entries
         for numbers in lanes.values()
@@ -292,27 +300,26 @@ def _describe_slowest(records: Records, lanes: Lanes) -> str:
         if len(entries) == len(records) == _any(records).num_workers
     ]
     if len(common) < _FEWEST_COLLECTIVES or len(records) == 1:
-        return ""
-    last = [max(entries, key=lambda rank: entries[rank].begin) for entries in common]
-    rank = statistics.mode(last)
-    delays = [_delay(entries, rank) for entries in common]
-    delay = statistics.median(delays)
-    begins = sorted(min(map(_begin, entries.values())) for entries in common)
-    interval = (begins[-1] - begins[0]) / (len(begins) - 1)
-    if last.count(rank) < _LAST_PART * len(last) or delay < _LATE_PART * interval:
-        return ""
-    host = records[rank].host
-    return (
-        f"worker {rank} on {host} is slow: it was the last to enter "
-        f"{last.count(rank)} of {len(last)} of them, {_milliseconds(delay)} after the "
-        "others in the median"
+        return None, ""
+    waits: dict[int, list[Interval]] = {rank: [] for rank in records}
+    for entries in common:
+        *_, (before, _), (begin, rank) = sorted(
+            (e.begin, r) for r, e in entries.items()
+        )
+        waits[rank].append((before, begin))
+    # Collectives of several lanes wait at the same time.
+    seconds = {rank: seconds_covered(its) for rank, its in waits.items()}
+    slowest = max(seconds, key=lambda rank: seconds[rank])
+    begins = [entry.begin for entries in common for entry in entries.values()]
+    span = max(begins) - min(begins)
+    least = max(_LATE_PART * span, _OWN_PART * sum(seconds.values()))
+    if span == 0.0 or seconds[slowest] < least:
+        return None, ""
+    return slowest, (
+        f"worker {slowest} on {records[slowest].host} is slow: for "
+        f"{seconds[slowest]:.1f} of {span:.1f} s the others have waited for it, in "
+        f"{len(waits[slowest])} of {pluralize(len(common), 'collective')}"
     )
-
-
-def _delay(entries: Mapping[int, RecordedCollective], rank: int) -> float:
-    """Return by how much a worker enters a collective after the last of the others."""
-    others = [entry.begin for other, entry in entries.items() if other != rank]
-    return entries[rank].begin - max(others)
 
 
 def _sentence_of_difference(
@@ -340,7 +347,7 @@ def _sentence_of_missing(records: Records, meeting: _Meeting, late: str) -> str:
     Args:
         records: Dict from a rank to its `FlightRecord`.
         meeting: `_Meeting`, the collective.
-        late: String, a clause about the slowest worker, or `""`.
+        late: String, a clause about a missing worker that is slow, or `""`.
     """
     ranks, missing = sorted(meeting.entries), meeting.missing
     wait = "waits" if len(ranks) == 1 else "wait"
@@ -490,8 +497,3 @@ def _sentence(text: str) -> str:
 def _be(ranks: Sequence[int]) -> str:
     """Return the verb for a number of workers."""
     return "is" if len(ranks) == 1 else "are"
-
-
-def _milliseconds(seconds: float) -> str:
-    """Format a time, such as `"12.5 ms"`."""
-    return f"{1000 * seconds:.1f} ms"
