@@ -213,6 +213,32 @@ def test_nothing_is_written_where_nothing_happens(launcher, tmp_path):
 
 @pytest.mark.processes
 @pytest.mark.full
+def test_another_order_of_collectives_is_in_the_records(launcher, tmp_path):
+    result = launcher.run("-n", "2", "--log-dir", "logs", SCRIPT, "order")
+    assert result.returncode == 1, result.stdout
+    found = explained(tmp_path / "logs")
+    assert found.startswith("The workers run their collectives in different orders")
+    assert "worker 0 is at all_reduce" in found
+    assert "16 bytes of float32" in found
+    assert "worker 1 is at all_reduce" in found
+    assert "36 bytes of float32" in found
+
+
+@pytest.mark.processes
+@pytest.mark.full
+def test_a_pipeline_that_is_stuck_is_named_with_its_line(launcher, tmp_path):
+    script = str(pathlib.Path(__file__).with_name("hanging_data.py"))
+    where = {"kind": "generator", "at": 4, "ranks": [1], "timeout_seconds": 6.0}
+    line = ("-n", "2", "--log-dir", "logs", script, json.dumps(where))
+    result = launcher.run(*line)
+    assert result.returncode == 69, result.stdout
+    found = explained(tmp_path / "logs")
+    assert "worker 1 waits for a batch of the generator `batches`" in found
+    assert "`time.sleep(1000)`" in found
+
+
+@pytest.mark.processes
+@pytest.mark.full
 def test_an_error_of_a_script_is_in_the_records(launcher, tmp_path):
     result = launcher.run("-n", "2", "--log-dir", "logs", SCRIPT, "raise")
     assert result.returncode == 1, result.stdout

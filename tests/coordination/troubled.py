@@ -8,6 +8,7 @@ import time
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdp
 
@@ -32,10 +33,27 @@ class Trouble(keras.callbacks.Callback):
             time.sleep(1000)
 
 
+def reduce_in_own_order(strategy: tf.distribute.Strategy, rank: int) -> None:
+    """Sums two tensors, of which the second worker begins with the other one."""
+
+    def step() -> tf.Tensor:
+        tensors = [tf.ones([4]), tf.ones([9])]
+        first, second = reversed(tensors) if rank else tensors
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce("SUM", first)
+        with tf.control_dependencies([total]):
+            return total[0] + context.all_reduce("SUM", second)[0]
+
+    tf.function(lambda: strategy.run(step))()
+
+
 def main(kind: str, timeout_seconds: float | None = None) -> None:
     options = tfdp.CommunicationOptions(timeout_seconds=timeout_seconds)
     strategy = tfdp.auto_strategy(communication=options)
     group = strategy.extended.worker_group
+    if kind == "order":
+        reduce_in_own_order(strategy, group.rank)
+        return
     with strategy.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
