@@ -83,6 +83,8 @@ def test_a_full_disk_is_one_sentence(recorder, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(pathlib.Path, "write_text", full_disk)
+    recorder.record_request("a signal")
+    recorder.wait()
     recorder.record_failure("its process has ended", 1)
     assert recorder.command == ""
     assert capsys.readouterr().err.splitlines() == [
@@ -90,6 +92,16 @@ def test_a_full_disk_is_one_sentence(recorder, monkeypatch, capsys):
         f"{recorder.folder}: No space left on device"
     ]
     assert list(recorder.folder.iterdir()) == []
+
+
+def test_a_record_that_can_be_written_after_all_is_named(recorder, monkeypatch, capsys):
+    monkeypatch.setattr(module, "make_private_folder", lambda path: None)
+    recorder.record_request("a signal")
+    recorder.wait()
+    assert "No such file or directory" in capsys.readouterr().err
+    monkeypatch.undo()
+    recorder.record_failure("its process has ended", 1)
+    assert recorder.command == f"tfdp doctor {recorder.folder}"
 
 
 def test_an_error_of_the_recorder_hides_no_lost_worker(recorder, monkeypatch, capsys):

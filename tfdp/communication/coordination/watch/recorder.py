@@ -175,12 +175,18 @@ class FlightRecorder:
             make_private_folder(self.folder)
             with replaced(self.folder / file_name(record.rank)) as temporary:
                 Path(temporary).write_text(text, "utf-8")
+            self._error = None
         except OSError as error:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        """Print in one sentence that the record cannot be written."""
-        self._error = error
+        """Print in one sentence that the record cannot be written.
+
+        A failure often follows a request: an error that is known is not printed again.
+        """
+        is_known, self._error = self._error is not None, error
+        if is_known:
+            return
         print(
             "tfdp: the flight record of this worker cannot be written to "
             f"{self.folder}: {getattr(error, 'strerror', None) or error}",
