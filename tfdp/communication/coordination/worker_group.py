@@ -97,8 +97,9 @@ class WorkerGroup:
         """Return a group of the same workers for calls on one thread beside the main.
 
         Its calls have an order of their own, do not count as this worker's progress,
-        and are not in its flight record. It does not warn of long waits unless `warns` is set: the main thread
-        may have something else to do. All workers must call this in the same order.
+        and are not in its flight record. It does not warn of long waits unless `warns`
+        is set: the main thread may have something else to do. All workers must call
+        this in the same order.
         """
         group = WorkerGroup(
             self.rank, self.num_workers, self.timeout_seconds, self._store
