@@ -16,6 +16,7 @@ import pytest
 
 import tfdp
 from tests.harness.commands import ROOT
+from tests.harness.timing import wait_until
 
 SIZE = "256k"
 
@@ -48,7 +49,7 @@ def fill(folder: Path) -> None:
 
 
 class Fill(keras.callbacks.Callback):
-    """Fills the disk after the eleventh batch."""
+    """Fills the disk after the eleventh batch, when backups so far are complete."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -56,6 +57,8 @@ class Fill(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 10:
+            for backup in self._folder.glob("backups/step-*"):
+                wait_until((backup / "index.json").exists, str(backup))
             fill(self._folder)
 
 
