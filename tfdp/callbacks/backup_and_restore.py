@@ -43,6 +43,7 @@ from tfdp.communication.coordination.preemption import (
 from tfdp.features.local_steps import FEATURE as LOCAL_STEPS
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import checked_bool, checked_integer, is_integer, plain
+from tfdp.ground.base import activities
 from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.position import DataPosition
@@ -220,6 +221,7 @@ class BackupAndRestore(StrategyCallback):
 
     # Saving of backups.
 
+    @activities.during(activities.BACKUP)
     def _save(self, epoch: int, batches: int, logs: Any) -> None:
         """Add a backup.
 

@@ -27,6 +27,7 @@ from tfdp.checkpoint.training_state import checkpoint_tensors, plan_checkpoint
 from tfdp.communication.cluster import cpu_kernels
 from tfdp.communication.coordination.checks import check_same_variables
 from tfdp.ground.arguments import checked_bool
+from tfdp.ground.base import activities
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.keras_hooks.file_hooks import plain_optimizer
@@ -56,6 +57,7 @@ def save(
 ) -> None: ...
 
 
+@activities.during(activities.SAVE)
 def save(
     model: keras.Model, directory: str | os.PathLike[str], *, background: bool = False
 ) -> PendingSave | None:

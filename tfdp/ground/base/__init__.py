@@ -5,6 +5,7 @@ Reading order:
     loops: the loop of Keras that is running
     feature: base class of features of training, and its hooks
     step_context: state of one replica's step, by thread; active hooks of callbacks
+    activities: evaluation, saves and backups, and their observers
     conditions: actions of a step that depend on a tensor
     batch_weight: weight of a replica's rows in the sums over a global batch
     program_trace: trace of a step as the program of one device

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdp.communication.collectives import timing
 from tfdp.communication.coordination.progress import progress
 from tfdp.ground import _compat
-from tfdp.ground.base import loops
+from tfdp.ground.base import activities, loops
 from tfdp.ground.base.context import is_tfdp, strategy_of
 from tfdp.ground.base.feature import Fit, registered
 from tfdp.ground.base.wrappers import wrapper_of
@@ -69,7 +69,9 @@ def run_loop(
         backup_callbacks(bound.arguments.get("callbacks")) if name == "fit" else []
     )
     position = data_position.DataPosition() if resuming else None
-    with data_position.tracking(position):
+    is_fit = name == "fit"
+    activity = None if is_fit else activities.during(activities.EVALUATION)
+    with activity or contextlib.nullcontext(), data_position.tracking(position):
         for callback in resuming:
             callback.listen(position)
         if strategy is None:
@@ -432,6 +434,7 @@ def chosen_xla(original: Callable, model: Any) -> bool:
     return _compat.supports_jit(model)
 
 
+@activities.during(activities.SAVE)
 def save(
     original: Callable, model: Any, filepath: Any, *args: Any, **kwargs: Any
 ) -> Any:

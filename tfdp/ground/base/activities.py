@@ -1,0 +1,56 @@
+"""Activities of this process beside steps, such as evaluation, and their observers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+from tfdp.ground.base.step_context import ActiveHooks
+
+# Names of activities: a loop of Keras that does not train, a file that is saved, and a
+# backup that `fit` can resume from.
+EVALUATION, SAVE, BACKUP = "evaluation", "save", "backup"
+
+
+class Observer(Protocol):
+    """Object that is notified of activities. Other threads may call it, too."""
+
+    def begins(self, activity: str) -> None:
+        """Handle the begin of an activity."""
+
+    def ends(self, activity: str) -> None:
+        """Handle the end of an activity, also after an error."""
+
+
+observers: ActiveHooks[Observer] = ActiveHooks()
+
+
+@contextlib.contextmanager
+def during(activity: str) -> Iterator[None]:
+    """Notify the observers of an activity in the block, or in a decorated function.
+
+    Args:
+        activity: String, `EVALUATION`, `SAVE` or `BACKUP`.
+
+    Example:
+
+    >>> class Printer:
+    ...     def begins(self, activity):
+    ...         print("begin of", activity)
+    ...     def ends(self, activity):
+    ...         print("end of", activity)
+    >>> observers.activate(printer := Printer())
+    >>> with during(SAVE):
+    ...     observers.deactivate(printer)
+    begin of save
+    end of save
+    """
+    notified = observers.active()
+    for observer in notified:
+        observer.begins(activity)
+    try:
+        yield
+    finally:
+        for observer in reversed(notified):
+            observer.ends(activity)
