@@ -12,14 +12,61 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import timing
 from tfdp.ground import _compat
-from tfdp.ground.base import xla
+from tfdp.ground.base import loops, xla
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import in_replica_thread
+from tfdp.ground.base.step_context import ActiveHooks
 
 # Names of measurements, see `tfdp.communication.collectives.timing.Mark`.
 TIMES = "times"  # of a replica: begin of its step, end of its forward pass
 BATCH = "batch"  # of a worker: samples of the global batch, number of steps
 NORM = "norm"  # of a replica: its part of the squared norm, and its step
+
+
+class DataWait:
+    """Sum of the times that the steps of `fit` wait for data, of one worker.
+
+    Two time stamps are added to steps that are traced while it is active. Python reads
+    the sum whenever it wants, not in each step.
+
+    Attributes:
+        num_traces: Int, steps that were traced with it.
+    """
+
+    def __init__(self) -> None:
+        self.num_traces = 0
+        # Begin of the last step, and the sum.
+        self._values = _compat.plain_variable([0.0, 0.0], tf.float64, "CPU:0")
+
+    def record(self, data: list[tf.Tensor]) -> tf.Tensor:
+        """Add the wait for the data of a traced step to the sum.
+
+        Args:
+            data: List of tensors, the data.
+
+        Returns:
+            Tensor, computed when the data is available.
+        """
+        self.num_traces += 1
+        values = self._values
+        begin = timing.write(values, lambda: values[0].assign(tf.timestamp()))
+
+        def add() -> Any:
+            """Add the time since the begin of the step, unless the clock was set."""
+            wait = tf.maximum(tf.timestamp() - values[0], 0.0)
+            return values[1].assign(values[1] + wait)
+
+        with tf.control_dependencies([begin, *data]):
+            return timing.write(values, add)
+
+    def read_seconds(self) -> float:
+        """Return the sum in seconds."""
+        handle = self._values.handle
+        value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64)
+        return float(value.numpy()[1])
+
+
+data_waits: ActiveHooks[DataWait] = ActiveHooks()
 
 
 def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -31,11 +78,28 @@ def record_step_begin(data: list[tf.Tensor]) -> list[tf.Tensor]:
     Returns:
         List of tensors, which the step must have as control inputs.
     """
-    if not timing.is_timing():
-        return data
-    values = timing.mark_variable(TIMES, _compat.active_local_replica_id())
-    with tf.control_dependencies(data):
-        return [timing.stamp(values, 0)]
+    stamps = [] if tf.executing_eagerly() else _record_waits(data)
+    if timing.is_timing():
+        values = timing.mark_variable(TIMES, _compat.active_local_replica_id())
+        with tf.control_dependencies(data):
+            stamps.append(timing.stamp(values, 0))
+    return stamps or data
+
+
+def _record_waits(data: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Record how long a step of `fit` waits for data, on the first local replica.
+
+    Args:
+        data: List of tensors, the data of a replica's step.
+
+    Returns:
+        List of tensors, which the step must have as control inputs.
+    """
+    loop = loops.current()
+    is_fit = loop is not None and loop.name == "fit" and not loops.is_nested()
+    if not is_fit or _compat.active_local_replica_id() != 0:
+        return []
+    return [wait.record(data) for wait in data_waits.active()]
 
 
 def record_loss(loss: tf.Tensor) -> None:
