@@ -195,7 +195,7 @@ def prepend_callback(
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         return [added, *callback_list(callbacks)]
     added.set_model(model)
-    callbacks.append(added)
+    callbacks.callbacks.append(added)
     return callbacks
 
 
