@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tfdp.launch.cli.main import cli
 
-COMMANDS = ["run", "doctor", "plan", "convert"]
+COMMANDS = ["run", "doctor", "plan", "convert", "goodput"]
 
 
 def help_of(*arguments: str, width: int = 80) -> list[str]:

@@ -5,6 +5,7 @@ those that the other features add.
 """
 
 import tfdp.features.tracking.watch  # isort: skip
+import tfdp.features.goodput.training  # isort: skip
 import tfdp.features.local_steps  # isort: skip
 import tfdp.features.islands.training  # isort: skip
 import tfdp.features.tuning.rebalancing  # isort: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from typing import Any
 
@@ -20,6 +21,8 @@ from tfdp.features.monitor.trace import WorkerTrace, trace_of_worker
 # Difference between the elapsed times of the wall clock and of `perf_counter` above
 # which the wall clock was set; reading one after the other takes far less.
 _CLOCK_SET_SECONDS = 0.2
+# Number of readings that are kept for other observers.
+_KEPT_READINGS = 5
 
 
 class Meter:
@@ -112,6 +115,9 @@ class TimedSteps(keras.callbacks.Callback):
     """Base of callbacks that receive a `Reading` of every step.
 
     Steps are timed while `meter` is set.
+
+    Attributes:
+        latest: Deque with the last readings, for other observers of the same steps.
     """
 
     def __init__(self) -> None:
@@ -119,6 +125,8 @@ class TimedSteps(keras.callbacks.Callback):
         self.meter: Meter | None = None
         self.step = 0
         self._last_batch = -1
+        self.latest: collections.deque[Reading]
+        self.latest = collections.deque(maxlen=_KEPT_READINGS)
 
     def on_step_end(self, num_steps: int, reading: Reading | None) -> None:
         """Handle an execution of one or more steps; `self.step` is its last step.
@@ -150,7 +158,10 @@ class TimedSteps(keras.callbacks.Callback):
         num_steps = batch - self._last_batch
         self._last_batch = batch
         self.step += num_steps
-        self.on_step_end(num_steps, self.meter.step_ends(num_steps))
+        reading = self.meter.step_ends(num_steps)
+        if reading is not None:
+            self.latest.append(reading)
+        self.on_step_end(num_steps, reading)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Attribute the time between epochs to no step."""

@@ -1,4 +1,4 @@
-"""The command line: `tfdp run`, `doctor`, `plan`, `bench` and `convert`.
+"""The command line: `tfdp run`, `doctor`, `plan`, `goodput`, `bench`, `convert`.
 
 `main` has the group of commands, each in a file of its name; `parameter_types` has
 options and their types; `errors` reports errors in one sentence, also those of the late
@@ -16,5 +16,6 @@ and `remote_line` the lines between the two. `islands` starts a job of islands,
 and has their options.
 `doctor` draws a `topology_tree`; its `--input` runs a script in a local job, by
 `doctor_input`, in which each worker is an `input_worker`; with folders it merges the
-flight records of workers, by `doctor_records`. `plan` prints a `forecast`.
+flight records of workers, by `doctor_records`. `plan` prints a `forecast`; `goodput`
+shows a job's ledger of time.
 """

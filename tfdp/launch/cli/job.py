@@ -18,6 +18,7 @@ import click
 
 from tfdp.communication.cluster import Cluster, process_tree
 from tfdp.communication.coordination.preemption import PREEMPTED, SAVE_SIGNAL
+from tfdp.features.goodput.ledger import Launch
 from tfdp.launch.cli.launch import worker_environment
 from tfdp.launch.cli.noise import is_noise, is_peer_failure
 from tfdp.launch.cli.other_nodes import OtherNodes
@@ -50,12 +51,15 @@ class JobContext:
             attempts is not lost, and has the time at which the job is stopped.
         grace_seconds: Float, time between asking the workers to stop and killing them.
             Defaults to `5.0`.
+        launch: `Launch`, the settings of the ledger of goodput, or `None` for none.
+            Defaults to `None`.
     """
 
     starter: Starter
     screen: Screen
     signals: SignalPipe
     grace_seconds: float = 5.0
+    launch: Launch | None = None
 
 
 class Job:
@@ -230,6 +234,7 @@ class Job:
             self._starter.job,
             num_local=len(self._clusters),
             log_folder=self._logs[index].path.parent,
+            launch=self._context.launch,
         )
 
     def _ask_to_save(self, elapsed: float) -> None:

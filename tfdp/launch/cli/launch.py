@@ -21,6 +21,7 @@ from tfdp.communication.cluster.limits import (
     needed_threads,
 )
 from tfdp.communication.coordination.flight_record import FOLDER_KEY
+from tfdp.features.goodput.ledger import Launch
 from tfdp.ground.base.files import make_private_folder
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
@@ -138,6 +139,7 @@ def worker_environment(
     num_slots: int,
     job: str,
     num_local: int | None = None,
+    launch: Launch | None = None,
     environ: Mapping[str, str] = os.environ,
     *,
     log_folder: pathlib.Path | None = None,
@@ -151,6 +153,8 @@ def worker_environment(
         job: String, id of the job, by which its processes are identified.
         num_local: Int, number of workers on this machine, or `None` if all are.
             Defaults to `None`.
+        launch: `Launch`, the settings of the ledger of goodput, or `None` for none.
+            Defaults to `None`.
         environ: Mapping of the user's environment variables, which override the
             defaults for threads. Defaults to `os.environ`.
         log_folder: `Path` of the folder for the workers' flight records, or `None`.
@@ -163,6 +167,8 @@ def worker_environment(
     config.setdefault("tfdp", {})["job"] = job
     if log_folder is not None:
         config["tfdp"][FOLDER_KEY] = str(log_folder.absolute())
+    if launch is not None:
+        launch.add_to(config)
     num_threads = str(max(1, num_cores() // (num_local or cluster.num_workers)))
     defaults = {
         "TF_NUM_INTRAOP_THREADS": num_threads,

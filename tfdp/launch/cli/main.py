@@ -12,6 +12,7 @@ import tfdp
 from tfdp.launch.cli.bench import bench
 from tfdp.launch.cli.convert import convert
 from tfdp.launch.cli.doctor import doctor
+from tfdp.launch.cli.goodput import goodput
 from tfdp.launch.cli.plan import plan
 from tfdp.launch.cli.run import run
 from tfdp.launch.cli.screen import Entry
@@ -51,7 +52,7 @@ class _Commands(click.Group):
 
 @click.group(
     cls=_Commands,
-    commands=[run, doctor, plan, convert, bench],
+    commands=[run, doctor, plan, convert, goodput, bench],
     epilog=_EXAMPLES,
     no_args_is_help=False,
     invoke_without_command=True,

@@ -14,11 +14,13 @@ import click
 
 from tfdp.communication.cluster.gpus import visible_gpus
 from tfdp.communication.connection.secret import SecretError
+from tfdp.features.goodput.ledger import Launch
 from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.attempts import NodeAttempts, run_attempts
 from tfdp.launch.cli.errors import usage_errors
+from tfdp.launch.cli.goodput import goodput_of
 from tfdp.launch.cli.hosts import Host
 from tfdp.launch.cli.islands import IslandOptions, island_options, run_islands
 from tfdp.launch.cli.job import JobContext
@@ -176,13 +178,16 @@ def run(
             )
         ) as starter,
     ):
-        job = JobContext(starter, screen, signals, settings.grace)
+        launch = None if islands.is_used else Launch.new(folder)
+        job = JobContext(starter, screen, signals, settings.grace, launch)
         if islands.is_used:
             code = run_islands(job, settings, islands, folder)
         elif where.is_one_machine:
             code = _run_here(job, settings, restarts, folder)
         else:
             code = _run_as_node(job, settings, where, context.obj, folder)
+        if launch is not None and (line := goodput_of(launch)):
+            screen.message(f"tfdp: {line}")
     sys.exit(code)
 
 

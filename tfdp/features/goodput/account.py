@@ -1,0 +1,329 @@
+"""Shares of a job's time, computed from the lines of its ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from tfdp.features.goodput.ledger import FORMAT, Moment, is_number, moment_of
+
+# Classes of time, with their names, in the order of tables.
+STEP, AGAIN, STARTUP, TRACE = "step", "again", "startup", "trace"
+DATA, EXPOSED, EVALUATION, SAVE = "data", "exposed", "evaluation", "save"
+BACKUP, RECOVERY, IDLE, UNKNOWN = "backup", "recovery", "idle", "unknown"
+CLASSES = {
+    STEP: "steps that count",
+    AGAIN: "steps done again",
+    STARTUP: "start-up",
+    TRACE: "tracing",
+    DATA: "waiting for data",
+    EXPOSED: "exposed communication",
+    EVALUATION: "evaluation",
+    SAVE: "saves",
+    RECOVERY: "recovery",
+    IDLE: "idle",
+    UNKNOWN: "not recorded",
+}
+# Classes that a step is divided into.
+_OF_STEPS = (STEP, DATA, EXPOSED)
+# Classes in lines. Backups are saves, of which `Account` has to know more.
+_IN_LINES = {*CLASSES, BACKUP}
+# Time within an attempt that no line accounts for, from which it is not an error of
+# rounding.
+_NOTABLE_SECONDS = 0.5
+_NUMBERS = (
+    "no",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+)
+# Position of a step in a job: number of its `fit`, epoch, and batch.
+Position = tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Time of a job by class.
+
+    Args:
+        seconds: Dict from each class of `CLASSES` to its seconds.
+        num_restarts: Int, attempts beyond the first.
+        num_damaged: Int, lines of the ledger that could not be read. Defaults to 0.
+        measures_communication: Bool, whether exposed communication was measured;
+            otherwise it is a part of the steps. Defaults to `False`.
+        launched: `Moment` at which the launcher of the last attempt started, or `None`
+            without one. Defaults to `None`.
+
+    Example:
+
+    >>> shares = Shares({"step": 93.0, "startup": 4.0, "recovery": 2.0, "save": 1.0}, 2)
+    >>> str(shares)
+    'goodput 93 %: 4 % start-up, 2 % two restarts, 1 % saves'
+    """
+
+    seconds: dict[str, float]
+    num_restarts: int
+    num_damaged: int = 0
+    measures_communication: bool = False
+    launched: Moment | None = None
+
+    @property
+    def total_seconds(self) -> float:
+        """Float, the time of the job."""
+        return sum(self.seconds.values())
+
+    def share(self, name: str) -> float:
+        """Return the share of a class in the time of the job.
+
+        Args:
+            name: String, a class of `CLASSES`.
+
+        Returns:
+            Float from 0 to 1.
+        """
+        total = self.total_seconds
+        return self.seconds.get(name, 0.0) / total if total else 0.0
+
+    def label(self, name: str) -> str:
+        """Return the name of a class for the line; recovery is named by restarts."""
+        count = self.num_restarts
+        if name != RECOVERY or not count:
+            return CLASSES[name]
+        number = _NUMBERS[count] if count < len(_NUMBERS) else f"{count:,}"
+        return f"{number} restart{'s' if count > 1 else ''}"
+
+    def __str__(self) -> str:
+        percents = {name: round(100 * self.share(name)) for name in CLASSES}
+        others = [name for name in CLASSES if name != STEP]
+        others.sort(key=self.share, reverse=True)  # stable
+        parts = [f"{percents[n]} % {self.label(n)}" for n in others if percents[n]]
+        text = f"goodput {percents[STEP]} %"
+        return f"{text}: {', '.join(parts)}" if parts else text
+
+
+def shares(lines: Iterable[str]) -> Shares:
+    """Compute the shares of the last job in a ledger.
+
+    A ledger has several jobs if training was complete and began again. Damaged lines
+    are left out; their time is not recorded.
+
+    Args:
+        lines: Iterable of strings, the lines of the ledger.
+
+    Returns:
+        `Shares`.
+
+    Example:
+
+    >>> lines = [
+    ...     '{"kind": "attempt", "format": 1, "time": 100, "up": 7}',
+    ...     '{"kind": "work", "time": 104, "up": 11, "seconds": {"startup": 1, '
+    ...     '"step": 3}, "fit": 1, "epoch": 0, "first": 0, "last": 29}',
+    ... ]
+    >>> str(shares(lines))
+    'goodput 75 %: 25 % start-up'
+    """
+    account = Account()
+    account.add_all(lines)
+    return account.shares
+
+
+class Account:
+    """Sums of a job's time, to which lines are added."""
+
+    def __init__(self) -> None:
+        self._num_damaged = 0
+        self._clear()
+
+    @property
+    def shares(self) -> Shares:
+        """`Shares` of the lines so far."""
+        return Shares(
+            {name: self._seconds.get(name, 0.0) for name in CLASSES},
+            max(0, self._num_attempts - 1),
+            self._num_damaged,
+            self._measures_communication,
+            self._launched,
+        )
+
+    def add_all(self, lines: Iterable[str]) -> None:
+        """Add several lines of the ledger."""
+        for line in lines:
+            self.add(line)
+
+    def add(self, text: str) -> None:
+        """Add a line of the ledger."""
+        if not text.strip():
+            return
+        try:
+            line = _parse(text)
+        except (ValueError, RecursionError):
+            self._num_damaged += 1
+            return
+        self._add(line)
+
+    def _clear(self) -> None:
+        """Begin with a new job."""
+        self._seconds: dict[str, float] = {}
+        self._num_attempts = 0
+        self._is_done = self._has_backups = self._measures_communication = False
+        self._has_relaunched = False
+        self._last: Moment | None = None
+        self._launched: Moment | None = None
+        self._furthest: Position | None = None
+        # Lines of an attempt until its first step, which shows whether the attempt has
+        # begun from the start; `None` afterwards.
+        self._opening: list[dict[str, Any]] | None = None
+
+    def _add(self, line: dict[str, Any]) -> None:
+        """Add a line that was parsed."""
+        match line["kind"]:
+            case "attempt":
+                self._begin_attempt(line)
+            case "work":
+                self._add_work(line)
+            case "exit":
+                self._last, self._is_done = self._moment(line), line["done"]
+
+    def _begin_attempt(self, line: dict[str, Any]) -> None:
+        """Count an attempt, and the time since the one before or the launch."""
+        start = moment_of(line)
+        launched = line.get("launched")
+        since = None if launched is None else moment_of(launched)
+        is_same_launch = since is not None and since == self._launched
+        if self._is_done and not is_same_launch:
+            self._clear()
+        if self._last is None:
+            self._count(STARTUP, 0.0 if since is None else start.since(since))
+        elif since is None or is_same_launch or not since.since(self._last):
+            self._count(RECOVERY, start.since(self._last))
+        else:
+            # No process of the job existed until it was launched again.
+            self._count(IDLE, since.since(self._last))
+            self._count(RECOVERY, start.since(since))
+        self._has_relaunched = not is_same_launch
+        self._launched, self._last, self._is_done = since, start, False
+        self._num_attempts += 1
+        self._opening = [line]
+
+    def _add_work(self, line: dict[str, Any]) -> None:
+        """Add the seconds of a line, and of what is missing before it."""
+        if self._opening is not None:
+            self._opening.append(line)
+            if "first" in line:
+                opening, self._opening = self._opening, None
+                if self._begins_without_backups(line):
+                    self._clear()
+                    for each in opening:
+                        self._add(each)
+                    return
+        moment, seconds = self._moment(line), line["seconds"]
+        if self._last is not None:
+            missing = moment.since(self._last) - sum(seconds.values())
+            self._count(UNKNOWN, missing if missing > _NOTABLE_SECONDS else 0.0)
+        self._last = moment
+        self._measures_communication |= EXPOSED in seconds
+        self._has_backups |= BACKUP in seconds
+        again = self._fraction_again(line)
+        for name, value in seconds.items():
+            of_again = again * value if name in _OF_STEPS else 0.0
+            self._count(AGAIN, of_again)
+            self._count(self._class_of(name, line), value - of_again)
+        if "first" in line:
+            last = line["fit"], line["epoch"], line["last"]
+            self._furthest = max(self._furthest or last, last)
+
+    def _begins_without_backups(self, line: dict[str, Any]) -> bool:
+        """Return whether an attempt starts a job anew: its backups were deleted.
+
+        Args:
+            line: Dict, the first line of the attempt that has steps.
+        """
+        is_first = (line["fit"], line["epoch"], line["first"]) == (1, 0, 0)
+        return is_first and self._has_backups and self._has_relaunched
+
+    def _class_of(self, name: str, line: dict[str, Any]) -> str:
+        """Return the class of a job's time for a class of a line's time.
+
+        The start-up of a later attempt is recovery, up to the `fit` that was reached.
+
+        Args:
+            name: String, the class in the line.
+            line: Dict, the line.
+        """
+        is_known = self._furthest is not None and line["fit"] <= self._furthest[0]
+        if name == STARTUP and self._num_attempts > 1 and is_known:
+            return RECOVERY
+        return SAVE if name == BACKUP else name
+
+    def _fraction_again(self, line: dict[str, Any]) -> float:
+        """Return the fraction of a line's steps that an earlier attempt had done."""
+        if self._furthest is None or "first" not in line:
+            return 0.0
+        fit, epoch, batch = self._furthest
+        first, last = line["first"], line["last"]
+        if (line["fit"], line["epoch"]) != (fit, epoch):
+            return float((line["fit"], line["epoch"]) < (fit, epoch))
+        num_again = min(last, batch) - first + 1
+        return max(0.0, num_again / (last - first + 1))
+
+    def _moment(self, line: dict[str, Any]) -> Moment:
+        """Return the moment of a line, which is of the same boot as its attempt."""
+        boot = "" if self._last is None else self._last.boot
+        return dataclasses.replace(moment_of(line), boot=boot)
+
+    def _count(self, name: str, seconds: float) -> None:
+        """Add seconds to a class."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+
+def _parse(text: str) -> dict[str, Any]:
+    """Parse and check a line.
+
+    Raises:
+        ValueError: If it is damaged.
+    """
+    line = json.loads(text)
+    if not isinstance(line, dict) or line.get("format", FORMAT) != FORMAT:
+        raise ValueError("it is no object of a known format")
+    kind = line.get("kind")
+    if kind == "moved":
+        return line
+    moment_of(line)
+    if kind == "attempt":
+        if line.get("launched") is not None:
+            _check_object(line["launched"])
+            moment_of(line["launched"])
+    elif kind == "work":
+        _check_work(line)
+    elif kind != "exit" or not isinstance(line.get("done"), bool):
+        raise ValueError("it is of an unknown kind")
+    return line
+
+
+def _check_work(line: dict[str, Any]) -> None:
+    """Raise `ValueError` unless a line has valid seconds, and steps if any."""
+    _check_object(line.get("seconds"))
+    seconds = line["seconds"]
+    is_valid = all(is_number(value) and value >= 0 for value in seconds.values())
+    if not is_valid or not seconds.keys() <= _IN_LINES:
+        raise ValueError("its seconds are invalid")
+    names = ("fit", "epoch", "first", "last") if "first" in line else ("fit",)
+    position = [line.get(name) for name in names]
+    is_valid = all(isinstance(v, int) and is_number(v) and v >= 0 for v in position)
+    if not is_valid or ("first" in line and line["first"] > line["last"]):
+        raise ValueError("its steps are invalid")
+
+
+def _check_object(value: Any) -> None:
+    """Raise `ValueError` unless a JSON value is an object."""
+    if not isinstance(value, dict):
+        raise ValueError("it has no object where one is needed")

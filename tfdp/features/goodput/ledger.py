@@ -1,0 +1,324 @@
+"""File of a job's time: JSON lines that worker 0 appends, beside the backups."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tfdp.communication.cluster import tf_config
+from tfdp.ground.base.files import open_regular
+from tfdp.ground.base.process_identity import state_and_start
+
+# Name of a ledger in a folder. Beside a folder, it is the ending of its name.
+NAME = "goodput.jsonl"
+# Version of the lines; those of a higher version are not read.
+FORMAT = 1
+# Key of the launcher's settings in `TF_CONFIG`, below `"tfdp"`.
+_KEY = "goodput"
+# Longest line that is read. A line of a ledger has a few hundred bytes.
+_LONGEST_LINE_BYTES = 1 << 16
+# No link is followed, and a FIFO does not block.
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+_FLAGS |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
+
+def uptime() -> float:
+    """Return the seconds since the boot of this machine, which no one can set."""
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+    return time.clock_gettime(clock)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """A time by two clocks.
+
+    Args:
+        time: Float, seconds of the wall clock.
+        up: Float, seconds since the boot of the machine.
+        boot: String, id of that boot, or `""` if it is unknown.
+
+    Example:
+
+    >>> Moment(time=50.0, up=9.0, boot="a").since(Moment(100.0, 5.0, "a"))
+    4.0
+    >>> Moment(time=107.0, up=3.0, boot="b").since(Moment(100.0, 5.0, "a"))
+    7.0
+    """
+
+    time: float
+    up: float
+    boot: str
+
+    @classmethod
+    def now(cls) -> Moment:
+        """Return the present moment."""
+        return cls(time.time(), uptime(), _boot_id())
+
+    @classmethod
+    def of_process_start(cls) -> Moment:
+        """Return the moment at which this process started."""
+        now, (_, ticks) = cls.now(), state_and_start(os.getpid())
+        age = now.up - int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+        return cls(now.time - age, now.up - age, now.boot)
+
+    def since(self, earlier: Moment) -> float:
+        """Return the seconds since another moment, at least 0.
+
+        The wall clock counts only if the machine was booted in between, or if the
+        moments are of two machines: the system may set it.
+        """
+        is_one_boot = self.boot == earlier.boot != ""
+        clock = "up" if is_one_boot else "time"
+        return max(0.0, getattr(self, clock) - getattr(earlier, clock))
+
+
+def _boot_id() -> str:
+    """Return the id of this boot of the machine, or `""`."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Settings of the launcher for the ledger, which it gives to its workers.
+
+    Args:
+        folder: String, absolute path of its folder of logs.
+        since: `Moment` at which the launcher started.
+    """
+
+    folder: str
+    since: Moment
+
+    @classmethod
+    def new(cls, folder: str | os.PathLike[str]) -> Launch:
+        """Return the settings of the launcher that this process is.
+
+        Args:
+            folder: String or path-like, its folder of logs.
+        """
+        return cls(os.path.abspath(folder), Moment.of_process_start())
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Launch | None:
+        """Return the settings in `TF_CONFIG`, or `None` without a launcher."""
+        try:
+            settings = tf_config.read_settings(environ["TF_CONFIG"])[_KEY]
+            folder = str(settings["folder"])
+            return cls(folder, moment_of(settings["since"]))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def add_to(self, config: dict[str, Any]) -> None:
+        """Add the settings to a value of `TF_CONFIG`, as a dict."""
+        config.setdefault("tfdp", {})[_KEY] = dataclasses.asdict(self)
+
+    @property
+    def path(self) -> str:
+        """String, path of the ledger in the folder of logs."""
+        return os.path.join(self.folder, NAME)
+
+
+def moment_of(content: Any) -> Moment:
+    """Return the `Moment` in a line or in settings.
+
+    Raises:
+        ValueError: If it is not one.
+    """
+    times = [content.get(key) for key in ("time", "up")]
+    boot = content.get("boot", "")
+    if not all(map(is_number, times)) or not isinstance(boot, str):
+        raise ValueError("it has no valid time")
+    return Moment(float(times[0]), float(times[1]), boot)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a JSON value is a finite number."""
+    is_plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_plain and abs(value) < sys.float_info.max and math.isfinite(value)
+
+
+def path_beside(directory: str) -> str:
+    """Return the path of the ledger beside a directory of backups.
+
+    It is no file of the directory, which is deleted with the backups. Only on a volume
+    that is mounted there it is: what is beside the volume may not be kept.
+
+    Args:
+        directory: String, a path.
+
+    Example:
+
+    >>> path_beside("/data/backups/")
+    '/data/backups.goodput.jsonl'
+    """
+    folder = os.path.abspath(directory)
+    if os.path.ismount(folder):
+        return os.path.join(folder, NAME)
+    return f"{folder}.{NAME}"
+
+
+def find(directory: str) -> str:
+    """Return the path of the ledger of backups, or of the logs of a launcher.
+
+    Args:
+        directory: String, a directory of backups, which need not exist any more; a
+            folder of logs; or the path of a ledger.
+
+    Raises:
+        ValueError: If there is no ledger.
+    """
+    candidates = [directory, os.path.join(directory, NAME), path_beside(directory)]
+    for path in filter(os.path.isfile, candidates):
+        return _follow(path)
+    raise ValueError(
+        "There is no ledger of goodput; give the directory of backups or the log "
+        f"folder of a job that has trained. Received: {directory}"
+    )
+
+
+def _follow(path: str) -> str:
+    """Return the ledger that a ledger in a folder of logs refers to, or itself."""
+    target = path
+    for text in read(path):
+        if '"moved"' not in text:
+            continue
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            line = json.loads(text)
+            target = str(line["path"]) if line["kind"] == "moved" else target
+    return target if os.path.isfile(target) else path
+
+
+def read(path: str) -> Iterator[str]:
+    """Return the lines of a ledger; what is no text has replacement characters.
+
+    Raises:
+        OSError: If the file cannot be read.
+        ValueError: If it is no regular file.
+    """
+    with open_regular(path) as file:
+        while line := file.readline(_LONGEST_LINE_BYTES):
+            yield line.decode("utf-8", "replace")
+
+
+class LedgerFile:
+    """Ledger to append lines to. A failed write is printed once, and not raised.
+
+    The file is opened at the first write, since `fit` creates the directory of backups
+    after it has chosen its callbacks.
+
+    Args:
+        directory: String, the directory of backups, or `None` without any.
+        launch: `Launch`, or `None` without a launcher. Its folder has the ledger if
+            there are no backups, and otherwise a line that refers to it.
+    """
+
+    def __init__(self, directory: str | None, launch: Launch | None) -> None:
+        self._directory, self._launch = directory, launch
+        self._file: int | None = None
+        self._has_failed = False
+        self.path = ""
+
+    def append(self, lines: list[str]) -> bool:
+        """Append lines, all or none.
+
+        Args:
+            lines: List of strings, without ends of lines.
+
+        Returns:
+            Bool, whether the lines are written.
+        """
+        try:
+            if self._file is None and not self._open():
+                return False
+            assert self._file is not None
+            _append(self._file, lines)
+        except (OSError, ValueError) as error:
+            self._report(error)
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _open(self) -> bool:
+        """Open the file, and return `False` if its folder does not exist yet."""
+        if self._directory is None:
+            assert self._launch is not None
+            self.path = self._launch.path
+        else:
+            self.path = path_beside(self._directory)
+        if not os.path.isdir(os.path.dirname(self.path)):
+            return False
+        self._file = _open(self.path)
+        if self._launch is not None and self.path != self._launch.path:
+            number = _open(self._launch.path)
+            try:
+                moved = {"kind": "moved", "format": FORMAT, "path": self.path}
+                _append(number, [json.dumps(moved)])
+            finally:
+                os.close(number)
+        return True
+
+    def _report(self, error: Exception) -> None:
+        """Print on stderr, once, that the ledger cannot be written."""
+        if not self._has_failed:
+            self._has_failed = True
+            text = getattr(error, "strerror", None) or error
+            print(
+                f"tfdp: the ledger of goodput {self.path} cannot be written ({text}); "
+                "training continues, and its lines are kept until they can be",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _open(path: str) -> int:
+    """Open a ledger for this user alone, and return its file descriptor.
+
+    Raises:
+        ValueError: If it is no regular file with a single link.
+        OSError: If it cannot be opened.
+    """
+    number = os.open(path, _FLAGS, 0o600)
+    status = os.fstat(number)
+    # A hard link may name a file that belongs to something else.
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+        os.close(number)
+        raise ValueError("it is not a regular file with a single link")
+    return number
+
+
+def _append(number: int, lines: list[str]) -> None:
+    """Append lines to an open ledger by one write; undo a part of a write.
+
+    Raises:
+        OSError: If they cannot be written.
+    """
+    size = os.fstat(number).st_size
+    # The last write of a killed process, or on a full disk, may have no end of line.
+    is_torn = size > 0 and os.pread(number, 1, size - 1) != b"\n"
+    data = "".join(f"{line}\n" for line in lines).encode()
+    data = b"\n" + data if is_torn else data
+    try:
+        written = os.write(number, data)
+        if written < len(data):
+            os.write(number, data[written:])
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(number, size)
+        raise

@@ -1,0 +1,258 @@
+"""Recorder of this worker's time by class, from the events of `fit` to lines."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tfdp.features.goodput import account
+from tfdp.features.goodput.account import Account
+from tfdp.features.goodput.ledger import (
+    FORMAT,
+    Launch,
+    LedgerFile,
+    Moment,
+    read,
+    uptime,
+)
+from tfdp.ground.base import activities
+from tfdp.ground.forks import Owner
+
+# Interval of writes: a fraction of the attempt's time, within limits. A kill loses what
+# is not written.
+_LEAST_SECONDS, _MOST_SECONDS, _OF_ATTEMPT = 1.0, 10.0, 1e-3
+# Class of time by activity.
+_CLASSES = {
+    activities.EVALUATION: account.EVALUATION,
+    activities.SAVE: account.SAVE,
+    activities.BACKUP: account.BACKUP,
+}
+
+
+class Recorder:
+    """Recorder of worker 0's time, each moment of which has one class.
+
+    Each event counts the time since the one before, and begins the next class. Lines
+    are written at most about once a second.
+
+    Args:
+        file: `LedgerFile` to append to.
+        launch: `Launch`, or `None` without a launcher.
+        since: `Moment` from which time counts, such as the start of the process.
+        is_asynchronous: Bool, whether the call of a step returns before the step ends,
+            as on GPUs. Time between two steps is then a part of steps.
+
+    Attributes:
+        wait_seconds: Callable that returns the sum of waits for data in steps so far.
+        exposed_seconds: Callable that returns the exposed communication of one of the
+            latest steps, or `None` if it is not measured.
+    """
+
+    def __init__(
+        self,
+        file: LedgerFile,
+        launch: Launch | None,
+        since: Moment,
+        *,
+        is_asynchronous: bool = False,
+    ) -> None:
+        self.wait_seconds: Callable[[], float] = lambda: 0.0
+        self.exposed_seconds: Callable[[], float | None] = lambda: None
+        self.file = file
+        self._thread = threading.get_ident()
+        self._between = account.STEP if is_asynchronous else account.IDLE
+        self._start = self._at = self._due = since.up
+        self._class = account.STARTUP
+        self._outer: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._waited = 0.0
+        self._fit = 0
+        self._epoch = 0
+        # First and last batch of the epoch since the last line; the batch that runs.
+        self._first: int | None = None
+        self._last = self._batch = 0
+        self._is_done = self._has_steps = False
+        self._owner = Owner()
+        # Sums of the lines in the file, once they are needed.
+        self._account: Account | None = None
+        launched = None if launch is None else vars(launch.since)
+        line = {"kind": "attempt", "format": FORMAT, **vars(since)}
+        self._lines = [json.dumps({**line, "launched": launched})]
+
+    # Events of `fit`.
+
+    def fit_begins(self) -> None:
+        """Begin the start-up of a `fit`."""
+        self._fit += 1
+        self._is_done = False
+        self._waited = self.wait_seconds()
+        self._change(account.STARTUP)
+
+    def epoch_begins(self, epoch: int) -> None:
+        """Record the number of an epoch, from 0, and end the steps of the one before.
+
+        Keras then makes an iterator, which may wait for the data.
+
+        Args:
+            epoch: Int.
+        """
+        self._end_line()
+        if self._class != account.STARTUP:
+            self._change(account.DATA)
+        self._epoch = epoch
+
+    def batch_begins(self, batch: int) -> None:
+        """Record the number of a batch in its epoch, from 0.
+
+        Args:
+            batch: Int.
+        """
+        if self._class == account.DATA:
+            self._change(self._between)
+        self._batch = batch
+
+    def step_begins(self) -> None:
+        """Begin a step."""
+        self._change(account.STEP)
+
+    def step_ends(self, num_steps: int, *, was_traced: bool) -> None:
+        """End a call of one or more steps.
+
+        Args:
+            num_steps: Int, number of steps.
+            was_traced: Bool, whether the call has traced the step.
+        """
+        if was_traced:
+            self._class = account.TRACE
+        self._change(self._between)
+        self._has_steps = True
+        if self._first is None:
+            self._first = self._batch
+        self._last = self._batch + num_steps - 1
+        if self._at >= self._due:
+            self.write()
+
+    def step_fails(self, *, has_data: bool) -> None:
+        """End a step that has raised an error.
+
+        Args:
+            has_data: Bool, `False` at the end of the data, which is no failure.
+        """
+        self._class = account.RECOVERY if has_data else account.DATA
+        self._change(account.RECOVERY if has_data else account.IDLE)
+
+    def fit_ends(self, *, is_complete: bool) -> None:
+        """End a `fit`.
+
+        Args:
+            is_complete: Bool, whether it has not raised an error.
+        """
+        self._is_done = is_complete
+        self._change(account.IDLE if is_complete else account.RECOVERY)
+        self.write()
+
+    def close(self) -> None:
+        """Write the last lines, at the exit of the process."""
+        self._end_line()
+        line = {"kind": "exit", "time": time.time(), "up": self._at}
+        self._lines.append(json.dumps({**line, "done": self._is_done}))
+        self._append()
+        self.file.close()
+
+    # Events of activities, see `tfdp.ground.base.activities`.
+
+    def begins(self, activity: str) -> None:
+        """Begin an activity, unless another thread does."""
+        if threading.get_ident() == self._thread:
+            self._outer.append(self._class)
+            self._change(_CLASSES[activity])
+
+    def ends(self, activity: str) -> None:
+        """End an activity, and continue the class before it."""
+        del activity
+        if threading.get_ident() == self._thread:
+            self._change(self._outer.pop())
+            if self._at >= self._due:
+                self.write()
+
+    # Lines.
+
+    def write(self) -> None:
+        """Append the lines since the last write; if that fails, keep them.
+
+        A script that does not train leaves no ledger.
+        """
+        self._end_line()
+        age = self._at - self._start
+        interval = min(max(_LEAST_SECONDS, _OF_ATTEMPT * age), _MOST_SECONDS)
+        self._due = self._at + interval
+        self._append()
+
+    def shares(self) -> account.Shares:
+        """Return the shares of the job so far, after a write."""
+        self.write()
+        if self._account is None:
+            self._account = Account()
+            self._account.add_all(read(self.file.path) if self.file.path else ())
+        total = copy.deepcopy(self._account)
+        total.add_all(self._lines)
+        return total.shares
+
+    def _append(self) -> None:
+        """Append the lines to the file, unless there are no steps yet."""
+        is_due = self._has_steps and self._owner.is_current
+        if is_due and self.file.append(self._lines):
+            if self._account is not None:
+                self._account.add_all(self._lines)
+            self._lines = []
+
+    def _change(self, new: str) -> None:
+        """Count the time since the last event, and begin another class."""
+        now = uptime()
+        elapsed = now - self._at
+        self._seconds[self._class] = self._seconds.get(self._class, 0.0) + elapsed
+        self._class, self._at = new, now
+
+    def _end_line(self) -> None:
+        """Add a line with the time and the steps since the line before."""
+        self._change(self._class)
+        self._divide_steps()
+        line: dict[str, Any] = {"kind": "work", "time": time.time(), "up": self._at}
+        rounded = {name: round(s, 6) for name, s in self._seconds.items()}
+        line["seconds"] = {name: s for name, s in rounded.items() if s}
+        line["fit"] = self._fit
+        if self._first is not None:
+            line |= {"epoch": self._epoch, "first": self._first, "last": self._last}
+        self._seconds, self._first = {}, None
+        if line["seconds"]:
+            self._lines.append(json.dumps(line))
+
+    def _divide_steps(self) -> None:
+        """Divide the time of steps into waits, exposed communication and the rest."""
+        if self._first is None:
+            return
+        waited = self.wait_seconds()
+        wait, self._waited = waited - self._waited, waited
+        wait -= self._move(account.STEP, account.DATA, wait)
+        self._move(account.TRACE, account.DATA, wait)
+        exposed = self.exposed_seconds()
+        if exposed is not None:
+            num_steps = self._last - self._first + 1
+            self._move(account.STEP, account.EXPOSED, exposed * num_steps)
+
+    def _move(self, source: str, target: str, seconds: float) -> float:
+        """Move seconds from one class to another, and return how many were moved.
+
+        Args:
+            source: String, a class, which may have fewer seconds.
+            target: String, the other class.
+            seconds: Float, seconds to move.
+        """
+        moved = min(max(0.0, seconds), self._seconds.get(source, 0.0))
+        for name, change in ((source, -moved), (target, moved)):
+            self._seconds[name] = self._seconds.get(name, 0.0) + change
+        return moved

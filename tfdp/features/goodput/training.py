@@ -1,0 +1,301 @@
+"""The feature of `fit` that records goodput: a callback, and the times of steps."""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.communication.collectives.step_events import DataWait, data_waits
+from tfdp.features.goodput.account import CLASSES, Shares
+from tfdp.features.goodput.ledger import Launch, LedgerFile, Moment
+from tfdp.features.goodput.recorder import Recorder
+from tfdp.features.monitor.meter import TimedSteps
+from tfdp.ground import forks
+from tfdp.ground.base import activities, loops
+from tfdp.ground.base.feature import Feature, Fit, register
+from tfdp.training.keras_hooks.worker_callbacks import (
+    backup_callbacks,
+    callback_list,
+    prepend_callback,
+)
+
+# Folder of the events in a folder of TensorBoard, and the prefix of their tags.
+_SCALARS = "goodput"
+
+
+class _Goodput(Feature):
+    """Hooks of `fit` that record the time of a job with backups or with a launcher.
+
+    Attributes:
+        recorder: `Recorder` of worker 0 during `fit`, or `None`.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        self._latest: Recorder | None = None
+        self._place = ""
+        self._wait: DataWait | None = None
+        self._is_measuring = False
+        self._num_fits = 0
+
+    def choose_callbacks(self, fit: Fit) -> None:
+        """Begin to record a `fit` whose time has a ledger."""
+        if loops.current() is not None:  # a callback of another `fit` runs this one
+            return
+        self._num_fits += 1
+        self._end_measuring()  # an earlier `fit` may have failed before its first step
+        directory = _directory_of(fit.arguments.get("callbacks"))
+        launch = Launch.from_environment()
+        if directory is None and launch is None:
+            return
+        if fit.strategy is not None:
+            self._measure_waits(fit.model)
+        extended = getattr(fit.strategy, "extended", None)
+        if extended is None or extended.worker_group.is_job_chief:
+            self._record(fit, self._recorder_at(directory, launch))
+
+    def wrap_step(self, model: Any, step: Callable) -> Callable:
+        """Return a step that is timed while `fit` is recorded."""
+        if not self._is_measuring or loops.is_nested():
+            return step
+        timed = self.timed(model, step)
+        timed.records_waits = True  # type: ignore[attr-defined]
+        return timed
+
+    def after_fit(self, fit: Fit) -> None:
+        """End the record of a `fit`."""
+        if loops.is_nested():
+            return
+        recorder = self.recorder
+        self._end_measuring()
+        if recorder is not None:
+            for callback in callback_list(fit.arguments.get("callbacks")):
+                if isinstance(callback, _Ledger) and not callback.is_complete:
+                    recorder.fit_ends(is_complete=False)
+
+    def _record(self, fit: Fit, recorder: Recorder) -> None:
+        """Add the callback of a recorder to a `fit`, and begin to record.
+
+        Args:
+            fit: `Fit`, whose callbacks are changed.
+            recorder: `Recorder` of this process.
+        """
+        given = without_ledger(fit.arguments.get("callbacks"))
+        callback = _Ledger(recorder, callback_list(given))
+        fit.arguments["callbacks"] = prepend_callback(fit.model, given, callback)
+        if self._wait is not None:
+            recorder.wait_seconds = self._wait.read_seconds
+        recorder.exposed_seconds = callback.exposed_seconds
+        self.recorder = recorder
+        recorder.fit_begins()
+
+    def _end_measuring(self) -> None:
+        """Stop the record of steps, and the stamps in steps that are traced."""
+        self.recorder, self._is_measuring = None, False
+        if self._wait is not None:
+            data_waits.deactivate(self._wait)
+
+    def timed(self, model: Any, step: Callable) -> Callable:
+        """Wrap a step to time its calls, in `fit` only.
+
+        Args:
+            model: The Keras model.
+            step: Callable, the function of a step.
+
+        Returns:
+            Callable with the arguments of `step`.
+        """
+        num_traces = 0 if model.run_eagerly else -1
+
+        @functools.wraps(step)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            """Run the step, and record its time."""
+            nonlocal num_traces
+            recorder = self.recorder
+            if recorder is None:
+                return step(*args, **kwargs)
+            recorder.step_begins()
+            try:
+                result = step(*args, **kwargs)
+            except BaseException as error:
+                is_end = isinstance(error, (tf.errors.OutOfRangeError, StopIteration))
+                recorder.step_fails(has_data=not is_end)
+                raise
+            # Without a tfdp strategy, only the first call is known to trace.
+            before, num_traces = num_traces, getattr(self._wait, "num_traces", 0)
+            recorder.step_ends(
+                model.steps_per_execution, was_traced=num_traces != before
+            )
+            return result
+
+        call.is_timed = True  # type: ignore[attr-defined]
+        return call
+
+    def _measure_waits(self, model: Any) -> None:
+        """Have the step of a model traced with the stamps of waits for data.
+
+        All workers do so, since they compare their programs.
+        """
+        if self._wait is None:
+            self._wait = DataWait()
+        data_waits.activate(self._wait)
+        self._is_measuring = True
+        function = getattr(model, "train_function", None)
+        if function is not None and not hasattr(function, "records_waits"):
+            model.train_function = None
+
+    def _recorder_at(self, directory: str | None, launch: Launch | None) -> Recorder:
+        """Return the recorder of a ledger, a new one if it is at another place.
+
+        Args:
+            directory: String, the directory of backups, or `None` without any.
+            launch: `Launch`, or `None` without a launcher.
+        """
+        place = directory or self._place or ("" if launch is None else launch.folder)
+        if self._latest is not None and place == self._place:
+            return self._latest
+        self._close()
+        is_first = self._num_fits == 1 and not _is_interactive()
+        since = Moment.of_process_start() if is_first else Moment.now()
+        is_asynchronous = bool(tf.config.list_logical_devices("GPU"))
+        self._place = place
+        self._latest = Recorder(
+            LedgerFile(directory, launch),
+            launch,
+            since,
+            is_asynchronous=is_asynchronous,
+        )
+        activities.observers.activate(self._latest)
+        forks.at_exit(self._close)
+        return self._latest
+
+    def _close(self) -> None:
+        """Write the last lines of the latest recorder."""
+        if self._latest is not None:
+            activities.observers.deactivate(self._latest)
+            self._latest.close()
+            self._latest = None
+
+
+class _Ledger(keras.callbacks.Callback):
+    """Callback that records the epochs and batches of `fit`, before other callbacks.
+
+    It has no hook after a batch, for which Keras would wait for the logs.
+
+    Args:
+        recorder: `Recorder` of the process.
+        others: List of the other callbacks of `fit`.
+    """
+
+    def __init__(self, recorder: Recorder, others: list) -> None:
+        super().__init__()
+        self.is_complete = False
+        self._recorder, self._others = recorder, others
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Time the step of a model without a tfdp strategy."""
+        function = self.model.train_function
+        if not hasattr(function, "is_timed"):
+            self.model.train_function = FEATURE.timed(self.model, function)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Record the epoch."""
+        self._recorder.epoch_begins(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Record the batch."""
+        self._recorder.batch_begins(batch)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Write the shares so far for TensorBoard, if `fit` has it."""
+        folders = sorted(filter(None, map(_log_dir_of, self._others)))
+        if folders:
+            write_scalars(self._recorder.shares(), dict.fromkeys(folders), epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Record that `fit` is complete."""
+        self.is_complete = True
+        self._recorder.fit_ends(is_complete=True)
+
+    def exposed_seconds(self) -> float | None:
+        """Return the exposed communication of the latest steps, if one measures it.
+
+        Returns:
+            Float, the mean of a step in seconds, or `None`.
+        """
+        for callback in self._others:
+            if isinstance(callback, TimedSteps) and callback.meter and callback.latest:
+                readings = list(callback.latest)
+                callback.latest.clear()
+                samples = [callback.meter.sample(reading) for reading in readings]
+                seconds = statistics.fmean(each.exposed_seconds for each in samples)
+                return seconds if seconds >= 0 else None  # NaN: not known yet
+        return None
+
+
+def without_ledger(callbacks: Any) -> Any:
+    """Return callbacks without the one that an earlier `fit` has added to them.
+
+    Args:
+        callbacks: Callback, list of callbacks or `CallbackList` from the user.
+    """
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        given = callbacks.callbacks
+        given[:] = [each for each in given if not isinstance(each, _Ledger)]
+    return callbacks
+
+
+def write_scalars(shares: Shares, folders: Iterable[str], epoch: int) -> None:
+    """Write the shares of a job for TensorBoard.
+
+    Args:
+        shares: `Shares`.
+        folders: Iterable of strings, folders of TensorBoard.
+        epoch: Int, number of the epoch, from 0.
+    """
+    for folder in folders:
+        try:
+            writer = tf.summary.create_file_writer(os.path.join(folder, _SCALARS))
+            with writer.as_default():
+                for name in CLASSES:
+                    tag = f"{_SCALARS}/{name}_share"
+                    tf.summary.scalar(tag, shares.share(name), epoch)
+            writer.close()
+        except (OSError, tf.errors.OpError):
+            continue  # the ledger has the same numbers
+
+
+def _log_dir_of(callback: Any) -> str | None:
+    """Return the folder of TensorBoard that a callback writes to, or `None`."""
+    if not isinstance(callback, (keras.callbacks.TensorBoard, TimedSteps)):
+        return None
+    folder = getattr(callback, "log_dir", None)
+    return None if folder is None else os.fspath(folder)
+
+
+def _directory_of(callbacks: Any) -> str | None:
+    """Return the absolute path of the directory of backups, or `None`.
+
+    A ledger cannot be appended to in an object store.
+    """
+    for callback in backup_callbacks(callbacks):
+        directory = getattr(callback, "directory", None)
+        if isinstance(directory, str) and "://" not in directory:
+            return os.path.abspath(directory)
+    return None
+
+
+def _is_interactive() -> bool:
+    """Return whether a person types the code of this process, as in a notebook."""
+    return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+FEATURE = _Goodput()
+register(FEATURE)
