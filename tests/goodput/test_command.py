@@ -149,3 +149,15 @@ def test_the_launcher_ends_as_it_would_without_a_ledger(tmp_path):
     (tmp_path / "goodput.jsonl").unlink()
     (tmp_path / "goodput.jsonl").symlink_to("/dev/zero")
     assert goodput_of(launch) == ""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [None, 5, "logs", {}, {"folder": "logs"}, {"folder": "logs", "since": 5}],
+    ids=repr,
+)
+def test_settings_that_no_launcher_has_written_are_none(settings):
+    environ = {"TF_CONFIG": json.dumps({"tfdp": {"goodput": settings}})}
+    assert ledger.Launch.from_environment(environ) is None
+    assert ledger.Launch.from_environment({}) is None
+    assert ledger.Launch.from_environment({"TF_CONFIG": "{"}) is None

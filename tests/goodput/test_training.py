@@ -384,6 +384,23 @@ def test_an_evaluation_within_a_callback_is_no_step(tmp_path, attempts):
     assert seconds["evaluation"] > seconds["step"] + seconds["idle"]
 
 
+def test_only_calls_that_trace_a_step_are_tracing(tmp_path, attempts):
+    """Two models take turns, and the second fit of each has a step already."""
+    x = np.ones((32, 2), "float32")
+    models = []
+    with tfdp.MirroredStrategy(["CPU:0"]).scope():
+        for _ in range(2):
+            models.append(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+            models[-1].compile("sgd", "mse", jit_compile=False)
+    for model in models * 2:
+        backup = tfdp.callbacks.BackupAndRestore(tmp_path / "backups", save_freq=100)
+        model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[backup])
+    attempts()
+    lines = list(map(json.loads, ledger.read(ledger.find(str(tmp_path / "backups")))))
+    traced = {line["fit"] for line in lines if "trace" in line.get("seconds", {})}
+    assert traced == {1, 2}
+
+
 def test_a_fit_within_a_callback_is_no_step_of_the_outer_one(tmp_path, attempts):
     class Fit(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

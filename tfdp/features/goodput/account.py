@@ -300,7 +300,6 @@ def _parse(text: str) -> dict[str, Any]:
     moment_of(line)
     if kind == "attempt":
         if line.get("launched") is not None:
-            _check_object(line["launched"])
             moment_of(line["launched"])
     elif kind == "work":
         _check_work(line)
@@ -311,9 +310,10 @@ def _parse(text: str) -> dict[str, Any]:
 
 def _check_work(line: dict[str, Any]) -> None:
     """Raise `ValueError` unless a line has valid seconds, and steps if any."""
-    _check_object(line.get("seconds"))
-    seconds = line["seconds"]
-    is_valid = all(is_number(value) and value >= 0 for value in seconds.values())
+    seconds: Any = line.get("seconds")
+    is_valid = isinstance(seconds, dict) and all(
+        is_number(value) and value >= 0 for value in seconds.values()
+    )
     if not is_valid or not seconds.keys() <= _IN_LINES:
         raise ValueError("its seconds are invalid")
     names = ("fit", "epoch", "first", "last") if "first" in line else ("fit",)
@@ -321,9 +321,3 @@ def _check_work(line: dict[str, Any]) -> None:
     is_valid = all(isinstance(v, int) and is_number(v) and v >= 0 for v in position)
     if not is_valid or ("first" in line and line["first"] > line["last"]):
         raise ValueError("its steps are invalid")
-
-
-def _check_object(value: Any) -> None:
-    """Raise `ValueError` unless a JSON value is an object."""
-    if not isinstance(value, dict):
-        raise ValueError("it has no object where one is needed")

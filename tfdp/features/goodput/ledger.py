@@ -136,8 +136,9 @@ def moment_of(content: Any) -> Moment:
     Raises:
         ValueError: If it is not one.
     """
-    times = [content.get(key) for key in ("time", "up")]
-    boot = content.get("boot", "")
+    known = content if isinstance(content, dict) else {}
+    times: list[Any] = [known.get("time"), known.get("up")]
+    boot = known.get("boot", "")
     if not all(map(is_number, times)) or not isinstance(boot, str):
         raise ValueError("it has no valid time")
     return Moment(float(times[0]), float(times[1]), boot)

@@ -17,7 +17,7 @@ from tfdp.features.goodput.account import CLASSES, Shares
 from tfdp.features.goodput.ledger import Launch, LedgerFile, Moment
 from tfdp.features.goodput.recorder import Recorder
 from tfdp.features.monitor.meter import TimedSteps
-from tfdp.ground import forks
+from tfdp.ground import _compat, forks
 from tfdp.ground.base import activities, loops
 from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.training.keras_hooks.worker_callbacks import (
@@ -56,7 +56,7 @@ class _Goodput(Feature):
         if directory is None and launch is None:
             return
         if fit.strategy is not None:
-            self._measure_waits(fit.model)
+            self._measure_steps(fit.model)
         extended = getattr(fit.strategy, "extended", None)
         if extended is None or extended.worker_group.is_job_chief:
             self._record(fit, self._recorder_at(directory, launch))
@@ -66,7 +66,7 @@ class _Goodput(Feature):
         if not self._is_measuring or loops.is_nested():
             return step
         timed = self.timed(model, step)
-        timed.records_waits = True  # type: ignore[attr-defined]
+        timed.records_waits = bool(data_waits)  # type: ignore[attr-defined]
         return timed
 
     def after_fit(self, fit: Fit) -> None:
@@ -112,13 +112,14 @@ class _Goodput(Feature):
         Returns:
             Callable with the arguments of `step`.
         """
-        num_traces = 0 if model.run_eagerly else -1
+        # Without stamps, only the first call is known to trace.
+        is_new = not data_waits and not model.run_eagerly
 
         @functools.wraps(step)
         def call(*args: Any, **kwargs: Any) -> Any:
             """Run the step, and record its time."""
-            nonlocal num_traces
-            recorder = self.recorder
+            nonlocal is_new
+            recorder, num_traces = self.recorder, self._num_traces
             if recorder is None:
                 return step(*args, **kwargs)
             recorder.step_begins()
@@ -128,27 +129,34 @@ class _Goodput(Feature):
                 is_end = isinstance(error, (tf.errors.OutOfRangeError, StopIteration))
                 recorder.step_fails(has_data=not is_end)
                 raise
-            # Without a tfdp strategy, only the first call is known to trace.
-            before, num_traces = num_traces, getattr(self._wait, "num_traces", 0)
-            recorder.step_ends(
-                model.steps_per_execution, was_traced=num_traces != before
-            )
+            was_traced = is_new or self._num_traces > num_traces
+            is_new = False
+            recorder.step_ends(model.steps_per_execution, was_traced=was_traced)
             return result
 
         call.is_timed = True  # type: ignore[attr-defined]
         return call
 
-    def _measure_waits(self, model: Any) -> None:
-        """Have the step of a model traced with the stamps of waits for data.
+    @property
+    def _num_traces(self) -> int:
+        """Int, steps that were traced with stamps so far."""
+        return 0 if self._wait is None else self._wait.num_traces
 
-        All workers do so, since they compare their programs.
+    def _measure_steps(self, model: Any) -> None:
+        """Have the step of a model timed, and traced with stamps of waits for data.
+
+        All workers do so, since they compare their programs. Deterministic operations
+        have no clock: waits are then a part of steps.
+
+        Args:
+            model: The Keras model.
         """
-        if self._wait is None:
-            self._wait = DataWait()
-        data_waits.activate(self._wait)
         self._is_measuring = True
+        if not _compat.is_deterministic():
+            self._wait = self._wait or DataWait()
+            data_waits.activate(self._wait)
         function = getattr(model, "train_function", None)
-        if function is not None and not hasattr(function, "records_waits"):
+        if getattr(function, "records_waits", None) != bool(data_waits):
             model.train_function = None
 
     def _recorder_at(self, directory: str | None, launch: Launch | None) -> Recorder:

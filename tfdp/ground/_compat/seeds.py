@@ -13,7 +13,13 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 from keras.src.utils import rng_utils
 from tensorflow.python.eager import context
+from tensorflow.python.framework import config
 from tensorflow.python.ops import stateful_random_ops
+
+
+def is_deterministic() -> bool:
+    """Return whether `enable_op_determinism` was called, which forbids clocks."""
+    return config.is_op_determinism_enabled()
 
 
 def random_state() -> str:
