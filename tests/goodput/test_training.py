@@ -24,7 +24,10 @@ from tests.monitor.test_full_disk import disk, fill  # noqa: F401 a fixture
 from tfdp.communication.collectives import step_events
 from tfdp.features.goodput import ledger, recorder, training
 from tfdp.features.goodput.account import CLASSES, Shares, shares
+from tfdp.ground import _compat
 from tfdp.launch.cli.goodput import goodput_of
+
+pytestmark = pytest.mark.slow
 
 TWO_POINTS = 0.02
 
@@ -234,6 +237,7 @@ def test_a_job_without_backups_has_its_ledger_in_the_logs(
     assert goodput_of(ledger.Launch(launch.folder, ledger.Moment.now())) == ""
 
 
+@pytest.mark.full
 def test_a_ledger_is_written_about_once_a_second_and_not_in_each_step(
     tmp_path, monkeypatch
 ):
@@ -337,6 +341,7 @@ def test_each_directory_of_backups_has_its_own_ledger(tmp_path, attempts):
     assert (tmp_path / "a.goodput.jsonl").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.full
 def test_a_mounted_volume_has_its_ledger_inside(disk, attempts):  # noqa: F811
     assert ledger.path_beside(str(disk)) == str(disk / "goodput.jsonl")
     small_fit(tfdp.callbacks.BackupAndRestore(disk))
@@ -357,6 +362,7 @@ def test_a_model_without_a_strategy_has_a_ledger_too(tmp_path, attempts):
     assert found == {"step", "trace", "evaluation", "save"}
 
 
+@pytest.mark.full
 def test_a_list_of_callbacks_that_is_used_twice_gets_the_ledger_once(tmp_path):
     with tfdp.MirroredStrategy(["CPU:0"]).scope():
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
@@ -370,6 +376,7 @@ def test_a_list_of_callbacks_that_is_used_twice_gets_the_ledger_once(tmp_path):
     assert len(found) == 1
 
 
+@pytest.mark.full
 def test_an_evaluation_within_a_callback_is_no_step(tmp_path, attempts):
     class Evaluate(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -384,6 +391,7 @@ def test_an_evaluation_within_a_callback_is_no_step(tmp_path, attempts):
     assert seconds["evaluation"] > seconds["step"] + seconds["idle"]
 
 
+@pytest.mark.full
 def test_only_calls_that_trace_a_step_are_tracing(tmp_path, attempts):
     """Two models take turns, and the second fit of each has a step already."""
     x = np.ones((32, 2), "float32")
@@ -401,6 +409,7 @@ def test_only_calls_that_trace_a_step_are_tracing(tmp_path, attempts):
     assert traced == {1, 2}
 
 
+@pytest.mark.full
 def test_a_fit_within_a_callback_is_no_step_of_the_outer_one(tmp_path, attempts):
     class Fit(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -450,3 +459,16 @@ def test_the_shares_for_tensorboard_are_those_of_the_file(tmp_path, attempts):
     ]
     tags = [f"goodput/{name}_share" for name in CLASSES]
     assert sorted(events) == sorted(itertools.product(range(3), tags))
+
+
+def test_deterministic_steps_have_no_clock_and_a_ledger(
+    tmp_path, attempts, monkeypatch
+):
+    monkeypatch.setattr(_compat, "is_deterministic", lambda: True)
+    active: list[list] = []
+    look = Every(lambda batch: active.append(step_events.data_waits.active()))
+    small_fit(look, tfdp.callbacks.BackupAndRestore(tmp_path / "backups"))
+    attempts()
+    assert active == [[]] * 32
+    seconds = read(tmp_path / "backups").seconds
+    assert all(seconds[name] > 0 for name in ("step", "trace", "save"))
