@@ -35,8 +35,9 @@ class DataWait:
 
     def __init__(self) -> None:
         self.num_traces = 0
-        # Begin of the last step, and the sum.
-        self._values = _compat.plain_variable([0.0, 0.0], tf.float64, "CPU:0")
+        # Begin of the last step, which Python does not read, and the sum.
+        self._begin = _compat.plain_variable(0.0, tf.float64, "CPU:0")
+        self._sum = _compat.plain_variable(0.0, tf.float64, "CPU:0")
 
     def record(self, data: list[tf.Tensor]) -> tf.Tensor:
         """Add the wait for the data of a traced step to the sum.
@@ -48,22 +49,32 @@ class DataWait:
             Tensor, computed when the data is available.
         """
         self.num_traces += 1
-        values = self._values
-        begin = timing.write(values, lambda: values[0].assign(tf.timestamp()))
 
-        def add() -> Any:
-            """Add the time since the begin of the step, unless the clock was set."""
-            wait = tf.maximum(tf.timestamp() - values[0], 0.0)
-            return values[1].assign(values[1] + wait)
+        # Each function changes a variable, by which alone it is ordered: see
+        # `timing.write`.
+        @tf.function(autograph=False)
+        def begin() -> tf.Tensor:
+            """Return the time at which the step begins."""
+            now = tf.timestamp()
+            self._begin.assign(now, read_value=False)
+            return now
 
-        with tf.control_dependencies([begin, *data]):
-            return timing.write(values, add)
+        @tf.function(autograph=False)
+        def add(begun_at: tf.Tensor) -> tf.Tensor:
+            """Add the time since the begin of the step."""
+            now = tf.timestamp()
+            self._sum.assign_add(now - begun_at, read_value=False)
+            return now
+
+        begun_at = begin()
+        with tf.control_dependencies(data):
+            return add(begun_at)
 
     def read_seconds(self) -> float:
-        """Return the sum in seconds."""
-        handle = self._values.handle
+        """Return the sum in seconds; it shrinks where the clock was set back."""
+        handle = self._sum.handle
         value = tf.raw_ops.ReadVariableOp(resource=handle, dtype=tf.float64)
-        return float(value.numpy()[1])
+        return float(value.numpy())
 
 
 data_waits: ActiveHooks[DataWait] = ActiveHooks()
