@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 from tests.checkpoint import interrupted_fit
@@ -39,6 +40,9 @@ from tfdp.checkpoint.index_file import load_index
 from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.communication.coordination.worker_group import WorkerGroup
+from tfdp.ground import _compat
+from tfdp.ground.plans.shards import Segment
+from tfdp.training.sharding.optimizer_state import _range_shard
 
 pytestmark = pytest.mark.slow
 
@@ -419,6 +423,20 @@ def test_a_worker_that_cannot_write_ends_all_workers_with_one_error(tmp_path):
     for answer in found.answers:
         assert "worker 1: [Errno 28] No space left" in answer["text"]
     assert complete(directory) == ["step-3", "step-6"]
+
+
+def test_a_shard_that_keeps_its_values_is_not_assigned():
+    """TensorFlow copies a variable at each read once a slice of it was assigned."""
+    variable = tf.Variable(tf.zeros([8]))
+    shard = _range_shard(variable, 2, Segment(0, 10, 14))
+    shard.write(np.zeros(4, "float32"))
+    first, second = (_compat.elements_of(variable, 0, 8) for _ in range(2))
+    assert np.shares_memory(first, second)
+    shard.write(np.arange(4, dtype="float32"))
+    np.testing.assert_array_equal(shard.read(), [0, 1, 2, 3])
+    np.testing.assert_array_equal(variable.numpy(), [0, 0, 0, 1, 2, 3, 0, 0])
+    shard.write(np.zeros(4, "float32"))
+    np.testing.assert_array_equal(variable.numpy(), np.zeros(8))
 
 
 def test_an_argument_that_is_no_bool_is_refused(tmp_path):

@@ -84,7 +84,7 @@ class BackupAndRestore(StrategyCallback):
             the learning rate is multiplied by the same ratio, and the position in the
             data is rounded down to a whole batch, so that some samples are seen twice.
             Defaults to `"global"`.
-        background: Bool, whether training goes on while a backup is written: a save
+        background: Bool, whether training continues while a backup is written: a save
             stops it for a copy of each worker's part of the state in memory. A save
             waits for the one before, and raises its error; `fit` returns once the last
             one is complete. Defaults to `True`.

@@ -72,8 +72,8 @@ def save(
         directory: String or path-like, created if it does not exist; or a string, a
             URL such as `"s3://bucket/run/latest"`.
         background: Bool, whether to return after each worker has copied its part of the
-            state in memory, and to write the copy while training goes on. A failure is
-            raised by `PendingSave.wait`, or else by the next `save` or `restore`; at
+            state in memory, and to write the copy while training continues. A failure
+            is raised by `PendingSave.wait`, or else by the next `save` or `restore`; at
             the end of the script it is printed. Defaults to `False`.
 
     Returns:

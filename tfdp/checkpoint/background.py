@@ -1,4 +1,4 @@
-"""Saves in the background: training goes on while a copy of the state is written."""
+"""Saves in the background: training continues while a copy of the state is written."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Backups:
         directory: String, a path that all workers share, or a URL of an object store.
         keep: Int, number of backups that are kept.
         worker_group: `WorkerGroup` between the workers.
-        background: Bool, whether backups are written while training goes on.
+        background: Bool, whether backups are written while training continues.
     """
 
     def __init__(
