@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tempfile
 import typing
 
 import keras
@@ -36,6 +37,10 @@ REQUIRED: dict[str, dict[str, typing.Any]] = {
         "size": 8,
         "dtype": "float32",
         "num_replicas": 2,
+    },
+    "tfdp.checkpoint.save": {
+        "model": keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]),
+        "directory": tempfile.mkdtemp(),
     },
     "tfdp.data.from_source": {"source": [1.0, 2.0]},
     "tfdp.data.shard_files": {"pattern": __file__},

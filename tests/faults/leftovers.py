@@ -21,6 +21,8 @@ from tfdp.checkpoint.object_store import open_storage
 
 Event = tuple[float, str, str]
 _CHECKPOINT = r"(/index\.json|/data-[0-9a-f]{12}(/.*)?)?"
+# The ledger of time, which stays.
+_LEDGER = "backup.goodput.jsonl"
 # What a job that was cut short may leave where it saves; the next one clears it away.
 _MAY_BE = re.compile(
     rf"checkpoint{_CHECKPOINT}|backup(/\.tfdp-probe-[0-9a-f-]+|/step-\d+{_CHECKPOINT})?"
@@ -92,6 +94,7 @@ def problem_of_files(state: Path, *, is_done: bool) -> str:
         is_done: Bool, whether the job has come to its end, and so has cleared away.
     """
     names = sorted(str(path.relative_to(state)) for path in state.rglob("*"))
+    names = [name for name in names if name != _LEDGER]
     if not is_done:
         strange = [name for name in names if not _MAY_BE.fullmatch(name)]
         return f"files are left: {strange}" if strange else ""

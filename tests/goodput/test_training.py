@@ -60,6 +60,7 @@ def read(folder: Path) -> Shares:
     return shares(ledger.read(ledger.find(str(folder))))
 
 
+@pytest.mark.full
 def test_each_share_of_a_job_that_was_cut_and_resumed_is_the_scripts(
     tmp_path, attempts, monkeypatch
 ):

@@ -26,7 +26,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tfdp.checkpoint.api import PendingSave, restore, save
+    from tfdp.checkpoint.api import restore, save
+    from tfdp.checkpoint.background import PendingSave
 
 __all__ = ["PendingSave", "restore", "save"]
 

@@ -50,12 +50,16 @@ def _fault_of_script(script: str) -> str | None:
     """Return why a script cannot be run, or `None`."""
     # For an invalid name, functions of `os.path` return false, while some methods of
     # `Path` raise.
-    is_folder = os.path.isdir(script)
     main = os.path.join(script, "__main__.py")
-    if not os.path.exists(main if is_folder else script):
+    if os.path.isdir(script) and not os.path.isfile(main):
         return (
-            f"The script {'is a folder' if is_folder else 'does not exist'}; give the "
-            "path of a Python file, or -m and the name of a module"
+            "The script is a folder; give the path of a Python file, or -m and the "
+            "name of a module"
+        )
+    if not os.path.exists(script):
+        return (
+            "The script does not exist; give the path of a Python file, or -m and the "
+            "name of a module"
         )
     if script.endswith(".ipynb"):
         return (
