@@ -56,7 +56,9 @@ def built(tmp_path_factory) -> Built:
     build("build_sdist", place / "checkout", place)
     (archive,) = place.glob("*.tar.gz")
     with tarfile.open(archive) as sdist:
-        sdist.extractall(place, filter="data")
+        # Python has filters since 3.10.12 and 3.11.4.
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        sdist.extractall(place, **safe)
         names = {m.name.partition("/")[2] for m in sdist.getmembers() if m.isfile()}
     build("build_wheel", place / f"tfdp-{tfdp.__version__}", place)
     (file,) = place.glob("*.whl")
