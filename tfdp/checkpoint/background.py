@@ -30,8 +30,10 @@ _log = logging.getLogger("tfdp")
 _MEMORY_SHARE = 0.5
 # Alignment of a shard in the copy, in bytes: a cache line.
 _ALIGNMENT = 64
-# Priority of the thread that writes: it takes what training leaves of the processor.
-_NICENESS = 19
+# Priority of the thread that writes: a third of the processor time of another one. With
+# the lowest priority, on a busy machine, it would hold the interpreter lock, and calls
+# that wait for it, for seconds.
+_NICENESS = 5
 # Shorter waits of a save for the one before are not reported.
 _LEAST_REPORTED_SECONDS = 1.0
 # Function that returns the state tensors to write, or raises why there are none.
@@ -140,7 +142,9 @@ class BackgroundSaves:
         self._wait_for_previous(worker_group.is_chief)
         if self._has_memory(state, worker_group):
             read = self._copy(state)
-            future = run_on_thread("tfdp-save", _write_idly, write, read, self._group)
+            future = run_on_thread(
+                "tfdp-save", _write_at_low_priority, write, read, self._group
+            )
         else:
             write(lambda: state, worker_group)
             future = Future()
@@ -319,8 +323,8 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _write_idly(write: Write, read: Read, group: Any) -> None:
-    """Write with the processor time that training leaves.
+def _write_at_low_priority(write: Write, read: Read, group: Any) -> None:
+    """Write with less processor time than training gets.
 
     Args:
         write: Callable, see `Write`.

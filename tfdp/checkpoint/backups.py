@@ -129,6 +129,8 @@ class Backups:
                 "A backup is not written through a link. Remove the link, or give "
                 f"another directory. Received: {backup.path!r}"
             )
+        if not self._background:
+            self._saves.finish()  # one that the script has begun
         save_state(
             state,
             backup.path,

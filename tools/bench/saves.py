@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import statistics
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 from tfdp.launch.bench.machine import torch_version
 from tools.bench.report import Arguments, Figure, Report
+from tools.bench.start import run_script
 
-FOLDER = Path(__file__).parent
 DEADLINE_SECONDS = 600.0
+# What worker 0 of a script of this benchmark prints at its end.
+SECONDS = re.compile("seconds: ({.*})")
 # Width and number of dense layers, by millions of parameters; three float32 of each are
 # saved: the weight and both slots of Adam.
 SIZES = {20: (1826, 6), 100: (4082, 6)}
@@ -79,18 +78,4 @@ def _add_theirs(report: Report, name: str, found: dict[str, list[float]]) -> Non
 
 def _measure(command: list[str]) -> dict[str, list[float]]:
     """Run a command with a script of this folder; return what its worker 0 prints."""
-    place = next(i for i, word in enumerate(command) if word.endswith("_worker.py"))
-    command = [*command[:place], str(FOLDER / command[place]), *command[place + 1 :]]
-    with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(FOLDER.parents[1])},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_SECONDS,
-        )
-    lines = [line for line in done.stdout.splitlines() if "seconds: {" in line]
-    if not lines:
-        raise RuntimeError(f"No worker has measured: {done.stdout}{done.stderr}")
-    return json.loads(lines[-1].partition("seconds: ")[2])
+    return json.loads(run_script(command, SECONDS, DEADLINE_SECONDS)[-1])

@@ -56,20 +56,37 @@ def run(args: Arguments) -> None:
 
 def _seconds(command: list[str]) -> float:
     """Run a command to its end; return when its last worker had taken a step."""
+    begin = time.time()
+    # What happens at its end is not measured: torchrun fails there now and then.
+    times = run_script(command, FIRST_STEP, DEADLINE_SECONDS)
+    return max(map(float, times)) - begin
+
+
+def run_script(
+    command: list[str], wanted: re.Pattern, deadline_seconds: float
+) -> list[str]:
+    """Run a command with a script of this folder; return what its workers print.
+
+    Args:
+        command: List of strings, the script among them without a folder.
+        wanted: Pattern with one group, which is returned for each match.
+        deadline_seconds: Float, the longest time.
+
+    Raises:
+        RuntimeError: If no worker has printed it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         # Python looks for modules beside a script: not for those of this folder.
-        shutil.copy(FOLDER / command[-1], folder)
-        begin = time.time()
+        script = next(word for word in command if word.endswith("_worker.py"))
+        shutil.copy(FOLDER / script, folder)
         done = subprocess.run(
             command,
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(FOLDER.parents[1])},
             capture_output=True,
             text=True,
-            timeout=DEADLINE_SECONDS,
+            timeout=deadline_seconds,
         )
-    # What happens at its end is not measured: torchrun fails there now and then.
-    times = FIRST_STEP.findall(done.stdout)
-    if not times:
-        raise RuntimeError(f"No worker took a step: {done.stdout}{done.stderr}")
-    return max(map(float, times)) - begin
+    if found := wanted.findall(done.stdout):
+        return found
+    raise RuntimeError(f"No worker has measured: {done.stdout}{done.stderr}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import pathlib
 import secrets
 import socket
 import threading
@@ -14,8 +13,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from typing import TypeVar
 
 from tfdp.communication.cluster.address import ip_address
+from tfdp.ground.base.process_identity import boot_id
 
-_BOOT_ID_FILE = "/proc/sys/kernel/random/boot_id"
 _NETWORK_FILE = "/proc/self/ns/net"
 # A host of many containers has more addresses, which are hardly ever reachable.
 _MOST_ADDRESSES = 16
@@ -34,8 +33,7 @@ def network_of_host() -> str | None:
         have them.
     """
     with contextlib.suppress(OSError):
-        boot = pathlib.Path(_BOOT_ID_FILE).read_text("ascii").strip()
-        return f"{boot} {os.readlink(_NETWORK_FILE)}"
+        return f"{boot_id()} {os.readlink(_NETWORK_FILE)}"
     return None
 
 

@@ -6,16 +6,15 @@ import collections
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import signal
 import time
-import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from tfdp.communication.cluster import tf_config
+from tfdp.ground.base.json_fields import from_fields
 
 # Signal on which all workers of a job write their records. `tfdp run` sends one of its
 # own before it stops workers: a script may use SIGUSR2 itself.
@@ -35,7 +34,8 @@ _FORMAT = 1
 _T = TypeVar("_T")
 
 
-class CollectiveIdentity(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CollectiveIdentity:
     """A traced collective; equal on all members of its group, except for the name.
 
     Args:
@@ -56,28 +56,16 @@ class CollectiveIdentity(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordedCollective:
+class RecordedCollective(CollectiveIdentity):
     """A collective that a worker has entered.
 
     Args:
-        lane: String, see `CollectiveIdentity`, like the next ones.
-        ranks: Tuple of ints.
-        kind: String.
-        dtype: String.
-        key: String.
-        name: String.
         number: Int, number of the request in its lane, the same on all members.
         num_bytes: Int, bytes of one replica's array.
         begin: Float, seconds of the wall clock.
         end: Float, seconds of the wall clock, or `None` if it has not ended.
     """
 
-    lane: str
-    ranks: tuple[int, ...]
-    kind: str
-    dtype: str
-    key: str
-    name: str
     number: int
     num_bytes: int
     begin: float
@@ -130,7 +118,7 @@ class CollectiveRing:
         offset = wall_offset()
         return [
             RecordedCollective(
-                **identity._asdict(),
+                **vars(identity),
                 number=number,
                 num_bytes=num_bytes,
                 begin=begin + offset,
@@ -270,7 +258,7 @@ class FlightRecord:
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError("it is not a flight record of this version of tfdp")
         try:
-            record = cls(**_fields_of(cls, content))
+            record = from_fields(cls, content)
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
             raise ValueError("it is damaged: a field is missing or wrong") from None
         if not 0 <= record.rank < record.num_workers <= _MOST_WORKERS:
@@ -287,45 +275,6 @@ class FlightRecord:
         """String, the innermost line of the user's code in another thread, or `""`."""
         lines = (each.user_line for each in self.threads if not each.is_main)
         return next(filter(None, lines), "")
-
-
-def _fields_of(kind: type, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass from JSON, with their types checked.
-
-    Args:
-        kind: The dataclass.
-        content: Dict, the value of JSON.
-    """
-    hints = typing.get_type_hints(kind)
-    return {name: _value_of(hint, content[name]) for name, hint in hints.items()}
-
-
-def _value_of(hint: Any, value: Any) -> Any:
-    """Return a value from JSON as the type of a field.
-
-    Args:
-        hint: Type of the field.
-        value: Value of JSON.
-
-    Raises:
-        TypeError: If the value has another type.
-    """
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is list:
-        return [_value_of(arguments[0], each) for each in value]
-    if origin is tuple:
-        return tuple(_value_of(arguments[0], each) for each in value)
-    if origin is dict:
-        return {int(k): _value_of(arguments[1], each) for k, each in value.items()}
-    if dataclasses.is_dataclass(hint):
-        assert isinstance(hint, type)
-        return hint(**_fields_of(hint, value))
-    kinds = arguments or (hint,)
-    if type(value) is int and float in kinds:
-        value = float(value)
-    if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
-        raise TypeError(value)
-    return value
 
 
 def file_name(rank: int | str) -> str:

@@ -11,12 +11,11 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from tfdp.communication.cluster import tf_config
 from tfdp.ground.base.files import open_regular
-from tfdp.ground.base.process_identity import state_and_start
+from tfdp.ground.base.process_identity import boot_id, state_and_start
 
 # Name of a ledger in a folder. Beside a folder, it is the ending of its name.
 NAME = "goodput.jsonl"
@@ -61,7 +60,11 @@ class Moment:
     @classmethod
     def now(cls) -> Moment:
         """Return the present moment."""
-        return cls(time.time(), uptime(), _boot_id())
+        try:
+            boot = boot_id()
+        except OSError:
+            boot = ""
+        return cls(time.time(), uptime(), boot)
 
     @classmethod
     def of_process_start(cls) -> Moment:
@@ -79,14 +82,6 @@ class Moment:
         is_one_boot = self.boot == earlier.boot != ""
         clock = "up" if is_one_boot else "time"
         return max(0.0, getattr(self, clock) - getattr(earlier, clock))
-
-
-def _boot_id() -> str:
-    """Return the id of this boot of the machine, or `""`."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -203,5 +203,6 @@ def before_threads_end(function: Callable[[], None]) -> Callable[[], None]:
     Returns:
         The function.
     """
-    threading._register_atexit(function)  # type: ignore[attr-defined]
+    with contextlib.suppress(RuntimeError):  # the script has ended before this import
+        threading._register_atexit(function)  # type: ignore[attr-defined]
     return function

@@ -15,6 +15,7 @@ Reading order:
     stand_in_seed: global seed for users who set none
     threads, finalizers: calls on separate threads, and finalizers that run on one
     intervals: confidence intervals of a median
+    json_fields: dataclasses from values of JSON, with types checked
     memory: free memory of the host or container
     process_identity: identity of a process, to see whether it still runs
     temporary: temporary files, and removal of those of killed processes

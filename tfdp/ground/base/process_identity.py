@@ -46,12 +46,20 @@ class ProcessIdentity:
         return state in ENDED or started != self.started
 
 
+def boot_id() -> str:
+    """Return the id of this boot of the machine.
+
+    Raises:
+        OSError: If the system does not have one.
+    """
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+
+
 def machine() -> str:
     """Return the boot id, the namespace of process ids and the user, or `""`."""
     try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
         # Processes of another user may be hidden, so the user is part of the identity.
-        return f"{boot.strip()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
+        return f"{boot_id()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
     except OSError:
         return ""
 

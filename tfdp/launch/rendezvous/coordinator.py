@@ -26,7 +26,7 @@ from tfdp.launch.rendezvous.failure import (
     Failure,
     MalformedMessage,
     RendezvousError,
-    from_fields,
+    from_message,
 )
 from tfdp.launch.rendezvous.link import Link
 from tfdp.launch.rendezvous.restarts import Restarts
@@ -148,7 +148,7 @@ class Coordinator:
         elif kind == "ports":
             node.ports = _ports(message, node.hello.num_workers)
         elif kind == "failed":
-            self._report(node, from_fields(Failure, message))
+            self._report(node, from_message(Failure, message))
         elif kind == "done":
             node.is_done = node.has_stopped = True
         elif kind == "stopped":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
+
+from tfdp.ground.base.json_fields import from_fields
 
 T = TypeVar("T")
 
@@ -26,23 +27,20 @@ class MalformedMessage(Exception):
     """Error of a message that does not follow the protocol; it is discarded."""
 
 
-def from_fields(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Create a dataclass from the fields of a message, after a check of their types.
+def from_message(kind: type[T], message: Mapping[str, Any]) -> T:
+    """Create a dataclass from the fields of a message, see `from_fields`.
 
     Args:
-        kind: The dataclass, whose fields have plain types or these and `None`.
-        fields: Mapping, the message as it was received; other fields are ignored.
+        kind: The dataclass.
+        message: Mapping, the message as it was received.
 
     Raises:
         MalformedMessage: If a field is missing or has another type.
     """
-    values = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        values[name] = fields.get(name)
-        # Exact types, since a bool is an int, too.
-        if type(values[name]) not in (typing.get_args(hint) or (hint,)):
-            raise MalformedMessage
-    return kind(**values)
+    try:
+        return from_fields(kind, message)
+    except (KeyError, TypeError) as error:
+        raise MalformedMessage from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from tfdp.communication.cluster.address import is_local_name
 from tfdp.communication.cluster.tf_config import shorten
 from tfdp.ground.text import pluralize
-from tfdp.launch.rendezvous.failure import Failure, MalformedMessage, from_fields
+from tfdp.launch.rendezvous.failure import Failure, MalformedMessage, from_message
 from tfdp.launch.rendezvous.link import Link
 
 # Largest accepted count in a `Hello`: of nodes or workers.
@@ -79,7 +79,7 @@ class Hello:
         Raises:
             MalformedMessage: If a field is missing or has another type.
         """
-        hello = from_fields(cls, message)
+        hello = from_message(cls, message)
         counts = (hello.nodes, hello.num_workers, (hello.node_rank or 0) + 1)
         is_valid = (
             message.get("type") == "hello"
