@@ -39,6 +39,7 @@ from tfdp.checkpoint import background, writer
 from tfdp.checkpoint.backups import Backups
 from tfdp.checkpoint.index_file import load_index
 from tfdp.checkpoint.on_all_workers import worker_group_of
+from tfdp.checkpoint.training_state import checkpoint_tensors
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat
@@ -312,6 +313,25 @@ def test_a_save_of_another_model_is_waited_for(gate, tmp_path):
     tfdp.checkpoint.restore(second, tmp_path)
     assert pending.is_done
     assert float(second.get_weights()[0][0, 0]) == 1.0
+
+
+def test_a_backup_in_the_foreground_waits_for_a_save_of_the_script(
+    gate, tmp_path, monkeypatch
+):
+    """Both may write the same directory."""
+    model = model_of(1.0)
+    backups = Backups(str(tmp_path / "backups"), 1, worker_group_of(model))
+    pending = tfdp.checkpoint.save(model, tmp_path / "saved", background=True)
+    wait_until(lambda: gate.begun == 1, "the save of the script")
+
+    def write_second(*arguments: Any) -> Any:
+        assert pending.is_done
+        return write_shards(*arguments)
+
+    monkeypatch.setattr(writer, "write_shards", write_second)
+    threading.Timer(0.3, gate.is_open.set).start()
+    backups.save(1, checkpoint_tensors(model), None, lambda: None)
+    assert complete(tmp_path / "backups") == ["step-1"]
 
 
 def test_sigterm_after_a_failed_save_still_saves(gate, tmp_path, capfd):

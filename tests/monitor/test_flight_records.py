@@ -23,7 +23,8 @@ from tfdp.communication.coordination.flight_record import (
     file_name,
 )
 from tfdp.communication.coordination.progress import ProgressRecorder
-from tfdp.features.monitor.flight_records import explain, of_one_attempt
+from tfdp.features.monitor.flight_meetings import of_one_attempt
+from tfdp.features.monitor.flight_records import explain
 from tfdp.launch.cli.main import cli
 
 NOW = 1000.0

@@ -1,40 +1,39 @@
-"""Flight records of several workers: who was where, and who was missing."""
+"""Flight records of several workers in words: who was where, and who was missing."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 from tfdp.communication.coordination.flight_record import (
     TEXTS,
     FlightRecord,
     RecordedCollective,
-    Span,
 )
-from tfdp.features.monitor.time_intervals import Interval, seconds_covered
-from tfdp.features.monitor.trace import Slice, WorkerTrace, clock_offset
+from tfdp.features.monitor.flight_meetings import (
+    STUCK_SECONDS,
+    Meeting,
+    Records,
+    SlowWorker,
+    any_of,
+    by_one_clock,
+    completed,
+    first_differing,
+    first_incomplete,
+    lanes_of,
+    signature,
+    slowest_of,
+)
+from tfdp.features.monitor.trace import Slice, WorkerTrace
 from tfdp.ground.text import pluralize
 
-# A worker that others wait for is stuck after this time. In a job that runs, records
-# are written at slightly different times.
-_STUCK_SECONDS = 1.0
-# A worker is slow if the others have waited for it for this part of the time, and for
-# this part of all waits, in enough collectives.
-_LATE_PART, _OWN_PART, _FEWEST_COLLECTIVES = 0.1, 0.8, 20
 _NO_PLACE = "no call of Keras or tfdp"
 # Most workers that are listed by rank.
 _MOST_RANKS = 8
 _LOOP_LANE = 0
 # The operation's own part of its name scope.
 _OPERATION = re.compile("(?:^|/)Collective_")
-
-# The record of each worker that has written one, by rank.
-Records = Mapping[int, FlightRecord]
-# The collectives of all workers by lane, number and rank.
-Lanes = dict[str, dict[int, dict[int, RecordedCollective]]]
-_Timed = TypeVar("_Timed", RecordedCollective, Span)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,52 +57,6 @@ class WorkerRow:
     line: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _Meeting:
-    """A collective as all members of its group have entered it, or not.
-
-    Args:
-        entries: Dict from the rank of a member that has entered to its
-            `RecordedCollective`.
-        missing: List of ints, the members that have not, or that left no record.
-        waited_seconds: Float, how long the first member has waited for one of them.
-        begin: Float, when the first member has entered, by the first worker's clock.
-    """
-
-    entries: dict[int, RecordedCollective]
-    missing: list[int]
-    waited_seconds: float
-    begin: float
-
-    @property
-    def first(self) -> RecordedCollective:
-        """`RecordedCollective` of the member that has entered first."""
-        return min(self.entries.values(), key=lambda entry: entry.begin)
-
-
-def of_one_attempt(records: Iterable[FlightRecord]) -> tuple[Records, list[int]]:
-    """Leave out records of earlier attempts, whose files have not been overwritten.
-
-    Args:
-        records: Iterable of `FlightRecord`.
-
-    Returns:
-        Tuple of the records by rank, and of the ranks whose record was left out.
-    """
-    ordered = sorted(records, key=lambda record: record.written_at)
-    kept: dict[int, FlightRecord] = {}
-    newest = ordered[-1]
-    for record in reversed(ordered):
-        is_same = record is newest or (
-            record.num_workers == newest.num_workers
-            and record.written_at >= newest.started_at
-        )
-        if is_same and record.rank not in kept:
-            kept[record.rank] = record
-    left_out = {record.rank for record in ordered if kept.get(record.rank) != record}
-    return dict(sorted(kept.items())), sorted(left_out)
-
-
 def explain(records: Records) -> str:
     """Say in one sentence who was where, from the records of a job.
 
@@ -117,29 +70,31 @@ def explain(records: Records) -> str:
     Source: the flight recorder of PyTorch,
     https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
     """
-    records = _by_one_clock(records)
-    lanes = _lanes(records)
-    if (differing := _first_differing(lanes)) is not None:
+    records = by_one_clock(records)
+    lanes = lanes_of(records)
+    if (differing := first_differing(lanes)) is not None:
         return _sentence_of_difference(records, differing)
-    meeting = _first_incomplete(records, lanes)
-    slowest, late = _slowest(records, lanes)
+    meeting = first_incomplete(records, lanes)
+    slowest = slowest_of(records, lanes)
+    late = "" if slowest is None else _slowness(records, slowest)
     if meeting is not None:
-        also = late if slowest in meeting.missing else ""
+        is_missing = slowest is not None and slowest.rank in meeting.missing
+        also = late if is_missing else ""
         return _sentence_of_missing(records, meeting, also)
-    if absent := [r for r in range(_any(records).num_workers) if r not in records]:
+    if absent := [r for r in range(any_of(records).num_workers) if r not in records]:
         doing = "; ".join(f"worker {r} {_activity(records, r)}" for r in absent)
         return f"No worker with a record waits for another, but {doing}."
     if late:
         return f"All workers have entered the same collectives, but {late}."
     return (
         "All workers have entered the same collectives, and none has waited for "
-        f"another for {_STUCK_SECONDS:g} s. {_reasons(records)}."
+        f"another for {STUCK_SECONDS:g} s. {_reasons(records)}."
     )
 
 
 def rows_of(records: Records) -> list[WorkerRow]:
     """Return the table of all workers of the job, also of those without a record."""
-    return [_row(records, rank) for rank in range(_any(records).num_workers)]
+    return [_row(records, rank) for rank in range(any_of(records).num_workers)]
 
 
 def trace_of(record: FlightRecord) -> WorkerTrace:
@@ -167,158 +122,17 @@ def trace_of(record: FlightRecord) -> WorkerTrace:
         }
         name = f"{_name(each)} (not completed)" if is_open else _name(each)
         trace.slices.append(Slice(lane, name, each.begin, end, facts))
-    trace.collectives.update(_completed(record))
+    trace.collectives.update(completed(record))
     return trace
 
 
-def _by_one_clock(records: Records) -> Records:
-    """Return the records with all times by the clock of the first worker."""
-    first, moved = _completed(_any(records)), {}
-    for rank, record in records.items():
-        own = _completed(record)
-        shared = sorted(first.keys() & own.keys())
-        offset = clock_offset([first[k] for k in shared], [own[k] for k in shared])
-        moved[rank] = dataclasses.replace(
-            record,
-            written_at=record.written_at - offset,
-            collectives=[_moved(each, offset) for each in record.collectives],
-            spans=[_moved(each, offset) for each in record.spans],
-        )
-    return moved
-
-
-def _moved(timed: _Timed, offset: float) -> _Timed:
-    """Return a collective or span whose times are earlier by an offset in seconds."""
-    end = None if timed.end is None else timed.end - offset
-    return dataclasses.replace(timed, begin=timed.begin - offset, end=end)
-
-
-def _lanes(records: Records) -> Lanes:
-    """Return the collectives of all workers by lane, number and rank."""
-    found: Lanes = {}
-    for rank, record in records.items():
-        for each in record.collectives:
-            found.setdefault(each.lane, {}).setdefault(each.number, {})[rank] = each
-    return {lane: dict(sorted(numbers.items())) for lane, numbers in found.items()}
-
-
-def _completed(record: FlightRecord) -> dict[str, Interval]:
-    """Return begin and end of each complete collective of all workers, by its name."""
-    return {
-        f"{each.lane}/{each.number:020d}": (each.begin, each.end)
-        for each in record.collectives
-        if each.end is not None and len(each.ranks) == record.num_workers
-    }
-
-
-def _first_differing(lanes: Lanes) -> dict[int, RecordedCollective] | None:
-    """Return the first collective, by rank, that is another one on some workers."""
-    found = [
-        entries
-        for numbers in lanes.values()
-        for entries in numbers.values()
-        if len({_signature(entry) for entry in entries.values()}) > 1
-    ]
-    return min(
-        found, key=lambda entries: min(map(_begin, entries.values())), default=None
-    )
-
-
-def _signature(entry: RecordedCollective) -> tuple:
-    """Return what must be equal on all members of a collective."""
-    size = 0 if entry.kind in (TEXTS, "all_to_all") else entry.num_bytes
-    return entry.kind, entry.key, entry.dtype, size
-
-
-def _begin(entry: RecordedCollective) -> float:
-    """Return when a worker has entered a collective."""
-    return entry.begin
-
-
-def _first_incomplete(records: Records, lanes: Lanes) -> _Meeting | None:
-    """Return the collective in which a worker has waited first, or `None`."""
-    meetings = [
-        meeting
-        for numbers in lanes.values()
-        for meeting in _incomplete(records, numbers)
-    ]
-    lost = {record.lost for record in records.values()}
-    stuck = [
-        meeting
-        for meeting in meetings
-        if meeting.waited_seconds >= _STUCK_SECONDS
-        or any(rank in lost or rank not in records for rank in meeting.missing)
-    ]
-    return min(stuck, key=lambda meeting: meeting.begin, default=None)
-
-
-def _incomplete(
-    records: Records, numbers: Mapping[int, dict[int, RecordedCollective]]
-) -> Iterator[_Meeting]:
-    """Yield the first collective of a lane that not all members have entered, if any.
-
-    A lane runs its collectives one after another, so that a worker has entered those
-    up to its last one, also where its ring has dropped them.
-
-    Args:
-        records: Dict from a rank to its `FlightRecord`.
-        numbers: Dict from a number to the `RecordedCollective` of each rank.
-    """
-    last = {rank: number for number, each in numbers.items() for rank in each}
-    members = next(iter(next(iter(numbers.values())).values())).ranks
-    absent = [rank for rank in members if rank not in records]
-    for number, entries in numbers.items():
-        waiting = {
-            rank: entry
-            for rank, entry in entries.items()
-            if entry.end is None and last[rank] == number
-        }
-        late = [r for r in members if r in records and last.get(r, -1) < number]
-        if waiting and (late or absent):
-            begin = min(map(_begin, waiting.values()))
-            # A worker is missing until it wrote its record, at least.
-            until = [max(records[rank].written_at for rank in waiting)]
-            until += [records[rank].written_at for rank in late]
-            yield _Meeting(waiting, late + absent, max(0.0, min(until) - begin), begin)
-            return
-
-
-def _slowest(records: Records, lanes: Lanes) -> tuple[int | None, str]:
-    """Return the worker that the others wait for most, and a clause that says so.
-
-    Args:
-        records: Dict from a rank to its `FlightRecord`.
-        lanes: Dict, the result of `_lanes`.
-
-    Returns:
-        Tuple of its rank and the clause; `None` and `""` if no worker is slow.
-    """
-    common = [
-        entries
-        for numbers in lanes.values()
-        for entries in numbers.values()
-        if len(entries) == len(records) == _any(records).num_workers
-    ]
-    if len(common) < _FEWEST_COLLECTIVES or len(records) == 1:
-        return None, ""
-    waits: dict[int, list[Interval]] = {rank: [] for rank in records}
-    for entries in common:
-        *_, (before, _), (begin, rank) = sorted(
-            (e.begin, r) for r, e in entries.items()
-        )
-        waits[rank].append((before, begin))
-    # Collectives of several lanes wait at the same time.
-    seconds = {rank: seconds_covered(its) for rank, its in waits.items()}
-    slowest = max(seconds, key=lambda rank: seconds[rank])
-    begins = [entry.begin for entries in common for entry in entries.values()]
-    span = max(begins) - min(begins)
-    least = max(_LATE_PART * span, _OWN_PART * sum(seconds.values()))
-    if span == 0.0 or seconds[slowest] < least:
-        return None, ""
-    return slowest, (
-        f"worker {slowest} on {records[slowest].host} is slow: for "
-        f"{seconds[slowest]:.1f} of {span:.1f} s the others have waited for it, in "
-        f"{len(waits[slowest])} of {pluralize(len(common), 'collective')}"
+def _slowness(records: Records, slowest: SlowWorker) -> str:
+    """Format a clause about the worker that the others wait for most."""
+    return (
+        f"worker {slowest.rank} on {records[slowest.rank].host} is slow: for "
+        f"{slowest.waited_seconds:.1f} of {slowest.seconds:.1f} s the others have "
+        f"waited for it, in {slowest.num_late} of "
+        f"{pluralize(slowest.num_collectives, 'collective')}"
     )
 
 
@@ -328,7 +142,7 @@ def _sentence_of_difference(
     """Format the sentence about workers that are at different collectives."""
     groups: dict[tuple, list[int]] = {}
     for rank, entry in entries.items():
-        groups.setdefault(_signature(entry), []).append(rank)
+        groups.setdefault(signature(entry), []).append(rank)
     parts = [
         f"{_workers(ranks)} {_be(ranks)} at {_describe(entries[ranks[0]])} "
         f"in {_place(records[ranks[0]], entries[ranks[0]])}"
@@ -341,12 +155,12 @@ def _sentence_of_difference(
     )
 
 
-def _sentence_of_missing(records: Records, meeting: _Meeting, late: str) -> str:
+def _sentence_of_missing(records: Records, meeting: Meeting, late: str) -> str:
     """Format the sentence about a collective that not all have entered.
 
     Args:
         records: Dict from a rank to its `FlightRecord`.
-        meeting: `_Meeting`, the collective.
+        meeting: `Meeting`, the collective.
         late: String, a clause about a missing worker that is slow, or `""`.
     """
     ranks, missing = sorted(meeting.entries), meeting.missing
@@ -472,11 +286,6 @@ def _reasons(records: Records) -> str:
         reasons.setdefault(record.reason, []).append(rank)
     texts = (f"{_workers(r)} wrote since {reason}" for reason, r in reasons.items())
     return _sentence("; ".join(texts))
-
-
-def _any(records: Records) -> FlightRecord:
-    """Return the record of the lowest rank."""
-    return records[min(records)]
 
 
 def _workers(ranks: Sequence[int]) -> str:

@@ -1,0 +1,244 @@
+"""Collectives of all workers in their flight records: which was not entered by all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+from tfdp.communication.coordination.flight_record import (
+    TEXTS,
+    FlightRecord,
+    RecordedCollective,
+    Span,
+)
+from tfdp.features.monitor.time_intervals import Interval, seconds_covered
+from tfdp.features.monitor.trace import clock_offset
+
+# A worker that others wait for is stuck after this time. In a job that runs, records
+# are written at slightly different times.
+STUCK_SECONDS = 1.0
+# A worker is slow if the others have waited for it for this part of the time, and for
+# this part of all waits, in enough collectives.
+_LATE_PART, _OWN_PART, _FEWEST_COLLECTIVES = 0.1, 0.8, 20
+
+# The record of each worker that has written one, by rank.
+Records = Mapping[int, FlightRecord]
+# The collectives of all workers by lane, number and rank.
+Lanes = dict[str, dict[int, dict[int, RecordedCollective]]]
+_Timed = TypeVar("_Timed", RecordedCollective, Span)
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """A collective as all members of its group have entered it, or not.
+
+    Args:
+        entries: Dict from the rank of a member that has entered to its
+            `RecordedCollective`.
+        missing: List of ints, the members that have not, or that left no record.
+        waited_seconds: Float, how long the first member has waited for one of them.
+        begin: Float, when the first member has entered, by the first worker's clock.
+    """
+
+    entries: dict[int, RecordedCollective]
+    missing: list[int]
+    waited_seconds: float
+    begin: float
+
+    @property
+    def first(self) -> RecordedCollective:
+        """`RecordedCollective` of the member that has entered first."""
+        return min(self.entries.values(), key=lambda entry: entry.begin)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowWorker:
+    """The worker that the others wait for most.
+
+    Args:
+        rank: Int, rank of the worker.
+        waited_seconds: Float, how long the others have waited for it.
+        seconds: Float, time in which they have.
+        num_late: Int, collectives that it has entered last.
+        num_collectives: Int, collectives that all have entered.
+    """
+
+    rank: int
+    waited_seconds: float
+    seconds: float
+    num_late: int
+    num_collectives: int
+
+
+def of_one_attempt(records: Iterable[FlightRecord]) -> tuple[Records, list[int]]:
+    """Leave out records of earlier attempts, whose files have not been overwritten.
+
+    Args:
+        records: Iterable of `FlightRecord`.
+
+    Returns:
+        Tuple of the records by rank, and of the ranks whose record was left out.
+    """
+    ordered = sorted(records, key=lambda record: record.written_at)
+    kept: dict[int, FlightRecord] = {}
+    newest = ordered[-1]
+    for record in reversed(ordered):
+        is_same = record is newest or (
+            record.num_workers == newest.num_workers
+            and record.written_at >= newest.started_at
+        )
+        if is_same and record.rank not in kept:
+            kept[record.rank] = record
+    left_out = {record.rank for record in ordered if kept.get(record.rank) != record}
+    return dict(sorted(kept.items())), sorted(left_out)
+
+
+def by_one_clock(records: Records) -> Records:
+    """Return the records with all times by the clock of the first worker."""
+    first, moved = completed(any_of(records)), {}
+    for rank, record in records.items():
+        own = completed(record)
+        shared = sorted(first.keys() & own.keys())
+        offset = clock_offset([first[k] for k in shared], [own[k] for k in shared])
+        moved[rank] = dataclasses.replace(
+            record,
+            written_at=record.written_at - offset,
+            collectives=[_moved(each, offset) for each in record.collectives],
+            spans=[_moved(each, offset) for each in record.spans],
+        )
+    return moved
+
+
+def _moved(timed: _Timed, offset: float) -> _Timed:
+    """Return a collective or span whose times are earlier by an offset in seconds."""
+    end = None if timed.end is None else timed.end - offset
+    return dataclasses.replace(timed, begin=timed.begin - offset, end=end)
+
+
+def lanes_of(records: Records) -> Lanes:
+    """Return the collectives of all workers by lane, number and rank."""
+    found: Lanes = {}
+    for rank, record in records.items():
+        for each in record.collectives:
+            found.setdefault(each.lane, {}).setdefault(each.number, {})[rank] = each
+    return {lane: dict(sorted(numbers.items())) for lane, numbers in found.items()}
+
+
+def completed(record: FlightRecord) -> dict[str, Interval]:
+    """Return begin and end of each complete collective of all workers, by its name."""
+    return {
+        f"{each.lane}/{each.number:020d}": (each.begin, each.end)
+        for each in record.collectives
+        if each.end is not None and len(each.ranks) == record.num_workers
+    }
+
+
+def first_differing(lanes: Lanes) -> dict[int, RecordedCollective] | None:
+    """Return the first collective, by rank, that is another one on some workers."""
+    found = [
+        entries
+        for numbers in lanes.values()
+        for entries in numbers.values()
+        if len({signature(entry) for entry in entries.values()}) > 1
+    ]
+    return min(
+        found, key=lambda entries: min(map(_begin, entries.values())), default=None
+    )
+
+
+def signature(entry: RecordedCollective) -> tuple:
+    """Return what must be equal on all members of a collective."""
+    size = 0 if entry.kind in (TEXTS, "all_to_all") else entry.num_bytes
+    return entry.kind, entry.key, entry.dtype, size
+
+
+def _begin(entry: RecordedCollective) -> float:
+    """Return when a worker has entered a collective."""
+    return entry.begin
+
+
+def first_incomplete(records: Records, lanes: Lanes) -> Meeting | None:
+    """Return the collective in which a worker has waited first, or `None`."""
+    meetings = [
+        meeting
+        for numbers in lanes.values()
+        for meeting in _incomplete(records, numbers)
+    ]
+    lost = {record.lost for record in records.values()}
+    stuck = [
+        meeting
+        for meeting in meetings
+        if meeting.waited_seconds >= STUCK_SECONDS
+        or any(rank in lost or rank not in records for rank in meeting.missing)
+    ]
+    return min(stuck, key=lambda meeting: meeting.begin, default=None)
+
+
+def _incomplete(
+    records: Records, numbers: Mapping[int, dict[int, RecordedCollective]]
+) -> Iterator[Meeting]:
+    """Yield the first collective of a lane that not all members have entered, if any.
+
+    A lane runs its collectives one after another, so that a worker has entered those
+    up to its last one, also where its ring has dropped them.
+
+    Args:
+        records: Dict from a rank to its `FlightRecord`.
+        numbers: Dict from a number to the `RecordedCollective` of each rank.
+    """
+    last = {rank: number for number, each in numbers.items() for rank in each}
+    members = next(iter(next(iter(numbers.values())).values())).ranks
+    absent = [rank for rank in members if rank not in records]
+    for number, entries in numbers.items():
+        waiting = {
+            rank: entry
+            for rank, entry in entries.items()
+            if entry.end is None and last[rank] == number
+        }
+        late = [r for r in members if r in records and last.get(r, -1) < number]
+        if waiting and (late or absent):
+            begin = min(map(_begin, waiting.values()))
+            # A worker is missing until it wrote its record, at least.
+            until = [max(records[rank].written_at for rank in waiting)]
+            until += [records[rank].written_at for rank in late]
+            yield Meeting(waiting, late + absent, max(0.0, min(until) - begin), begin)
+            return
+
+
+def slowest_of(records: Records, lanes: Lanes) -> SlowWorker | None:
+    """Return the worker that the others wait for most, or `None` if none is slow.
+
+    Args:
+        records: Dict from a rank to its `FlightRecord`.
+        lanes: Dict, the result of `lanes_of`.
+    """
+    common = [
+        entries
+        for numbers in lanes.values()
+        for entries in numbers.values()
+        if len(entries) == len(records) == any_of(records).num_workers
+    ]
+    if len(common) < _FEWEST_COLLECTIVES or len(records) == 1:
+        return None
+    waits: dict[int, list[Interval]] = {rank: [] for rank in records}
+    for entries in common:
+        *_, (before, _), (begin, rank) = sorted(
+            (e.begin, r) for r, e in entries.items()
+        )
+        waits[rank].append((before, begin))
+    # Collectives of several lanes wait at the same time.
+    seconds = {rank: seconds_covered(its) for rank, its in waits.items()}
+    slowest = max(seconds, key=lambda rank: seconds[rank])
+    begins = [entry.begin for entries in common for entry in entries.values()]
+    span = max(begins) - min(begins)
+    least = max(_LATE_PART * span, _OWN_PART * sum(seconds.values()))
+    if span == 0.0 or seconds[slowest] < least:
+        return None
+    late = len(waits[slowest])
+    return SlowWorker(slowest, seconds[slowest], span, late, len(common))
+
+
+def any_of(records: Records) -> FlightRecord:
+    """Return the record of the lowest rank."""
+    return records[min(records)]
