@@ -44,7 +44,7 @@ from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground import _compat
 from tfdp.ground.plans.shards import Segment
-from tfdp.training.sharding.optimizer_state import _range_shard
+from tfdp.training.sharding.optimizer_state import _FlatBuffer, _range_shard
 
 pytestmark = pytest.mark.slow
 
@@ -446,18 +446,42 @@ def test_a_worker_that_cannot_write_ends_all_workers_with_one_error(tmp_path):
     assert complete(directory) == ["step-3", "step-6"]
 
 
-def test_a_shard_that_keeps_its_values_is_not_assigned():
+def test_shards_of_one_variable_are_written_without_slices():
     """TensorFlow copies a variable at each read once a slice of it was assigned."""
-    variable = tf.Variable(tf.zeros([8]))
-    shard = _range_shard(variable, 2, Segment(0, 10, 14))
-    shard.write(np.zeros(4, "float32"))
+    variable = tf.Variable(tf.range(8, dtype="float32"))
+    before = variable.read_value()
+    buffer = _FlatBuffer(variable)
+    shards = [
+        _range_shard(variable, begin, Segment(0, 10, 12), buffer) for begin in (2, 5)
+    ]
+    shards[0].write(np.full(2, 20, "float32"))
+    shards[1].write(tf.fill([2], 50.0))
+    np.testing.assert_array_equal(variable, [0, 1, 20, 20, 4, 50, 50, 7])
+    np.testing.assert_array_equal(shards[0].read(), [20, 20])
     first, second = (_compat.elements_of(variable, 0, 8) for _ in range(2))
     assert np.shares_memory(first, second)
-    shard.write(np.arange(4, dtype="float32"))
-    np.testing.assert_array_equal(shard.read(), [0, 1, 2, 3])
-    np.testing.assert_array_equal(variable.numpy(), [0, 0, 0, 1, 2, 3, 0, 0])
-    shard.write(np.zeros(4, "float32"))
-    np.testing.assert_array_equal(variable.numpy(), np.zeros(8))
+    shards[0].write(np.full(2, 30, "float32"))  # into other memory: views exist
+    np.testing.assert_array_equal(first, [0, 1, 20, 20, 4, 50, 50, 7])
+    variable.assign_add(tf.ones([8]))  # a step that uses what is not restored whole
+    shards[1].write(np.zeros(2, "float32"))
+    np.testing.assert_array_equal(variable, [1, 2, 31, 31, 5, 0, 0, 8])
+    np.testing.assert_array_equal(first, [0, 1, 20, 20, 4, 50, 50, 7])
+    np.testing.assert_array_equal(before, range(8))
+
+
+@pytest.mark.parametrize("has_buffer", [False, True])
+def test_shards_of_a_variable_that_is_copied_on_reads(has_buffer):
+    variable = tf.Variable(tf.zeros([8]))
+    variable[0:1].assign([9.0])
+    buffer = _FlatBuffer(variable) if has_buffer else None
+    shards = [
+        _range_shard(variable, begin, Segment(0, 10, 12), buffer) for begin in (2, 5)
+    ]
+    for _ in range(2):
+        for shard, value in zip(shards, (20.0, 50.0), strict=True):
+            shard.write(np.full(2, value, "float32"))
+        np.testing.assert_array_equal(variable, [9, 0, 20, 20, 0, 50, 50, 0])
+        np.testing.assert_array_equal(shards[1].read(), [50, 50])
 
 
 def test_an_argument_that_is_no_bool_is_refused(tmp_path):

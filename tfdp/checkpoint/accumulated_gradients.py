@@ -220,9 +220,8 @@ def _scaled(tensor: StateTensor, factor: Callable[[], float]) -> StateTensor:
 
         def write(values: Any) -> None:
             """Divide saved values by the factor, and write them into the shard."""
-            # The values are divided in place to save memory.
-            values /= np.asarray(factor(), values.dtype)
-            shard.write(values)
+            values = np.asarray(values)
+            shard.write(values / np.asarray(factor(), values.dtype))
 
         return LocalShard(shard.start, shard.stop, read, write)
 

@@ -26,6 +26,7 @@ from tfdp.training.sharding.state_tensors import (
     LocalShard,
     StateTensor,
     renamed,
+    reshaped,
     slot_names,
     variable_name,
 )
@@ -112,7 +113,7 @@ def replicated(
 
     def write(values: Any) -> None:
         """Assign all elements of the tensor, flat, to the variable."""
-        variable.assign(np.asarray(values).reshape(shape))
+        variable.assign(reshaped(values, shape))
 
     everything = LocalShard(0, size, lambda: read(0, size), write, read)
     share = dataclasses.replace(

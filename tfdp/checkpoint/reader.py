@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdp.checkpoint import files
 from tfdp.checkpoint.index import Extent, Index, Shard, first_difference
 from tfdp.checkpoint.storage import Storage
+from tfdp.communication.collectives.bridge import from_bytes, new_tensor
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 
@@ -83,40 +84,54 @@ def read_shards(load_plan: LoadPlan, index: Index, folder: Storage) -> None:
     """
     load_plan.clear()
     with folder.reading() as fetch:
-        for items in _read_batches(load_plan.tensors, _positions(index)):
+        for items in read_batches(load_plan.tensors, index):
             for shard, extents in _items_by_shard(items, index):
                 path = fetch([file.name for file in shard.files])
                 _read_shard(shard, extents, index, path)
             for item in items:
-                item.local.write(item.values)
+                item.assign()
 
 
-@dataclasses.dataclass(frozen=True)
-class _ReadItem:
+class ReadItem:
     """Local shard to restore.
 
     Args:
         local: `LocalShard`.
         extent: `Extent` of its elements in the checkpoint.
+        dtype: `tf.DType` of the elements.
+
+    Attributes:
         values: Flat array, a buffer for the elements that are read for it.
     """
 
-    local: LocalShard
-    extent: Extent
-    values: np.ndarray
+    def __init__(self, local: LocalShard, extent: Extent, dtype: tf.DType) -> None:
+        self.local, self.extent, self._dtype = local, extent, dtype
+        num_bytes = (local.stop - local.start) * dtype.size
+        with tf.device("CPU:0"):
+            self._tensor, data = new_tensor(num_bytes)
+        self.values = data.view(dtype.as_numpy_dtype)
+
+    def assign(self) -> None:
+        """Assign the elements. The variable takes the buffer, without a copy."""
+        try:
+            with tf.device("CPU:0"):
+                elements = from_bytes(self._tensor, self._dtype)
+        except tf.errors.InvalidArgumentError:  # such as of int4 and float8
+            elements = self.values
+        self.local.write(elements)
 
 
-def _read_batches(
-    state: Sequence[StateTensor], positions: dict[str, int]
-) -> Iterator[list[_ReadItem]]:
+def read_batches(
+    state: Sequence[StateTensor], index: Index
+) -> Iterator[list[ReadItem]]:
     """Yield read items in batches, whose buffers fit into the size of a shard.
 
     Args:
         state: Sequence of `StateTensor`.
-        positions: Dict from a tensor's name to its position in the index.
+        index: `Index` of the checkpoint.
     """
-    batch: list[_ReadItem] = []
-    room = files.SHARD_BYTES
+    batch: list[ReadItem] = []
+    positions, room = _positions(index), files.SHARD_BYTES
     for tensor in state:
         dtype = files.dtype_of(tensor)
         for local in tensor.local_shards:
@@ -125,26 +140,25 @@ def _read_batches(
                 yield batch
                 batch, room = [], files.SHARD_BYTES
             extent = Extent(positions[tensor.name], local.start, local.stop)
-            values = np.empty(local.stop - local.start, dtype.as_numpy_dtype)
-            batch.append(_ReadItem(local, extent, values))
+            batch.append(ReadItem(local, extent, dtype))
             room -= num_bytes
     yield batch
 
 
 def _items_by_shard(
-    items: list[_ReadItem], index: Index
-) -> Iterable[tuple[Shard, dict[Extent, list[_ReadItem]]]]:
+    items: list[ReadItem], index: Index
+) -> Iterable[tuple[Shard, dict[Extent, list[ReadItem]]]]:
     """Group read items by the shards and extents that hold their elements.
 
     Args:
-        items: List of `_ReadItem`.
+        items: List of `ReadItem`.
         index: `Index` of the checkpoint.
 
     Returns:
         Iterable of pairs of a `Shard`, and a dict from an `Extent` of it to the items
         that need elements of the extent.
     """
-    by_shard: dict[str, tuple[Shard, dict[Extent, list[_ReadItem]]]] = {}
+    by_shard: dict[str, tuple[Shard, dict[Extent, list[ReadItem]]]] = {}
     for item in items:
         for shard, extent in index.find(item.extent):
             _, extents = by_shard.setdefault(shard.prefix, (shard, {}))
@@ -153,7 +167,7 @@ def _items_by_shard(
 
 
 def _read_shard(
-    shard: Shard, extents: dict[Extent, list[_ReadItem]], index: Index, folder: str
+    shard: Shard, extents: dict[Extent, list[ReadItem]], index: Index, folder: str
 ) -> None:
     """Read extents of a shard into the buffers of the read items that need them.
 

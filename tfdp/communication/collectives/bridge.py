@@ -367,6 +367,15 @@ def new_tensor(num_bytes: int) -> tuple[tf.Tensor, np.ndarray]:
     return tensor, array_of(tensor)
 
 
+def from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Convert uint8 back to the elements of a dtype."""
+    if dtype == tf.bool:
+        return tf.cast(data, tf.bool)
+    if dtype.size == 1:
+        return tf.bitcast(data, dtype)
+    return tf.bitcast(tf.reshape(data, [-1, dtype.size]), dtype)
+
+
 @functools.lru_cache(maxsize=1024)
 def _shape_of(num_bytes: int) -> tf.Tensor:
     """Return `[num_bytes]` as a tensor, cached: to create it takes the most time."""

@@ -24,6 +24,7 @@ from tfdp.communication.collectives.bridge import (
     Bridge,
     StepEnded,
     end_call,
+    from_bytes,
     generation_of,
 )
 from tfdp.communication.collectives.groups import SCOPE, Call, ProcessGroup
@@ -113,7 +114,7 @@ class ProcessTransport:
         self.name = name
         self.connect = connect
         self._rank = rank
-        self._new_communicator = new_communicator
+        self.new_communicator = new_communicator
         self._lanes: weakref.WeakKeyDictionary[ProcessGroup, dict[int, _Lane]]
         self._lanes = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -133,7 +134,7 @@ class ProcessTransport:
             operation = _Operation(kind, dtype, int(key), source, scope)
             flat = tf.reshape(_to_bytes(tensor), [-1])
             result = lane.exchange(flat, call.replica, operation)
-            return tf.reshape(_from_bytes(result, tensor.dtype), shape)
+            return tf.reshape(from_bytes(result, tensor.dtype), shape)
 
     def abort(self, reason: str) -> None:
         """End all waits for other workers, and send them a reason."""
@@ -161,7 +162,7 @@ class ProcessTransport:
             lanes = self._lanes.setdefault(group, {})
             if channel not in lanes:
                 name = f"{group.key}/{channel}"
-                lane = _Lane(name, group, self._rank, self._new_communicator)
+                lane = _Lane(name, group, self._rank, self.new_communicator)
                 lanes[channel] = lane
                 # The lane's thread would keep the lane alive after its group.
                 finalizers.register(group, lane.end, waits=False)
@@ -330,15 +331,6 @@ def _to_bytes(tensor: tf.Tensor) -> tf.Tensor:
     if tensor.dtype == tf.bool:
         return tf.cast(tensor, tf.uint8)
     return tf.bitcast(tensor, tf.uint8)
-
-
-def _from_bytes(data: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Convert uint8 back to the elements of a dtype."""
-    if dtype == tf.bool:
-        return tf.cast(data, tf.bool)
-    if dtype.size == 1:
-        return tf.bitcast(data, dtype)
-    return tf.bitcast(tf.reshape(data, [-1, dtype.size]), dtype)
 
 
 def host_of(device: str) -> str:

@@ -202,12 +202,19 @@ def local_value(variable: Any, replica: int) -> Any:
     return value
 
 
+def view_of(tensor: Any) -> np.ndarray:
+    """Return the elements of an eager tensor as an array, on the CPU without a copy.
+
+    `Tensor.numpy` copies, `_numpy` does not. Checked on TensorFlow 2.21.
+    """
+    return tensor._numpy()
+
+
 def elements_of(variable: Any, start: int, stop: int) -> Any:
     """Return a range of elements of a flattened variable or readable, as an array.
 
-    Of a variable on the CPU it is a view, not a copy: `Tensor.numpy` copies, `_numpy`
-    does not. While the view exists, TensorFlow assigns to another buffer. Checked on
-    TensorFlow 2.21.
+    Of a variable on the CPU it is a view. While the view exists, TensorFlow assigns to
+    another buffer. Checked on TensorFlow 2.21.
     """
     value = variable.value if isinstance(variable, keras.Variable) else variable
     if isinstance(value, values.DistributedVariable):
@@ -218,7 +225,7 @@ def elements_of(variable: Any, start: int, stop: int) -> Any:
         # `read_value` makes a second tensor, by an operation of its own.
         tensor = tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype)
         if device_type(value.device) == "CPU":
-            return tensor._numpy().reshape(-1)[start:stop]
+            return view_of(tensor).reshape(-1)[start:stop]
         return tf.reshape(tensor, [-1])[start:stop].numpy()
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp.ground import _compat
 from tfdp.ground.text import pluralize
 from tfdp.training.replicas.checksum import MODULUS
 
@@ -94,5 +95,5 @@ def checksum_of_text(text: str) -> int:
 
 def _bytes_of(value: tf.Tensor) -> memoryview:
     """Return the bytes of a tensor's value."""
-    array = np.ascontiguousarray(value.numpy()).reshape(-1)
+    array = np.ascontiguousarray(_compat.view_of(value)).reshape(-1)
     return array.view(np.uint8).data

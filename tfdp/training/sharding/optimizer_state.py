@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdp.communication.collectives.bridge import from_bytes, new_tensor
 from tfdp.ground import _compat
 from tfdp.ground.plans.shards import Segment
 from tfdp.training.parameters.sharded_parameter import ShardedParameter
@@ -18,6 +19,7 @@ from tfdp.training.sharding.state_tensors import (
     READ_ELEMENTS,
     LocalShard,
     StateTensor,
+    reshaped,
     slot_name,
     slot_names,
 )
@@ -74,8 +76,9 @@ def accumulator_state(
         dtypes.update(dict.fromkeys(bucket.indices, str(total.dtype)))
         for replica, state in enumerate(group.replicas):
             local = _compat.local_value(total, replica)
+            buffer = _buffer_of(local)
             for segment, begin, _ in bucket.places(state.owner):
-                shard = _range_shard(local, begin, segment)
+                shard = _range_shard(local, begin, segment, buffer)
                 shards[segment.index].append((is_first_copy(replica), shard))
     return [
         _tensor(
@@ -158,9 +161,11 @@ def _named_shards(
     assert isinstance(state, ElementShards)
     for attribute, slots in state.slots.items():
         for number, slot in zip(state.buckets, slots, strict=True):
+            variable = slot.value
+            buffer = _buffer_of(variable)
             for segment, begin, _ in group.plan.buckets[number].places(state.owner):
                 name = slot_name(attribute, segment.index, group.variables)
-                shards.append((name, _range_shard(slot.value, begin, segment)))
+                shards.append((name, _range_shard(variable, begin, segment, buffer)))
     return shards
 
 
@@ -199,14 +204,90 @@ def _full_shard(
 
     def write(values: Any) -> None:
         """Assign all elements, a flat array."""
-        variable.assign(np.asarray(values).reshape(shape))
+        variable.assign(reshaped(values, shape))
         on_write()
 
     return LocalShard(start, start + size, lambda: read(0, size), write, read)
 
 
-def _range_shard(variable: Any, begin: int, segment: Segment) -> LocalShard:
-    """Return the shard of a segment at position `begin` of a flat `tf.Variable`."""
+class _FlatBuffer:
+    """Memory of a flat `tf.Variable` on a CPU, written in ranges.
+
+    After the assignment of a slice, TensorFlow copies the whole variable at every read.
+    So the first write assigns a new tensor, whose memory the variable takes, and the
+    writes after it go there.
+
+    Args:
+        variable: `tf.Variable`.
+    """
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+        self._data: np.ndarray | None = None
+        # Positions of the ranges, and of those that are not written yet. After the last
+        # one the memory is the variable's alone.
+        self.begins: set[int] = set()
+        self._unwritten: set[int] = set()
+        self._is_copied = False
+
+    def write(self, begin: int, values: np.ndarray) -> None:
+        """Write a range of elements.
+
+        Args:
+            begin: Int, position of the first one in the variable.
+            values: Flat array.
+        """
+        stop = begin + len(values)
+        if self._is_copied:
+            self._variable[begin:stop].assign(values)
+            return
+        if self._data is None or not self._is_of_variable():
+            self._give_memory(begin, values)
+        else:
+            self._data[begin:stop] = values
+        self._unwritten.discard(begin)
+        if not self._unwritten:
+            self._data = None
+
+    def _is_of_variable(self) -> bool:
+        """Return whether the variable has this memory; a step may have replaced it."""
+        own = _compat.elements_of(self._variable, 0, 1)
+        return self._data is not None and np.shares_memory(self._data, own)
+
+    def _give_memory(self, begin: int, values: np.ndarray) -> None:
+        """Copy the variable and a range into a new tensor, and assign it."""
+        variable, dtype = self._variable, self._variable.dtype
+        with tf.device(variable.device):
+            tensor, data = new_tensor(variable.shape.num_elements() * dtype.size)
+            self._data = data.view(dtype.as_numpy_dtype)
+            self._data[:] = _compat.elements_of(variable, 0, len(self._data))
+            self._data[begin : begin + len(values)] = values
+            variable.assign(from_bytes(tensor, dtype))
+        self._unwritten = set(self.begins)
+        # A step that writes to slices makes TensorFlow copy it for good.
+        self._is_copied = not self._is_of_variable()
+
+
+def _buffer_of(variable: Any) -> _FlatBuffer | None:
+    """Return a `_FlatBuffer` of a flat variable, or `None` if it cannot have one.
+
+    It is on another device than a CPU, or its elements are not those of its bytes.
+    """
+    on_cpu = _compat.device_type(variable.device) == "CPU"
+    return _FlatBuffer(variable) if on_cpu and variable.dtype.size > 1 else None
+
+
+def _range_shard(
+    variable: Any, begin: int, segment: Segment, buffer: _FlatBuffer | None
+) -> LocalShard:
+    """Return the shard of a segment of a flat `tf.Variable`.
+
+    Args:
+        variable: `tf.Variable`.
+        begin: Int, position of the segment in the variable.
+        segment: `Segment`.
+        buffer: `_FlatBuffer` of the variable, or `None` to assign slices.
+    """
     size = segment.size
 
     def read(first: int, last: int) -> np.ndarray:
@@ -220,11 +301,18 @@ def _range_shard(variable: Any, begin: int, segment: Segment) -> LocalShard:
             return tf.gather(variable, places).numpy()
 
     def write(values: Any) -> None:
-        """Assign all elements of the segment, a flat array."""
+        """Assign all elements of the segment, a flat array or tensor."""
+        if buffer is not None:
+            array = _compat.view_of(values) if tf.is_tensor(values) else values
+            buffer.write(begin, array)
+            return
         is_whole = not getattr(variable, "had_slice_assigned", False)
         if is_whole and np.array_equal(read(0, size), values):
             return  # such as the zeros of a new optimizer: later reads stay fast
         variable[begin : begin + size].assign(values)
         variable.had_slice_assigned = True
+
+    if buffer is not None:
+        buffer.begins.add(begin)
 
     return LocalShard(segment.start, segment.stop, lambda: read(0, size), write, read)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import path_of
@@ -29,7 +30,7 @@ class LocalShard:
         stop: Int, one after the last.
         read: Callable that returns the elements as a flat array of `stop - start`
             elements.
-        write: Callable that assigns such an array.
+        write: Callable that assigns such an array, or a flat tensor.
         read_range: Callable that takes two ints and returns the elements between
             them, counted from `start`, without copying the others; or `None`.
             Defaults to `None`.
@@ -65,6 +66,16 @@ class LocalShard:
             )
             for first in range(self.start, self.stop, max_elements)
         ]
+
+
+def reshaped(values: Any, shape: Sequence[int]) -> Any:
+    """Return the values that a shard's `write` receives in the shape of a variable.
+
+    Args:
+        values: Flat array or tensor.
+        shape: Sequence of ints.
+    """
+    return tf.reshape(values, shape) if tf.is_tensor(values) else values.reshape(shape)
 
 
 def _not_written(values: Any) -> None:
