@@ -45,6 +45,10 @@ def fit(
     schedule: bool = False,
     micro_batch: int = BATCH_SIZE,
     compression: str | None = None,
+    backend: str = "auto",
+    memory_every: int | None = None,
+    lacks_copy: int | None = None,
+    hosts: list[str] | None = None,
 ) -> dict[str, Any]:
     """Trains, and returns weights and history.
 
@@ -79,6 +83,12 @@ def fit(
         micro_batch: Int, samples of a batch, of which as many make an update as have
             two batches of `BATCH_SIZE`.
         compression: String, as for the options of communication.
+        backend: The same.
+        memory_every: As for the callback.
+        lacks_copy: Int, a worker that cannot copy its part in memory from the second
+            time on; or `None`.
+        hosts: List of strings, for each worker the folder that stands for the memory of
+            its host; or `None` for that of this one.
     """
     import keras
     import tensorflow as tf
@@ -90,11 +100,13 @@ def fit(
         from tests.checkpoint.bucket import install
 
         install(pathlib.Path(bucket))
+    if hosts is not None:
+        _set_memory(hosts[rank], lacks_copy=lacks_copy == rank)
     if die_at_put is not None and die_at_put["rank"] == rank:
         _die_at_put(die_at_put["number"])
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.experimental.enable_op_determinism()
-    strategy = _strategy(layout, tfdp, compression)
+    strategy = _strategy(layout, tfdp, compression, backend)
     keras.utils.set_random_seed(5)
     with strategy.scope():
         rate: Any = learning_rate
@@ -111,6 +123,7 @@ def fit(
                 keep,
                 delete_at_end=delete_at_end,
                 batch="global" if per_replica is None else "per_replica",
+                memory_every=memory_every,
             )
         )
     if kill is not None:
@@ -287,11 +300,15 @@ def _py_dataset(keras: Any, batch_size: int) -> Any:
     return Rows()
 
 
-def _strategy(layout: Layout, tfdp: Any, compression: str | None = None) -> Any:
+def _strategy(
+    layout: Layout, tfdp: Any, compression: str | None = None, backend: str = "auto"
+) -> Any:
     # So slow that everything that can be is compressed.
     slow = tfdp.options.Links(tfdp.options.Link(0.0, 1.0), tfdp.options.Link(0.0, 1.0))
     options = tfdp.CommunicationOptions(
-        compression=compression, links=slow if compression else None
+        compression=compression,
+        links=slow if compression else None,
+        backend=backend,
     )
     if layout.num_workers > 1:
         return tfdp.MultiWorkerMirroredStrategy(communication=options)
@@ -400,6 +417,21 @@ def _crash_in_save(number: int, rank: int) -> None:
         replace(*arguments)
 
     writer.replace_index = replace_or_die
+
+
+def _set_memory(root: str, *, lacks_copy: bool) -> None:
+    from tfdp.checkpoint import host_memory, memory_backups
+
+    host_memory.ROOT = root
+    copy, count = memory_backups.copy_to_host, [0]
+
+    def copy_or_fail(*arguments: Any) -> Any:
+        count[0] += 1
+        if lacks_copy and count[0] > 1:
+            raise MemoryError("no room")
+        return copy(*arguments)
+
+    memory_backups.copy_to_host = copy_or_fail
 
 
 def _fill_disk(number: int) -> None:

@@ -22,7 +22,9 @@ from tfdp.checkpoint.callback_state import (
     set_callback_states,
     to_json,
 )
+from tfdp.checkpoint.host_memory import HostMemory
 from tfdp.checkpoint.index import Index
+from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
 from tfdp.checkpoint.reader import LoadPlan, check_model
@@ -44,6 +46,7 @@ from tfdp.features.local_steps import FEATURE as LOCAL_STEPS
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import checked_bool, checked_integer, is_integer, plain
 from tfdp.ground.base import activities
+from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.position import DataPosition
@@ -88,6 +91,11 @@ class BackupAndRestore(StrategyCallback):
             stops it for a copy of each worker's part of the state in memory. A save
             waits for the one before, and raises its error; `fit` returns once the last
             one is complete. Defaults to `True`.
+        memory_every: Int, batches between two saves in memory, beside those in the
+            directory: each worker's part stays in the memory of its host, with a copy
+            on the next host. A run that starts again after its processes were lost
+            reads no backup from the disk. It takes four times the size of a part, or
+            twice on a single host. Defaults to `None`, no saves in memory.
 
     Raises:
         ValueError: If an argument is invalid; on every worker, in `fit`, if the
@@ -114,7 +122,14 @@ class BackupAndRestore(StrategyCallback):
     resumes_fit = True
 
     # Settings that must be the same on all workers.
-    compared = ("save_freq", "keep", "delete_at_end", "batch", "background")
+    compared = (
+        "save_freq",
+        "keep",
+        "delete_at_end",
+        "batch",
+        "background",
+        "memory_every",
+    )
 
     def __init__(
         self,
@@ -125,6 +140,7 @@ class BackupAndRestore(StrategyCallback):
         delete_at_end: bool = True,
         batch: str = "global",
         background: bool = True,
+        memory_every: int | None = None,
     ) -> None:
         super().__init__()
         _check_arguments(directory, save_freq, batch)
@@ -134,7 +150,13 @@ class BackupAndRestore(StrategyCallback):
         self.delete_at_end = checked_bool("delete_at_end", delete_at_end)
         self.batch = batch
         self.background = checked_bool("background", background)
+        if memory_every is not None:
+            memory_every = checked_integer("memory_every", memory_every, 1)
+        self.memory_every = memory_every
         self._others: list[Any] = []
+        self._memory: MemoryBackups | None = None
+        # The backups that this run has resumed from.
+        self._source: Backups | MemoryBackups
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
 
@@ -155,7 +177,11 @@ class BackupAndRestore(StrategyCallback):
         """Find the newest backup; load it if it was made between two epochs."""
         self._worker_group = worker_group_of(self.model)
         self._backups = Backups(
-            self._folder(), self.keep, self._worker_group, background=self.background
+            self._folder(),
+            self.keep,
+            self._worker_group,
+            background=self.background,
+            has_memory=self.memory_every is not None,
         )
         self._position.exit_stack.callback(self._backups.close)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
@@ -164,10 +190,13 @@ class BackupAndRestore(StrategyCallback):
         self._pending_load = None
         self._build_model()
         self._backups.prepare()
-        newest_backup = self._backups.find_newest(self._plan_load)
-        if newest_backup is not None:
-            self._resume(*newest_backup)
-        elif self.save_freq != "epoch":
+        newest = self._find_in_memory()
+        if newest is None:
+            self._source = self._backups
+            newest = self._backups.find_newest(self._plan_load)
+        if newest is not None:
+            self._resume(*newest)
+        elif self.save_freq != "epoch" or self.memory_every is not None:
             self._warn_about_position(self._position.nondeterminism)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -196,17 +225,17 @@ class BackupAndRestore(StrategyCallback):
         asks = ask_every and self._total // ask_every > before // ask_every
         if asks and self._watch.is_given(self._total):
             self._save_and_exit(self._epoch, batch + 1, logs)
-        every = self.save_freq
-        if isinstance(every, int) and self._total // every > before // every:
-            self._save(self._epoch, batch + 1, logs)
+        self._save_if_due(before, batch + 1, logs, is_synchronized=bool(asks))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save if a backup is due, or on a preemption notice."""
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if is_preempted:
             self._save_and_exit(epoch + 1, 0, {})
-        if self.save_freq == "epoch":
-            self._save(epoch + 1, 0, {})
+        in_directory = self.save_freq == "epoch"
+        in_memory = self._memory is not None
+        if in_directory or in_memory:
+            self._save(epoch + 1, 0, {}, in_directory=in_directory, in_memory=in_memory)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Delete the backups, unless the user keeps them.
@@ -216,19 +245,57 @@ class BackupAndRestore(StrategyCallback):
         """
         self._backups.finish()
         is_preempted = self._watch.is_given(self._total, must_ask=True)
+        if self._memory is not None and not is_preempted:
+            self._memory.delete()
         if self.delete_at_end and not is_preempted:
             self._backups.delete()
 
     # Saving of backups.
 
+    def _save_if_due(
+        self, before: int, batches: int, logs: Any, *, is_synchronized: bool
+    ) -> None:
+        """Save after batches, where a save to the directory or in memory is due.
+
+        Args:
+            before: Int, the number of batches at the end of the step before.
+            batches: Int, completed batches of the epoch.
+            logs: Dict, the logs of the last batch.
+            is_synchronized: Bool, whether replicas have the same state. With local
+                steps a save in memory waits for that: it must not synchronize them.
+        """
+        every, in_memory = self.save_freq, False
+        in_directory = isinstance(every, int) and self._total // every > before // every
+        if self.memory_every is not None and is_synchronized:
+            last = self._in_memory_at // self.memory_every
+            in_memory = self._total // self.memory_every > last
+        if in_directory or in_memory:
+            self._save(
+                self._epoch,
+                batches,
+                logs,
+                in_directory=in_directory,
+                in_memory=in_memory,
+            )
+
     @activities.during(activities.BACKUP)
-    def _save(self, epoch: int, batches: int, logs: Any) -> None:
+    def _save(
+        self,
+        epoch: int,
+        batches: int,
+        logs: Any,
+        *,
+        in_directory: bool = True,
+        in_memory: bool = False,
+    ) -> None:
         """Add a backup.
 
         Args:
             epoch: Int, the epoch in which a resumed run continues.
             batches: Int, completed batches of that epoch.
             logs: Dict, the logs of the last batch.
+            in_directory: Bool, whether to add it to the directory. Defaults to `True`.
+            in_memory: Bool, whether to keep it in memory. Defaults to `False`.
         """
         equalize_replicas(self.model)
         states, arrays = callback_states(self._others)
@@ -247,8 +314,29 @@ class BackupAndRestore(StrategyCallback):
         }
         check_run(json.loads(json.dumps(run)))
         tensors = backup_tensors(self.model, arrays, in_epoch=batches > 0)
-        serialize = functools.partial(api.serialize_model, self.model)
-        self._backups.save(self._total, tensors, run, serialize)
+        if in_memory and self._memory is not None:
+            self._memory.save(self._total, tensors, run)
+            self._in_memory_at = self._total
+        if in_directory:
+            serialize = functools.partial(api.serialize_model, self.model)
+            self._backups.save(self._total, tensors, run, serialize)
+
+    def _find_in_memory(self) -> tuple[Index, LoadPlan] | None:
+        """Find the newest state in memory, if this run saves in memory."""
+        self._in_memory_at = 0
+        if self.memory_every is None:
+            HostMemory(self._folder()).remove()
+            return None
+        strategy = strategy_of(self.model)
+        connect = None if strategy is None else strategy.extended.connect_workers
+        memory = MemoryBackups(self._folder(), self._worker_group, connect)
+        self._position.exit_stack.callback(memory.close)
+        memory.prepare()
+        self._source = self._memory = memory
+        newest_step = max(self._backups.steps(), default=0)
+        # At the end of an epoch, that of its last batch in memory is older.
+        at_least = newest_step, self.save_freq == "epoch"
+        return memory.find_newest(self._plan_load, at_least)
 
     def _folder(self) -> str:
         """Return the directory; an island, a job of its own, has a subdirectory."""
@@ -265,6 +353,8 @@ class BackupAndRestore(StrategyCallback):
         self._backups.close()  # an earlier failure must not prevent this backup
         self._save(epoch, batches, logs)
         self._backups.finish()
+        if self._memory is not None:
+            self._memory.delete()
         self._notice.is_answered = True
         self._say(
             f"received a preemption notice; saved training at step {self._total} in "
@@ -318,7 +408,7 @@ class BackupAndRestore(StrategyCallback):
         """
         run, self._change = index.run, self._batches.change_since(index.run)
         difference = self._position.difference_to(run["data"], self._change)
-        self._total = run["steps"]
+        self._total = self._in_memory_at = run["steps"]
         data, batches = self._batches.resume_position(run, self._change)
         epochs = self.params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
@@ -344,7 +434,7 @@ class BackupAndRestore(StrategyCallback):
             "left to train"
             if is_over
             else f"resumed at step {step} of epoch {run['epoch'] + 1}, from "
-            f"{self.directory}"
+            f"{self._source.source}"
         )
         if change := cpu_kernels.change_since(index.versions):
             self._say(change)
@@ -359,7 +449,7 @@ class BackupAndRestore(StrategyCallback):
             load_plan: `LoadPlan`, what to read of it.
         """
         run = index.run
-        self._backups.load(index, run["steps"], load_plan)
+        self._source.load(index, run["steps"], load_plan)
         set_callback_states(self._others, run["callbacks"], load_plan.arrays)
         restore_random_states(run["random"], self._worker_group)
         adaptation = self._batches.adapt(run, self._change)

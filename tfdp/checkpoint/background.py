@@ -303,7 +303,7 @@ def copy_to_host(state: Sequence[StateTensor], buffer: np.ndarray) -> list[State
             np.copyto(part, values)
             read = functools.partial(np.asarray, part)
             shards.append(dataclasses.replace(shard, read=read, read_range=None))
-            offset += _aligned(size)
+            offset += aligned(size)
         owned = tuple(shards)
         copied.append(dataclasses.replace(tensor, owned_shards=owned, local_shards=()))
     return copied
@@ -312,13 +312,13 @@ def copy_to_host(state: Sequence[StateTensor], buffer: np.ndarray) -> list[State
 def _num_bytes(state: Sequence[StateTensor]) -> int:
     """Return the size in bytes of a copy of the shards that this process owns."""
     return sum(
-        _aligned((shard.stop - shard.start) * files.dtype_of(tensor).size)
+        aligned((shard.stop - shard.start) * files.dtype_of(tensor).size)
         for tensor in state
         for shard in tensor.owned_shards
     )
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     """Return a size rounded up to the alignment of shards, in bytes."""
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
@@ -331,10 +331,15 @@ def _write_at_low_priority(write: Write, read: Read, group: Any) -> None:
         read: Callable, see `Read`.
         group: `WorkerGroup` for this thread.
     """
+    lower_priority()
+    write(read, group)
+
+
+def lower_priority() -> None:
+    """Give this thread less processor time than training gets."""
     if sys.platform == "linux":  # elsewhere a thread has no priority of its own
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-    write(read, group)
 
 
 @_compat.before_threads_end

@@ -32,6 +32,8 @@ from tfdp.training.sharding.state_tensors import StateTensor
 # Names of the directories of backups, and of damaged backups that were renamed.
 _NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 _DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
+# File that identifies the directory to states in memory, which are dropped without it.
+OWNER_FILE = "memory-id"
 _NOTHING_LOADED = "Nothing was loaded."
 # Verdicts on a backup, which workers exchange: it is whole; a file is missing or was
 # altered; this run cannot resume from it; the store does not answer.
@@ -50,16 +52,31 @@ class Backups:
         keep: Int, number of backups that are kept.
         worker_group: `WorkerGroup` between the workers.
         background: Bool, whether backups are written while training continues.
+            Defaults to `False`.
+        has_memory: Bool, whether this run also keeps states in memory. Defaults to
+            `False`: those of earlier runs are dropped.
     """
 
     def __init__(
-        self, directory: str, keep: int, worker_group: Any, *, background: bool = False
+        self,
+        directory: str,
+        keep: int,
+        worker_group: Any,
+        *,
+        background: bool = False,
+        has_memory: bool = False,
     ) -> None:
         self.directory = directory
         self._keep = keep
         self._worker_group = worker_group
         self._saves = background_saves(worker_group)
         self._background = background
+        self._has_memory = has_memory
+
+    @property
+    def source(self) -> str:
+        """String, where backups are, for a message."""
+        return self.directory
 
     @functools.cached_property
     def _storage(self) -> Storage:
@@ -158,6 +175,28 @@ class Backups:
         except Exception as error:  # noqa: BLE001 the caller has another error
             print(f"tfdp: {error}", file=sys.stderr, flush=True)
 
+    def steps(self) -> list[int]:
+        """Return the steps of the backups that have an index, the newest first.
+
+        Raises:
+            OSError: On every worker, if the first one cannot read the directory.
+        """
+        group = self._worker_group
+
+        def find() -> list[int]:
+            """List the steps of the backups on worker 0, and drop states in memory."""
+            if not group.is_chief:
+                return []
+            names = self._storage.names()
+            if OWNER_FILE in names and not self._has_memory:
+                self._storage.remove_file(OWNER_FILE)
+            return _steps_of(self._storage, names)
+
+        found_steps = run_on_all_workers(
+            group, self.directory, "restored", _NOTHING_LOADED, "the backups", find
+        )
+        return group.all_gather("their steps", found_steps)[0]
+
     def find_newest(
         self, make_plan: Callable[[Index], LoadPlan]
     ) -> tuple[Index, LoadPlan] | None:
@@ -175,18 +214,8 @@ class Backups:
                 backups are damaged.
             OSError: On every worker, if one of them cannot read a backup.
         """
-        group = self._worker_group
-
-        def find() -> list[int]:
-            """List the steps of the backups on worker 0."""
-            return _steps_of(self._storage) if self._worker_group.is_chief else []
-
-        found_steps = run_on_all_workers(
-            group, self.directory, "restored", _NOTHING_LOADED, "the backups", find
-        )
-        steps = group.all_gather("their steps", found_steps)[0]
         damaged: list[tuple[str, str]] = []
-        for step in steps:
+        for step in self.steps():
             name = f"step-{step}"
             found, fault = self._inspect(name, make_plan)
             if found is not None:
@@ -233,9 +262,11 @@ class Backups:
         with contextlib.suppress(OSError):
             # The oldest backup is removed first: if the loop is interrupted, the newest
             # one stays.
-            for step in reversed(_steps_of(self._storage)):
+            for step in reversed(_steps_of(self._storage, self._storage.names())):
                 remove_checkpoint(self._storage.below(f"step-{step}"))
             for name in self._storage.names():
+                if name == OWNER_FILE:
+                    self._storage.remove_file(name)
                 if _NAME.fullmatch(name) or _DAMAGED_NAME.fullmatch(name):
                     remove_checkpoint(self._storage.below(name))
             self._storage.remove_left_over()
@@ -265,8 +296,9 @@ class Backups:
             OSError: On every worker, if one of them cannot read it.
         """
         backup = self._storage.below(name)
-        found, kind, text = None, _INTACT, ""
-        try:
+
+        def find() -> tuple[Index, LoadPlan]:
+            """Read the index, plan what to load, and verify the files."""
             index = load_index(backup.path)
             folder = backup.below(index.token)
             # The plan allocates arrays of the sizes in the index, so the sizes are
@@ -277,47 +309,9 @@ class Backups:
                 raise ValueError(f"its index is that of step {index.run['steps']}")
             shards = reading.needed_shards(load_plan.tensors, index)
             files.verify_files(shards, folder, index.algorithm)
-            found, text = (index, load_plan), f"{index.token} {load_plan.label}"
-        except (IncompatibleBackup, UnknownFormat) as error:
-            kind, text = _INCOMPATIBLE, str(error)
-        except StoreError as error:
-            kind, text = _UNREADABLE, str(error)
-        except Exception as error:  # noqa: BLE001 workers must exchange any failure
-            kind, text = _DAMAGED, files.error_text(error)
-        verdicts = self._worker_group.all_gather(
-            "a backup", [kind, text], storage_timeout(self._worker_group)
-        )
-        self._raise_if_unusable(backup.path, verdicts)
-        is_same_everywhere = all(verdict == verdicts[0] for verdict in verdicts)
-        faults = [
-            text if is_same_everywhere else f"worker {rank}: {text}"
-            for rank, (kind, text) in enumerate(verdicts)
-            if kind == _DAMAGED
-        ]
-        if not faults and not is_same_everywhere:
-            faults = ["workers find different files in it"]
-        return (None, faults[0]) if faults else (found, "")
+            return index, load_plan
 
-    def _raise_if_unusable(self, path: str, verdicts: list) -> None:
-        """Raise for an incompatible or unreadable backup: older ones would not help.
-
-        Args:
-            path: String, path or URL of the backup.
-            verdicts: List of pairs by worker: the verdict, and a text on its reason.
-        """
-        for rank, (kind, text) in enumerate(verdicts):
-            text = text.rstrip(".")
-            if kind == _INCOMPATIBLE:
-                raise ValueError(
-                    f"Training cannot resume from this backup: {text}. "
-                    f"{_NOTHING_LOADED} Run the script that wrote it, or give another "
-                    f"directory. Received: {path!r}"
-                )
-            if kind == _UNREADABLE:  # the store failed; the backup may be intact
-                raise OSError(
-                    f"The backup was not read: worker {rank}: {text}. "
-                    f"{_NOTHING_LOADED} Received: {path!r}"
-                )
+        return find_together(self._worker_group, backup.path, find)
 
     def _rename_damaged(self, damaged: list[tuple[str, str]], used: str) -> None:
         """Rename damaged backups, so that later ones can take their names.
@@ -346,10 +340,74 @@ class Backups:
         """Remove all backups but the latest `keep` ones and `newest`, by its name."""
         with contextlib.suppress(OSError):  # the next save tries again
             names = self._storage.names()
-            kept = [f"step-{step}" for step in _steps_of(self._storage)[: self._keep]]
+            steps = _steps_of(self._storage, names)[: self._keep]
+            kept = [f"step-{step}" for step in steps]
             for name in names:
                 if _NAME.fullmatch(name) and name not in (newest, *kept):
                     remove_checkpoint(self._storage.below(name))
+
+
+def find_together(
+    worker_group: Any, path: str, find: Callable[[], tuple[Index, LoadPlan]]
+) -> tuple[tuple[Index, LoadPlan] | None, str]:
+    """Return the index and load plan of a backup, or `None` and its fault.
+
+    All workers call it together; the result is the same on all of them.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+        path: String, names the backup in messages.
+        find: Callable that returns them on this worker, or raises what is wrong.
+
+    Raises:
+        ValueError: On every worker, if the backup is incompatible with the run.
+        OSError: On every worker, if one of them cannot read it.
+    """
+    found, kind, text = None, _INTACT, ""
+    try:
+        index, load_plan = found = find()
+        text = f"{index.token} {load_plan.label}"
+    except (IncompatibleBackup, UnknownFormat) as error:
+        kind, text = _INCOMPATIBLE, str(error)
+    except StoreError as error:
+        kind, text = _UNREADABLE, str(error)
+    except Exception as error:  # noqa: BLE001 workers must exchange any failure
+        kind, text = _DAMAGED, files.error_text(error)
+    verdicts = worker_group.all_gather(
+        "a backup", [kind, text], storage_timeout(worker_group)
+    )
+    _raise_if_unusable(path, verdicts)
+    is_same_everywhere = all(verdict == verdicts[0] for verdict in verdicts)
+    faults = [
+        text if is_same_everywhere else f"worker {rank}: {text}"
+        for rank, (kind, text) in enumerate(verdicts)
+        if kind == _DAMAGED
+    ]
+    if not faults and not is_same_everywhere:
+        faults = ["workers find different files in it"]
+    return (None, faults[0]) if faults else (found, "")
+
+
+def _raise_if_unusable(path: str, verdicts: list) -> None:
+    """Raise for an incompatible or unreadable backup: older ones would not help.
+
+    Args:
+        path: String, path or URL of the backup.
+        verdicts: List of pairs by worker: the verdict, and a text on its reason.
+    """
+    for rank, (kind, text) in enumerate(verdicts):
+        text = text.rstrip(".")
+        if kind == _INCOMPATIBLE:
+            raise ValueError(
+                f"Training cannot resume from this backup: {text}. "
+                f"{_NOTHING_LOADED} Run the script that wrote it, or give another "
+                f"directory. Received: {path!r}"
+            )
+        if kind == _UNREADABLE:  # the store failed; the backup may be intact
+            raise OSError(
+                f"The backup was not read: worker {rank}: {text}. "
+                f"{_NOTHING_LOADED} Received: {path!r}"
+            )
 
 
 def _check_probe(storage: Storage, name: str) -> None:
@@ -361,10 +419,15 @@ def _check_probe(storage: Storage, name: str) -> None:
         )
 
 
-def _steps_of(storage: Storage) -> list[int]:
-    """Return the steps of the backups that have an index, the newest first."""
+def _steps_of(storage: Storage, names: Sequence[str]) -> list[int]:
+    """Return the steps of the backups that have an index, the newest first.
+
+    Args:
+        storage: `Storage`, the directory.
+        names: Sequence of strings, the names in it.
+    """
     found = []
-    for name in storage.names():
+    for name in names:
         match, backup = _NAME.fullmatch(name), storage.below(name)
         if match and not backup.is_link and backup.has(INDEX_FILE):
             found.append(int(match[1]))

@@ -201,7 +201,7 @@ def check_complete(tensors: Sequence[TensorMetadata], shards: Iterable[Shard]) -
 
 
 # Bytes of an element, by each dtype that a variable can have.
-_ITEM_BYTES = {
+ITEM_BYTES = {
     **dict.fromkeys(("bool", "int4", "uint4", "int8", "uint8"), 1),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), 1),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
@@ -209,7 +209,7 @@ _ITEM_BYTES = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     "complex128": 16,
 }
-DTYPES = tuple(_ITEM_BYTES)
+DTYPES = tuple(ITEM_BYTES)
 FILE_ENDINGS = (".index", ".data-00000-of-00001")
 
 
@@ -230,11 +230,9 @@ def check_index(index: Index) -> None:
     if any(extent.tensor >= len(index.tensors) for extent in _extents(index.shards)):
         raise ValueError("it has elements of a tensor that it does not list")
     check_complete(index.tensors, index.shards)
-    for shard in index.shards:
-        _check_shard(shard, index.tensors)
 
 
-def _check_shard(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
+def check_files(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
     """Raise if a shard has file names of another form, or data of another size.
 
     File names are checked since they are opened as paths.
@@ -242,6 +240,9 @@ def _check_shard(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
     Args:
         shard: `Shard`.
         tensors: Sequence of `TensorMetadata`, the tensors of the index.
+
+    Raises:
+        ValueError: With the first fault.
     """
     writer, _, number = shard.prefix.rpartition("-")
     names = tuple(file.name for file in shard.files)
@@ -252,7 +253,7 @@ def _check_shard(shard: Shard, tensors: Sequence[TensorMetadata]) -> None:
     ):
         raise ValueError("it lists files with names that no save writes")
     num_bytes = sum(
-        (extent.stop - extent.start) * _ITEM_BYTES[tensors[extent.tensor].dtype]
+        (extent.stop - extent.start) * ITEM_BYTES[tensors[extent.tensor].dtype]
         for extent in shard.extents
     )
     if num_bytes != shard.files[1].num_bytes:

@@ -21,6 +21,7 @@ from tfdp.checkpoint.index import (
     Index,
     Shard,
     TensorMetadata,
+    check_files,
     check_index,
 )
 from tfdp.checkpoint.object_store import open_storage
@@ -62,12 +63,13 @@ def _check_shape(value: Any, where: str) -> None:
 # Schemas of the content of an index file, see `tfdp.checkpoint.schema`.
 _SIZES = schema.list_of(schema.COUNT, most=_RANK)
 _FILE = (schema.name, schema.COUNT, schema.COUNT)
-_EXTENT = (schema.COUNT, schema.COUNT, schema.COUNT)
+EXTENTS = [(schema.COUNT, schema.COUNT, schema.COUNT)]
+TENSORS = [(schema.name, _check_shape, set(DTYPES))]
 _CONTENT = {
     "token": _check_folder_name,
     "versions": schema.mapping(schema.name),
-    "tensors": [(schema.name, _check_shape, set(DTYPES))],
-    "parts": [(schema.name, schema.COUNT, (_FILE, _FILE), [_EXTENT])],
+    "tensors": TENSORS,
+    "parts": [(schema.name, schema.COUNT, (_FILE, _FILE), EXTENTS)],
     "model": schema.optional(schema.string),
     "run?": schema.check_depth,
     "algorithm?": set(ALGORITHMS),
@@ -104,6 +106,15 @@ def to_text(index: Index) -> str:
         content["run"] = index.run
     if index.algorithm != CRC32:  # which is that of indexes that name none
         content["algorithm"] = index.algorithm
+    return sealed(content)
+
+
+def sealed(content: Any) -> str:
+    """Return the text of a JSON file with its format and a checksum of its content.
+
+    Args:
+        content: Value that JSON supports.
+    """
     body = {"format": FORMAT, "checksum": _checksum(content), "content": content}
     return json.dumps(body)
 
@@ -126,12 +137,11 @@ def from_text(text: str) -> Index:
     >>> from_text(to_text(index)) == index
     True
     """
-    content = _content_of(text)
+    content = unsealed(text)
     schema.check(content, _CONTENT, "content")
-    tensors = ((name, tuple(shape), dtype) for name, shape, dtype in content["tensors"])
     index = Index(
         token=content["token"],
-        tensors=tuple(TensorMetadata(*tensor) for tensor in tensors),
+        tensors=tensors_from_json(content["tensors"]),
         shards=shards_from_json(content["parts"]),
         versions=content["versions"],
         model=content["model"],
@@ -139,11 +149,29 @@ def from_text(text: str) -> Index:
         algorithm=content.get("algorithm", CRC32),
     )
     check_index(index)
+    for shard in index.shards:
+        check_files(shard, index.tensors)
     return index
 
 
-def _content_of(text: str) -> Any:
-    """Return the parsed content of an index file, after its checksum was compared."""
+def tensors_from_json(rows: list) -> tuple[TensorMetadata, ...]:
+    """Convert parsed JSON back to the sequence of `TensorMetadata` that was written.
+
+    Args:
+        rows: List of lists: name, shape and dtype of a tensor.
+    """
+    return tuple(TensorMetadata(row[0], tuple(row[1]), row[2]) for row in rows)
+
+
+def unsealed(text: str) -> Any:
+    """Return the content of a text from `sealed`, after its checksum was compared.
+
+    Args:
+        text: String.
+
+    Raises:
+        ValueError: If the text was altered, or has another format.
+    """
     if len(text) > INDEX_BYTES or sum(map(text.count, "[{,")) > _VALUES:
         raise ValueError(f"it has more than {INDEX_BYTES} bytes or {_VALUES} values")
     try:

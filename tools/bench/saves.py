@@ -1,4 +1,4 @@
-"""Pause of a save, and steps while a save is written: tfdp and PyTorch's DCP."""
+"""Saves and restores: their pauses, and steps while a save is written; DCP beside."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = re.compile("seconds: ({.*})")
 # Width and number of dense layers, by millions of parameters; three float32 of each are
 # saved: the weight and both slots of Adam.
 SIZES = {20: (1826, 6), 100: (4082, 6)}
-MOST_PAUSE, MOST_STEP = 1.5, 1.03
+MOST_PAUSE, MOST_STEP, MOST_RESTORE = 1.5, 1.03, 0.2
 
 
 def run(args: Arguments) -> None:
@@ -34,7 +34,9 @@ def run(args: Arguments) -> None:
         size = [str(units), str(layers), str(args.blocks)]
         for kind in ("whole", "sharded"):
             name = f"{millions} million, {kind}"
-            _add_ours(report, name, _measure([*ours, *size, kind]))
+            found = _measure([*ours, *size, kind])
+            _add_ours(report, name, found)
+            _add_memory(report, name, found)
         if torch:
             launcher = [args.torch_python, "-m", "torch.distributed.run"]
             theirs = [*launcher, "--nproc-per-node=2", "saves_torch_worker.py"]
@@ -60,6 +62,22 @@ def _add_ours(report: Report, name: str, found: dict[str, list[float]]) -> None:
     report.add(
         Figure(f"step while it saves, {name}", ratio, at_most=MOST_STEP, note=note)
     )
+
+
+def _add_memory(report: Report, name: str, found: dict[str, list[float]]) -> None:
+    """Report what a worker of tfdp has measured of states in memory, in seconds."""
+    copy, pause, cache, disk, memory = (
+        statistics.median(found[key])
+        for key in ("copy", "memory_pause", "from_cache", "from_disk", "from_memory")
+    )
+    note = f"{1e3 * pause:.0f} ms"
+    ratio = round(pause / copy, 2)
+    report.add(Figure(f"pause in memory in copies, {name}", ratio, note=note))
+    for place, seconds in (("disk", disk), ("disk in the page cache", cache)):
+        note = f"{1e3 * memory:.0f} and {1e3 * seconds:.0f} ms"
+        ratio = round(memory / seconds, 2)
+        title = f"restore from memory to that from the {place}, {name}"
+        report.add(Figure(title, ratio, at_most=MOST_RESTORE, note=note))
 
 
 def _add_theirs(report: Report, name: str, found: dict[str, list[float]]) -> None:

@@ -1,6 +1,8 @@
-"""Script of the benchmark `saves`: saves between steps, and steps during a save."""
+"""Script of the benchmark `saves`: saves, steps during a save, and restores."""
 
 import json
+import os
+import pathlib
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +13,10 @@ import numpy as np
 import tensorflow as tf
 
 import tfdp
+from tfdp.checkpoint.backups import Backups
+from tfdp.checkpoint.memory_backups import MemoryBackups
+from tfdp.checkpoint.reader import LoadPlan
+from tfdp.checkpoint.training_state import checkpoint_tensors
 
 UNITS, LAYERS, BLOCKS = map(int, sys.argv[1:4])
 # Steps of a block; in every second block a save is under way at each step.
@@ -78,5 +84,51 @@ for _ in range(BLOCKS):
         "pause", lambda: tfdp.checkpoint.save(model, "saved", background=True)
     )
     pending.wait()
-if strategy.extended.worker_group.rank == 0:
+group = strategy.extended.worker_group
+disk = Backups("backups", 1, group)
+memory = MemoryBackups("backups", group, strategy.extended.connect_workers)
+for backups in (disk, memory):
+    backups.prepare()
+STEP = 1
+
+
+def save_in_memory() -> None:
+    """Keep the state in memory."""
+    memory.save(STEP, checkpoint_tensors(model), {"steps": STEP, "batches": 1})
+
+
+for _ in range(2):  # allocates both slots
+    save_in_memory()
+for _ in range(BLOCKS):
+    group.all_gather("the begin of a save")
+    timed("memory_pause", save_in_memory)
+disk.save(STEP, checkpoint_tensors(model), {"steps": STEP}, lambda: None)
+
+
+def drop_from_cache() -> None:
+    """Have the next read of the backup on the disk read the disk."""
+    for path in pathlib.Path("backups").rglob("worker-*"):
+        number = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(number)
+
+
+def restore(backups: Any, *at_least: tuple[int, bool]) -> None:
+    """Find the newest state, and read it into the model."""
+    found = backups.find_newest(
+        lambda index: LoadPlan(checkpoint_tensors(model)), *at_least
+    )
+    backups.load(found[0], STEP, found[1])
+
+
+for _ in range(BLOCKS):
+    group.all_gather("the begin of a block")
+    timed("from_cache", lambda: restore(disk))
+    drop_from_cache()
+    group.all_gather("the end of the cache")
+    timed("from_disk", lambda: restore(disk))
+    timed("from_memory", lambda: restore(memory, (0, False)))
+memory.delete()
+disk.delete()
+if group.rank == 0:
     print("seconds:", json.dumps(seconds), flush=True)

@@ -48,6 +48,7 @@ from tfdp.training.replicas.variables import (
 )
 from tfdp.training.strategy.cross_device_ops import CrossDeviceOps
 from tfdp.training.strategy.transports import (
+    connect_workers,
     host_transport,
     new_transport,
     watch_transports,
@@ -134,6 +135,10 @@ class ReplicaExtended:
         self.topology = topology
         positions = device_positions(all_devices)
         transport = new_transport(self.options, devices, self.worker_group, hosts[rank])
+        # Connects all workers beside the steps, given a new name.
+        self.connect_workers = functools.partial(
+            connect_workers, transport, self.options, self.worker_group, hosts[rank]
+        )
         order = LaunchOrder(devices, transport.num_channels)
         self.group = ProcessGroup(
             order,

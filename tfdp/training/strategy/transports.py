@@ -39,6 +39,8 @@ _HAS_DIRECT = sys.platform == "linux"
 # workers, because all must use the same meshes.
 _meshes: dict[tuple[Store, tuple[str | None, ...]], Mesh] = {}
 _transports: weakref.WeakSet[ProcessTransport] = weakref.WeakSet()
+# Communicators beside those of steps, see `connect_workers`.
+_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def new_transport(
@@ -101,6 +103,8 @@ def close_transports(reason: str = "") -> None:
     """
     for transport in list(_transports):
         transport.abort(reason)
+    for communicator in list(_communicators):
+        communicator.close(reason)
     for mesh in list(_meshes.values()):
         mesh.close(reason)
 
@@ -110,6 +114,44 @@ def _close_at_exit() -> None:
     close_transports()
     for transport in list(_transports):
         transport.close()
+
+
+def connect_workers(
+    transport: Transport,
+    options: CommunicationOptions,
+    worker_group: WorkerGroup,
+    host: str,
+    name: str,
+) -> Communicator:
+    """Connect all workers for arrays that are sent beside the steps.
+
+    All workers call this together. Where the steps use NCCL or TensorFlow's
+    collectives, the connections are those of `backend="direct"`.
+
+    Args:
+        transport: `Transport` of the steps.
+        options: `CommunicationOptions`.
+        worker_group: `WorkerGroup` between the workers.
+        host: String, this worker's host as the cluster names it.
+        name: String, the same on all workers, another one at each call.
+
+    Raises:
+        ValueError: On every worker, if one has no address for its connections.
+        RuntimeError: If another worker is lost, or does not connect in time.
+    """
+    if isinstance(transport, ProcessTransport) and transport.new_communicator:
+        new_group = transport.new_communicator
+    else:
+        own = [options.interface, _address_error(host, options.interface)]
+        interfaces, errors = zip(
+            *worker_group.all_gather("connections beside", own), strict=True
+        )
+        _raise_first(errors)
+        mesh = _mesh(options, worker_group, host, interfaces)
+        new_group = functools.partial(new_communicator, mesh)
+    communicator = new_group(range(worker_group.num_workers), name)
+    _communicators.add(communicator)
+    return communicator
 
 
 def host_transport(transport: Transport) -> Transport:
@@ -165,9 +207,7 @@ def _agree_on_transport(
     error = _address_error(host, options.interface) if name == "direct" else ""
     gathered = worker_group.all_gather("transport", [name, options.interface, error])
     names, interfaces, errors = zip(*gathered, strict=True)
-    for rank, text in enumerate(errors):
-        if text:
-            raise ValueError(f"Worker {rank} cannot be reached: {text}")
+    _raise_first(errors)
     if len(set(names)) > 1:
         # With `"auto"` workers choose differently if only some of them run under MPI or
         # have a GPU for each replica.
@@ -178,6 +218,13 @@ def _agree_on_transport(
             f"Received: interface={options.interface!r}, with {name!r}"
         )
     return name, tuple(interfaces)
+
+
+def _raise_first(errors: Sequence[str]) -> None:
+    """Raise the first error of a worker without an address; `""` stands for none."""
+    for rank, text in enumerate(errors):
+        if text:
+            raise ValueError(f"Worker {rank} cannot be reached: {text}")
 
 
 def _address_error(host: str, interface: str | None) -> str:

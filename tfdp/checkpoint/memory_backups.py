@@ -1,0 +1,451 @@
+"""Backups in the memory of hosts: each worker's part here, and a copy on another host.
+
+    step -> copy of the own part in a slot of this host -> header
+         -> on a thread: the part to its keeper on the next host, and those kept here
+
+A save is valid once all its parts have headers. Each part has two slots: a save writes
+one while the save before stays valid in the other. A run that starts again reads the
+newest save all of whose parts are on some host, and no backup of the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from tfdp.checkpoint import files
+from tfdp.checkpoint.background import copy_to_host, lower_priority
+from tfdp.checkpoint.backups import OWNER_FILE, find_together
+from tfdp.checkpoint.host_memory import HostMemory, room_bytes
+from tfdp.checkpoint.index import Extent, Index
+from tfdp.checkpoint.index_file import versions
+from tfdp.checkpoint.memory_parts import (
+    HeldState,
+    PartHeader,
+    PartName,
+    index_of_parts,
+    keepers_of_copies,
+    newest_held,
+)
+from tfdp.checkpoint.memory_reader import PartRange, PartsReader, encoded
+from tfdp.checkpoint.object_store import open_storage
+from tfdp.checkpoint.on_all_workers import run_on_all_workers, storage_timeout
+from tfdp.checkpoint.reader import LoadPlan
+from tfdp.communication.cluster import cpu_kernels
+from tfdp.communication.coordination.checks import check_same_variables
+from tfdp.communication.transport import Communicator, new_tag
+from tfdp.ground import user_code
+from tfdp.ground.base.threads import run_on_thread
+from tfdp.training.sharding.state_tensors import StateTensor
+
+# Largest size of the file that identifies the directory of backups.
+_OWNER_BYTES = 100
+
+
+class MemoryBackups:
+    """Newest states of one run in memory. All workers call each method together.
+
+    Args:
+        directory: String, path or URL of the backups of the run.
+        worker_group: `WorkerGroup` between the workers.
+        connect: Callable, from a name to a `Communicator` of all workers; or `None` for
+            a single process.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        worker_group: Any,
+        connect: Callable[[str], Communicator] | None,
+    ) -> None:
+        self._directory = directory
+        self._group = worker_group
+        self._connect = connect
+        self._memory = HostMemory(directory)
+        self._communicator: Communicator | None = None
+        self._is_off = False
+        self._slot, self._num_saves = 0, 0
+        # Sizes of all workers' parts when the memory was last checked.
+        self._sizes: list[int] = []
+        self._pending: Future[None] | None = None
+        # The error of a save on this worker, for which all give up.
+        self._fault = ""
+        self._held: HeldState | None = None
+        self._headers: Sequence[PartHeader] = []
+
+    def prepare(self) -> None:
+        """Open the memory, and find which worker keeps the copy of which part."""
+        self._owner, token = self._agree_on_names()
+        self._token = f"{token}-{self._group.num_workers}"
+        key, fault = "", ""
+        try:
+            key = self._memory.open(self._group.rank)
+        except OSError as error:
+            fault = str(error)
+        answers = self._group.all_gather("memory of hosts", [key, fault])
+        self._host_keys = [answer[0] for answer in answers]
+        self._keepers = keepers_of_copies(self._host_keys)
+        if self._turn_off_if([answer[1] for answer in answers]) or not self._keepers:
+            return
+        assert self._connect is not None
+        try:
+            self._communicator = self._connect(f"memory {self._group.new_prefix()}")
+        except (ValueError, RuntimeError) as error:
+            fault = str(error)
+        self._turn_off_if(self._group.all_gather("connections of hosts", fault))
+
+    def find_newest(
+        self, make_plan: Callable[[Index], LoadPlan], at_least: tuple[int, bool]
+    ) -> tuple[Index, LoadPlan] | None:
+        """Find the newest state in memory, and drop all others.
+
+        Args:
+            make_plan: Callable, see `Backups.find_newest`.
+            at_least: Tuple, `PartName.order` of the newest backup in the directory.
+
+        Returns:
+            Tuple of the state's `Index` and `LoadPlan`; or `None` if there is none, or
+            the backup is newer.
+
+        Raises:
+            ValueError: On every worker, if the run cannot resume from it.
+        """
+        if self._is_off:
+            return None
+        own = self._memory.headers(self._owner)
+        answers = self._group.all_gather("states in memory", list(own))
+        found = [[PartName(*name) for name in answer] for answer in answers]
+        held = newest_held(self._host_keys, found)
+        newest = None
+        if held is not None and held.name.order >= at_least:
+            headers = self._gather_headers(held, own)
+            path = f"{self._directory} (in memory)"
+            find = functools.partial(self._find, headers, held.name.step, make_plan)
+            newest, fault = find_together(self._group, path, find)
+            if newest is None and self._group.is_chief:
+                user_code.warn(f"The state in memory is not used: {fault}.")
+        self._held = held if newest else None
+        self._slot = 1 - self._held.name.slot if self._held else 0
+        token = self._held.name.token if self._held else None
+        self._memory.remove_others(token, self._kept_on_host())
+        return newest
+
+    def load(self, index: Index, step: int, load_plan: LoadPlan) -> None:
+        """Read the state into the variables of this worker; see `Backups.load`."""
+        del step  # `find_newest` has fixed it
+        assert self._held is not None
+        act = functools.partial(
+            run_on_all_workers,
+            self._group,
+            self._directory,
+            "restored from memory",
+            "Some variables may have been overwritten; restart the script.",
+        )
+        reader = PartsReader(self._held, self._headers, index, self._group.rank)
+
+        def plan() -> list[list[PartRange]]:
+            """Map the parts of this host, and return what it lacks."""
+            reader.map_parts(self._memory)
+            return reader.requests(load_plan.tensors)
+
+        requests = act("its parts", plan)
+        if not self._held.is_everywhere(self._group.num_workers):
+            assert self._communicator is not None
+            sizes = self._group.all_gather("parts to send", len(encoded(requests)))
+            reader.exchange_requests(self._communicator, requests, sizes)
+        act("its tensors", lambda: reader.read(load_plan))
+        self._headers = []
+        load_plan.finish()
+
+    @property
+    def source(self) -> str:
+        """String, where the state that was found is, for a message."""
+        assert self._held is not None
+        lost = [
+            rank
+            for rank, holders in enumerate(self._held.holders)
+            if rank < self._group.num_workers and rank not in holders
+        ]
+        if not lost:
+            return "memory"
+        noun = "worker" if len(lost) == 1 else "workers"
+        ranks = ", ".join(map(str, lost))
+        return f"memory, with the copies on other hosts of the parts of {noun} {ranks}"
+
+    def save(
+        self, step: int, state: Sequence[StateTensor], run: dict[str, Any]
+    ) -> None:
+        """Copy this worker's part of a state in memory, and send it to its keeper.
+
+        Args:
+            step: Int, number of batches so far.
+            state: Sequence of `StateTensor`.
+            run: Dict, the metadata of the run.
+        """
+        if self._is_off:
+            return
+        entries = files.metadata_of(state)
+        check_same_variables(self._group, "memory.save", entries, "saves")
+        self._num_saves += 1
+        extents = tuple(
+            Extent(number, shard.start, shard.stop)
+            for number, tensor in enumerate(state)
+            for shard in tensor.owned_shards
+            if shard.start < shard.stop
+        )
+        group = self._group
+        name = PartName(
+            f"{self._token}-{self._num_saves}",
+            step,
+            bool(run["batches"]),
+            self._slot,
+            group.num_workers,
+            group.rank,
+        )
+        made_by = versions() | cpu_kernels.versions()
+        run_of_part = run if group.rank == 0 else None
+        header = PartHeader(name, self._owner, entries, extents, made_by, run_of_part)
+        text = header.to_text().encode() if self._keepers else b""
+        self.finish()
+        own = [header.num_bytes, len(text), self._fault]
+        timeout = storage_timeout(group)  # a slow link delays `finish`
+        answers = group.all_gather("a state in memory", own, timeout)
+        sizes, lengths, faults = zip(*answers, strict=True)
+        if self._turn_off_if(faults) or not self._has_room(list(sizes)):
+            return
+        data = self._copy(header, state)
+        if self._keepers is not None:
+            if data is None:  # blanks are no header: the keeper drops the part
+                text, data = b" " * len(text), np.empty(header.num_bytes, np.uint8)
+            self._pending = run_on_thread(
+                "tfdp-memory",
+                self._send_copies,
+                (np.frombuffer(text, np.uint8), data),
+                (lengths, sizes),
+                self._slot,
+            )
+        self._slot = 1 - self._slot
+
+    def finish(self) -> None:
+        """Wait for the copies that are sent; the next save reports an error."""
+        if self._pending is None:
+            return
+        error = self._pending.exception()
+        self._pending = None
+        if error is not None:
+            self._fault = files.error_text(error)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Wait for the copies that are sent, and close the connections."""
+        self.finish()
+        if self._communicator is not None:
+            self._communicator.close()
+            self._communicator = None
+        self._memory.close()
+
+    def delete(self) -> None:
+        """Free the memory: the run is complete, or a newer backup is on the disk."""
+        self.finish()
+        self._group.all_gather("the end of the states in memory")
+        self._is_off = True
+        self._memory.remove()
+        if self._group.is_chief:
+            with contextlib.suppress(OSError):  # without its memory it has no effect
+                open_storage(self._directory).remove_file(OWNER_FILE)
+
+    def _agree_on_names(self) -> list[str]:
+        """Return the identity of the directory, and a random name of this `fit`."""
+
+        def names() -> list[str]:
+            """Read or write the identity of the directory on worker 0."""
+            if not self._group.is_chief:
+                return ["", ""]
+            storage, owner = open_storage(self._directory), uuid.uuid4().hex
+            if storage.has(OWNER_FILE):
+                owner = storage.read_text(OWNER_FILE, _OWNER_BYTES)
+            else:
+                storage.write_text(OWNER_FILE, owner)
+            return [owner, uuid.uuid4().hex[:12]]
+
+        own = run_on_all_workers(
+            self._group,
+            self._directory,
+            "saved",
+            "Nothing was trained.",
+            "the identity of the directory",
+            names,
+        )
+        return self._group.all_gather("the identity of the directory", own)[0]
+
+    def _turn_off_if(self, faults: Sequence[str]) -> bool:
+        """Save nothing in memory any more if a worker has a fault.
+
+        Args:
+            faults: Sequence of strings, `""` for a worker without a fault.
+
+        Returns:
+            Bool, whether one has.
+        """
+        rank = next((rank for rank, fault in enumerate(faults) if fault), None)
+        if rank is None:
+            return False
+        if self._group.is_chief:
+            user_code.warn(
+                "Nothing is saved in memory any more; backups in the directory "
+                f"continue. Worker {rank}: {faults[rank].rstrip('.')}."
+            )
+        self._is_off = True
+        return True
+
+    def _has_room(self, sizes: list[int]) -> bool:
+        """Return whether all hosts have memory for the slots; turn off otherwise.
+
+        Args:
+            sizes: List of ints, the size of each worker's part in bytes.
+        """
+        if sizes == self._sizes:
+            return True
+        missing = sum(
+            self._memory.missing_bytes(rank, sizes[rank])
+            for rank in self._kept_by(self._group.rank)
+        )
+        answers = self._group.all_gather("room in memory", [missing, room_bytes()])
+        faults = []
+        for key, (_, free) in zip(self._host_keys, answers, strict=True):
+            needed = sum(
+                answer[0]
+                for other, answer in zip(self._host_keys, answers, strict=True)
+                if other == key
+            )
+            faults.append(
+                ""
+                if needed <= free
+                else f"the parts of its host take {needed / 1e6:.0f} MB more, and "
+                f"{free / 1e6:.0f} MB of its memory are free for them"
+            )
+        self._sizes = sizes
+        return not self._turn_off_if(faults)
+
+    def _kept_by(self, worker: int) -> list[int]:
+        """Return the ranks of the parts that a worker writes, its own first."""
+        keepers = enumerate(self._keepers or ())
+        return [worker, *(other for other, keeper in keepers if keeper == worker)]
+
+    def _kept_on_host(self) -> set[int]:
+        """Return the ranks of the parts that the workers of this host write."""
+        own_key = self._host_keys[self._group.rank]
+        return {
+            part
+            for worker, key in enumerate(self._host_keys)
+            if key == own_key
+            for part in self._kept_by(worker)
+        }
+
+    def _copy(
+        self, header: PartHeader, state: Sequence[StateTensor]
+    ) -> np.ndarray | None:
+        """Copy this worker's part into its slot, and return the bytes.
+
+        Returns:
+            Array, or `None` after an error: the slot stays invalid, and the next save
+            reports the error.
+        """
+        name = header.name
+        try:
+            data = self._memory.begin(name.rank, name.slot, header.num_bytes)
+            copy_to_host(state, data)
+            self._memory.commit(header)
+        except Exception as error:  # noqa: BLE001 the other workers continue
+            self._fault = files.error_text(error)
+            return None
+        return data
+
+    def _send_copies(
+        self,
+        parts: tuple[np.ndarray, np.ndarray],
+        sizes: tuple[Sequence[int], Sequence[int]],
+        slot: int,
+    ) -> None:
+        """Send this worker's part to its keeper, and receive those that it keeps.
+
+        Args:
+            parts: Tuple of two arrays of bytes: the header and the part.
+            sizes: Tuple of the sizes of all workers' headers, and of their parts.
+            slot: Int, the slot that is written.
+        """
+        lower_priority()
+        communicator, keepers = self._communicator, self._keepers
+        assert communicator is not None
+        assert keepers is not None
+        rank, nothing = self._group.rank, np.empty(0, np.uint8)
+        _, *kept = self._kept_by(rank)
+        everyone, keeper = range(len(keepers)), keepers[rank]
+        headers = {other: np.empty(sizes[0][other], np.uint8) for other in kept}
+        try:
+            copies = {o: self._memory.begin(o, slot, sizes[1][o]) for o in kept}
+            for part, received in zip(parts, (headers, copies), strict=True):
+                communicator.all_to_all(
+                    [part if other == keeper else nothing for other in everyone],
+                    [received.get(other, nothing) for other in everyone],
+                    new_tag(0, f"copies {slot}"),
+                )
+        except BaseException as error:
+            communicator.close(f"it could not keep a copy: {error}")
+            raise
+        for text in headers.values():
+            if (header := text.tobytes()).strip():
+                self._memory.commit(PartHeader.from_text(header.decode()))
+
+    def _gather_headers(
+        self, held: HeldState, own: dict[PartName, PartHeader]
+    ) -> dict[int, PartHeader]:
+        """Return the headers of all parts of a state, by rank.
+
+        Args:
+            held: `HeldState`.
+            own: Dict with the headers on this host.
+        """
+        headers = {
+            name.rank: header
+            for name, header in own.items()
+            if name.token == held.name.token
+        }
+        if held.is_everywhere(self._group.num_workers):
+            return headers
+        sent = {
+            rank: header.to_text()
+            for rank, header in headers.items()
+            if held.holders[rank][0] == self._group.rank
+        }
+        answers = self._group.all_gather("headers of parts", sent)
+        return {
+            int(rank): PartHeader.from_text(text)
+            for answer in answers
+            for rank, text in answer.items()
+        }
+
+    def _find(
+        self,
+        headers: dict[int, PartHeader],
+        step: int,
+        make_plan: Callable[[Index], LoadPlan],
+    ) -> tuple[Index, LoadPlan]:
+        """Return the index of a state in memory, and what to read of it.
+
+        Args:
+            headers: Dict from ranks to the headers of all parts.
+            step: Int, the step of the state.
+            make_plan: Callable, see `find_newest`.
+        """
+        self._headers = [headers[rank] for rank in sorted(headers)]
+        index = index_of_parts(self._headers)
+        load_plan = make_plan(index)
+        if index.run["steps"] != step:
+            raise ValueError(f"its step is {index.run['steps']}")
+        return index, load_plan

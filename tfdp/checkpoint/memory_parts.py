@@ -1,0 +1,262 @@
+"""Parts of a state in the memory of hosts: their headers, places and layout.
+
+Each worker's part holds the elements that it would write into a checkpoint, one shard
+after another, see `tfdp.checkpoint.background.copy_to_host`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tfdp.checkpoint import schema
+from tfdp.checkpoint.background import aligned
+from tfdp.checkpoint.index import (
+    ITEM_BYTES,
+    Extent,
+    Index,
+    Shard,
+    TensorMetadata,
+    check_index,
+)
+from tfdp.checkpoint.index_file import (
+    EXTENTS,
+    TENSORS,
+    sealed,
+    tensors_from_json,
+    unsealed,
+)
+
+_NAME = {
+    "token": schema.name,
+    "step": schema.COUNT,
+    "in_epoch": schema.boolean,
+    "slot": range(2),
+    "num_workers": schema.POSITIVE,
+    "rank": schema.COUNT,
+}
+_CONTENT = {
+    "name": _NAME,
+    "owner": schema.name,
+    "tensors": TENSORS,
+    "extents": EXTENTS,
+    "versions": schema.mapping(schema.name),
+    "run": schema.check_depth,
+}
+
+
+class PartName(NamedTuple):
+    """Identity of a part.
+
+    Args:
+        token: String, identity of the save, the same for all its parts.
+        step: Int, number of batches so far.
+        in_epoch: Bool, whether it was saved within an epoch. At the end of one there
+            are two saves of the same step: of its last batch, and of all that follows.
+        slot: Int, 0 or 1, the slot of each worker that holds it.
+        num_workers: Int, number of parts of the save.
+        rank: Int, the worker whose part it is.
+    """
+
+    token: str
+    step: int
+    in_epoch: bool
+    slot: int
+    num_workers: int
+    rank: int
+
+    @property
+    def order(self) -> tuple[int, bool]:
+        """Tuple that is larger for a later save."""
+        return self.step, not self.in_epoch
+
+
+@dataclasses.dataclass(frozen=True)
+class PartHeader:
+    """Header of a part, which makes it valid once it is written.
+
+    Args:
+        name: `PartName`.
+        owner: String, identity of the directory of backups.
+        tensors: Tuple of `TensorMetadata`, those of the whole state.
+        extents: Tuple of `Extent`, the elements of the part, in order.
+        versions: Dict from packages to their versions.
+        run: Metadata of the run, as JSON can hold it, in the first part; else `None`.
+    """
+
+    name: PartName
+    owner: str
+    tensors: tuple[TensorMetadata, ...]
+    extents: tuple[Extent, ...]
+    versions: dict[str, str]
+    run: Any
+
+    def to_text(self) -> str:
+        """Format the header as JSON with a checksum."""
+        content = {field: getattr(self, field) for field in _CONTENT}
+        return sealed(content | {"name": self.name._asdict()})
+
+    @classmethod
+    def from_text(cls, text: str) -> PartHeader:
+        """Parse the result of `to_text`.
+
+        Raises:
+            ValueError: If the text was altered, or is no header.
+        """
+        content = unsealed(text)
+        schema.check(content, _CONTENT, "content")
+        tensors = tensors_from_json(content["tensors"])
+        extents = tuple(Extent(*extent) for extent in content["extents"])
+        if any(extent.tensor >= len(tensors) for extent in extents):
+            raise ValueError("it has elements of a tensor that it does not list")
+        return cls(
+            PartName(**content["name"]),
+            content["owner"],
+            tensors,
+            extents,
+            content["versions"],
+            content["run"],
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Int, size of the part in bytes."""
+        return sum(aligned(self._size(extent)) for extent in self.extents)
+
+    def offsets(self) -> dict[Extent, int]:
+        """Return the offset in bytes of each extent in the part.
+
+        Example:
+
+        >>> name = PartName("a", 5, False, 0, num_workers=1, rank=0)
+        >>> x = TensorMetadata("x", (9,), "float32")
+        >>> tensors = x, TensorMetadata("y", (1,), "int8")
+        >>> extents = Extent(0, 0, 9), Extent(1, 0, 1)
+        >>> header = PartHeader(name, "", tensors, extents, {}, None)
+        >>> list(header.offsets().values()), header.num_bytes
+        ([0, 64], 128)
+        """
+        offset, found = 0, {}
+        for extent in self.extents:
+            found[extent] = offset
+            offset += aligned(self._size(extent))
+        return found
+
+    def _size(self, extent: Extent) -> int:
+        """Return the size of an extent in bytes."""
+        item_bytes = ITEM_BYTES[self.tensors[extent.tensor].dtype]
+        return (extent.stop - extent.start) * item_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldState:
+    """A save all of whose parts are in the memory of some host.
+
+    Args:
+        name: `PartName` of its first part.
+        holders: Tuple of lists of ints: for each part, the workers on whose hosts it
+            is, in order.
+    """
+
+    name: PartName
+    holders: tuple[list[int], ...]
+
+    def source(self, part: int, worker: int) -> int:
+        """Return the worker from whose host another one reads a part.
+
+        Args:
+            part: Int, rank of the worker whose part it is.
+            worker: Int, rank of the worker that reads.
+        """
+        found = self.holders[part]
+        return worker if worker in found else found[worker % len(found)]
+
+    def is_everywhere(self, num_workers: int) -> bool:
+        """Return whether each host has all parts.
+
+        Args:
+            num_workers: Int, number of workers now.
+        """
+        return all(len(found) == num_workers for found in self.holders)
+
+
+def newest_held(
+    host_keys: Sequence[str], found: Sequence[Sequence[PartName]]
+) -> HeldState | None:
+    """Return the newest save whose parts are all in the memory of some host.
+
+    Args:
+        host_keys: Sequence of strings, equal for workers that see the same memory.
+        found: Sequence with the parts that each worker has found.
+
+    Example:
+
+    >>> both = [PartName("a", 4, True, 0, 2, rank) for rank in (0, 1)]
+    >>> newer = PartName("b", 5, True, 1, 2, rank=0)
+    >>> newest_held(["x", "y"], [[both[0], newer], both]).holders
+    ([0, 1], [1])
+    """
+    parts: dict[tuple[str, int], dict[int, set[str]]] = {}
+    names: dict[tuple[str, int], PartName] = {}
+    for key, own in zip(host_keys, found, strict=True):
+        for name in own:
+            save = name.token, name.num_workers
+            parts.setdefault(save, {}).setdefault(name.rank, set()).add(key)
+            names[save] = name._replace(rank=0)
+    complete = [save for save in parts if set(parts[save]) == set(range(save[1]))]
+    if not complete:
+        return None
+    newest = max(complete, key=lambda save: names[save].order)
+    holders = tuple(
+        [worker for worker, key in enumerate(host_keys) if key in parts[newest][rank]]
+        for rank in range(newest[1])
+    )
+    return HeldState(names[newest], holders)
+
+
+def keepers_of_copies(host_keys: Sequence[str]) -> list[int] | None:
+    """Return for each worker the one on the next host that keeps a copy of its part.
+
+    Args:
+        host_keys: Sequence of strings, equal for workers that see the same memory.
+
+    Returns:
+        List of ints, or `None` if there is only one host.
+
+    Example:
+
+    >>> keepers_of_copies(["a", "a", "b", "b", "c"])
+    [2, 3, 4, 4, 0]
+    >>> keepers_of_copies(["a", "a"]) is None
+    True
+    """
+    members: dict[str, list[int]] = {}
+    for rank, key in enumerate(host_keys):
+        members.setdefault(key, []).append(rank)
+    hosts = list(members)
+    if len(hosts) == 1:
+        return None
+    following = dict(zip(hosts, [*hosts[1:], hosts[0]], strict=True))
+    return [
+        (others := members[following[key]])[members[key].index(rank) % len(others)]
+        for rank, key in enumerate(host_keys)
+    ]
+
+
+def index_of_parts(headers: Sequence[PartHeader]) -> Index:
+    """Return the index of a state, given the headers of all its parts, by rank.
+
+    Raises:
+        ValueError: If the parts do not hold every element once.
+    """
+    first = headers[0]
+    shards = tuple(
+        Shard(f"worker-{header.name.rank}", header.name.rank, (), header.extents)
+        for header in headers
+    )
+    index = Index(
+        first.name.token, first.tensors, shards, first.versions, run=first.run
+    )
+    check_index(index)
+    return index

@@ -1,0 +1,199 @@
+"""Read a state from the memory of this host, and the missing parts from other hosts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tfdp.checkpoint.host_memory import HostMemory
+from tfdp.checkpoint.index import Index
+from tfdp.checkpoint.memory_parts import HeldState, PartHeader
+from tfdp.checkpoint.reader import LoadPlan, ReadItem, read_batches
+from tfdp.communication.transport import Communicator, new_tag
+from tfdp.training.sharding.state_tensors import StateTensor
+
+
+class PartRange(NamedTuple):
+    """Bytes of a part that a worker reads.
+
+    Args:
+        part: Int, rank of the worker whose part it is.
+        start: Int, offset of the first byte in the part.
+        stop: Int, offset after the last byte.
+    """
+
+    part: int
+    start: int
+    stop: int
+
+
+def encoded(requests: list[list[PartRange]]) -> bytes:
+    """Return requests as the bytes that workers exchange."""
+    return json.dumps(requests).encode()
+
+
+class PartsReader:
+    """Reader of a state whose parts are in the memory of hosts.
+
+    Workers that lack parts request ranges of them, for one batch of variables after
+    another. A batch is at least one variable, or one slice of it.
+
+    Args:
+        held: `HeldState`.
+        headers: Sequence of the `PartHeader` of each part, by rank.
+        index: `Index` of the state.
+        rank: Int, rank of this worker.
+    """
+
+    def __init__(
+        self, held: HeldState, headers: Sequence[PartHeader], index: Index, rank: int
+    ) -> None:
+        self._held, self._headers = held, headers
+        self._index, self._rank = index, rank
+        self._offsets = [header.offsets() for header in headers]
+        self._arrays: dict[int, np.ndarray] = {}
+        self._communicator: Communicator | None = None
+        # For each exchange, the pieces that each worker requests.
+        self._rounds: list[list[list[PartRange]]] = []
+
+    def map_parts(self, memory: HostMemory) -> None:
+        """Map the parts that are on this host.
+
+        Args:
+            memory: `HostMemory`.
+        """
+        for part, header in enumerate(self._headers):
+            if self._rank in self._held.holders[part]:
+                self._arrays[part] = memory.read(header)
+
+    def requests(self, state: Sequence[StateTensor]) -> list[list[PartRange]]:
+        """Return the pieces that this worker lacks, for each batch of variables.
+
+        Args:
+            state: Sequence of `StateTensor` to read into.
+        """
+        return [
+            [
+                piece
+                for item in items
+                for piece, _ in self._pieces(item)
+                if piece.part not in self._arrays
+            ]
+            for items in read_batches(state, self._index)
+        ]
+
+    def exchange_requests(
+        self, communicator: Communicator, requests: list[list[PartRange]], sizes: list
+    ) -> None:
+        """Exchange the requests, so that `read` exchanges what they name.
+
+        Args:
+            communicator: `Communicator` of all workers.
+            requests: List, the result of `requests`.
+            sizes: List of ints, the size of `encoded` of the requests of each worker.
+        """
+        self._communicator = communicator
+        bounds = [0, *itertools.accumulate(sizes)]
+        everything = np.empty(bounds[-1], np.uint8)
+        own = slice(bounds[self._rank], bounds[self._rank + 1])
+        everything[own] = np.frombuffer(encoded(requests), np.uint8)
+        communicator.all_gather(everything, bounds, new_tag(0, "requests"))
+        texts = (
+            everything[a:b].tobytes().decode() for a, b in itertools.pairwise(bounds)
+        )
+        rounds = itertools.zip_longest(*map(json.loads, texts), fillvalue=[])
+        self._rounds = [
+            [[PartRange(*row) for row in rows] for rows in each] for each in rounds
+        ]
+
+    def read(self, load_plan: LoadPlan) -> None:
+        """Read the values into the variables of this worker.
+
+        Args:
+            load_plan: `LoadPlan`.
+        """
+        load_plan.clear()
+        batches = read_batches(load_plan.tensors, self._index)
+        try:
+            for items, number in itertools.zip_longest(
+                batches, range(len(self._rounds))
+            ):
+                received = {} if number is None else self._exchange(number)
+                for item in items or ():
+                    self._fill(item, received)
+        except BaseException as error:
+            if self._communicator is not None:  # or the others would wait
+                self._communicator.close(f"it could not read a state: {error}")
+            raise
+
+    def _fill(self, item: ReadItem, received: dict[int, Iterator[np.ndarray]]) -> None:
+        """Assemble the values of an item, and assign them.
+
+        Args:
+            item: `ReadItem`.
+            received: Dict from a worker to the pieces that it has sent, in order.
+        """
+        for piece, target in self._pieces(item):
+            array = self._arrays.get(piece.part)
+            if array is not None:
+                target[:] = array[piece.start : piece.stop]
+            else:
+                target[:] = next(received[self._held.source(piece.part, self._rank)])
+        item.assign()
+
+    def _exchange(self, number: int) -> dict[int, Iterator[np.ndarray]]:
+        """Send the pieces that others request, and receive those of this worker.
+
+        Args:
+            number: Int, the number of the exchange.
+
+        Returns:
+            Dict from each worker to an iterator of its pieces, arrays of bytes.
+        """
+        assert self._communicator is not None
+        requests = self._rounds[number]
+        nothing = np.empty(0, np.uint8)
+        sent, received, sizes = [], [], []
+        for worker, pieces in enumerate(requests):
+            wanted = [
+                self._arrays[piece.part][piece.start : piece.stop]
+                for piece in pieces
+                if self._held.source(piece.part, worker) == self._rank
+            ]
+            sent.append(np.concatenate([nothing, *wanted]))
+            sizes.append(
+                [
+                    piece.stop - piece.start
+                    for piece in requests[self._rank]
+                    if self._held.source(piece.part, self._rank) == worker
+                ]
+            )
+            received.append(np.empty(sum(sizes[-1]), np.uint8))
+        self._communicator.all_to_all(sent, received, new_tag(0, f"pieces {number}"))
+        return {
+            worker: iter(np.split(array, np.cumsum(sizes[worker])[:-1]))
+            for worker, array in enumerate(received)
+        }
+
+    def _pieces(self, item: ReadItem) -> Iterator[tuple[PartRange, np.ndarray]]:
+        """Yield the pieces of parts with the elements of an item.
+
+        Args:
+            item: `ReadItem`.
+
+        Returns:
+            Iterator of pairs of a `PartRange`, and the bytes of `item.values` that it
+            belongs to, an array of uint8.
+        """
+        target, size = item.values.view(np.uint8), item.values.itemsize
+        first = item.extent.start
+        for shard, extent in self._index.find(item.extent):
+            start = max(extent.start, first)
+            stop = min(extent.stop, item.extent.stop)
+            begin = self._offsets[shard.worker][extent] - extent.start * size
+            piece = PartRange(shard.worker, begin + start * size, begin + stop * size)
+            yield piece, target[(start - first) * size : (stop - first) * size]
