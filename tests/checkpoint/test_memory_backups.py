@@ -77,7 +77,7 @@ def killed(hosts: Hosts, layout: Layout, step: int, **arguments: Any) -> Result:
 @pytest.mark.parametrize(
     ("layout", "names", "lost", "said"),
     [
-        (TWO_WORKERS, "aa", "", "from memory\n"),
+        full(TWO_WORKERS, "aa", "", "from memory\n"),
         (TWO_WORKERS, "ab", "b", "copies on other hosts of the parts of worker 1\n"),
         full(ONE_PROCESS, "a", "", "from memory\n"),
         full(TWO_BY_TWO, "ab", "a", "copies on other hosts of the parts of worker 0\n"),
@@ -145,6 +145,7 @@ def test_copies_have_connections_where_steps_use_those_of_tensorflow(
     assert_same(found, undisturbed(TWO_WORKERS, backend="ring"))
 
 
+@pytest.mark.full
 def test_the_directory_is_for_the_loss_of_both_hosts(undisturbed, tmp_path):
     hosts = Hosts(tmp_path, "ab")
     killed(hosts, TWO_WORKERS, EPOCH + 2, memory_every=1)
