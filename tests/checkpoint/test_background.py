@@ -275,7 +275,7 @@ def test_memory_is_shared_by_the_workers_of_a_host(monkeypatch):
 
     saves = background.BackgroundSaves(WorkerGroup(0, 1))
     assert not saves._has_memory([], Group())
-    monkeypatch.setattr(background, "_MEMORY_SHARE", 0.7)
+    monkeypatch.setattr(background, "MEMORY_SHARE", 0.7)
     assert saves._has_memory([], Group())
 
 
@@ -330,7 +330,7 @@ def test_a_backup_in_the_foreground_waits_for_a_save_of_the_script(
 
     monkeypatch.setattr(writer, "write_shards", write_second)
     threading.Timer(0.3, gate.is_open.set).start()
-    backups.save(1, checkpoint_tensors(model), None, lambda: None)
+    backups.save(1, checkpoint_tensors(model), None)
     assert complete(tmp_path / "backups") == ["step-1"]
 
 

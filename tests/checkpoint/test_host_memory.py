@@ -28,8 +28,9 @@ from tests.data.test_position import (
     fit,
 )
 from tests.harness.timing import wait_until
-from tfdp.callbacks import BackupAndRestore
+from tfdp.callbacks import BackupAndRestore, backup_and_restore
 from tfdp.checkpoint import host_memory
+from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.communication.coordination.preemption import PREEMPTED
 
 pytestmark = pytest.mark.slow
@@ -116,6 +117,44 @@ def test_at_the_end_of_an_epoch_the_state_after_it_is_used(
     assert "resumed at step 1 of epoch 2, from memory" in capfd.readouterr().err
     assert_same(found, undisturbed)
     assert epochs == [0, "cut", *range(1, EPOCHS)]
+
+
+def test_with_local_steps_it_waits_until_replicas_have_synchronized(
+    memory, backups, undisturbed, monkeypatch
+):
+    class Meetings:
+        def batches_between_meetings(self, model: Any, **options: Any) -> int:
+            return 2
+
+    saved, save = [], MemoryBackups.save
+
+    def noted(self: MemoryBackups, step: int, *arguments: Any) -> None:
+        saved.append(step)
+        save(self, step, *arguments)
+
+    monkeypatch.setattr(backup_and_restore, "LOCAL_STEPS", Meetings())
+    monkeypatch.setattr(MemoryBackups, "save", noted)
+    assert_same(fit(arrays(**PLAIN), to(backups, memory_every=3)), undisturbed)
+    # Due after 3, 6, 9 and so on; of three epochs the ends are saved too.
+    assert saved == [4, 5, 6, 10, 10, 12, 15]
+
+
+def test_a_run_that_gave_up_gathers_nothing_more(
+    memory, backups, undisturbed, monkeypatch
+):
+    """Neither random states nor those of callbacks."""
+    gathered, gather = [], backup_and_restore.gather_random_states
+
+    def noted(*arguments: Any) -> Any:
+        gathered.append(arguments)
+        return gather(*arguments)
+
+    no_room(monkeypatch, memory)
+    monkeypatch.setattr(backup_and_restore, "gather_random_states", noted)
+    with pytest.warns(UserWarning, match="Nothing is saved in memory any more"):
+        found = fit(arrays(**PLAIN), to(backups, save_freq=1000))
+    assert_same(found, undisturbed)
+    assert len(gathered) == 1
 
 
 def test_a_second_process_of_the_run_keeps_out(memory, backups, undisturbed):

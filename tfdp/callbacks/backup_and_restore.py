@@ -6,7 +6,8 @@ import functools
 import json
 import os
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import keras
 
@@ -51,6 +52,8 @@ from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.position import DataPosition
 
+# Where backups are kept.
+_Place: TypeAlias = Backups | MemoryBackups
 # Version of the metadata in a backup; backups of a higher version are refused.
 _FORMAT = 1
 
@@ -156,7 +159,7 @@ class BackupAndRestore(StrategyCallback):
         self._others: list[Any] = []
         self._memory: MemoryBackups | None = None
         # The backups that this run has resumed from.
-        self._source: Backups | MemoryBackups
+        self._source: _Place
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
 
@@ -180,6 +183,7 @@ class BackupAndRestore(StrategyCallback):
             self._folder(),
             self.keep,
             self._worker_group,
+            functools.partial(api.serialize_model, self.model),
             background=self.background,
             has_memory=self.memory_every is not None,
         )
@@ -190,10 +194,11 @@ class BackupAndRestore(StrategyCallback):
         self._pending_load = None
         self._build_model()
         self._backups.prepare()
-        newest = self._find_in_memory()
+        steps = self._backups.list_steps()
+        newest = self._find_in_memory(max(steps, default=0))
         if newest is None:
             self._source = self._backups
-            newest = self._backups.find_newest(self._plan_load)
+            newest = self._backups.find_newest(self._plan_load, steps)
         if newest is not None:
             self._resume(*newest)
         elif self.save_freq != "epoch" or self.memory_every is not None:
@@ -225,17 +230,29 @@ class BackupAndRestore(StrategyCallback):
         asks = ask_every and self._total // ask_every > before // ask_every
         if asks and self._watch.is_given(self._total):
             self._save_and_exit(self._epoch, batch + 1, logs)
-        self._save_if_due(before, batch + 1, logs, is_synchronized=bool(asks))
+        every = self.save_freq
+        places: list[_Place] = []
+        # With local steps, a save in memory waits until the replicas have exchanged: it
+        # must not synchronize them.
+        if asks and self._memory is not None and self._memory.is_due(self._total):
+            places.append(self._memory)
+        if isinstance(every, int) and self._total // every > before // every:
+            places.append(self._backups)
+        if places:
+            self._save(self._epoch, batch + 1, logs, places)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save if a backup is due, or on a preemption notice."""
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if is_preempted:
             self._save_and_exit(epoch + 1, 0, {})
-        in_directory = self.save_freq == "epoch"
-        in_memory = self._memory is not None
-        if in_directory or in_memory:
-            self._save(epoch + 1, 0, {}, in_directory=in_directory, in_memory=in_memory)
+        places: list[_Place] = []
+        if self._memory is not None and self._memory.is_on:
+            places.append(self._memory)
+        if self.save_freq == "epoch":
+            places.append(self._backups)
+        if places:
+            self._save(epoch + 1, 0, {}, places)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Delete the backups, unless the user keeps them.
@@ -252,41 +269,9 @@ class BackupAndRestore(StrategyCallback):
 
     # Saving of backups.
 
-    def _save_if_due(
-        self, before: int, batches: int, logs: Any, *, is_synchronized: bool
-    ) -> None:
-        """Save after batches, where a save to the directory or in memory is due.
-
-        Args:
-            before: Int, the number of batches at the end of the step before.
-            batches: Int, completed batches of the epoch.
-            logs: Dict, the logs of the last batch.
-            is_synchronized: Bool, whether replicas have the same state. With local
-                steps a save in memory waits for that: it must not synchronize them.
-        """
-        every, in_memory = self.save_freq, False
-        in_directory = isinstance(every, int) and self._total // every > before // every
-        if self.memory_every is not None and is_synchronized:
-            last = self._in_memory_at // self.memory_every
-            in_memory = self._total // self.memory_every > last
-        if in_directory or in_memory:
-            self._save(
-                self._epoch,
-                batches,
-                logs,
-                in_directory=in_directory,
-                in_memory=in_memory,
-            )
-
     @activities.during(activities.BACKUP)
     def _save(
-        self,
-        epoch: int,
-        batches: int,
-        logs: Any,
-        *,
-        in_directory: bool = True,
-        in_memory: bool = False,
+        self, epoch: int, batches: int, logs: Any, places: Sequence[_Place]
     ) -> None:
         """Add a backup.
 
@@ -294,8 +279,7 @@ class BackupAndRestore(StrategyCallback):
             epoch: Int, the epoch in which a resumed run continues.
             batches: Int, completed batches of that epoch.
             logs: Dict, the logs of the last batch.
-            in_directory: Bool, whether to add it to the directory. Defaults to `True`.
-            in_memory: Bool, whether to keep it in memory. Defaults to `False`.
+            places: Sequence of the `Backups` and `MemoryBackups` to add it to.
         """
         equalize_replicas(self.model)
         states, arrays = callback_states(self._others)
@@ -314,26 +298,26 @@ class BackupAndRestore(StrategyCallback):
         }
         check_run(json.loads(json.dumps(run)))
         tensors = backup_tensors(self.model, arrays, in_epoch=batches > 0)
-        if in_memory and self._memory is not None:
-            self._memory.save(self._total, tensors, run)
-            self._in_memory_at = self._total
-        if in_directory:
-            serialize = functools.partial(api.serialize_model, self.model)
-            self._backups.save(self._total, tensors, run, serialize)
+        for place in places:
+            place.save(self._total, tensors, run)
 
-    def _find_in_memory(self) -> tuple[Index, LoadPlan] | None:
-        """Find the newest state in memory, if this run saves in memory."""
-        self._in_memory_at = 0
+    def _find_in_memory(self, newest_step: int) -> tuple[Index, LoadPlan] | None:
+        """Find the newest state in memory, if this run saves in memory.
+
+        Args:
+            newest_step: Int, the step of the newest backup in the directory.
+        """
         if self.memory_every is None:
             HostMemory(self._folder()).remove()
             return None
         strategy = strategy_of(self.model)
         connect = None if strategy is None else strategy.extended.connect_workers
-        memory = MemoryBackups(self._folder(), self._worker_group, connect)
+        memory = MemoryBackups(
+            self._folder(), self.memory_every, self._worker_group, connect
+        )
         self._position.exit_stack.callback(memory.close)
         memory.prepare()
         self._source = self._memory = memory
-        newest_step = max(self._backups.steps(), default=0)
         # At the end of an epoch, that of its last batch in memory is older.
         at_least = newest_step, self.save_freq == "epoch"
         return memory.find_newest(self._plan_load, at_least)
@@ -351,7 +335,7 @@ class BackupAndRestore(StrategyCallback):
         The arguments are those of `_save`.
         """
         self._backups.close()  # an earlier failure must not prevent this backup
-        self._save(epoch, batches, logs)
+        self._save(epoch, batches, logs, [self._backups])
         self._backups.finish()
         if self._memory is not None:
             self._memory.delete()
@@ -408,7 +392,7 @@ class BackupAndRestore(StrategyCallback):
         """
         run, self._change = index.run, self._batches.change_since(index.run)
         difference = self._position.difference_to(run["data"], self._change)
-        self._total = self._in_memory_at = run["steps"]
+        self._total = run["steps"]
         data, batches = self._batches.resume_position(run, self._change)
         epochs = self.params.get("epochs", run["epoch"] + 1)
         is_over = run["is_stopped"] or run["epoch"] >= epochs
@@ -449,7 +433,7 @@ class BackupAndRestore(StrategyCallback):
             load_plan: `LoadPlan`, what to read of it.
         """
         run = index.run
-        self._source.load(index, run["steps"], load_plan)
+        self._source.load(index, load_plan)
         set_callback_states(self._others, run["callbacks"], load_plan.arrays)
         restore_random_states(run["random"], self._worker_group)
         adaptation = self._batches.adapt(run, self._change)

@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from tfdp.training.sharding.state_tensors import StateTensor
 
 _log = logging.getLogger("tfdp")
 # Part of a host's free memory that the copies of all its workers may take.
-_MEMORY_SHARE = 0.5
+MEMORY_SHARE = 0.5
 # Alignment of a shard in the copy, in bytes: a cache line.
 _ALIGNMENT = 64
 # Priority of the thread that writes: a third of the processor time of another one. With
@@ -213,18 +213,17 @@ class BackgroundSaves:
         missing = max(_num_bytes(state) - self._buffer.size, 0)
         own = [process_identity.machine(), missing, free_bytes()]
         answers = worker_group.all_gather("checkpoint: memory for a copy", own)
-        for host, _, free in answers:
-            needed = sum(answer[1] for answer in answers if answer[0] == host)
-            if needed > _MEMORY_SHARE * free:
-                if worker_group.is_chief and user_code.is_new("memory", self):
-                    _log.warning(
-                        "tfdp: training waits for each save: copies of the state of "
-                        "all workers of a host take %.0f MB, and %.0f MB are free.",
-                        needed / 1e6,
-                        free / 1e6,
-                    )
-                return False
-        return True
+        lack = lack_of_memory(answers, MEMORY_SHARE)
+        if lack is None:
+            return True
+        if worker_group.is_chief and user_code.is_new("memory", self):
+            _log.warning(
+                "tfdp: training waits for each save: copies of the state of all "
+                "workers of a host take %.0f MB, and %.0f MB are free.",
+                lack.needed / 1e6,
+                lack.free / 1e6,
+            )
+        return False
 
     def _copy(self, state: Sequence[StateTensor]) -> Read:
         """Copy the state; return a function that returns the copy, or raises why not.
@@ -249,6 +248,42 @@ class BackgroundSaves:
             return copied
 
         return read
+
+
+class MemoryLack(NamedTuple):
+    """Host whose workers need more memory than they may take.
+
+    Args:
+        rank: Int, its first worker.
+        needed: Int, bytes that its workers need.
+        free: Int, free bytes of the host.
+    """
+
+    rank: int
+    needed: int
+    free: int
+
+
+def lack_of_memory(
+    answers: Sequence[tuple[str, int, int]], share: float
+) -> MemoryLack | None:
+    """Return the first host that lacks memory, or `None`.
+
+    Args:
+        answers: Sequence by worker: a key of its host, the bytes that it needs, and the
+            free bytes of the host.
+        share: Float, the part of the free bytes that the workers may take.
+
+    Example:
+
+    >>> lack_of_memory([("a", 3, 9), ("b", 4, 9), ("b", 2, 9)], 0.5)
+    MemoryLack(rank=1, needed=6, free=9)
+    """
+    for rank, (host, _, free) in enumerate(answers):
+        needed = sum(answer[1] for answer in answers if answer[0] == host)
+        if needed > share * free:
+            return MemoryLack(rank, needed, free)
+    return None
 
 
 # Saves of each group of workers.

@@ -51,6 +51,8 @@ class Backups:
         directory: String, a path that all workers share, or a URL of an object store.
         keep: Int, number of backups that are kept.
         worker_group: `WorkerGroup` between the workers.
+        serialize: Callable that returns the model as a string, or `None`. Defaults to
+            one that returns `None`.
         background: Bool, whether backups are written while training continues.
             Defaults to `False`.
         has_memory: Bool, whether this run also keeps states in memory. Defaults to
@@ -62,6 +64,7 @@ class Backups:
         directory: str,
         keep: int,
         worker_group: Any,
+        serialize: Callable[[], str | None] = lambda: None,
         *,
         background: bool = False,
         has_memory: bool = False,
@@ -70,6 +73,7 @@ class Backups:
         self._keep = keep
         self._worker_group = worker_group
         self._saves = background_saves(worker_group)
+        self._serialize = serialize
         self._background = background
         self._has_memory = has_memory
 
@@ -119,13 +123,7 @@ class Backups:
             raise
         run_together("what can be removed from it", remove)
 
-    def save(
-        self,
-        step: int,
-        state: Sequence[StateTensor],
-        run: Any,
-        serialize: Callable[[], str | None],
-    ) -> None:
+    def save(self, step: int, state: Sequence[StateTensor], run: Any) -> None:
         """Write a backup, and remove the oldest ones beyond `keep`.
 
         In the background this returns once the state is copied.
@@ -134,7 +132,6 @@ class Backups:
             step: Int, number of batches so far, which names the backup.
             state: Sequence of `StateTensor`.
             run: Metadata of the run, as JSON can hold it.
-            serialize: Callable that returns the model as a string.
 
         Raises:
             OSError: On every worker, if one cannot write, or could not write the backup
@@ -152,7 +149,7 @@ class Backups:
             state,
             backup.path,
             self._worker_group,
-            serialize,
+            self._serialize,
             run=run,
             start=self._saves.start if self._background else None,
             after=functools.partial(self._prune, backup.name),
@@ -175,8 +172,10 @@ class Backups:
         except Exception as error:  # noqa: BLE001 the caller has another error
             print(f"tfdp: {error}", file=sys.stderr, flush=True)
 
-    def steps(self) -> list[int]:
+    def list_steps(self) -> list[int]:
         """Return the steps of the backups that have an index, the newest first.
+
+        If this run keeps no states in memory, those of earlier runs are dropped.
 
         Raises:
             OSError: On every worker, if the first one cannot read the directory.
@@ -198,13 +197,14 @@ class Backups:
         return group.all_gather("their steps", found_steps)[0]
 
     def find_newest(
-        self, make_plan: Callable[[Index], LoadPlan]
+        self, make_plan: Callable[[Index], LoadPlan], steps: Sequence[int]
     ) -> tuple[Index, LoadPlan] | None:
         """Find the newest intact backup, the same one on all workers.
 
         Args:
             make_plan: Callable that takes the `Index` of a backup and returns its
                 `LoadPlan`, or raises `IncompatibleBackup`.
+            steps: Sequence of ints, the result of `list_steps`.
 
         Returns:
             Tuple of its `Index` and `LoadPlan`, or `None` if there are no backups.
@@ -215,7 +215,7 @@ class Backups:
             OSError: On every worker, if one of them cannot read a backup.
         """
         damaged: list[tuple[str, str]] = []
-        for step in self.steps():
+        for step in steps:
             name = f"step-{step}"
             found, fault = self._inspect(name, make_plan)
             if found is not None:
@@ -230,19 +230,18 @@ class Backups:
             )
         return None
 
-    def load(self, index: Index, step: int, load_plan: LoadPlan) -> None:
+    def load(self, index: Index, load_plan: LoadPlan) -> None:
         """Read a backup into the variables of this worker.
 
         Args:
             index: `Index` of the backup.
-            step: Int, number of batches in the backup's name.
             load_plan: `LoadPlan`, as `find_newest` returned it.
 
         Raises:
             ValueError: On every worker, if a file is wrong on one of them.
             OSError: On every worker, if one of them cannot read a file.
         """
-        backup = self._storage.below(f"step-{step}")
+        backup = self._storage.below(f"step-{index.run['steps']}")
         folder = backup.below(index.token)
         read = functools.partial(reading.read_shards, load_plan, index, folder)
         aftermath = "Some variables may have been overwritten; restart the script."

@@ -15,13 +15,20 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import numpy as np
 
+from tfdp.checkpoint.background import MEMORY_SHARE
 from tfdp.checkpoint.index_file import INDEX_BYTES
 from tfdp.checkpoint.memory_parts import PartHeader, PartName
-from tfdp.ground.base.files import make_private_folder, read_text, replaced, write_text
+from tfdp.ground.base.files import (
+    make_private_folder,
+    open_regular,
+    read_text,
+    replaced,
+    write_text,
+)
 from tfdp.ground.base.memory import free_bytes
 from tfdp.ground.base.process_identity import boot_id
 
@@ -33,12 +40,11 @@ except ImportError:  # Windows, which lacks `ROOT` too
 # File system in memory that Linux mounts for POSIX shared memory.
 ROOT = "/dev/shm"
 _NAME = re.compile(r"tfdp-memory-([0-9]+)-[0-9a-f]{16}")
-_HEADER = re.compile(r"part-[0-9]+-[01]\.json")
+# Name without the ending, rank, and ending of a file; `.new` is one that was not
+# complete when its process ended.
 _FILE = re.compile(r"(part-([0-9]+)-[01])\.(json|data)(?:\.new)?")
 # Age after which the memory of a run that was never resumed is freed.
 _LONGEST_UNUSED_SECONDS = 86400.0
-# Part of a host's free memory that the slots of all its workers may take.
-_MEMORY_SHARE = 0.5
 
 
 class HostMemory:
@@ -86,15 +92,14 @@ class HostMemory:
             owner: String, identity of the directory of backups.
         """
         found = {}
-        with contextlib.suppress(OSError):
-            for file in filter(_HEADER.fullmatch, os.listdir(self.path)):
-                with contextlib.suppress(OSError, ValueError):
-                    text = read_text(os.path.join(self.path, file), INDEX_BYTES)
-                    header = PartHeader.from_text(text)
-                    name = header.name
-                    is_whole = self._num_bytes(name.rank, name.slot) >= header.num_bytes
-                    if header.owner == owner and file == _header_of(name) and is_whole:
-                        found[name] = header
+        for file in self._files():
+            header = self._header(file[0]) if file[3] == "json" else None
+            if header is None or header.owner != owner:
+                continue
+            name = header.name
+            is_whole = self._num_bytes(name.rank, name.slot) >= header.num_bytes
+            if file[1] == _stem(name.rank, name.slot) and is_whole:
+                found[name] = header
         return found
 
     def remove_others(self, token: str | None, ranks: Collection[int]) -> None:
@@ -104,24 +109,25 @@ class HostMemory:
             token: String, identity of the save, or `None` for none.
             ranks: Collection of ints, the workers whose parts this host keeps.
         """
+        for file in self._files():
+            header = self._header(f"{file[1]}.json")
+            if header is not None and header.name.token == token:
+                continue
+            if file[3] == "json" or int(file[2]) not in ranks:
+                with contextlib.suppress(OSError):  # another worker has removed it
+                    os.unlink(os.path.join(self.path, file[0]))
+
+    def _files(self) -> list[re.Match]:
+        """Return the files of parts, as matches of `_FILE`; none without a folder."""
         with contextlib.suppress(OSError):
-            for file in os.listdir(self.path):
-                match = _FILE.fullmatch(file)
-                if match is None or self._token_of(match[1]) == token is not None:
-                    continue
-                if match[3] == "json" or int(match[2]) not in ranks:
-                    with contextlib.suppress(OSError):  # another worker has removed it
-                        os.unlink(os.path.join(self.path, file))
+            return [*filter(None, map(_FILE.fullmatch, os.listdir(self.path)))]
+        return []
 
-    def _token_of(self, part: str) -> str | None:
-        """Return the save that the slot of a part holds, or `None` if it holds none.
-
-        Args:
-            part: String, the name of its files without the ending.
-        """
-        path = os.path.join(self.path, f"{part}.json")
+    def _header(self, file: str) -> PartHeader | None:
+        """Return the header in a file, or `None` if it is missing or damaged."""
         with contextlib.suppress(OSError, ValueError):
-            return PartHeader.from_text(read_text(path, INDEX_BYTES)).name.token
+            text = read_text(os.path.join(self.path, file), INDEX_BYTES)
+            return PartHeader.from_text(text)
         return None
 
     def _take_lock(self, rank: int) -> None:
@@ -132,8 +138,7 @@ class HostMemory:
         if self._lock is not None:
             return
         path = os.path.join(self.path, f"part-{rank}.lock")
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        lock = os.open(path, flags, 0o600)
+        lock = _open_to_write(path)
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -165,7 +170,7 @@ class HostMemory:
             OSError: If the memory does not suffice.
         """
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.path, f"part-{rank}-{slot}.json"))
+            os.unlink(self._path(rank, slot, "json"))
         array = self._arrays.get((rank, slot))
         if array is None or array.size < num_bytes:
             array = self._arrays[rank, slot] = self._allocate(rank, slot, num_bytes)
@@ -173,7 +178,7 @@ class HostMemory:
 
     def commit(self, header: PartHeader) -> None:
         """Make a part that was written valid."""
-        path = os.path.join(self.path, _header_of(header.name))
+        path = self._path(header.name.rank, header.name.slot, "json")
         with replaced(path, f"{path}.new") as temporary:
             write_text(temporary, header.to_text())
 
@@ -184,11 +189,11 @@ class HostMemory:
             ValueError: If the file is shorter than its header says.
             OSError: If it cannot be read.
         """
-        path = self._data_path(header.name.rank, header.name.slot)
-        with _opened(path, os.O_RDONLY) as number:
-            if os.fstat(number).st_size < header.num_bytes:
+        path = self._path(header.name.rank, header.name.slot, "data")
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size < header.num_bytes:
                 raise ValueError(f"the file {path!r} is truncated")
-            return _map(number, header.num_bytes, mmap.PROT_READ)
+            return _map(file.fileno(), header.num_bytes, mmap.PROT_READ)
 
     def remove(self) -> None:
         """Remove the folder, and free the memory once no worker has mapped it."""
@@ -207,21 +212,23 @@ class HostMemory:
 
         Memory that is missing would otherwise end the process by a signal.
         """
-        flags = os.O_RDWR | os.O_CREAT
-        with _opened(self._data_path(rank, slot), flags) as number:
+        number = _open_to_write(self._path(rank, slot, "data"))
+        try:
             if num_bytes > os.fstat(number).st_size:
                 os.posix_fallocate(number, 0, num_bytes)
             return _map(number, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(number)
 
     def _num_bytes(self, rank: int, slot: int) -> int:
         """Return the size of a slot's file in bytes, 0 if it is missing."""
         with contextlib.suppress(OSError):
-            return os.lstat(self._data_path(rank, slot)).st_size
+            return os.lstat(self._path(rank, slot, "data")).st_size
         return 0
 
-    def _data_path(self, rank: int, slot: int) -> str:
-        """Return the path of the file with the bytes of a part."""
-        return os.path.join(self.path, f"part-{rank}-{slot}.data")
+    def _path(self, rank: int, slot: int, ending: str) -> str:
+        """Return the path of a slot's file: `"data"`, its bytes, or `"json"`."""
+        return os.path.join(self.path, f"{_stem(rank, slot)}.{ending}")
 
 
 def room_bytes() -> int:
@@ -230,22 +237,18 @@ def room_bytes() -> int:
         system = os.statvfs(ROOT)
     except OSError:
         return 0
-    return int(min(_MEMORY_SHARE * free_bytes(), system.f_bavail * system.f_frsize))
+    return int(min(MEMORY_SHARE * free_bytes(), system.f_bavail * system.f_frsize))
 
 
-def _header_of(name: PartName) -> str:
-    """Return the name of the file with a part's header."""
-    return f"part-{name.rank}-{name.slot}.json"
+def _stem(rank: int, slot: int) -> str:
+    """Return the name of a slot's files without the ending."""
+    return f"part-{rank}-{slot}"
 
 
-@contextlib.contextmanager
-def _opened(path: str, flags: int) -> Iterator[int]:
-    """Open a file of this user's folder, yield its descriptor, and close it."""
-    number = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        yield number
-    finally:
-        os.close(number)
+def _open_to_write(path: str) -> int:
+    """Open or create a file of this user, and return its descriptor."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(path, flags, 0o600)
 
 
 def _map(number: int, num_bytes: int, protection: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tfdp.checkpoint import files
-from tfdp.checkpoint.background import copy_to_host, lower_priority
+from tfdp.checkpoint.background import copy_to_host, lack_of_memory, lower_priority
 from tfdp.checkpoint.backups import OWNER_FILE, find_together
 from tfdp.checkpoint.host_memory import HostMemory, room_bytes
 from tfdp.checkpoint.index import Extent, Index
@@ -33,7 +33,7 @@ from tfdp.checkpoint.memory_parts import (
     keepers_of_copies,
     newest_held,
 )
-from tfdp.checkpoint.memory_reader import PartRange, PartsReader, encoded
+from tfdp.checkpoint.memory_reader import PartRange, PartsReader
 from tfdp.checkpoint.object_store import open_storage
 from tfdp.checkpoint.on_all_workers import run_on_all_workers, storage_timeout
 from tfdp.checkpoint.reader import LoadPlan
@@ -53,23 +53,29 @@ class MemoryBackups:
 
     Args:
         directory: String, path or URL of the backups of the run.
+        every: Int, number of batches between two saves within an epoch.
         worker_group: `WorkerGroup` between the workers.
         connect: Callable, from a name to a `Communicator` of all workers; or `None` for
             a single process.
+
+    Attributes:
+        is_on: Bool, whether states are saved; a fault ends that.
     """
 
     def __init__(
         self,
         directory: str,
+        every: int,
         worker_group: Any,
         connect: Callable[[str], Communicator] | None,
     ) -> None:
         self._directory = directory
+        self._every, self._saved_step = every, 0
         self._group = worker_group
         self._connect = connect
         self._memory = HostMemory(directory)
         self._communicator: Communicator | None = None
-        self._is_off = False
+        self.is_on = True
         self._slot, self._num_saves = 0, 0
         # Sizes of all workers' parts when the memory was last checked.
         self._sizes: list[int] = []
@@ -116,7 +122,7 @@ class MemoryBackups:
         Raises:
             ValueError: On every worker, if the run cannot resume from it.
         """
-        if self._is_off:
+        if not self.is_on:
             return None
         own = self._memory.headers(self._owner)
         answers = self._group.all_gather("states in memory", list(own))
@@ -132,13 +138,13 @@ class MemoryBackups:
                 user_code.warn(f"The state in memory is not used: {fault}.")
         self._held = held if newest else None
         self._slot = 1 - self._held.name.slot if self._held else 0
+        self._saved_step = self._held.name.step if self._held else 0
         token = self._held.name.token if self._held else None
         self._memory.remove_others(token, self._kept_on_host())
         return newest
 
-    def load(self, index: Index, step: int, load_plan: LoadPlan) -> None:
+    def load(self, index: Index, load_plan: LoadPlan) -> None:
         """Read the state into the variables of this worker; see `Backups.load`."""
-        del step  # `find_newest` has fixed it
         assert self._held is not None
         act = functools.partial(
             run_on_all_workers,
@@ -157,8 +163,7 @@ class MemoryBackups:
         requests = act("its parts", plan)
         if not self._held.is_everywhere(self._group.num_workers):
             assert self._communicator is not None
-            sizes = self._group.all_gather("parts to send", len(encoded(requests)))
-            reader.exchange_requests(self._communicator, requests, sizes)
+            reader.exchange_requests(self._communicator, requests)
         act("its tensors", lambda: reader.read(load_plan))
         self._headers = []
         load_plan.finish()
@@ -178,18 +183,27 @@ class MemoryBackups:
         ranks = ", ".join(map(str, lost))
         return f"memory, with the copies on other hosts of the parts of {noun} {ranks}"
 
+    def is_due(self, step: int) -> bool:
+        """Return whether a save within an epoch is due.
+
+        Args:
+            step: Int, number of batches so far.
+        """
+        return self.is_on and step // self._every > self._saved_step // self._every
+
     def save(
         self, step: int, state: Sequence[StateTensor], run: dict[str, Any]
     ) -> None:
         """Copy this worker's part of a state in memory, and send it to its keeper.
+
+        Call it only where `is_on` is true.
 
         Args:
             step: Int, number of batches so far.
             state: Sequence of `StateTensor`.
             run: Dict, the metadata of the run.
         """
-        if self._is_off:
-            return
+        self._saved_step = step
         entries = files.metadata_of(state)
         check_same_variables(self._group, "memory.save", entries, "saves")
         self._num_saves += 1
@@ -253,7 +267,7 @@ class MemoryBackups:
         """Free the memory: the run is complete, or a newer backup is on the disk."""
         self.finish()
         self._group.all_gather("the end of the states in memory")
-        self._is_off = True
+        self.is_on = False
         self._memory.remove()
         if self._group.is_chief:
             with contextlib.suppress(OSError):  # without its memory it has no effect
@@ -300,7 +314,7 @@ class MemoryBackups:
                 "Nothing is saved in memory any more; backups in the directory "
                 f"continue. Worker {rank}: {faults[rank].rstrip('.')}."
             )
-        self._is_off = True
+        self.is_on = False
         return True
 
     def _has_room(self, sizes: list[int]) -> bool:
@@ -315,21 +329,16 @@ class MemoryBackups:
             self._memory.missing_bytes(rank, sizes[rank])
             for rank in self._kept_by(self._group.rank)
         )
-        answers = self._group.all_gather("room in memory", [missing, room_bytes()])
-        faults = []
-        for key, (_, free) in zip(self._host_keys, answers, strict=True):
-            needed = sum(
-                answer[0]
-                for other, answer in zip(self._host_keys, answers, strict=True)
-                if other == key
-            )
-            faults.append(
-                ""
-                if needed <= free
-                else f"the parts of its host take {needed / 1e6:.0f} MB more, and "
-                f"{free / 1e6:.0f} MB of its memory are free for them"
-            )
+        own = [self._host_keys[self._group.rank], missing, room_bytes()]
+        lack = lack_of_memory(self._group.all_gather("room in memory", own), share=1.0)
         self._sizes = sizes
+        if lack is None:
+            return True
+        faults = [""] * len(sizes)
+        faults[lack.rank] = (
+            f"the parts of its host take {lack.needed / 1e6:.0f} MB more, and "
+            f"{lack.free / 1e6:.0f} MB of its memory are free for them"
+        )
         return not self._turn_off_if(faults)
 
     def _kept_by(self, worker: int) -> list[int]:

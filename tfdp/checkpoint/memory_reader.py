@@ -31,11 +31,6 @@ class PartRange(NamedTuple):
     stop: int
 
 
-def encoded(requests: list[list[PartRange]]) -> bytes:
-    """Return requests as the bytes that workers exchange."""
-    return json.dumps(requests).encode()
-
-
 class PartsReader:
     """Reader of a state whose parts are in the memory of hosts.
 
@@ -87,20 +82,23 @@ class PartsReader:
         ]
 
     def exchange_requests(
-        self, communicator: Communicator, requests: list[list[PartRange]], sizes: list
+        self, communicator: Communicator, requests: list[list[PartRange]]
     ) -> None:
         """Exchange the requests, so that `read` exchanges what they name.
 
         Args:
             communicator: `Communicator` of all workers.
             requests: List, the result of `requests`.
-            sizes: List of ints, the size of `encoded` of the requests of each worker.
         """
         self._communicator = communicator
-        bounds = [0, *itertools.accumulate(sizes)]
+        own, num_workers = json.dumps(requests).encode(), len(communicator.ranks)
+        sizes = np.zeros(num_workers, np.int64)
+        sizes[self._rank] = len(own)
+        tag = new_tag(0, "sizes of requests")
+        communicator.all_gather(sizes, range(num_workers + 1), tag)
+        bounds = [0, *itertools.accumulate(sizes.tolist())]
         everything = np.empty(bounds[-1], np.uint8)
-        own = slice(bounds[self._rank], bounds[self._rank + 1])
-        everything[own] = np.frombuffer(encoded(requests), np.uint8)
+        everything[bounds[self._rank] :][: len(own)] = np.frombuffer(own, np.uint8)
         communicator.all_gather(everything, bounds, new_tag(0, "requests"))
         texts = (
             everything[a:b].tobytes().decode() for a, b in itertools.pairwise(bounds)

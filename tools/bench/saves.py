@@ -47,10 +47,8 @@ def run(args: Arguments) -> None:
 
 def _add_ours(report: Report, name: str, found: dict[str, list[float]]) -> None:
     """Report what a worker of tfdp has measured, in seconds."""
-    copy, pause, foreground, step, saving = (
-        statistics.median(found[key])
-        for key in ("copy", "pause", "foreground", "step", "step_while_saving")
-    )
+    keys = ("copy", "pause", "foreground", "step", "step_while_saving")
+    copy, pause, foreground, step, saving = _medians(found, *keys)
     note = f"copy {1e3 * copy:.0f} ms, pause {1e3 * pause:.0f} ms"
     ratio = round(pause / copy, 2)
     report.add(Figure(f"pause in copies, {name}", ratio, at_most=MOST_PAUSE, note=note))
@@ -66,10 +64,8 @@ def _add_ours(report: Report, name: str, found: dict[str, list[float]]) -> None:
 
 def _add_memory(report: Report, name: str, found: dict[str, list[float]]) -> None:
     """Report what a worker of tfdp has measured of states in memory, in seconds."""
-    copy, pause, cache, disk, memory = (
-        statistics.median(found[key])
-        for key in ("copy", "memory_pause", "from_cache", "from_disk", "from_memory")
-    )
+    keys = ("copy", "memory_pause", "from_cache", "from_disk", "from_memory")
+    copy, pause, cache, disk, memory = _medians(found, *keys)
     note = f"{1e3 * pause:.0f} ms"
     ratio = round(pause / copy, 2)
     report.add(Figure(f"pause in memory in copies, {name}", ratio, note=note))
@@ -82,16 +78,19 @@ def _add_memory(report: Report, name: str, found: dict[str, list[float]]) -> Non
 
 def _add_theirs(report: Report, name: str, found: dict[str, list[float]]) -> None:
     """Report what a worker of PyTorch has measured, in seconds."""
-    pause, step, saving = (
-        statistics.median(found[key]) for key in ("pause", "step", "step_while_saving")
-    )
-    copy = statistics.median(found["copy"])
+    keys = ("copy", "pause", "step", "step_while_saving")
+    copy, pause, step, saving = _medians(found, *keys)
     note = f"copy {1e3 * copy:.0f} ms, pause {1e3 * pause:.0f} ms"
     report.add(Figure(f"pause in copies, {name}", round(pause / copy, 2), note=note))
     note = f"step {1e3 * step:.0f} ms"
     report.add(
         Figure(f"step while it saves, {name}", round(saving / step, 3), note=note)
     )
+
+
+def _medians(found: dict[str, list[float]], *keys: str) -> list[float]:
+    """Return the median of what was measured under each key."""
+    return [statistics.median(found[key]) for key in keys]
 
 
 def _measure(command: list[str]) -> dict[str, list[float]]:

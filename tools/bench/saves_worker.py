@@ -86,7 +86,7 @@ for _ in range(BLOCKS):
     pending.wait()
 group = strategy.extended.worker_group
 disk = Backups("backups", 1, group)
-memory = MemoryBackups("backups", group, strategy.extended.connect_workers)
+memory = MemoryBackups("backups", 1, group, strategy.extended.connect_workers)
 for backups in (disk, memory):
     backups.prepare()
 STEP = 1
@@ -102,7 +102,7 @@ for _ in range(2):  # allocates both slots
 for _ in range(BLOCKS):
     group.all_gather("the begin of a save")
     timed("memory_pause", save_in_memory)
-disk.save(STEP, checkpoint_tensors(model), {"steps": STEP}, lambda: None)
+disk.save(STEP, checkpoint_tensors(model), {"steps": STEP})
 
 
 def drop_from_cache() -> None:
@@ -113,20 +113,25 @@ def drop_from_cache() -> None:
         os.close(number)
 
 
-def restore(backups: Any, *at_least: tuple[int, bool]) -> None:
-    """Find the newest state, and read it into the model."""
+def restore(backups: Any, newest: Any) -> None:
+    """Find the newest state, and read it into the model.
+
+    Args:
+        backups: `Backups` or `MemoryBackups`.
+        newest: Second argument of its `find_newest`.
+    """
     found = backups.find_newest(
-        lambda index: LoadPlan(checkpoint_tensors(model)), *at_least
+        lambda index: LoadPlan(checkpoint_tensors(model)), newest
     )
-    backups.load(found[0], STEP, found[1])
+    backups.load(*found)
 
 
 for _ in range(BLOCKS):
     group.all_gather("the begin of a block")
-    timed("from_cache", lambda: restore(disk))
+    timed("from_cache", lambda: restore(disk, disk.list_steps()))
     drop_from_cache()
     group.all_gather("the end of the cache")
-    timed("from_disk", lambda: restore(disk))
+    timed("from_disk", lambda: restore(disk, disk.list_steps()))
     timed("from_memory", lambda: restore(memory, (0, False)))
 memory.delete()
 disk.delete()

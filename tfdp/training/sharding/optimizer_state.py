@@ -246,7 +246,7 @@ class _FlatBuffer:
         else:
             self._data[begin:stop] = values
         self._unwritten.discard(begin)
-        if not self._unwritten:
+        if self._is_copied or not self._unwritten:
             self._data = None
 
     def _is_of_variable(self) -> bool:
