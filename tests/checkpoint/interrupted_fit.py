@@ -172,8 +172,8 @@ def asked_to_end_while_joining(layout: Layout, rank: int, *, at: int) -> None:
 
     gather = Store.gather
 
-    def gather_and_end(store: Store, key: str, text: str) -> Gathering:
-        gathering = gather(store, key, text)
+    def gather_and_end(store: Store, key: str, text: str, **how: Any) -> Gathering:
+        gathering = gather(store, key, text, **how)
         if key == "join" and rank == at:
             os.kill(os.getpid(), signal.SIGTERM)
         return gathering

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import socket
@@ -21,7 +22,15 @@ from tfdp.communication.cluster.address import join_address, split_address
 from tfdp.communication.cluster.own_addresses import is_own, own_addresses
 from tfdp.communication.connection.handshake import authenticate, dial_steps
 from tfdp.communication.connection.secret import VARIABLE
-from tfdp.communication.store import Admission, Membership, Store, client, replication
+from tfdp.communication.store import (
+    Admission,
+    Membership,
+    Store,
+    admission,
+    ask_job,
+    client,
+    replication,
+)
 from tfdp.communication.store import membership as module
 
 SECRET = "0123456789abcdef"
@@ -65,7 +74,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Callable[[Cluster, int], Any]:
     def create(cluster: Cluster, rank: int) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr(module, "listen", lambda address: [])
-            patch.setattr(Membership, "_local_name", lambda *_: f"\0{os.urandom(8)!r}")
+            patch.setattr(module, "local_name", lambda _: f"\0{os.urandom(8)!r}")
             return member_of_this(Membership(of_rank(cluster, rank)))
 
     return create
@@ -322,7 +331,7 @@ def test_workers_without_a_secret_join_and_the_first_one_warns(
     outside: Cluster, monkeypatch: pytest.MonkeyPatch, warned: list[str]
 ):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(module, "_is_one_machine", lambda hosts: False)
+    monkeypatch.setattr(admission, "_is_one_machine", lambda hosts: False)
     with members_of(Cluster(outside.workers)):
         pass
     assert len(warned) == 1
@@ -333,7 +342,8 @@ def test_a_stranger_on_this_machine_gets_nothing_by_tcp(warned: list[str]):
     cluster = cluster_of(2)
     with members_of(cluster) as members:
         with socket.create_connection(split_address(cluster.workers[0]), 5) as sock:
-            steps = dial_steps(members[0]._secret, "store", module._CLAIM.pack(1))
+            secret = members[0]._admission.secret
+            steps = dial_steps(secret, "store", admission.CLAIM.pack(1, 0))
             authenticate(sock, steps, 5)
             assert sock.recv(100) == b""
         members[1].store.put("key", "text")
@@ -343,7 +353,7 @@ def test_a_stranger_on_this_machine_gets_nothing_by_tcp(warned: list[str]):
 def test_the_process_of_another_user_is_no_host(monkeypatch: pytest.MonkeyPatch):
     cluster = cluster_of(2)
     with member_of(cluster, 0), member_of(cluster, 1) as second:
-        monkeypatch.setattr(module, "is_own_user", lambda sock: False)
+        monkeypatch.setattr(admission, "is_own_user", lambda sock: False)
         error = failure_of_join(second, 20)
     assert "it belongs to another user" in str(error)
 
@@ -436,3 +446,39 @@ def test_a_process_leaves_a_cluster_and_joins_another():
             assert prefixes == ["tfdp/0", "tfdp/0"]
     with pytest.raises(ConnectionError, match="has left the cluster of this strategy"):
         members[0].store.put("key", "text")
+
+
+def test_a_process_that_comes_later_learns_of_the_job_and_applies():
+    cluster = cluster_of(3)
+    assert ask_job(of_rank(cluster, 2)) is None  # nobody listens
+    with members_of(dataclasses.replace(cluster, workers=cluster.workers[:2])) as both:
+        for member in both:
+            member.facts["epochs"] = "3"
+        # Another cluster has another secret.
+        assert ask_job(of_rank(cluster, 2)) is None
+    with members_of(cluster) as members:
+        members[2].leave()
+        state = ask_job(of_rank(cluster, 2))
+        assert state is not None
+        assert (state.generation, tuple(state.workers)) == (0, cluster.workers)
+        assert members[0].applicants() == []
+        assert ask_job(of_rank(cluster, 2), applies=True) is not None
+        assert members[0].applicants() == []  # its place is not free yet
+        assert members[1].applicants(lost=[2]) == [2]
+
+
+def test_the_next_cluster_of_a_job_forms_without_those_that_do_not_come(monkeypatch):
+    monkeypatch.setattr(module, "_LOST_SECONDS", 0.5)
+    cluster = cluster_of(3)
+    members = [
+        Membership(of_rank(cluster, rank), cluster, generation=1) for rank in (1, 2)
+    ]
+    try:
+        on_all(members, lambda member: member.join(20.0))
+        assert [member.absent for member in members] == [[0], [0]]
+        assert members[0].server is not None
+        state = ask_job(of_rank(cluster, 0))
+        assert state is not None
+        assert state.generation == 1
+    finally:
+        on_all(members, Membership.leave)

@@ -14,6 +14,7 @@ import pytest
 from tests.harness.timing import wait_until
 from tests.store.clusters import cluster_of, members_of, on_all
 from tfdp.communication.connection import messages as messages_module
+from tfdp.communication.connection.handshake import ConnectionFailed
 from tfdp.communication.connection.messages import encode
 from tfdp.communication.store import HostLost, Membership, MessageTooLong, Store
 from tfdp.communication.store import client as client_module
@@ -411,3 +412,53 @@ def is_cut_off(members: list[Membership], send) -> None:
     assert lost.wait(5)
     members[2].store.put("key", "text")
     assert members[0].store.get("key", 5) == "text"
+
+
+def test_an_all_gather_of_the_living_is_complete_without_lost_members(
+    members: list[Membership],
+):
+    gatherings = [
+        member.store.gather("left", str(member.cluster.rank), is_of_living=True)
+        for member in members[:2]
+    ]
+    assert gatherings[0].texts(0.1) is None
+    assert gatherings[0].missing() == [2]
+    members[1].store.expel([2])
+    for gathering in gatherings:
+        assert gathering.texts(5.0) == ["0", "1", None]
+    with pytest.raises(HostLost):
+        members[2].store.gather("left", "2", is_of_living=True).texts(10.0)
+
+
+def test_an_all_gather_of_the_living_ends_when_a_member_ends(members: list[Membership]):
+    gatherings = [
+        member.store.gather("left", "", is_of_living=True) for member in members[:2]
+    ]
+    members[2].leave()
+    for gathering in gatherings:
+        assert gathering.texts(5.0) == ["", "", None]
+
+
+def test_a_store_that_is_lost_begins_anew_at_the_first_member_that_is_left(
+    members: list[Membership],
+):
+    members[2].store.fail("for a test")
+    members[1].store.fail("for a test")
+    on_all(members[1:], lambda member: restarted(member, lost=[0]))
+    texts = on_all(
+        members[1:],
+        lambda member: member.store.gather("left", "x", is_of_living=True).texts(5.0),
+    )
+    assert texts == [[None, "x", "x"]] * 2
+
+
+def restarted(member: Membership, lost: list[int]) -> None:
+    wait_until(lambda: try_restart(member, lost), "the store")
+
+
+def try_restart(member: Membership, lost: list[int]) -> bool:
+    try:
+        member.restart_store(lost)
+    except ConnectionFailed:
+        return False
+    return True

@@ -7,21 +7,27 @@ order:
     server: requests of the members, all-gathers and heartbeats
     hosts: connection of a member to the process that hosts the store
     client: the store as a member uses it, with answers that may come later
+    admission: what a process proves, and how it learns of a job that runs
     membership: this process as a member of its cluster: joins, shares a store, leaves
 """
 
 from tfdp.communication.connection.messages import MessageTooLong
+from tfdp.communication.store.admission import Admission, JobState, ask_job
 from tfdp.communication.store.client import Gathering, HostLost, Store
-from tfdp.communication.store.membership import Admission, Membership
+from tfdp.communication.store.membership import JobRuns, Membership, own_version
 from tfdp.communication.store.server import Server, beat_seconds
 
 __all__ = [
     "Admission",
     "Gathering",
     "HostLost",
+    "JobRuns",
+    "JobState",
     "Membership",
     "MessageTooLong",
     "Server",
     "Store",
+    "ask_job",
     "beat_seconds",
+    "own_version",
 ]

@@ -54,12 +54,14 @@ class Store:
         is_ending: Bool, whether this process leaves the job: it follows no other host.
     """
 
+    # Ids of requests: those of a store that this process connects to later are new.
+    _numbers = itertools.count(1)
+
     def __init__(self, rank: int, host: int, hosts: Hosts) -> None:
         self.rank, self.host, self._hosts = rank, host, hosts
         self.is_ending = False
         self.news: Callable[[dict[str, Any]], None] = lambda news: None
         self.lost: Callable[[], None] = lambda: None
-        self._numbers = itertools.count(1)
         self._prefixes = itertools.count()
         self._lock = threading.Lock()
         self._sends = threading.Lock()
@@ -122,17 +124,34 @@ class Store:
         """
         self.ask("delete", key=key).result()
 
-    def gather(self, key: str, text: str) -> Gathering:
+    def gather(self, key: str, text: str, *, is_of_living: bool = False) -> Gathering:
         """Send this member's text to an all-gather.
 
         Args:
             key: String, key of the all-gather, equal on all members.
             text: String, text of this member.
+            is_of_living: Bool, whether it waits only for members that are not lost.
+                Defaults to `False`.
 
         Returns:
             `Gathering`, which has all texts once each member has sent its own.
         """
-        return Gathering(self, key, self.ask("gather", key=key, text=text))
+        asked = self.ask("gather", key=key, text=text, is_of_living=is_of_living)
+        return Gathering(self, key, asked)
+
+    def expel(self, ranks: list[int]) -> None:
+        """Declare members lost: their connections end, and they cannot return.
+
+        Args:
+            ranks: List of ints, the members.
+
+        Raises:
+            HostLost: If the store is lost, or its host does not answer.
+        """
+        try:
+            self.ask("expel", ranks=ranks).result(_ANSWER_SECONDS)
+        except concurrent.futures.TimeoutError:
+            raise HostLost(f"Worker {self.host}, the store's host, hangs.") from None
 
     def beat(
         self, text: str, *, is_notable: bool, is_news: bool, wants_all: bool
@@ -315,7 +334,7 @@ class Store:
                 )
             return
         with self._sends:
-            if self.is_ending:
+            if self.is_ending or self._reason is not None:
                 connection.close()
                 return
             self.host, self._standby, self.connection = standby, None, connection
@@ -378,19 +397,22 @@ class Gathering:
         self.key = key
         self._store, self._asked = store, asked
 
-    def texts(self, timeout_seconds: float) -> list[str] | None:
+    def texts(
+        self, timeout_seconds: float, *, may_wake: bool = True
+    ) -> list[Any] | None:
         """Return all texts by rank, or `None` if some are missing for so long.
 
-        `Store.wake` ends the wait.
+        In an all-gather of living members, the text of a lost one is `None`.
 
         Args:
             timeout_seconds: Float, the longest wait.
+            may_wake: Bool, whether `Store.wake` ends the wait. Defaults to `True`.
 
         Raises:
             TimeoutError: If a member has ended the all-gather, with its reason.
             HostLost: If the store is lost.
         """
-        futures = self._asked, self._store.alarm
+        futures = [self._asked, self._store.alarm] if may_wake else [self._asked]
         concurrent.futures.wait(futures, timeout_seconds, "FIRST_COMPLETED")
         if not self._asked.done():
             return None

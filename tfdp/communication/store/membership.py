@@ -7,81 +7,63 @@ import dataclasses
 import importlib.metadata
 import logging
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tfdp.communication.cluster.address import is_local_name, split_address
-from tfdp.communication.cluster.own_addresses import addresses_of, is_own
-from tfdp.communication.cluster.ports import describe_workers, listen
+from tfdp.communication.cluster.ports import (
+    ProbeResult,
+    describe_workers,
+    listen,
+    probe_port,
+)
 from tfdp.communication.cluster.spec import Cluster
-from tfdp.communication.connection.acceptor import Acceptor, is_own_user
+from tfdp.communication.connection.acceptor import Acceptor
 from tfdp.communication.connection.handshake import (
     Authenticated,
     ConnectionFailed,
     UnauthenticatedPeer,
     WrongService,
-    authenticate,
-    dial_steps,
 )
-from tfdp.communication.connection.secret import VARIABLE, derive_secret, read_secret
+from tfdp.communication.connection.messages import MessageConnection
+from tfdp.communication.connection.secret import VARIABLE
+from tfdp.communication.store.admission import (
+    APPLIES,
+    ASKS,
+    CLAIM,
+    PROBE_SECONDS,
+    SERVICE,
+    Admission,
+    JobState,
+    ask_job,
+    local_name,
+    new_socket,
+)
 from tfdp.communication.store.client import HostLost, Store
 from tfdp.communication.store.contents import Contents
 from tfdp.communication.store.hosts import ATTEMPT_SECONDS, Connection
 from tfdp.communication.store.server import Server
 from tfdp.ground import user_code
-from tfdp.ground.forks import Owner, close_in_forks
+from tfdp.ground.forks import Owner
 
 _logger = logging.getLogger("tfdp.store")
 
 # Rank of the worker that hosts the store at first.
 HOST = 0
-_SERVICE = "store"
-_CLAIM = struct.Struct("!I")  # the rank of a worker
 _WARN_AFTER_SECONDS = 10.0
 # Pause between two attempts to connect, and interval at which a worker that waits for
 # the others asks which are missing.
 _RETRY_SECONDS, _WAIT_SECONDS = 0.1, 1.0
+# Time without a process at the port of a worker of a later cluster after which it is
+# lost. Between two clusters a port is closed.
+_LOST_SECONDS = 5.0
+# Time for which an application counts: the applicant repeats it.
+_APPLICATION_SECONDS = 3.0
 _BACKLOG = 512
 
 
-@dataclasses.dataclass(frozen=True)
-class Admission:
-    """How a process proves to the store's host that it is a worker of the job.
-
-    Args:
-        is_local: Bool, whether all workers are on this machine and have no secret, so
-            that they connect by a Unix socket, and the user at its other end counts.
-        secret: String, what both ends prove: derived from the job's secret, if any, and
-            the addresses of the workers.
-        is_safe: Bool, whether no other user can join.
-    """
-
-    is_local: bool
-    secret: str = dataclasses.field(repr=False)
-    is_safe: bool
-
-    @classmethod
-    def of(cls, cluster: Cluster) -> Admission:
-        """Return how the workers of a cluster are admitted.
-
-        Args:
-            cluster: `Cluster`.
-
-        Raises:
-            ValueError: If the file of the job's secret is wrong.
-        """
-        secret = cluster.secret or read_secret()
-        is_local = (
-            secret is None
-            and sys.platform == "linux"
-            and _is_one_machine(cluster.hosts)
-        )
-        # With the addresses in it, workers of different clusters do not connect.
-        own = derive_secret(secret or "", " ".join(cluster.workers))
-        return cls(is_local, own, is_local or secret is not None)
+class JobRuns(Exception):
+    """Error: the workers that are missing are in a later cluster of the job."""
 
 
 class Membership:
@@ -93,12 +75,22 @@ class Membership:
     user of the process at its other end.
 
     Args:
-        cluster: `Cluster` of several workers; this process is one of them.
+        cluster: `Cluster`; this process is one of its workers.
+        origin: `Cluster` of all workers that the job may have, or `None` for `cluster`,
+            the default.
+        generation: Int, how many clusters of the job came before this one. Defaults to
+            0.
 
     Raises:
         ValueError: If the port is taken, or the file of the job's secret is wrong.
 
     Attributes:
+        origin: `Cluster` of all workers that the job may have.
+        generation: Int, see the argument.
+        facts: Dict, what a process that joins later has to know of the job.
+        absent: List of ints, ranks of the workers that did not join.
+        is_replaced: Bool, whether the workers leave for the next cluster of the job,
+            so that none has to announce it.
         leaving: List of callables, called before the connections end.
         store: `Store`, after `join`.
         server: `Server` on the worker that hosts the store, `None` on the others.
@@ -106,16 +98,28 @@ class Membership:
 
     store: Store
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(
+        self, cluster: Cluster, origin: Cluster | None = None, generation: int = 0
+    ) -> None:
+        self.cluster, self.origin = cluster, origin or cluster
+        self.generation = generation
+        self.facts: dict[str, str] = {}
+        self.absent: list[int] = []
+        self._may_run_already, self._asked_at = False, 0.0
+        self.is_replaced = False
+        self._is_running = False
+        # By the rank in `origin` of a process that applies, the time of its last word.
+        self._applications: dict[int, float] = {}
+        # By rank, since when no process has had the port of a worker that is missing.
+        self._closed_since: dict[int, float] = {}
         self.server: Server | None = None
         if cluster.rank == HOST:
             self.server = Server(cluster.num_workers, HOST)
         self.leaving: list[Callable[[], None]] = []
         self._owner, self._has_left = Owner(), False
-        admission = Admission.of(cluster)
-        self._is_local, self._secret = admission.is_local, admission.secret
-        if not admission.is_safe and cluster.rank == HOST:
+        admission = Admission.of(self.origin)
+        self._admission, self._is_local = admission, admission.is_local
+        if not admission.is_safe and cluster.rank == HOST and not generation:
             user_code.warn(
                 "The workers of this job have no secret: any process that reaches "
                 f"{cluster.workers[HOST]} and knows TF_CONFIG could join it. Set "
@@ -130,37 +134,88 @@ class Membership:
         # Set once `_acceptor` is: its thread may accept a connection before.
         self._has_acceptor = threading.Event()
         self._acceptor = Acceptor(
-            self._secret,
-            _SERVICE,
+            admission.secret,
+            SERVICE,
             sockets,
             self._accept,
             lacks_files=_logger.warning,
-            claim_bytes=_CLAIM.size,
+            claim_bytes=CLAIM.size,
             failed=self._fail,
         )
         self._has_acceptor.set()
 
-    def join(self, timeout_seconds: float | None) -> None:
+    def join(
+        self, timeout_seconds: float | None, *, may_run_already: bool = False
+    ) -> None:
         """Connect to the store, and wait until all workers have.
 
         Args:
             timeout_seconds: Float or `None`, the longest wait. `None` means no limit,
                 with a warning that names the missing workers.
+            may_run_already: Bool, whether the missing workers may be in a later cluster
+                of the job. Defaults to `False`.
 
         Raises:
+            JobRuns: If they are.
             TimeoutError: If a worker does not come in time.
             ValueError: If another program listens on the port of the store's host, or
                 workers run different versions of tfdp.
         """
-        begin = time.monotonic()
+        begin, host = time.monotonic(), HOST
+        self._may_run_already = may_run_already
         while True:
             try:
-                self.store = Store(self.cluster.rank, HOST, self)
+                self.store = Store(self.cluster.rank, host, self)
                 self._wait_for_all(begin, timeout_seconds)
+                self._is_running = True
                 return
             except (ConnectionFailed, HostLost) as error:
-                self._report_missing([HOST], str(error), begin, timeout_seconds)
+                self._report_missing([host], str(error), begin, timeout_seconds)
+                if self._are_lost([host]):
+                    host = self._host_anew(self._are_lost(range(self.cluster.rank)))
             time.sleep(_RETRY_SECONDS)
+
+    def restart_store(self, lost: Sequence[int]) -> None:
+        """Have the first worker that is left host an empty store, after its loss.
+
+        Args:
+            lost: Sequence of ints, ranks of workers that are known to be lost.
+
+        Raises:
+            ConnectionFailed: If that worker does not host it, or not yet.
+        """
+        self.store.close("The store of the job is lost.")
+        ended = self.ended(range(self.cluster.rank))
+        host = self._host_anew(sorted({*lost, *ended}))
+        self.store = Store(self.cluster.rank, host, self)
+
+    def applicants(self, lost: Sequence[int] = ()) -> list[int]:
+        """Return the ranks in `origin` of the processes that ask to be taken in.
+
+        Args:
+            lost: Sequence of ints, ranks of workers whose places are free. Defaults to
+                none.
+        """
+        taken = set(self.cluster.workers) - {self.cluster.workers[r] for r in lost}
+        since = time.monotonic() - _APPLICATION_SECONDS
+        return sorted(
+            rank
+            for rank, then in self._applications.copy().items()
+            if then > since and self.origin.workers[rank] not in taken
+        )
+
+    def ended(self, ranks: Sequence[int]) -> list[int]:
+        """Return the workers whose processes have ended: no process has their port.
+
+        Args:
+            ranks: Sequence of ints, the workers.
+        """
+        addresses = self.cluster.workers
+        return [
+            rank
+            for rank in ranks
+            if probe_port(addresses[rank], PROBE_SECONDS) is ProbeResult.REFUSED
+        ]
 
     def leave(self) -> None:
         """End all connections, after the other workers have received the answers."""
@@ -193,21 +248,60 @@ class Membership:
             ValueError: If workers run different versions of tfdp.
             HostLost: If the host ends meanwhile; it may start again.
         """
-        gathering = self.store.gather("join", own_version())
+        is_of_living = self.generation > 0  # others may be lost meanwhile
+        gathering = self.store.gather("join", own_version(), is_of_living=is_of_living)
         while (versions := gathering.texts(_WAIT_SECONDS)) is None:
             if not (missing := gathering.missing()):
                 continue
+            if lost := self._are_lost(missing):
+                self.store.expel(lost)
             try:
                 self._report_missing(missing, "", begin, timeout_seconds)
             except TimeoutError as error:
                 if gathering.withdraw(str(error)):
                     raise
-        for rank, version in enumerate(versions):
-            if version != versions[0]:
+        self.absent = [rank for rank, v in enumerate(versions) if v is None]
+        found = {rank: version for rank, version in enumerate(versions) if version}
+        first = min(found)
+        for rank, version in found.items():
+            if version != found[first]:
                 raise ValueError(
-                    f"Workers have different tfdp version: worker 0 has {versions[0]}, "
-                    f"worker {rank} has {version}. Use the same on all."
+                    f"Workers have different tfdp version: worker {first} has "
+                    f"{found[first]}, worker {rank} has {version}. Use the same on all."
                 )
+
+    def _are_lost(self, missing: Sequence[int]) -> list[int]:
+        """Return the missing workers of a later cluster that are lost.
+
+        The first cluster waits for processes that have not started yet.
+
+        Args:
+            missing: Sequence of ints, the workers that have not joined.
+        """
+        if not self.generation:
+            return []
+        now, ended = time.monotonic(), self.ended(missing)
+        self._closed_since = {r: self._closed_since.get(r, now) for r in ended}
+        return [
+            r for r, then in self._closed_since.items() if now - then > _LOST_SECONDS
+        ]
+
+    def _host_anew(self, lost: Sequence[int]) -> int:
+        """Choose the first worker that is left as host, and be it if it is this one.
+
+        Args:
+            lost: Sequence of ints, ranks of the workers that are lost.
+
+        Returns:
+            Int, its rank.
+        """
+        own = self.cluster.rank
+        host = min(set(range(own + 1)) - set(lost), default=own)
+        if host == own and self.server is None:
+            contents = Contents()
+            contents.apply({"lost": list(lost)})
+            self.host(contents)
+        return host
 
     def _report_missing(
         self, ranks: list[int], reason: str, begin: float, timeout_seconds: float | None
@@ -220,6 +314,10 @@ class Membership:
             begin: Float, time of the beginning of `join`.
             timeout_seconds: Float or `None`, see `join`.
         """
+        if self._may_run_already and self._asked_at + _WAIT_SECONDS < time.monotonic():
+            self._asked_at = time.monotonic()
+            if ask_job(self.cluster) is not None:
+                raise JobRuns
         names = describe_workers(self.cluster, ranks)
         because = f" ({reason})" if reason else ""
         waited = time.monotonic() - begin
@@ -250,24 +348,13 @@ class Membership:
             ConnectionFailed: If it was not reached, or refuses this process for now.
             ValueError: If the process that listens there is not of this job.
         """
-        failures: list[ConnectionFailed] = []
-        for family, address in self._addresses_of(rank):
-            sock = _new_socket(family)
-            steps = dial_steps(self._secret, _SERVICE, _CLAIM.pack(self.cluster.rank))
-            try:
-                keys = authenticate(sock, steps, seconds, address)
-                if not is_own_user(sock):
-                    raise UnauthenticatedPeer("it belongs to another user")
-                return Connection(sock, keys)
-            except UnauthenticatedPeer as error:
-                sock.close()
-                raise ValueError(self._wrong_peer(rank, error)) from None
-            except ConnectionFailed as error:
-                sock.close()
-                failures.append(error)
-        # At an address that refuses, no process listens: another one may tell more.
-        failures.sort(key=lambda e: isinstance(e.__cause__, ConnectionRefusedError))
-        raise failures[0] if failures else ConnectionFailed("its name has no address")
+        claim = CLAIM.pack(self.cluster.rank, self.generation)
+        try:
+            return self._admission.dial(
+                self.cluster.workers[rank], claim, seconds, Connection
+            )
+        except UnauthenticatedPeer as error:
+            raise ValueError(self._wrong_peer(rank, error)) from None
 
     def watch(self, connection: Connection, read: Callable[[], bool]) -> None:
         """Call `read` on the acceptor's thread whenever a connection has data."""
@@ -281,18 +368,6 @@ class Membership:
         """
         self.server = Server(self.cluster.num_workers, self.cluster.rank, contents)
 
-    def _addresses_of(self, rank: int) -> list[tuple[int, tuple | str]]:
-        """Return the families and addresses at which a worker may answer."""
-        if self._is_local:
-            return [(socket.AF_UNIX, self._local_name(rank))]
-        host, port = split_address(self.cluster.workers[rank])
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            reason = f"its host name does not resolve here: {error}"
-            raise ConnectionFailed(reason) from None
-        return [(family, address) for family, _, _, _, address in found]
-
     def _fail(self) -> None:
         """End all calls of this process if the thread of its connections has failed."""
         if hasattr(self, "store"):
@@ -305,17 +380,33 @@ class Membership:
         """Take an authenticated connection; called on the acceptor's thread."""
         # What admits a worker of this machine is its user, which TCP does not tell.
         is_proved = not self._is_local or sock.family == socket.AF_UNIX
-        if self.server is None or not is_proved:
+        rank, generation = CLAIM.unpack(authenticated.claim)
+        if not is_proved:
             sock.close()
             return
-        (rank,) = _CLAIM.unpack(authenticated.claim)
         self._has_acceptor.wait()
+        if generation in (ASKS, APPLIES):
+            if generation == APPLIES and rank < self.origin.num_workers:
+                self._applications[rank] = time.monotonic()
+            self._describe_job(MessageConnection(sock, authenticated))
+            return
+        if self.server is None or generation != self.generation:
+            sock.close()
+            return
         self.server.add(self._acceptor, sock, authenticated, rank)
+
+    def _describe_job(self, connection: MessageConnection) -> None:
+        """Send the state of this job to a process that asks, and end the connection."""
+        state = JobState(
+            self._is_running, self.generation, self.cluster.workers, self.facts
+        )
+        connection.send(dataclasses.asdict(state))
+        connection.close()
 
     def _listen_locally(self, opened: list[socket.socket]) -> socket.socket:
         """Listen on this worker's Unix socket; close the opened ones if that fails."""
-        sock = _new_socket(socket.AF_UNIX)
-        name = self._local_name(self.cluster.rank)
+        sock = new_socket(socket.AF_UNIX)
+        name = local_name(self.cluster.workers[self.cluster.rank])
         try:
             sock.bind(name)
             sock.listen(_BACKLOG)
@@ -328,11 +419,6 @@ class Membership:
                 "or give this worker another port in TF_CONFIG."
             ) from error
         return sock
-
-    def _local_name(self, rank: int) -> str:
-        """Return the name of a worker's abstract Unix socket, which leaves no file."""
-        _, port = split_address(self.cluster.workers[rank])
-        return f"\0tfdp-store-{port}"
 
     def _wrong_peer(self, rank: int, error: UnauthenticatedPeer) -> str:
         """Return the message about a process on a worker's port that is not it."""
@@ -352,15 +438,3 @@ def own_version() -> str:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("tfdp")
     return "not installed"
-
-
-def _is_one_machine(hosts: Sequence[str]) -> bool:
-    """Return whether hosts are names of this machine that no other one has."""
-    if all(map(is_local_name, hosts)):
-        return True
-    return len(set(hosts)) == 1 and any(map(is_own, addresses_of(hosts[0])))
-
-
-def _new_socket(family: int) -> socket.socket:
-    """Create a socket that forked processes do not keep open."""
-    return close_in_forks(socket.socket(family, socket.SOCK_STREAM))

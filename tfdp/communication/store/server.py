@@ -6,6 +6,7 @@ which its answer repeats; a request whose answer must wait is answered later.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import socket
@@ -79,10 +80,12 @@ class _Gather:
     Args:
         texts: Dict from the rank of a worker to its text.
         requests: Dict from the rank of a worker to its request, as in `Change`.
+        is_of_living: Bool, whether it waits only for workers that are not lost.
     """
 
     texts: dict[int, str] = dataclasses.field(default_factory=dict)
     requests: dict[int, Request] = dataclasses.field(default_factory=dict)
+    is_of_living: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +223,8 @@ class Server:
                 gather.texts.pop(rank, None)
                 gather.requests.pop(rank, None)
         self._push(lost=[rank])
+        for key in list(self._gathers):
+            self._complete_gather(key)
 
     def _serve(self, member: _Member, message: dict[str, Any]) -> None:
         """Serve one request of a member."""
@@ -247,7 +252,11 @@ class Server:
             case "delete":
                 self._complete([request], {}, values={message["key"]: None})
             case "gather":
-                self._gather(request, message["key"], message["text"])
+                is_of_living = bool(message["is_of_living"])
+                self._gather(request, message["key"], message["text"], is_of_living)
+            case "expel":
+                self._expel(message["ranks"])
+                self._tell(member, request[1])
             case "missing":
                 self._tell(member, request[1], ranks=self._missing(message["key"]))
             case "withdraw":
@@ -360,20 +369,37 @@ class Server:
             if not self._readers[key]:
                 del self._readers[key]
 
-    def _gather(self, request: Request, key: str, text: str) -> None:
+    def _expel(self, ranks: list[int]) -> None:
+        """Remove members that the others have declared lost; they cannot return."""
+        self._commit({"lost": ranks})
+        for rank in ranks:
+            if rank in self._members:
+                # Its end of the connection ends, too, and `_remove` does the rest.
+                with contextlib.suppress(OSError):  # it has ended already
+                    self._members[rank].sock.shutdown(socket.SHUT_RDWR)
+        for key in list(self._gathers):
+            self._complete_gather(key)
+
+    def _gather(
+        self, request: Request, key: str, text: str, is_of_living: bool
+    ) -> None:
         """Add a member's text; answer all with all texts once each has sent its own."""
-        gather = self._gathers.setdefault(key, _Gather())
+        gather = self._gathers.setdefault(key, _Gather(is_of_living=is_of_living))
         rank = request[0]
         gather.texts[rank], gather.requests[rank] = text, request
-        if len(gather.texts) < self._num_workers:
+        self._complete_gather(key)
+
+    def _complete_gather(self, key: str) -> None:
+        """Answer the members of an all-gather, if no text is missing."""
+        if self._missing(key):
             return
-        del self._gathers[key]
+        gather = self._gathers.pop(key)
         if not self._has_started:
             # All have joined, and hear of it once one of them has the copy.
             self._has_started = True
             self._replication.begin()
         requests = list(gather.requests.values())
-        texts = [gather.texts[rank] for rank in range(self._num_workers)]
+        texts = [gather.texts.get(rank) for rank in range(self._num_workers)]
         try:
             self._complete(requests, {"texts": texts})
         except MessageTooLong as error:
@@ -384,7 +410,9 @@ class Server:
         gather = self._gathers.get(key)
         if gather is None:  # its texts have been sent since the member asked
             return []
-        return [rank for rank in range(self._num_workers) if rank not in gather.texts]
+        lost = self._contents.lost if gather.is_of_living else ()
+        ranks = range(self._num_workers)
+        return [r for r in ranks if r not in gather.texts and r not in lost]
 
     def _withdraw(self, rank: int, key: str, reason: str) -> bool:
         """Take a member's text back, and end the all-gather for all if given a reason.

@@ -1,0 +1,196 @@
+"""Admission of a process to a job: what both ends prove, and a job's state.
+
+The claim of a process that connects is its rank, and its generation of the cluster or
+one of two other numbers: it asks for the state of a job that may run already, or to be
+taken into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from tfdp.communication.cluster.address import is_local_name, split_address
+from tfdp.communication.cluster.own_addresses import addresses_of, is_own
+from tfdp.communication.cluster.spec import Cluster
+from tfdp.communication.connection.acceptor import is_own_user
+from tfdp.communication.connection.handshake import (
+    Authenticated,
+    ConnectionFailed,
+    UnauthenticatedPeer,
+    authenticate,
+    dial_steps,
+)
+from tfdp.communication.connection.messages import MessageConnection
+from tfdp.communication.connection.secret import derive_secret, read_secret
+from tfdp.ground.forks import close_in_forks
+
+SERVICE = "store"
+CLAIM = struct.Struct("!II")
+ASKS, APPLIES = 0xFFFFFFFE, 0xFFFFFFFF
+# Time of an attempt to reach a worker.
+PROBE_SECONDS = 1.0
+# Largest number of workers that are asked for the job at the same time.
+_MOST_ASKED = 32
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Admission:
+    """How a process proves to the store's host that it is a worker of the job.
+
+    Args:
+        is_local: Bool, whether all workers are on this machine and have no secret, so
+            that they connect by a Unix socket, and the user at its other end counts.
+        secret: String, what both ends prove: derived from the job's secret, if any, and
+            the addresses of the workers.
+        is_safe: Bool, whether no other user can join.
+    """
+
+    is_local: bool
+    secret: str = dataclasses.field(repr=False)
+    is_safe: bool
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> Admission:
+        """Return how the workers of a cluster are admitted.
+
+        Args:
+            cluster: `Cluster`.
+
+        Raises:
+            ValueError: If the file of the job's secret is wrong.
+        """
+        secret = cluster.secret or read_secret()
+        is_local = (
+            secret is None
+            and sys.platform == "linux"
+            and _is_one_machine(cluster.hosts)
+        )
+        # With the addresses in it, workers of different clusters do not connect.
+        own = derive_secret(secret or "", " ".join(cluster.workers))
+        return cls(is_local, own, is_local or secret is not None)
+
+    def dial(
+        self,
+        worker: str,
+        claim: bytes,
+        seconds: float,
+        connection: Callable[[socket.socket, Authenticated], _T],
+    ) -> _T:
+        """Connect once to a worker of the job.
+
+        Args:
+            worker: String, its `"host:port"`.
+            claim: Bytes, what this process claims to be.
+            seconds: Float, the longest wait for each address of the worker.
+            connection: Callable, creates the result from a socket and its keys.
+
+        Raises:
+            ConnectionFailed: If it was not reached, or refuses this process for now.
+            UnauthenticatedPeer: If the process that listens there is not of this job.
+        """
+        failures: list[ConnectionFailed] = []
+        for family, address in self._addresses_of(worker):
+            sock = new_socket(family)
+            steps = dial_steps(self.secret, SERVICE, claim)
+            try:
+                keys = authenticate(sock, steps, seconds, address)
+                if not is_own_user(sock):
+                    raise UnauthenticatedPeer("it belongs to another user")
+                return connection(sock, keys)
+            except UnauthenticatedPeer:
+                sock.close()
+                raise
+            except ConnectionFailed as error:
+                sock.close()
+                failures.append(error)
+        # At an address that refuses, no process listens: another one may tell more.
+        failures.sort(key=lambda e: isinstance(e.__cause__, ConnectionRefusedError))
+        raise failures[0] if failures else ConnectionFailed("its name has no address")
+
+    def _addresses_of(self, worker: str) -> list[tuple[int, tuple | str]]:
+        """Return the families and addresses at which a worker may answer."""
+        if self.is_local:
+            return [(socket.AF_UNIX, local_name(worker))]
+        host, port = split_address(worker)
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            reason = f"its host name does not resolve here: {error}"
+            raise ConnectionFailed(reason) from None
+        return [(family, address) for family, _, _, _, address in found]
+
+
+@dataclasses.dataclass(frozen=True)
+class JobState:
+    """What a worker tells a process that asks for the job.
+
+    Args:
+        is_running: Bool, whether all workers of its cluster have joined.
+        generation: Int, how many clusters of the job came before its own.
+        workers: Sequence of strings, `"host:port"` of each worker of the cluster.
+        facts: Dict, see `Membership`.
+    """
+
+    is_running: bool
+    generation: int
+    workers: Sequence[str]
+    facts: dict[str, str]
+
+
+def ask_job(cluster: Cluster, *, applies: bool = False) -> JobState | None:
+    """Ask the workers of a cluster whether its job is running already.
+
+    Args:
+        cluster: `Cluster` of this process, which is no member.
+        applies: Bool, whether this process asks to be taken in. Defaults to `False`.
+
+    Returns:
+        `JobState` of the latest generation, or `None` if the job has not started.
+    """
+    admission = Admission.of(cluster)
+    claim = CLAIM.pack(cluster.rank, APPLIES if applies else ASKS)
+
+    def ask(worker: str) -> JobState | None:
+        """Ask one worker; return `None` if it does not answer."""
+        try:
+            connection = admission.dial(worker, claim, PROBE_SECONDS, MessageConnection)
+            with contextlib.closing(connection):
+                messages: list[dict] = []
+                while not messages:
+                    messages = connection.receive(waits=True)
+                return JobState(**messages[0])
+        except (ConnectionFailed, UnauthenticatedPeer, TypeError):
+            return None
+
+    own = cluster.workers[cluster.rank]
+    others = [worker for worker in cluster.workers if worker != own]
+    with ThreadPoolExecutor(min(len(others), _MOST_ASKED)) as pool:
+        found = [state for state in pool.map(ask, others) if state is not None]
+    started = [state for state in found if state.is_running or state.generation]
+    return max(started, key=lambda state: state.generation, default=None)
+
+
+def _is_one_machine(hosts: Sequence[str]) -> bool:
+    """Return whether hosts are names of this machine that no other one has."""
+    if all(map(is_local_name, hosts)):
+        return True
+    return len(set(hosts)) == 1 and any(map(is_own, addresses_of(hosts[0])))
+
+
+def local_name(worker: str) -> str:
+    """Return the name of a worker's abstract Unix socket, which leaves no file."""
+    _, port = split_address(worker)
+    return f"\0tfdp-store-{port}"
+
+
+def new_socket(family: int) -> socket.socket:
+    """Create a socket that forked processes do not keep open."""
+    return close_in_forks(socket.socket(family, socket.SOCK_STREAM))
