@@ -116,6 +116,8 @@ def test_defaults_are_those_that_are_documented():
         "links": None,
         "timeout_seconds": None,
         "uneven": "join",
+        "on_loss": "stop",
+        "min_workers": 1,
         "sync_batch_norm": False,
         "gathers": "allow",
     }

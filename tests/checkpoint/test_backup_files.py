@@ -425,10 +425,10 @@ class Pair:
 
 
 def test_workers_ask_each_other_for_notices_more_and_more_seldom():
-    worker_group = Pair([False, 1000.0])
+    worker_group = Pair([False, 1000.0, []])
     watch = PreemptionWatch(PreemptionNotice(), worker_group)
     watch._rate = lambda step: 1000.0
     assert not any(watch.is_given(step) for step in range(1, 1001))
     assert worker_group.count <= 12
-    worker_group.other = [True, 1000.0]
+    worker_group.other = [True, 1000.0, []]
     assert watch.is_given(1001, must_ask=True)

@@ -162,7 +162,8 @@ def test_a_second_process_of_the_run_keeps_out(memory, backups, undisturbed):
     other = host_memory.HostMemory(str(backups))
     pid = os.fork()
     if pid == 0:
-        other.open(0)
+        other.open()
+        other.take_lock(0)
         time.sleep(60.0)
         os._exit(0)
     try:

@@ -131,6 +131,7 @@ def test_a_single_worker_is_a_cluster_of_one():
         tf_config(index=1, tfdp={"devices_per_worker": 2}),
         tf_config(index=1, tfdp={"devices_per_worker": 2, "rebalance": True}),
         tf_config(tfdp={"rebalance": True}),
+        tf_config(tfdp={"elastic": 2}),
         tf_config({"chief": ["c:1"], "worker": ["a:1"]}, "worker", 0),
         tf_config({"chief": ["c:1"], "evaluator": ["e:1"]}, "chief", 0),
         tf_config({"worker": ["[::1]:1", "[fe80::1]:1"]}),
@@ -233,6 +234,8 @@ def test_an_index_in_quotes_is_read_as_tensorflow_reads_it():
         (tf_config(tfdp={"devices_per_worker": "2"}), "devices_per_worker='2'"),
         (tf_config(tfdp={"devices_per_worker": True}), "devices_per_worker=True"),
         (tf_config(tfdp={"rebalance": 1}), "rebalance=1"),
+        (tf_config(tfdp={"elastic": 0}), "elastic=0"),
+        (tf_config(tfdp={"elastic": True}), "elastic=True"),
     ],
     ids=lambda text: text[:40],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdp.communication.coordination.checks import check_same_setup
+from tfdp.communication.coordination.checks import check_same_setup, setup_facts
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.ground.options import CommunicationOptions
 from tfdp.training.strategy import transports
@@ -75,8 +75,10 @@ def test_each_worker_has_an_interface_of_its_own():
     _, interfaces = agreed("direct", ["direct", "eth1", ""], interface="127.0.0.1")
     assert interfaces == ("127.0.0.1", "eth1")
     group = Pair([])
+    devices = ["/device:CPU:0"]
+    facts = setup_facts(devices, CommunicationOptions(interface="a"))
     with pytest.raises(TypeError):  # of what the other one says
-        check_same_setup(group, ["/device:CPU:0"], CommunicationOptions(interface="a"))
+        check_same_setup(group, devices, facts)
     assert "`backend` options" in group.said["facts"]
     assert not any("interface" in name for name in group.said["facts"])
 

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import keras
 
@@ -43,6 +43,8 @@ from tfdp.communication.coordination.preemption import (
     PreemptionNotice,
     PreemptionWatch,
 )
+from tfdp.communication.coordination.progress import progress
+from tfdp.communication.coordination.watch import WorkersJoin
 from tfdp.features.local_steps import FEATURE as LOCAL_STEPS
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import checked_bool, checked_integer, is_integer, plain
@@ -162,6 +164,9 @@ class BackupAndRestore(StrategyCallback):
         self._source: _Place
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
+        self._has_saved = False
+        # Set where `fit` runs again: weights of the interrupted step must not stay.
+        self.must_resume = False
 
     def listen(self, position: DataPosition) -> None:
         """Record preemption notices until `fit` returns; called when `fit` begins."""
@@ -189,7 +194,18 @@ class BackupAndRestore(StrategyCallback):
         )
         self._position.exit_stack.callback(self._backups.close)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
-        self._watch = PreemptionWatch(self._notice, self._worker_group)
+        must_resume, self.must_resume = self.must_resume, False
+        strategy = strategy_of(self.model)
+        if strategy is not None and strategy.extended.is_applicant:
+            # All is built by now, and nothing trained: `fit` begins again in the job,
+            # with the resets of metrics that new ones leave out.
+            self.model.reset_metrics()
+            raise WorkersJoin
+        self._watch = PreemptionWatch(
+            self._notice,
+            self._worker_group,
+            list if strategy is None else strategy.extended.applicants,
+        )
         self._epoch, self._last_batch, self._total = 0, -1, 0
         self._pending_load = None
         self._build_model()
@@ -201,8 +217,17 @@ class BackupAndRestore(StrategyCallback):
             newest = self._backups.find_newest(self._plan_load, steps)
         if newest is not None:
             self._resume(*newest)
-        elif self.save_freq != "epoch" or self.memory_every is not None:
+            return
+        if must_resume:
+            raise RuntimeError(
+                "The workers that are left have found no state from which to continue. "
+                "Start the job again."
+            )
+        if self.save_freq != "epoch" or self.memory_every is not None:
             self._warn_about_position(self._position.nondeterminism)
+        if self._continues_after_loss():
+            # The initial weights are in no file, and a worker may be lost in step 1.
+            self._save_to_continue(0, 0, {})
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Load a backup made within this epoch, after the other callbacks began it."""
@@ -229,7 +254,11 @@ class BackupAndRestore(StrategyCallback):
         ask_every = LOCAL_STEPS.batches_between_meetings(self.model, is_delayed=False)
         asks = ask_every and self._total // ask_every > before // ask_every
         if asks and self._watch.is_given(self._total):
-            self._save_and_exit(self._epoch, batch + 1, logs)
+            self._answer_notice(self._epoch, batch + 1, logs)
+            return
+        if asks and self._watch.joining:
+            self._save_to_continue(self._epoch, batch + 1, logs)
+            raise WorkersJoin(self._watch.joining)
         every = self.save_freq
         places: list[_Place] = []
         # With local steps, a save in memory waits until the replicas have exchanged: it
@@ -245,7 +274,8 @@ class BackupAndRestore(StrategyCallback):
         """Save if a backup is due, or on a preemption notice."""
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if is_preempted:
-            self._save_and_exit(epoch + 1, 0, {})
+            self._answer_notice(epoch + 1, 0, {})
+            return
         places: list[_Place] = []
         if self._memory is not None and self._memory.is_on:
             places.append(self._memory)
@@ -296,7 +326,10 @@ class BackupAndRestore(StrategyCallback):
             "random": gather_random_states(self._worker_group),
             "data": self._begin if batches else self._position.snapshot(),
         }
-        check_run(json.loads(json.dumps(run)))
+        if self._backups in places or not self._has_saved:
+            # Saves in memory that follow have the same form.
+            check_run(json.loads(json.dumps(run)))
+        self._has_saved = True
         tensors = backup_tensors(self.model, arrays, in_epoch=batches > 0)
         for place in places:
             place.save(self._total, tensors, run)
@@ -322,6 +355,11 @@ class BackupAndRestore(StrategyCallback):
         at_least = newest_step, self.save_freq == "epoch"
         return memory.find_newest(self._plan_load, at_least)
 
+    def _continues_after_loss(self) -> bool:
+        """Return whether `fit` continues from here after the loss of a worker."""
+        strategy = strategy_of(self.model)
+        return strategy is not None and strategy.extended.continues_after_loss
+
     def _folder(self) -> str:
         """Return the directory; an island, a job of its own, has a subdirectory."""
         island = Island.from_environment()
@@ -329,21 +367,53 @@ class BackupAndRestore(StrategyCallback):
             return self.directory
         return f"{self.directory.rstrip('/')}/island-{island.index}"
 
-    def _save_and_exit(self, epoch: int, batches: int, logs: Any) -> None:
-        """Add a backup on a preemption notice, print that, and exit.
+    def _save_to_continue(self, epoch: int, batches: int, logs: Any) -> None:
+        """Add a backup from which this call of `fit` continues with other workers.
 
         The arguments are those of `_save`.
         """
+        memory = self._memory
+        if memory is not None and memory.is_on:
+            self._save(epoch, batches, logs, [memory])
+        if memory is None or not memory.is_on:
+            self._save(epoch, batches, logs, [self._backups])
+
+    def _answer_notice(self, epoch: int, batches: int, logs: Any) -> None:
+        """Add a backup on a preemption notice, print that, and exit.
+
+        If the job continues without lost workers, those without a notice do.
+
+        The arguments are those of `_save`.
+        """
+        continues = self._continues_after_loss()
+        if continues and not self._watch.is_given_to_all(self._total):
+            self._save_to_continue(epoch, batches, logs)
+            if self._notice.is_given:
+                self._leave("the other workers continue", is_for_all=False)
+            return
         self._backups.close()  # an earlier failure must not prevent this backup
         self._save(epoch, batches, logs, [self._backups])
         self._backups.finish()
         if self._memory is not None:
             self._memory.delete()
-        self._notice.is_answered = True
-        self._say(
-            f"received a preemption notice; saved training at step {self._total} in "
-            f"{self.directory}. Run the same command to resume. Exit code {PREEMPTED}."
+        self._leave(
+            f"saved training at step {self._total} in {self.directory}. Run the same "
+            "command to resume"
         )
+
+    def _leave(self, what: str, *, is_for_all: bool = True) -> NoReturn:
+        """Print what was done on a preemption notice, and exit.
+
+        Args:
+            what: String, a clause.
+            is_for_all: Bool, whether one worker prints it for all. Defaults to `True`.
+        """
+        self._notice.is_answered = True
+        text = f"received a preemption notice; {what}. Exit code {PREEMPTED}."
+        if is_for_all:
+            self._say(text)
+        else:
+            print(f"tfdp: {text}", file=sys.stderr, flush=True)
         raise SystemExit(PREEMPTED)
 
     # Resuming from backups.
@@ -412,6 +482,7 @@ class BackupAndRestore(StrategyCallback):
         if run["batches"] or self.save_freq != "epoch":
             self._warn_about_position(difference)
         _compat.set_initial_epoch(self.model, epochs if is_over else run["epoch"])
+        progress.skip_epochs(run["epoch"])
         step = batches + 1 if difference is None else 1
         self._say(
             f"the run saved in {self.directory} was already complete: no epochs are "

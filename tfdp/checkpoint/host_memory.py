@@ -62,18 +62,14 @@ class HostMemory:
         self._arrays: dict[tuple[int, int], np.ndarray] = {}
         self._lock: int | None = None
 
-    def open(self, rank: int) -> str:
+    def open(self) -> str:
         """Create the folder, and free the memory of runs that were never resumed.
-
-        Args:
-            rank: Int, rank of this worker.
 
         Returns:
             String, equal for processes that see the same folder.
 
         Raises:
-            OSError: If the system has no such memory, the folder is not this user's, or
-                another process of the same rank uses it.
+            OSError: If the system has no such memory, or the folder is not this user's.
         """
         if not os.path.isdir(ROOT):
             raise NotADirectoryError(f"{ROOT!r} does not exist")
@@ -82,7 +78,6 @@ class HostMemory:
         status = os.lstat(self.path)
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             raise PermissionError(f"{self.path!r} belongs to another user")
-        self._take_lock(rank)
         return f"{boot_id()} {status.st_dev} {status.st_ino}"
 
     def headers(self, owner: str) -> dict[PartName, PartHeader]:
@@ -130,10 +125,16 @@ class HostMemory:
             return PartHeader.from_text(text)
         return None
 
-    def _take_lock(self, rank: int) -> None:
+    def take_lock(self, rank: int) -> None:
         """Keep other processes of the same rank out until this one ends.
 
         A record lock, unlike that of `flock`, is not inherited by forked processes.
+
+        Args:
+            rank: Int, rank of this worker.
+
+        Raises:
+            OSError: If another process of the same rank uses the folder.
         """
         if self._lock is not None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import math
@@ -221,11 +222,17 @@ def load_index(directory: str) -> Index:
 
 def versions() -> dict[str, str]:
     """Return the installed versions of the packages that write a checkpoint."""
-    found = {}
-    for name in ("tfdp", "keras", "tensorflow", "tensorflow-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+    names = ("tfdp", "keras", "tensorflow", "tensorflow-cpu")
+    return {name: found for name in names if (found := _version(name))}
+
+
+# A search takes a millisecond, and a save may follow each step.
+@functools.cache
+def _version(package: str) -> str:
+    """Return the installed version of a package, or `""`."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return ""
 
 
 def _checksum(content: Any) -> int:

@@ -91,13 +91,16 @@ class MemoryBackups:
         self._token = f"{token}-{self._group.num_workers}"
         key, fault = "", ""
         try:
-            key = self._memory.open(self._group.rank)
+            key = self._memory.open()
+            self._memory.take_lock(self._group.rank)
         except OSError as error:
             fault = str(error)
         answers = self._group.all_gather("memory of hosts", [key, fault])
         self._host_keys = [answer[0] for answer in answers]
         self._keepers = keepers_of_copies(self._host_keys)
-        if self._turn_off_if([answer[1] for answer in answers]) or not self._keepers:
+        # A state from before is read, even where nothing can be saved any more.
+        self._turn_off_if([answer[1] for answer in answers])
+        if not self._keepers:
             return
         assert self._connect is not None
         try:
@@ -122,8 +125,6 @@ class MemoryBackups:
         Raises:
             ValueError: On every worker, if the run cannot resume from it.
         """
-        if not self.is_on:
-            return None
         own = self._memory.headers(self._owner)
         answers = self._group.all_gather("states in memory", list(own))
         found = [[PartName(*name) for name in answer] for answer in answers]
@@ -140,7 +141,8 @@ class MemoryBackups:
         self._slot = 1 - self._held.name.slot if self._held else 0
         self._saved_step = self._held.name.step if self._held else 0
         token = self._held.name.token if self._held else None
-        self._memory.remove_others(token, self._kept_on_host())
+        if self.is_on:
+            self._memory.remove_others(token, self._kept_on_host())
         return newest
 
     def load(self, index: Index, load_plan: LoadPlan) -> None:

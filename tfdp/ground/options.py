@@ -15,6 +15,7 @@ ADASUM = "adasum"
 ALGORITHMS = ("auto", *FLAT_ALGORITHMS, "hierarchical", ADASUM)
 _ALGORITHMS_BY_LEVEL = {"inner": FLAT_ALGORITHMS, "outer": (*FLAT_ALGORITHMS, ADASUM)}
 BACKENDS = ("auto", "nccl", "ring", "direct", "mpi")
+ON_LOSS = ("stop", "continue")
 UNEVEN = ("join", "stop")
 GATHERS = ("allow", "error")
 COMMUNICATION_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
@@ -75,6 +76,12 @@ class CommunicationOptions:
             yields no batch while its processes are idle. With `None` workers wait
             indefinitely and warn, but only 60 seconds for a heartbeat. Defaults to
             `None`.
+        on_loss: String, what `fit` does if a worker is lost. `"stop"`: it raises an
+            error on all others. `"continue"`: the others continue from the newest
+            state that `BackupAndRestore` has saved, within the same call, on the same
+            global batches; for `backend="direct"`. Defaults to `"stop"`.
+        min_workers: Int, least number of workers with which `fit` continues. Defaults
+            to 1.
         uneven: String, what `fit` does if some workers have more batches than
             others. `"join"`: an epoch continues until the last worker has no batch
             left; workers without data add nothing, and every sample has the same
@@ -114,6 +121,8 @@ class CommunicationOptions:
     nodes: Sequence[str] | None = None
     links: Links | None = None
     timeout_seconds: float | None = None
+    on_loss: str = "stop"
+    min_workers: int = 1
     uneven: str = "join"
     sync_batch_norm: bool = False
     gathers: str = "allow"
@@ -134,6 +143,9 @@ class CommunicationOptions:
                 "`interface` must be the name or an address of a network interface, "
                 f"or None. Received: interface={self.interface!r}"
             )
+        _check_one_of("on_loss", self.on_loss, ON_LOSS)
+        least = checked_integer("min_workers", self.min_workers, 1)
+        object.__setattr__(self, "min_workers", least)
         _check_one_of("uneven", self.uneven, UNEVEN)
         _check_one_of("gathers", self.gathers, GATHERS)
         is_synchronized = checked_bool("sync_batch_norm", self.sync_batch_norm)

@@ -41,6 +41,9 @@ class Cluster:
             if `task_type` is `"chief"`. Defaults to `False`.
         rebalance: Bool, whether faster workers get more rows of a batch, from the
             `tfdp` key of `TF_CONFIG`. Defaults to `False`.
+        elastic: Int, least number of workers with which the job continues after the
+            loss of others, from the `tfdp` key of `TF_CONFIG`; or `None` if that is
+            left to the script. Defaults to `None`.
         secret: String, the secret that the launcher has given the workers of a job on
             several hosts in the `tfdp` key of `TF_CONFIG`; or `None`.
 
@@ -63,6 +66,7 @@ class Cluster:
     evaluators: tuple[str, ...] = ()
     has_chief: bool = False
     rebalance: bool = False
+    elastic: int | None = None
     secret: str | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +78,7 @@ class Cluster:
         _check_addresses(self.workers + self.evaluators)
         _check_index(self)
         _check_devices_per_worker(self.devices_per_worker)
+        _check_elastic(self.elastic)
         _check_rebalance(self.rebalance)
         _check_secret(self.secret)
 
@@ -149,7 +154,7 @@ class Cluster:
             "cluster": {name: tasks for name, tasks in jobs.items() if tasks},
             "task": {"type": self.task_type, "index": self.task_index},
         }
-        names = ("devices_per_worker", "rebalance", "secret")
+        names = ("devices_per_worker", "rebalance", "elastic", "secret")
         settings = {name: getattr(self, name) for name in names if getattr(self, name)}
         if settings:
             config["tfdp"] = settings
@@ -248,6 +253,16 @@ def _check_devices_per_worker(devices: object) -> None:
             "devices_per_worker (in the 'tfdp' key of TF_CONFIG) must be an int of "
             f"at least 1 and at most {_MOST_DEVICES}. "
             f"Received: devices_per_worker={tf_config.describe(devices)}"
+        )
+
+
+def _check_elastic(elastic: object) -> None:
+    """Raise unless the least number of workers is `None` or a positive int."""
+    is_int = isinstance(elastic, int) and not isinstance(elastic, bool)
+    if elastic is not None and (not is_int or elastic < 1):  # type: ignore[operator]
+        raise ValueError(
+            "elastic (in the 'tfdp' key of TF_CONFIG) must be an int of at least 1. "
+            f"Received: elastic={tf_config.describe(elastic)}"
         )
 
 

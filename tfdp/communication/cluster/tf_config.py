@@ -41,6 +41,7 @@ def parse(text: str) -> dict[str, Any] | None:
         "task_index": task_index,
         "devices_per_worker": settings.get("devices_per_worker"),
         "rebalance": settings.get("rebalance", False),
+        "elastic": settings.get("elastic"),
         "secret": settings.get("secret"),
         "evaluators": jobs["evaluator"],
         "has_chief": bool(jobs["chief"]),

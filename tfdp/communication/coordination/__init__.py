@@ -10,5 +10,6 @@ Reading order:
     tensorflow_server: TensorFlow's server, where its collectives are used
     checks: comparison of devices, versions, options, variables, plans and steps
     watch: heartbeats, failure detection, shutdown
+    survivors: agreement of the workers that are left after the loss of others
     preemption: signals that request a checkpoint and exit
 """

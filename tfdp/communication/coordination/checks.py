@@ -41,17 +41,14 @@ _LONGEST_VALUE = 60
 def check_same_setup(
     worker_group: WorkerGroup,
     devices: Sequence[str],
-    options: CommunicationOptions,
-    *,
-    rebalances: bool = False,
+    facts: dict[str, str],
 ) -> list[str]:
     """Raise on every worker if device counts, versions or options differ.
 
     Args:
         worker_group: `WorkerGroup`.
         devices: Sequence of strings, full names of the local devices.
-        options: `CommunicationOptions`.
-        rebalances: Bool, whether faster workers get more rows. Defaults to `False`.
+        facts: Dict, the result of `setup_facts`.
 
     Returns:
         List of strings, the devices of all workers in the order of ranks.
@@ -60,19 +57,6 @@ def check_same_setup(
         ValueError: If so; the message names the first worker that differs from
             worker 0.
     """
-    kinds = sorted({_compat.device_type(device) for device in devices})
-    facts = {
-        "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
-        # Only packages that define a step are compared; the version of Python does not
-        # change a step.
-        "TensorFlow version": tf.__version__,
-        "Keras version": keras.__version__,
-        "settings of `rebalance`": str(rebalances).lower(),
-    }
-    for field in dataclasses.fields(options):
-        # Timeouts and network interfaces may differ between workers.
-        if field.name not in ("timeout_seconds", "interface"):
-            facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
     setup = {"devices": list(devices), "facts": facts}
     messages = worker_group.all_gather("start-up", setup)
     first = messages[0]["facts"]
@@ -88,6 +72,35 @@ def check_same_setup(
         for rank, message in enumerate(messages)
         for device in message["devices"]
     ]
+
+
+def setup_facts(
+    devices: Sequence[str], options: CommunicationOptions, *, rebalances: bool = False
+) -> dict[str, str]:
+    """Return the facts of this process's set-up that must be the same on all workers.
+
+    Args:
+        devices: Sequence of strings, full names of the local devices.
+        options: `CommunicationOptions`.
+        rebalances: Bool, whether faster workers get more rows. Defaults to `False`.
+
+    Returns:
+        Dict from the name of a fact, for messages, to its value.
+    """
+    kinds = sorted({_compat.device_type(device) for device in devices})
+    facts = {
+        "devices per worker": f"{len(devices)} x {'/'.join(kinds)}",
+        # Only packages that define a step are compared; the version of Python does not
+        # change a step.
+        "TensorFlow version": tf.__version__,
+        "Keras version": keras.__version__,
+        "settings of `rebalance`": str(rebalances).lower(),
+    }
+    for field in dataclasses.fields(options):
+        # Timeouts and network interfaces may differ between workers.
+        if field.name not in ("timeout_seconds", "interface"):
+            facts[f"`{field.name}` options"] = repr(getattr(options, field.name))
+    return facts
 
 
 def _name_in_cluster(device: str, rank: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +15,16 @@ import tensorflow as tf
 from tfdp.communication.cluster import Cluster, find_cluster
 from tfdp.communication.cluster.devices import set_logical_cpus
 from tfdp.communication.cluster.limits import check_limits
-from tfdp.communication.store import Membership
+from tfdp.communication.coordination.preemption import PREEMPTED
+from tfdp.communication.store import JobRuns, Membership, ask_job
 from tfdp.ground import forks
 from tfdp.ground.options import CommunicationOptions
 
+# Longest wait for the other workers of a later cluster, by default.
+_REFORM_SECONDS = 60.0
+# Interval of the applications of a process that joins, and time without an answer after
+# which the job has ended.
+_APPLY_SECONDS, _JOB_ENDED_SECONDS = 0.2, 20.0
 # The membership of this process, if any.
 _memberships: list[Membership] = []
 
@@ -32,6 +40,10 @@ class Worker:
         devices: Sequence of device strings, the user's choice, or `None`.
         timeout_seconds: Float or `None`, the longest wait for other workers.
         membership: `Membership` in the cluster, or `None` on a single machine.
+        applies_to: `Cluster` of the running job that this process is to join in `fit`,
+            or `None`. Until then it is alone.
+        min_workers: Int, least number of workers with which training continues after
+            the loss of others, or `None` if it does not. Defaults to `None`.
     """
 
     cluster: Cluster | None
@@ -39,6 +51,8 @@ class Worker:
     devices: Sequence[str] | None
     timeout_seconds: float | None
     membership: Membership | None = None
+    applies_to: Cluster | None = None
+    min_workers: int | None = None
 
     @property
     def num_workers(self) -> int:
@@ -91,12 +105,34 @@ def start_worker(
         connects=options.backend in ("auto", "direct")
         and not tf.config.list_physical_devices("GPU"),
     )
+    least = cluster.elastic
+    if options.on_loss == "continue":
+        least = max(options.min_workers, cluster.elastic or 1)
+        if least > cluster.num_workers:
+            raise ValueError(
+                f"`min_workers` must be at most the number of workers, "
+                f"{cluster.num_workers}. Received: min_workers={least}"
+            )
+    limit = options.timeout_seconds
+    try:
+        if least and not _memberships and ask_job(cluster) is not None:
+            raise JobRuns
+        membership = _join(cluster, limit, may_run_already=least is not None)
+    except JobRuns:
+        resolver = resolver_of_environment(None)
+        return Worker(
+            None, resolver, devices, limit, applies_to=cluster, min_workers=least
+        )
+    if membership.generation:
+        # The job has lost workers since it started.
+        cluster, resolver = membership.cluster, None
     return Worker(
         cluster,
         resolver or _resolver(cluster),
         devices,
-        options.timeout_seconds,
-        _join(cluster, options.timeout_seconds),
+        limit,
+        membership,
+        min_workers=least,
     )
 
 
@@ -105,21 +141,146 @@ def num_joined_workers() -> int:
     return _memberships[0].cluster.num_workers if _memberships else 1
 
 
-def _join(cluster: Cluster, timeout_seconds: float | None) -> Membership:
+def reform(
+    worker: Worker, survivors: Sequence[int], applicants: Sequence[int] = ()
+) -> Worker:
+    """Join the next cluster of a job, after workers were lost or have applied.
+
+    Args:
+        worker: `Worker`, this process in the former cluster.
+        survivors: Sequence of ints, the former ranks of the workers that are left.
+        applicants: Sequence of ints, the ranks of the processes that are taken in, in
+            the cluster of all workers that the job may have.
+
+    Returns:
+        A `Worker`, with a new rank.
+
+    Raises:
+        TimeoutError: If another one of them does not come in time.
+    """
+    former, membership = worker.cluster, worker.membership
+    assert former is not None
+    assert membership is not None
+    origin = membership.origin
+    workers = [
+        *(former.workers[rank] for rank in survivors),
+        *(origin.workers[rank] for rank in applicants),
+    ]
+    generation = membership.generation + 1
+    return _enter(worker, origin, workers, generation)
+
+
+def take_part(
+    worker: Worker, facts: dict[str, str], timeout_seconds: float | None
+) -> Worker:
+    """Join the cluster of a running job, once its workers have taken this one in.
+
+    Args:
+        worker: `Worker`, this process, which applies.
+        facts: Dict of what must be the same on all workers.
+        timeout_seconds: Float or `None`, the longest wait. `None` means no limit.
+
+    Raises:
+        TimeoutError: If the job does not take it in in time.
+        ValueError: If the workers of the job have other facts.
+        SystemExit: If the job has ended.
+    """
+    origin = worker.applies_to
+    assert origin is not None
+    begin = heard = time.monotonic()
+    first: int | None = None
+    while True:
+        state = ask_job(origin, applies=True)
+        if state is not None:
+            heard = time.monotonic()
+            _check_facts(facts, state.facts)
+            first = min(state.generation, state.generation if first is None else first)
+            own = origin.workers[origin.rank]
+            if state.generation > first and own in state.workers:
+                workers = list(state.workers)
+                return _enter(worker, origin, workers, state.generation)
+        if time.monotonic() - heard > _JOB_ENDED_SECONDS:
+            print(
+                "tfdp: the job that this worker was to join has ended: none of its "
+                f"workers answers. Exit code {PREEMPTED}.",
+                file=sys.stderr,
+                flush=True,
+            )
+            raise SystemExit(PREEMPTED)
+        if timeout_seconds is not None and time.monotonic() - begin > timeout_seconds:
+            raise TimeoutError(
+                f"Waited {timeout_seconds:.0f} s for the running job to take this "
+                "worker in. It does so in `fit` with `BackupAndRestore`."
+            )
+        time.sleep(_APPLY_SECONDS)
+
+
+def _check_facts(own: dict[str, str], others: dict[str, str]) -> None:
+    """Raise if this process differs from the workers of the job that it is to join."""
+    for name, value in own.items():
+        if others.get(name, value) != value:
+            raise ValueError(
+                f"This worker cannot join the running job, which has other {name}: "
+                f"{others[name]}. Received: {value}"
+            )
+
+
+def _enter(
+    worker: Worker, origin: Cluster, workers: Sequence[str], generation: int
+) -> Worker:
+    """Join a later cluster of a job.
+
+    Args:
+        worker: `Worker`, this process as it was.
+        origin: `Cluster` of all workers that the job may have.
+        workers: Sequence of strings, `"host:port"` of each worker of the cluster.
+        generation: Int, how many clusters of the job came before it.
+    """
+    cluster = dataclasses.replace(
+        origin,
+        workers=tuple(workers),
+        has_chief=False,
+        task_type="worker",
+        task_index=list(workers).index(origin.workers[origin.rank]),
+    )
+    membership = _join(
+        cluster, worker.timeout_seconds or _REFORM_SECONDS, origin, generation
+    )
+    return dataclasses.replace(
+        worker,
+        cluster=cluster,
+        resolver=_resolver(cluster),
+        membership=membership,
+        applies_to=None,
+    )
+
+
+def _join(
+    cluster: Cluster,
+    timeout_seconds: float | None,
+    origin: Cluster | None = None,
+    generation: int = 0,
+    *,
+    may_run_already: bool = False,
+) -> Membership:
     """Join a cluster, unless this process has; leave another one that it was in.
 
     Args:
         cluster: `Cluster`.
         timeout_seconds: Float or `None`, longest wait for the other workers.
+        origin: `Cluster` of all workers that the job may have, or `None` for `cluster`.
+        generation: Int, how many clusters of the job came before.
+        may_run_already: Bool, see `Membership.join`. Defaults to `False`.
     """
-    if _memberships and _memberships[0].cluster == cluster:
+    if not generation and _memberships and _memberships[0].origin == cluster:
         return _memberships[0]
     for former in _memberships:
+        former.is_replaced = generation > 0
         former.leave()
     _memberships.clear()
-    membership = Membership(cluster)
+    membership = Membership(cluster, origin, generation)
     try:
-        membership.join(timeout_seconds)
+        membership.join(timeout_seconds, may_run_already=may_run_already)
     except BaseException:
         membership.leave()
         raise

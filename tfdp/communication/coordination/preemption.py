@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from tfdp.ground.forks import in_forks
@@ -20,6 +21,8 @@ _SIGNALS = tuple({signal.SIGTERM, SAVE_SIGNAL})
 _listening: weakref.WeakSet[PreemptionNotice] = weakref.WeakSet()
 # Seconds of training between two all-gathers of the workers' preemption notices.
 _ASK_SECONDS = 1.0
+# Time within which all workers receive a signal that is sent to all of them.
+_NOTICES_SECONDS = 0.2
 
 
 class PreemptionNotice:
@@ -78,7 +81,7 @@ def _restore_handlers() -> None:
 
 
 class PreemptionWatch:
-    """Agreement of all workers, at the same step, that one of them is preempted.
+    """Agreement of all workers, at the same step, that one is preempted or joins.
 
     Workers all-gather their notices about once a second. The step of the next
     all-gather follows from the speed of all workers, and so is the same on each.
@@ -86,10 +89,23 @@ class PreemptionWatch:
     Args:
         notice: `PreemptionNotice` of this worker.
         worker_group: `WorkerGroup` between the workers.
+        applicants: Callable that returns the processes that apply to this worker, a
+            list of ints. Defaults to none.
+
+    Attributes:
+        joining: List of ints, all processes that have applied by the last all-gather.
+        are_all_given: Bool, whether all workers had a notice then.
     """
 
-    def __init__(self, notice: PreemptionNotice, worker_group: Any) -> None:
+    def __init__(
+        self,
+        notice: PreemptionNotice,
+        worker_group: Any,
+        applicants: Callable[[], list[int]] = list,
+    ) -> None:
         self._notice = notice
+        self._applicants, self.joining = applicants, list[int]()
+        self.are_all_given = False
         self._worker_group = worker_group
         self._steps_between = self._next_step = 0
         self._last_step_and_time: tuple[int, float] | None = None
@@ -103,17 +119,33 @@ class PreemptionWatch:
                 `False`.
         """
         if self._worker_group.num_workers == 1:
-            return self._notice.is_given
+            self.joining = self._applicants()
+            self.are_all_given = self._notice.is_given
+            return self.are_all_given
         if step < self._next_step and not must_ask:
             return False
-        answer = [self._notice.is_given, self._rate(step)]
+        answer = [self._notice.is_given, self._rate(step), self._applicants()]
         answers = self._worker_group.all_gather("preemption", answer)
-        slowest = min(rate for _, rate in answers)
+        self.joining = sorted({rank for *_, ranks in answers for rank in ranks})
+        slowest = min(rate for _, rate, _ in answers)
         self._steps_between = min(
             max(int(slowest * _ASK_SECONDS), 1), 2 * self._steps_between + 1
         )
         self._next_step = step + self._steps_between
-        return any(is_given for is_given, _ in answers)
+        notices = [is_given for is_given, *_ in answers]
+        self.are_all_given = all(notices)
+        return any(notices)
+
+    def is_given_to_all(self, step: int) -> bool:
+        """Return whether all workers have a notice, after a short wait for the others'.
+
+        Args:
+            step: Int, see `is_given`.
+        """
+        if not self.are_all_given:
+            time.sleep(_NOTICES_SECONDS)
+            self.is_given(step, must_ask=True)
+        return self.are_all_given
 
     def _rate(self, step: int) -> float:
         """Return the steps per second since the last all-gather of notices."""

@@ -129,6 +129,15 @@ class ProgressRecorder:
         """String, description of the innermost loop's data source."""
         return (self._loops[-1].source if self._loops else "") or "the dataset"
 
+    def skip_epochs(self, epochs: int) -> None:
+        """Record that the loop continues after epochs of an interrupted run.
+
+        Args:
+            epochs: Int, number of epochs.
+        """
+        if self._loops:
+            self._loops[-1].epoch += epochs
+
     def epoch_begins(self) -> None:
         """Record that a loop begins an epoch."""
         if self._loops:
@@ -199,6 +208,11 @@ class ProgressRecorder:
         times = other.left_scopes.get(line, 0)
         is_same = other.num_answers == self._num_answers
         return is_same and times > self._left_scopes.get(line, 0)
+
+    def restart(self) -> None:
+        """Count from zero, as the other workers of a new cluster do."""
+        self._count = self._num_answers = 0
+        self._reductions, self._left_scopes = set(), {}
 
     def reduction_traced(self, signature: str) -> None:
         """Record a reduction of a traced step; the order does not matter.

@@ -19,7 +19,11 @@ _started: list[Cluster] = []
 
 
 def start_server(
-    cluster: Cluster, worker_group: WorkerGroup, options: CommunicationOptions
+    cluster: Cluster,
+    worker_group: WorkerGroup,
+    options: CommunicationOptions,
+    *,
+    may_change: bool,
 ) -> None:
     """Start TensorFlow's server on all workers, if any of them needs it.
 
@@ -30,9 +34,11 @@ def start_server(
         cluster: `Cluster` of this process.
         worker_group: `WorkerGroup` between the workers.
         options: `CommunicationOptions`.
+        may_change: Bool, whether training is to continue after the loss of workers.
 
     Raises:
-        ValueError: On all workers, if TensorFlow has already started on one of them.
+        ValueError: On all workers, if TensorFlow has already started on one of them, or
+            training is to continue without lost workers.
     """
     has_server = _started == [cluster]
     too_late = not has_server and _compat.is_context_initialized()
@@ -40,6 +46,12 @@ def start_server(
     found = worker_group.all_gather("start", [_needs_server(options), began])
     if has_server or not any(needs for needs, _ in found):
         return
+    if may_change:
+        raise ValueError(
+            '`on_loss="continue"` is for `backend="direct"` on CPUs: TensorFlow\'s own '
+            "collectives, NCCL's among them, cannot continue without a worker. Use "
+            '`on_loss="stop"` and `tfdp run --max-restarts`.'
+        )
     for rank, (_, began) in enumerate(found):
         if began:
             raise ValueError(

@@ -332,6 +332,11 @@ def remember_group(group: WorkerGroup) -> WorkerGroup:
     return group
 
 
+def forget_groups() -> None:
+    """Forget the latest groups: those of a cluster that another one replaces."""
+    _latest.clear()
+
+
 def latest_group() -> WorkerGroup | None:
     """Return the group of the latest strategy, preferring several workers.
 

@@ -175,7 +175,7 @@ class Account:
         self._seconds: dict[str, float] = {}
         self._num_attempts = 0
         self._is_done = self._has_backups = self._measures_communication = False
-        self._has_relaunched = False
+        self._has_relaunched = self._had_backups = False
         self._last: Moment | None = None
         self._launched: Moment | None = None
         self._furthest: Position | None = None
@@ -210,6 +210,7 @@ class Account:
             self._count(IDLE, since.since(self._last))
             self._count(RECOVERY, start.since(since))
         self._has_relaunched = not is_same_launch
+        self._had_backups = self._has_backups
         self._launched, self._last, self._is_done = since, start, False
         self._num_attempts += 1
         self._opening = [line]
@@ -248,7 +249,7 @@ class Account:
             line: Dict, the first line of the attempt that has steps.
         """
         is_first = (line["fit"], line["epoch"], line["first"]) == (1, 0, 0)
-        return is_first and self._has_backups and self._has_relaunched
+        return is_first and self._had_backups and self._has_relaunched
 
     def _class_of(self, name: str, line: dict[str, Any]) -> str:
         """Return the class of a job's time for a class of a line's time.

@@ -49,7 +49,8 @@ class _Goodput(Feature):
         """Begin to record a `fit` whose time has a ledger."""
         if loops.current() is not None:  # a callback of another `fit` runs this one
             return
-        self._num_fits += 1
+        callbacks = callback_list(fit.arguments.get("callbacks"))
+        self._num_fits += not any(getattr(c, "must_resume", False) for c in callbacks)
         self._end_measuring()  # an earlier `fit` may have failed before its first step
         directory = _directory_of(fit.arguments.get("callbacks"))
         launch = Launch.from_environment()
@@ -58,7 +59,9 @@ class _Goodput(Feature):
         if fit.strategy is not None:
             self._measure_steps(fit.model)
         extended = getattr(fit.strategy, "extended", None)
-        if extended is None or extended.worker_group.is_job_chief:
+        if extended is None or (
+            extended.worker_group.is_job_chief and not extended.is_applicant
+        ):
             self._record(fit, self._recorder_at(directory, launch))
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:

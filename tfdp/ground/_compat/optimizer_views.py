@@ -109,11 +109,16 @@ def with_local_value(variable: Any, replica: int) -> Any:
 
 def share_state(clone: Any, optimizer: Any) -> None:
     """Share an optimizer's counter, rate and decay exclusions with a clone."""
-    names = [
-        name for name in vars(optimizer) if name.startswith("_exclude_from_weight")
-    ]
-    for name in ("_iterations", "_learning_rate", "_distribution_strategy", *names):
+    for name in ("_iterations", "_learning_rate", "_distribution_strategy"):
         vars(clone)[name] = vars(optimizer)[name]
+    copy_exclusions(optimizer, clone)
+
+
+def copy_exclusions(optimizer: Any, clone: Any) -> None:
+    """Exclude the variables from weight decay that an optimizer excludes."""
+    for name in vars(optimizer):
+        if name.startswith("_exclude_from_weight"):
+            vars(clone)[name] = vars(optimizer)[name]
 
 
 def plain_clone(optimizer: Any) -> Any:

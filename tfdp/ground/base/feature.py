@@ -6,6 +6,7 @@ imports `tfdp.features.built_in`, which imports those of tfdp, when it calls hoo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable
@@ -77,6 +78,28 @@ class Feature:
             Int, or `None` if workers do not synchronize within an epoch.
         """
         return 1
+
+    def recover(
+        self,
+        name: str,
+        model: Any,
+        arguments: dict[str, Any],
+        error: Exception,
+        stack: contextlib.ExitStack,
+    ) -> bool:
+        """Prepare to run a loop again after an error; `fit` from its newest backup.
+
+        Args:
+            name: String, `"fit"`, `"evaluate"` or `"predict"`.
+            model: The Keras model.
+            arguments: Dict, the arguments of the call by name; changed in place.
+            error: The error that the loop has raised.
+            stack: `contextlib.ExitStack`, closed at the end of the call.
+
+        Returns:
+            Bool, whether the loop runs again; if not, the error is raised.
+        """
+        return False
 
     def after_fit(self, fit: Fit) -> None:
         """Release the resources of a `fit`, even if its training has failed."""

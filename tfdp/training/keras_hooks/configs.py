@@ -47,7 +47,9 @@ _TRAINING_CALLBACKS = (
 _MAX_ITEMS = 1000
 
 
-def configs_of(name: str, model: Any, callbacks: list) -> dict[str, Any]:
+def configs_of(
+    name: str, model: Any, callbacks: list, *, has_trained: bool = False
+) -> dict[str, Any]:
     """Collect the configs of the model, losses, metrics, optimizer and callbacks.
 
     Args:
@@ -55,6 +57,8 @@ def configs_of(name: str, model: Any, callbacks: list) -> dict[str, Any]:
         model: The Keras model.
         callbacks: List of callbacks. Only tfdp's, and those of Keras that set the
             learning rate or weights, are included.
+        has_trained: Bool, whether some workers have trained the model, which may have
+            changed learning rates, and others join now. Defaults to `False`.
 
     Returns:
         Dict of nests of dicts, lists and plain values.
@@ -73,7 +77,19 @@ def configs_of(name: str, model: Any, callbacks: list) -> dict[str, Any]:
         if name in ("fit", "train_on_batch"):
             collected["optimizer"] = _config(getattr(model, "optimizer", None))
             collected["callbacks"] = _callback_configs(callbacks)
+    if has_trained:
+        collected = _without_rates(collected)
     return json.loads(json.dumps(collected))
+
+
+def _without_rates(value: Any) -> Any:
+    """Return a nest of dicts and lists without the entries of learning rates."""
+    if isinstance(value, dict):
+        kept = {n: v for n, v in value.items() if n != "learning_rate"}
+        return {name: _without_rates(each) for name, each in kept.items()}
+    if isinstance(value, list):
+        return [_without_rates(each) for each in value]
+    return value
 
 
 def fingerprint(configs: dict[str, Any]) -> str:
@@ -219,12 +235,19 @@ def _callback_configs(callbacks: list) -> list[dict[str, Any]]:
     return [
         {
             "class_name": type(callback).__name__,
-            **{name: _config(getattr(callback, name)) for name in names},
+            **{name: _setting(callback, name) for name in names},
         }
         for callback in callbacks
         for names in [_compared_settings(callback)]
         if names is not None
     ]
+
+
+def _setting(callback: Any, name: str) -> Any:
+    """Return a setting of a callback in a comparable form."""
+    value = _config(getattr(callback, name))
+    # Keras changes its sign at the end of the first epoch.
+    return abs(value) if name == "min_delta" else value
 
 
 def _compared_settings(callback: Any) -> tuple[str, ...] | None:

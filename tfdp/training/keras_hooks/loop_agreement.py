@@ -87,7 +87,8 @@ def agree_on_loop(
             facts["problem"] = find_callback_problem(callbacks, arguments)
         facts["callbacks"] = tfdp_callback_names(callbacks)
         facts["each_batch"] = decide_per_batch(callbacks)
-    own_configs = configs.configs_of(name, model, callbacks)
+    has_trained = strategy.extended.generation > 0
+    own_configs = configs.configs_of(name, model, callbacks, has_trained=has_trained)
     gathered = _compare_workers(
         strategy, name, model, facts, own_configs, _values_of(arguments)
     )

@@ -60,11 +60,33 @@ _FUNCTION_OF_LOOP = {
 def run_loop(
     name: str, original: Callable, model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run `fit`, `evaluate` or `predict`, after the workers have agreed on the loop."""
+    """Run `fit`, `evaluate` or `predict`; again after an error if a feature can."""
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    arguments = bound.arguments
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                # Each attempt changes its arguments.
+                attempt = inspect.BoundArguments(bound.signature, arguments.copy())
+                return _begin_loop(name, original, model, attempt)
+            except Exception as error:
+                if not any(
+                    feature.recover(name, model, arguments, error, stack)
+                    for feature in registered()
+                ):
+                    raise
+
+
+def _begin_loop(
+    name: str, original: Callable, model: Any, bound: inspect.BoundArguments
+) -> Any:
+    """Run a loop in the contexts that record its progress and explain its errors.
+
+    The arguments are those of `_run_loop`.
+    """
     strategy = strategy_of(model)
     if strategy is not None:
         strategy.extended.worker_group.owner.check(f"`{name}`")
-    bound = inspect.signature(original).bind(model, *args, **kwargs)
     resuming = (
         backup_callbacks(bound.arguments.get("callbacks")) if name == "fit" else []
     )
@@ -350,9 +372,14 @@ def make_function(
         step = _with_empty_last_step(model, compute)
         for feature in registered():
             step = feature.wrap_step(model, step)
-    step.made_after = num_conversions()
+    step.made_after = _trace_conditions(model)
     setattr(model, name, step)
     return result
+
+
+def _trace_conditions(model: Any) -> tuple[int, int]:
+    """Return what makes traced steps of a model outdated when it changes."""
+    return num_conversions(), model.distribute_strategy.extended.generation
 
 
 def _build_for_predict(model: Any, batch: Any) -> None:
@@ -399,7 +426,7 @@ def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
 
 
 def _drop_stale_function(model: Any, name: str) -> None:
-    """Discard the function of a step if parameters were sharded after its trace.
+    """Discard the function of a step if shards or workers changed after its trace.
 
     Args:
         model: The Keras model.
@@ -407,7 +434,8 @@ def _drop_stale_function(model: Any, name: str) -> None:
     """
     attribute = _FUNCTION_OF_LOOP[name]
     function = getattr(model, attribute, None)
-    if getattr(function, "made_after", num_conversions()) != num_conversions():
+    made_after = getattr(function, "made_after", None)
+    if made_after is not None and made_after != _trace_conditions(model):
         setattr(model, attribute, None)
 
 

@@ -301,6 +301,23 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             **self.sharding_options.config,
         }
 
+    def renewed(self) -> DistributedOptimizer:
+        """Return an optimizer with the same settings, and without state."""
+        inner = self.inner_optimizer
+        optimizer = type(inner).from_config(inner.get_config())
+        _compat.copy_exclusions(inner, optimizer)
+        return type(self)(
+            optimizer,
+            accumulation_steps=self.accumulation_steps,
+            loss_scale=self.loss_scaling,
+            name=self.name,
+            **self.sharding_options.config,
+        )
+
+    def forget_traces(self) -> None:
+        """Drop traced functions, whose replicas have changed."""
+        self._traces.drop()
+
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Create an optimizer from its config."""

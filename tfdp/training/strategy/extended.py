@@ -25,11 +25,29 @@ from tfdp.communication.collectives import (
     device_positions,
     timing,
 )
-from tfdp.communication.coordination.checks import agreed_topology, check_same_setup
-from tfdp.communication.coordination.join import Worker
+from tfdp.communication.coordination.checks import (
+    agreed_topology,
+    check_same_setup,
+    setup_facts,
+)
+from tfdp.communication.coordination.join import Worker, reform, take_part
+from tfdp.communication.coordination.progress import progress
+from tfdp.communication.coordination.survivors import find_survivors
 from tfdp.communication.coordination.tensorflow_server import start_server
-from tfdp.communication.coordination.watch import Watchdog, watch, watch_data
-from tfdp.communication.coordination.worker_group import WorkerGroup, remember_group
+from tfdp.communication.coordination.watch import (
+    ClusterChanges,
+    Watchdog,
+    WorkerLost,
+    WorkersJoin,
+    watch,
+    watch_data,
+)
+from tfdp.communication.coordination.worker_group import (
+    WorkerGroup,
+    forget_groups,
+    remember_group,
+)
+from tfdp.communication.store import own_version
 from tfdp.ground import _compat
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.topology import Topology
@@ -48,6 +66,7 @@ from tfdp.training.replicas.variables import (
 )
 from tfdp.training.strategy.cross_device_ops import CrossDeviceOps
 from tfdp.training.strategy.transports import (
+    close_all,
     connect_workers,
     host_transport,
     new_transport,
@@ -178,6 +197,25 @@ class ReplicaExtended:
             Reducer(self.host_group, rank, self.options, self.worker_group),
             self._collective_keys,
         )
+
+    @property
+    def generation(self) -> int:
+        """Int, how many clusters of the job came before this one."""
+        return 0
+
+    @property
+    def continues_after_loss(self) -> bool:
+        """Bool, whether training continues after the loss of workers."""
+        return False
+
+    def applicants(self) -> list[int]:
+        """Return the processes that ask to be taken into the job: none by default."""
+        return []
+
+    @property
+    def is_applicant(self) -> bool:
+        """Bool, whether this process is alone, and joins a running job in `fit`."""
+        return False
 
     def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
         """Create one of tfdp's variables, in a deferred scope a sharded parameter."""
@@ -329,10 +367,24 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         self, container_strategy: Any, worker: Worker, options: CommunicationOptions
     ) -> None:
         self.options = options
-        self.worker = worker
         self.new_variables = NewVariables()
+        # What must be the same on all workers, also on those that join later.
+        self.facts: dict[str, str] = {"version of tfdp": own_version()}
+        self._enter(worker)
+        super().__init__(
+            container_strategy,
+            cluster_resolver=worker.resolver,
+            communication_options=_compat.StockOptions(),
+        )
+        self._connect()
+
+    def _enter(self, worker: Worker) -> None:
+        """Set this process's place in its cluster, and watch the other workers."""
+        self.worker = worker
         self._watchdog: Watchdog | None = None
         membership = worker.membership
+        if membership is not None:
+            membership.facts = self.facts
         self.worker_group = remember_group(
             WorkerGroup(
                 worker.rank,
@@ -346,23 +398,116 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
                 self.worker_group, membership, worker.timeout_seconds
             )
             watch_transports(self._watchdog)
-            start_server(membership.cluster, self.worker_group, options)
-        super().__init__(
-            container_strategy,
-            cluster_resolver=worker.resolver,
-            communication_options=_compat.StockOptions(),
+            self._watchdog.outlives_losses = worker.min_workers is not None
+            start_server(
+                membership.cluster,
+                self.worker_group,
+                self.options,
+                may_change=worker.min_workers is not None,
+            )
+
+    def _connect(self) -> None:
+        """Compare the workers' set-up, and connect their replicas."""
+        worker = self.worker
+        self.facts |= setup_facts(
+            self.worker_devices, self.options, rebalances=worker.rebalances
         )
         all_devices = check_same_setup(
-            self.worker_group,
-            self.worker_devices,
-            options,
-            rebalances=worker.rebalances,
+            self.worker_group, self.worker_devices, self.facts
         )
         if worker.rebalances:
             self.balance = LoadBalancer(worker.num_workers, len(self.worker_devices))
         align_group_keys(functools.partial(self.worker_group.all_gather, "group keys"))
         hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
         self._set_up_communication(worker.rank, hosts, all_devices)
+        self._check_transport()
+
+    def _check_transport(self) -> None:
+        """Raise if training cannot continue after a loss, as it is to.
+
+        TensorFlow's own collectives are aborted when a worker is lost.
+        """
+        if self.worker.membership is None or self.worker_group.num_workers == 1:
+            return
+        name = self.group.transport.name
+        if name == "mpi" and self.continues_after_loss:
+            raise ValueError(
+                '`on_loss="continue"` is for `backend="direct"`: MPI ends all '
+                'processes of a job with one of them. Use `on_loss="stop"`.'
+            )
+        if name not in ("direct", "mpi"):
+            assert self._watchdog is not None
+            self._watchdog.closers.append(_compat.abort_collectives)
+
+    @property
+    def generation(self) -> int:
+        """Int, how many clusters of the job came before this one."""
+        membership = self.worker.membership
+        return 0 if membership is None else membership.generation
+
+    @property
+    def continues_after_loss(self) -> bool:
+        """Bool, whether training continues after the loss of workers."""
+        return self.worker.min_workers is not None
+
+    def applicants(self) -> list[int]:
+        """Return the processes that ask to be taken into the job, see `Membership`."""
+        membership = self.worker.membership
+        return [] if membership is None else membership.applicants()
+
+    @property
+    def is_applicant(self) -> bool:
+        """Bool, whether this process is alone, and joins a running job in `fit`."""
+        return self.worker.applies_to is not None
+
+    def change_cluster(self, change: ClusterChanges) -> None:
+        """Form the groups anew, after workers were lost or have applied.
+
+        Variables keep their values, which may differ between workers. Functions traced
+        before must not run any more.
+
+        Args:
+            change: `ClusterChanges`, the reason.
+
+        Raises:
+            RuntimeError: If the workers that are left may not continue.
+            TimeoutError: If another worker does not come in time.
+        """
+        if self.is_applicant:
+            self.worker = take_part(
+                self.worker, self.facts, self.worker.timeout_seconds
+            )
+        else:
+            self.worker = self._next_worker(self.worker, change)
+        while self.worker.membership is not None and self.worker.membership.absent:
+            # More were lost meanwhile.
+            self.worker = self._next_worker(self.worker, ClusterChanges())
+        self.new_variables = NewVariables()
+        progress.restart()
+        forget_groups()
+        self._enter(self.worker)
+        self._initialize_strategy(self.worker.resolver, devices=None)
+        self._connect()
+
+    def _next_worker(self, worker: Worker, change: ClusterChanges) -> Worker:
+        """Agree with the workers that are left on the next cluster, and join it.
+
+        Args:
+            worker: `Worker`, this process in the former cluster.
+            change: `ClusterChanges`, the reason.
+        """
+        assert worker.membership is not None
+        close_all()
+        lost = [change.rank] if isinstance(change, WorkerLost) else []
+        applicants = change.applicants if isinstance(change, WorkersJoin) else []
+        survivors, applicants = find_survivors(
+            worker.membership,
+            lost,
+            applicants,
+            worker.min_workers or 1,
+            worker.timeout_seconds,
+        )
+        return reform(worker, survivors, applicants)
 
     def explaining(self) -> contextlib.AbstractContextManager:
         """Return a context that names the lost worker in errors of TensorFlow."""

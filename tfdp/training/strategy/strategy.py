@@ -112,6 +112,11 @@ class _Strategy:
             The results of `fn`, one value per replica.
         """
         self.extended.worker_group.owner.check("`strategy.run`")
+        if loops.current() is None and self.extended.is_applicant:
+            raise RuntimeError(
+                "This worker is to join a running job, which it can only in `fit`: "
+                "until then it does not train by itself. Start all workers again."
+            )
         if loops.current() is None:
             # Keras's loops have synchronized new variables when they began.
             synchronized_scope.synchronize_new_variables(self)
@@ -227,7 +232,8 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         if cluster_resolver is None:
             _warn_of_processes_apart(worker.cluster or find_cluster())
         for feature in registered():
-            feature.on_strategy(worker.rank)
+            # A process that joins is not the first one of its job.
+            feature.on_strategy(worker.rank + (worker.applies_to is not None))
         extended = MultiWorkerReplicaExtended(self, worker=worker, options=options)
         tf.distribute.Strategy.__init__(self, extended)
         random_seed.agree_on_seed(self)

@@ -76,7 +76,7 @@ def new_transport(
         new_group, connect = functools.partial(new_communicator, mesh), mesh.connect
     transport = ProcessTransport(name, worker_group.rank, new_group, connect)
     # Transports are closed before the exit functions of communicators run.
-    forks.at_exit(_close_at_exit)
+    forks.at_exit(close_all)
     _transports.add(transport)
     return transport
 
@@ -109,11 +109,14 @@ def close_transports(reason: str = "") -> None:
         mesh.close(reason)
 
 
-def _close_at_exit() -> None:
-    """Close all transports, so that their threads end before the interpreter."""
+def close_all() -> None:
+    """Close and forget all transports, also the threads of those of this process."""
     close_transports()
     for transport in list(_transports):
         transport.close()
+    _meshes.clear()
+    _transports.clear()
+    _communicators.clear()
 
 
 def connect_workers(

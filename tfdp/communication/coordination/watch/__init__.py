@@ -21,8 +21,10 @@ from types import TracebackType
 from tfdp.communication.coordination.watch.data_watch import DataWatchdog
 from tfdp.communication.coordination.watch.errors import (
     COLLECTIVE_FAILED,
+    ClusterChanges,
     NotConnected,
     WorkerLost,
+    WorkersJoin,
 )
 from tfdp.communication.coordination.watch.recorder import listen
 from tfdp.communication.coordination.watch.watchdog import Watchdog
@@ -31,9 +33,11 @@ from tfdp.communication.store import Membership
 
 __all__ = [
     "COLLECTIVE_FAILED",
+    "ClusterChanges",
     "NotConnected",
     "Watchdog",
     "WorkerLost",
+    "WorkersJoin",
     "watch",
     "watch_data",
 ]

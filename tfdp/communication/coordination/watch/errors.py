@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 import tensorflow as tf
+
+from tfdp.ground.text import pluralize
 
 # Exit code of a worker that its watchdog has ended: EX_UNAVAILABLE of sysexits.h.
 EXIT_CODE = 69
@@ -15,8 +18,35 @@ COLLECTIVE_FAILED = "a collective between workers failed"
 SCRIPT_ENDED = "its script has ended"
 
 
-class WorkerLost(RuntimeError):
-    """Error: another worker has died, hangs or cannot be reached."""
+class ClusterChanges(RuntimeError):
+    """Error: the workers of a job change."""
+
+
+class WorkersJoin(ClusterChanges):
+    """Error: processes join the job, of which this one may be one.
+
+    Args:
+        applicants: Sequence of ints, their ranks among all workers that the job may
+            have. Defaults to none, in a process that joins.
+    """
+
+    def __init__(self, applicants: Sequence[int] = ()) -> None:
+        number = pluralize(len(applicants), "worker")
+        super().__init__(f"{number} joined the job.")
+        self.applicants = applicants
+
+
+class WorkerLost(ClusterChanges):
+    """Error: another worker has died, hangs or cannot be reached.
+
+    Args:
+        text: String, the message.
+        rank: Int, rank of the worker.
+    """
+
+    def __init__(self, text: str, rank: int) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 class NotConnected(tf.errors.UnavailableError):

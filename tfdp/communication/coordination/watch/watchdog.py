@@ -22,6 +22,7 @@ from tfdp.communication.coordination.progress import WorkerProgress, progress
 from tfdp.communication.coordination.watch.data_watch import DataWatch, end_process
 from tfdp.communication.coordination.watch.errors import (
     COLLECTIVE_FAILED,
+    ClusterChanges,
     NotConnected,
     WorkerFailure,
     WorkerLost,
@@ -33,7 +34,6 @@ from tfdp.communication.coordination.watch.heartbeat import Heartbeat
 from tfdp.communication.coordination.watch.recorder import FlightRecorder
 from tfdp.communication.coordination.watch.stragglers import StragglerCheck
 from tfdp.communication.store import HostLost, Membership
-from tfdp.ground import _compat
 from tfdp.ground.forks import Owner
 
 DEFAULT_LIMIT_SECONDS = 60.0
@@ -114,6 +114,9 @@ class Watchdog(threading.Thread):
         self._may_have_ended = False
         # Set when the main thread has raised the error.
         self._is_raised = threading.Event()
+        # Whether training continues after a loss: the main thread may take long until
+        # it raises the error, and the process is not ended before the limit.
+        self.outlives_losses = False
         # Callables that close connections of tfdp, with a reason.
         self.closers: list[Callable[[str], None]] = []
         # Returns the reason that a collective over tfdp's connections has failed, or
@@ -169,8 +172,8 @@ class Watchdog(threading.Thread):
                 raise self._error(place, bucket_of_error(str(error))) from error
             self._heartbeat.last_error = _describe(error)
             return
-        if isinstance(error, WorkerLost):
-            self._is_raised.set()  # a thread beside the main one has found it
+        if isinstance(error, ClusterChanges):
+            self._is_raised.set()  # a thread beside the main one may have found a loss
             return  # all workers end in this way, so nothing is published
         if isinstance(error, SystemExit) and error.code == PREEMPTED:
             return
@@ -233,7 +236,8 @@ class Watchdog(threading.Thread):
         """
         self._look_for_failure(rank, is_over)
         if self._failure is not None:
-            raise WorkerLost(self._message(self._failure, "", call=call))
+            message = self._message(self._failure, "", call=call)
+            raise WorkerLost(message, self._failure.rank)
 
     def _look_for_failure(self, rank: int, is_over: bool) -> None:
         """Set the failure if a worker that this one waits for is lost.
@@ -274,7 +278,8 @@ class Watchdog(threading.Thread):
         self._recorder.wait()
         self._heartbeat.has_left = self._has_left = True
         self._wakes.set()
-        self._heartbeat.beat_now(_LEAVE_SECONDS)
+        if not self.membership.is_replaced:
+            self._heartbeat.beat_now(_LEAVE_SECONDS)
 
     def _await_failure(self, seconds: float = _DIAGNOSIS_SECONDS) -> bool:
         """Wait until the loss of a worker is known; return whether one is lost.
@@ -301,7 +306,8 @@ class Watchdog(threading.Thread):
         failure = self._failure
         assert failure is not None
         self._is_raised.set()
-        return WorkerLost(self._message(failure, place, bucket, call))
+        message = self._message(failure, place, bucket, call)
+        return WorkerLost(message, failure.rank)
 
     def _message(
         self, failure: WorkerFailure, place: str, bucket: str = "", call: str = ""
@@ -380,16 +386,19 @@ class Watchdog(threading.Thread):
             store.fail(f"The store of the job is lost: {reason}.")
         else:
             self._heartbeat.beat_now(_GRACE_SECONDS / 2)
+        if self._has_left:
+            return  # what is open now belongs to the next cluster
         for close in self.closers:
             close(reason)
-        _compat.abort_collectives(reason)
         # Outside of Keras's loops, the next collective raises TensorFlow's error, and a
         # script without another collective may end normally: the process is not ended.
         is_own = failure.rank == self._rank and failure.own
         while not (place := progress.current.name) and not is_own:
             if self._is_raised.wait(_POLL_SECONDS):
                 return
-        if not self._is_raised.wait(_GRACE_SECONDS):
+        limit = self._detector.limit_seconds
+        grace = max(limit, _GRACE_SECONDS) if self.outlives_losses else _GRACE_SECONDS
+        if not self._is_raised.wait(grace):
             self._recorder.wait()
             end_process(self._message(failure, place))
 

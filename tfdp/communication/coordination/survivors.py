@@ -1,0 +1,172 @@
+"""Agreement of the workers that are left after the loss of others."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tfdp.communication.cluster import describe_workers
+from tfdp.communication.connection.handshake import ConnectionFailed
+from tfdp.communication.coordination.clock import clock
+from tfdp.communication.store import HostLost, Membership
+from tfdp.ground.text import pluralize
+
+# Interval at which a worker that waits for the others asks which are missing, and
+# pause before the store is looked for again.
+_CHECK_SECONDS, _RETRY_SECONDS = 0.25, 0.1
+# Longest wait for a worker whose port still accepts connections, by default.
+_LIMIT_SECONDS = 60.0
+
+
+def find_survivors(
+    membership: Membership,
+    lost: Sequence[int],
+    applicants: Sequence[int],
+    min_workers: int,
+    limit_seconds: float | None = None,
+) -> tuple[list[int], list[int]]:
+    """Agree with the other workers on which of them are left, and who joins them.
+
+    The host of the store decides, and a copy of its answer survives its own end.
+
+    Args:
+        membership: `Membership` of this process in the cluster that has lost workers.
+        lost: Sequence of ints, ranks of workers that are known to be lost.
+        applicants: Sequence of ints, ranks of the processes that join, among all
+            workers that the job may have.
+        min_workers: Int, least number of workers that may continue. If too few are
+            left, they wait for others to join.
+        limit_seconds: Float or `None`, longest wait for a worker that may still come.
+            Defaults to `None`, 60 seconds.
+
+    Returns:
+        Tuple of two lists of ints: ranks of the workers that are left, in order, and of
+        the processes that join them.
+
+    Raises:
+        RuntimeError: If there are too few, or the others may continue, too, on the
+            other side of a network that is cut.
+        HostLost: If the store is lost.
+    """
+    limit = limit_seconds or _LIMIT_SECONDS
+    begin = clock.now()
+    while True:
+        try:
+            survivors, joining = _agree(membership, lost, applicants, limit)
+            break
+        except HostLost:
+            # Both workers with a copy of the store are lost.
+            if clock.now() - begin > limit:
+                raise
+        with contextlib.suppress(ConnectionFailed):
+            membership.restart_store(lost)
+        time.sleep(_RETRY_SECONDS)
+    if len(survivors) + len(joining) >= min_workers:
+        return survivors, joining
+    return survivors, _await_applicants(membership, survivors, min_workers, limit)
+
+
+def _agree(
+    membership: Membership, lost: Sequence[int], applicants: Sequence[int], limit: float
+) -> tuple[list[int], list[int]]:
+    """Agree on the workers that are left, and on those that join, over the store.
+
+    The arguments are those of `find_survivors`.
+    """
+    if lost:
+        membership.store.expel(list(lost))
+    came = _gather(membership, "who is left", list(applicants), limit)
+    joining = sorted({rank for value in came if value is not None for rank in value})
+    gone = [rank for rank, value in enumerate(came) if value is None]
+    # One process decides what all others see: that of the store's host.
+    seen = _gather(membership, "who has ended", membership.ended(gone), limit)
+    survivors = [rank for rank, value in enumerate(seen) if value is not None]
+    ended = {rank for value in seen if value is not None for rank in value}
+    _check_majority(membership, survivors, ended)
+    return survivors, joining
+
+
+def _await_applicants(
+    membership: Membership, survivors: Sequence[int], min_workers: int, limit: float
+) -> list[int]:
+    """Wait until enough processes have applied, and return which join.
+
+    The arguments are those of `find_survivors`.
+    """
+    cluster = membership.cluster
+    left = (
+        f"{pluralize(len(survivors), 'worker')} of {cluster.num_workers} "
+        f"{'is' if len(survivors) == 1 else 'are'} left, and `min_workers` is "
+        f"{min_workers}"
+    )
+    if cluster.rank == survivors[0]:
+        print(f"tfdp: {left}: waiting for others to join.", file=sys.stderr, flush=True)
+    begin = clock.now()
+    lost = sorted(set(range(cluster.num_workers)) - set(survivors))
+    for number in itertools.count():
+        own = membership.applicants(lost)
+        answers = _gather(membership, f"join {number}", own, limit)
+        found = {rank for answer in answers for rank in answer or ()}
+        if len(survivors) + len(found) >= min_workers:
+            return sorted(found)
+        # The first worker's clock counts for all.
+        is_over = clock.now() - begin > limit
+        answers = _gather(membership, f"wait {number}", is_over, limit)
+        if answers[survivors[0]] is not False:
+            break
+        time.sleep(_CHECK_SECONDS)
+    raise RuntimeError(
+        f"{left}; none joined within {limit:.0f} s. Start the job again: it resumes "
+        "from its newest backup."
+    )
+
+
+def _gather(
+    membership: Membership, topic: str, value: Any, limit_seconds: float
+) -> list[Any]:
+    """Gather a value of each worker that is left, and `None` for the others.
+
+    Args:
+        membership: `Membership` of this process.
+        topic: String, key of the values.
+        value: Value of this worker, which JSON must support.
+        limit_seconds: Float, longest wait for a worker that may still come.
+    """
+    cluster, store = membership.cluster, membership.store
+    gathering = store.gather(topic, json.dumps(value), is_of_living=True)
+    begin = clock.now()
+    # The loss that is known already must not end the wait.
+    while (texts := gathering.texts(_CHECK_SECONDS, may_wake=False)) is None:
+        missing = [rank for rank in gathering.missing() if rank != cluster.rank]
+        is_over = clock.now() - begin > limit_seconds
+        if gone := missing if is_over else membership.ended(missing):
+            store.expel(gone)
+    return [None if text is None else json.loads(text) for text in texts]
+
+
+def _check_majority(
+    membership: Membership, survivors: Sequence[int], ended: set[int]
+) -> None:
+    """Raise unless only the workers that are left can continue.
+
+    Workers that were not seen to end may continue on the other side of a network that
+    is cut: so only a majority may, or one half, the one with the first worker.
+
+    Args:
+        membership: `Membership` of this process.
+        survivors: Sequence of ints, ranks of the workers that are left.
+        ended: Set of ints, ranks of the workers whose processes have ended.
+    """
+    cluster = membership.cluster
+    lost = [rank for rank in range(cluster.num_workers) if rank not in survivors]
+    has_majority = 2 * len(survivors) + (0 in survivors) > cluster.num_workers
+    if not has_majority and not ended.issuperset(lost):
+        raise RuntimeError(
+            f"Lost the connection to {describe_workers(cluster, lost)}, which may "
+            "still run: as the smaller part of the job, this worker does not continue."
+        )

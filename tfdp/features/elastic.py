@@ -1,0 +1,276 @@
+"""Training that continues after the loss of workers: `on_loss="continue"`.
+
+The workers that are left form a new cluster within `fit`, and run it again from the
+newest state that `BackupAndRestore` has saved. To the user's callbacks it is one call.
+A process that joins a running job begins `fit` alone, without the user's callbacks,
+until everything is built; then it runs it again with the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.communication.coordination.watch import ClusterChanges, WorkerLost
+from tfdp.ground import _compat
+from tfdp.ground.base import loops
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.base.feature import Feature, Fit, register
+from tfdp.ground.base.wrappers import other_optimizers
+from tfdp.ground.text import pluralize
+from tfdp.training.keras_hooks import configs
+from tfdp.training.keras_hooks.worker_callbacks import (
+    backup_callbacks,
+    callback_list,
+    other_callbacks,
+)
+from tfdp.training.optimizer.distributed import DistributedOptimizer
+from tfdp.training.parameters.sharded_parameter import sharded_parameter
+from tfdp.training.replicas import random_seed
+
+# Modules of callbacks that begin again with each attempt of `fit`.
+_OWN = "tfdp."
+# Arguments of `fit` that must be the same for a worker that joins.
+_COMPARED = (
+    "batch_size",
+    "epochs",
+    "initial_epoch",
+    "steps_per_epoch",
+    "validation_split",
+    "validation_steps",
+    "validation_freq",
+)
+
+
+class Elastic(Feature):
+    """Runs `fit` again, with the workers that are left, after the loss of others."""
+
+    def __init__(self) -> None:
+        self._num_fits = 0
+        # The user's callbacks that have begun on this worker in the present `fit`.
+        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def choose_callbacks(self, fit: Fit) -> None:
+        """Check that `fit` can continue after a loss; record what joiners compare.
+
+        Raises:
+            ValueError: If it cannot.
+        """
+        if not _continues(fit.strategy) or loops.current() is not None:
+            return
+        callbacks = fit.arguments.get("callbacks")
+        if any(callback.must_resume for callback in backup_callbacks(callbacks)):
+            return
+        if problem := _obstacle(fit):
+            raise ValueError(f'`on_loss="continue"` {problem}')
+        self._num_fits += 1
+        extended = fit.strategy.extended
+        extended.facts["number of the call of `fit`"] = str(self._num_fits)
+        extended.facts["model, callbacks or arguments of `fit`"] = _digest(fit)
+        if extended.is_applicant:
+            fit.arguments["callbacks"] = [
+                c for c in callback_list(callbacks) if not _is_of_user(c)
+            ]
+
+    def recover(
+        self,
+        name: str,
+        model: Any,
+        arguments: dict[str, Any],
+        error: Exception,
+        stack: contextlib.ExitStack,
+    ) -> bool:
+        """Form a new cluster of the workers that are left, if one was lost."""
+        strategy = strategy_of(model)
+        if not isinstance(error, ClusterChanges) or not _continues(strategy):
+            return False
+        if loops.current() is not None:
+            return False  # the `fit` whose callback runs this loop recovers
+        if name != "fit" and not _can_begin_again(model, arguments.get("x")):
+            return False
+        extended = strategy.extended
+        own, before = extended.worker_group.rank, extended.worker_group.num_workers
+        if isinstance(error, WorkerLost) and error.rank == own:
+            return False  # the others have given this worker up
+        begin = time.monotonic()
+        while True:
+            try:
+                extended.change_cluster(error)
+                random_seed.agree_on_seed(strategy)
+                break
+            except ClusterChanges as change:  # meanwhile another one was lost
+                error = change
+        _renew_optimizers(model)
+        if name == "fit":
+            self._continue_callbacks(arguments.get("callbacks"), stack)
+        group = extended.worker_group
+        if group.is_chief:
+            what, _, _ = str(error).partition(" The other workers cannot")
+            goes_on = (
+                "Training continues" if name == "fit" else f"`{name}` begins again"
+            )
+            print(
+                f"tfdp: {what} {goes_on} with "
+                f"{pluralize(group.num_workers, 'worker')} instead of {before}, after "
+                f"{time.monotonic() - begin:.1f} s.",
+                file=sys.stderr,
+                flush=True,
+            )
+        return True
+
+    def after_fit(self, fit: Fit) -> None:
+        """Remember which callbacks have begun, those that ran on this worker."""
+        self._begun = weakref.WeakSet(other_callbacks(fit.arguments.get("callbacks")))
+
+    def _continue_callbacks(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
+        """Let callbacks continue rather than begin in the next attempt.
+
+        Args:
+            callbacks: The callbacks argument of the call of `fit`.
+            stack: `contextlib.ExitStack`, closed at the end of that call.
+        """
+        for callback in filter(_is_of_user, callback_list(callbacks)):
+            if callback in self._begun:
+                stack.enter_context(_without_begin(callback))
+            elif isinstance(callback, keras.callbacks.CSVLogger):
+                # Another worker has written the file so far.
+                callback.append = True
+        for callback in backup_callbacks(callbacks):
+            callback.must_resume = True
+            stack.callback(setattr, callback, "must_resume", False)
+
+
+@contextlib.contextmanager
+def _without_begin(callback: Any) -> Iterator[None]:
+    """Replace `on_train_begin` of a callback by a function that does nothing."""
+    missing = object()
+    before = vars(callback).get("on_train_begin", missing)
+    callback.on_train_begin = lambda logs=None: None
+    try:
+        yield
+    finally:
+        del callback.on_train_begin
+        if before is not missing:
+            callback.on_train_begin = before
+
+
+def _is_of_user(callback: Any) -> bool:
+    """Return whether a callback is not tfdp's."""
+    return not type(callback).__module__.startswith(_OWN)
+
+
+def _continues(strategy: Any) -> bool:
+    """Return whether training continues after a loss, with a strategy or `None`."""
+    return strategy is not None and strategy.extended.continues_after_loss
+
+
+def _obstacle(fit: Fit) -> str:
+    """Return why `fit` could not continue after a loss, or `""`."""
+    callbacks = callback_list(fit.arguments.get("callbacks"))
+    if not backup_callbacks(callbacks):
+        return (
+            "continues from the state that a callback saves: pass "
+            "`tfdp.callbacks.BackupAndRestore(directory, memory_every=1)` to `fit`."
+        )
+    for name in ("x", "validation_data"):
+        data = fit.arguments.get(name)
+        if isinstance(data, Iterator):
+            return (
+                "reads the data again after a loss: pass a `tf.data.Dataset` or arrays "
+                f"to `fit`, not an iterator. Received: {name}={data!r}"
+            )
+        if _is_divided(data):
+            return (
+                "divides the data anew after a loss: pass the same dataset on all "
+                "workers, not one that is distributed or has `AutoShardPolicy.OFF`. "
+                f"Received: {name}={data!r}"
+            )
+    for callback in callbacks:
+        options = getattr(callback, "options", None)
+        if getattr(options, "shards_parameters", False) or hasattr(
+            options, "sync_every"
+        ):
+            return (
+                'is not for `sharding="parameters"`, `LocalSGD` and `DiLoCo`, whose '
+                f"replicas have different weights. Received: {type(callback).__name__}"
+            )
+    sharding = getattr(fit.model.optimizer, "sharding", "none")
+    parameters = map(sharded_parameter, fit.model.variables)
+    if sharding == "parameters" or any(p is not None for p in parameters):
+        return 'is not for `sharding="parameters"`, of which each replica has a part.'
+    return ""
+
+
+def _can_begin_again(model: Any, data: Any) -> bool:
+    """Return whether `evaluate` or `predict` can run again with other workers.
+
+    Without training, each replica that is left has all weights. It lacks the optimizer
+    state that was sharded, for a later `fit`.
+
+    Args:
+        model: The Keras model.
+        data: The first argument of the loop.
+    """
+    optimizers = [model.optimizer, *other_optimizers(model).values()]
+    is_sharded = any(getattr(each, "is_sharded", False) for each in optimizers)
+    return not is_sharded and not isinstance(data, Iterator) and not _is_divided(data)
+
+
+def _is_divided(data: Any) -> bool:
+    """Return whether each worker has its own part of a dataset."""
+    if isinstance(data, tf.distribute.DistributedDataset):
+        return True
+    if not isinstance(data, tf.data.Dataset):
+        return False
+    policy = data.options().experimental_distribute.auto_shard_policy
+    return policy == tf.data.experimental.AutoShardPolicy.OFF
+
+
+def _digest(fit: Fit) -> str:
+    """Return a digest of what a worker that joins must have in common."""
+    callbacks = callback_list(fit.arguments.get("callbacks"))
+    described = {
+        "configs": configs.configs_of("fit", fit.model, callbacks, has_trained=True),
+        "arguments": {name: fit.arguments.get(name) for name in _COMPARED},
+        "directories": [c.directory for c in backup_callbacks(callbacks)],
+    }
+    text = json.dumps(configs.comparable(described), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _renew_optimizers(model: Any) -> None:
+    """Let go of what a model's optimizers have of the former replicas.
+
+    Optimizers whose shards are those of the former replicas are replaced: the new ones
+    have no state until the newest backup is loaded. A replica then builds its shards
+    from its weights, which must be equal on all.
+
+    Args:
+        model: The Keras model.
+    """
+    strategy = model.distribute_strategy
+    optimizers = {"optimizer": model.optimizer, **other_optimizers(model)}
+    for name, optimizer in optimizers.items():
+        if not isinstance(optimizer, DistributedOptimizer):
+            continue
+        optimizer.forget_traces()
+        if optimizer.sharding == "none":
+            continue
+        with strategy.scope():
+            setattr(model, name, optimizer.renewed())
+        for variable in model.weights:
+            value = _compat.value_of(variable)
+            value.assigned = None
+            strategy.extended.new_variables.add(value)
+
+
+register(Elastic())
