@@ -50,6 +50,8 @@ class RunSettings:
         grace: Float, seconds between asking the workers to stop and killing them.
         max_restarts: Int, most restarts.
         rebalance: Bool, whether batch rows are rebalanced by the workers' speed.
+        elastic: Int, least number of workers with which training continues after the
+            loss of others, or `None` if it does not.
         log_format: String, `"text"` or `"json"`.
         forks: Bool, whether workers may be forks of a process with TensorFlow.
         is_module: Bool, whether the script is the name of a module.
@@ -64,6 +66,7 @@ class RunSettings:
     grace: float
     max_restarts: int
     rebalance: bool
+    elastic: int | None
     log_format: str
     forks: bool
     is_module: bool
@@ -76,6 +79,7 @@ class RunSettings:
         return {
             "devices_per_worker": self.devices_per_worker,
             "rebalance": self.rebalance,
+            "elastic": self.elastic,
         }
 
     @property

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from tfdp.communication.cluster.gpus import visible_gpus
 from tfdp.communication.connection.secret import SecretError
@@ -19,6 +20,12 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.bench.machine import num_cores
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.attempts import NodeAttempts, run_attempts
+from tfdp.launch.cli.elastic import (
+    DEFAULT_REPLACEMENTS,
+    ElasticJob,
+    check_elastic,
+    elastic_option,
+)
 from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.goodput import goodput_of
 from tfdp.launch.cli.hosts import Host
@@ -64,6 +71,7 @@ Examples:
   tfdp run -n 2 -D 2 train.py                two CPU devices in each worker
   tfdp run -n 4 -m my_package.train          a module, as in `python -m`
   tfdp run -n 4 --max-restarts 3 train.py    all again after a failure
+  tfdp run --elastic 2:4 train.py            without stops at a failure
   tfdp run --hosts a:4,b:4 train.py          on two machines, by ssh
   tfdp run -n 4 --nodes 2 --rendezvous a:29400 train.py
                                              the same, on each of the two
@@ -101,6 +109,7 @@ under Kubernetes run the script itself.
     types.NUMBER_OF_TIMES,
     default=0,
 )
+@elastic_option
 @types.count_option(
     "--min-workers M",
     "Continue with as few workers, if one fails repeatedly. Default: all.",
@@ -136,6 +145,7 @@ def run(
     num_workers: int | None,
     min_workers: int | None,
     grow_after: float | None,
+    elastic_bounds: tuple[int, int] | None,
     **arguments: Any,
 ) -> None:
     """Run SCRIPT in N worker processes, on this machine or on several.
@@ -148,16 +158,25 @@ def run(
     where = types.pop_fields(NodeOptions, arguments)
     islands = types.pop_fields(IslandOptions, arguments)
     where.check(min_workers)
-    if num_workers is None and where.hosts is None:
-        (parameter,) = (p for p in context.command.params if p.name == "num_workers")
-        raise click.MissingParameter(ctx=context, param=parameter)
-    settings = RunSettings(num_workers=num_workers or AutoCount(1), **arguments)
     others = {
         "--min-workers": min_workers is not None,
         "--grow-after": grow_after is not None,
-        "--rebalance": settings.rebalance,
+        "--rebalance": arguments["rebalance"],
     }
-    islands.check(settings.num_workers, where, list(filter(others.get, others)))
+    excluded = list(filter(others.get, others))
+    if elastic_bounds is not None:
+        several = [] if where.is_one_machine else ["--hosts, --nodes and --rendezvous"]
+        check_elastic(num_workers, several + excluded)
+        arguments["elastic"], num_workers = elastic_bounds
+        if context.get_parameter_source("max_restarts") is ParameterSource.DEFAULT:
+            arguments["max_restarts"] = DEFAULT_REPLACEMENTS
+    if num_workers is None and where.hosts is None:
+        (parameter,) = (p for p in context.command.params if p.name == "num_workers")
+        raise click.MissingParameter(ctx=context, param=parameter)
+    arguments.setdefault("elastic", None)
+    settings = RunSettings(num_workers=num_workers or AutoCount(1), **arguments)
+    elastic = ["--elastic"] if settings.elastic else []
+    islands.check(settings.num_workers, where, elastic + excluded)
     if where.hosts is not None:
         sys.exit(_run_on_hosts(where.hosts, where, settings))
     check_program(settings.script, settings.is_module)
@@ -224,6 +243,10 @@ def _run_here(
     _announce(screen, num_workers, settings.devices_per_worker, folder)
     if settings.rebalance and num_workers == 1:
         screen.warn("tfdp: warning: --rebalance has no effect with one worker")
+    if settings.elastic is not None:
+        clusters = make_clusters(num_workers, **settings.cluster_options)
+        options = {"context": context, "clusters": clusters, "logs": logs}
+        return ElasticJob(settings.max_restarts, history, **options).run()
     return run_attempts(context, settings, logs, history, restarts)
 
 

@@ -1,0 +1,80 @@
+"""`tfdp run --elastic`: lost workers are replaced, and do not end the job."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cli.launcher import lines_of
+
+pytestmark = pytest.mark.processes
+
+# Worker 1 fails once; the others end after its replacement has.
+FAILS_ONCE = """
+    tries = len(list(pathlib.Path(".").glob(f"try-{RANK}-*")))
+    pathlib.Path(f"try-{RANK}-{tries}").touch()
+    if RANK == 1 and not tries:
+        FAIL
+    if RANK != 1:
+        wait_for("done-1")
+    pathlib.Path(f"done-{RANK}").touch()
+    print("done", CONFIG["tfdp"]["elastic"], len(CONFIG["cluster"]["worker"]))
+"""
+
+
+def test_a_lost_worker_is_replaced_while_the_others_run(launcher):
+    kill = "os.kill(os.getpid(), signal.SIGKILL)"
+    launcher.script(FAILS_ONCE.replace("FAIL", kill))
+    result = launcher.run("--elastic", "2:3", "--log-dir", "logs", "script.py")
+    assert result.returncode == 0
+    for rank in range(3):
+        assert lines_of(result.stdout, rank)[-1] == "done 2 3"
+    assert len(list(launcher.folder.glob("try-*"))) == 4
+    (line,) = (launcher.folder / "logs" / "restarts.log").read_text().splitlines()
+    assert "worker 1 was killed by SIGKILL" in line
+    assert "a new one takes its place (replacement 1 of 10)" in line
+    assert launcher.processes() == []
+
+
+def test_without_replacements_the_others_end_the_job(launcher):
+    launcher.script("sys.exit(5) if RANK == 1 else time.sleep(1.0)")
+    options = ("--elastic", "1:2", "--max-restarts", "0")
+    result = launcher.run(*options, "script.py")
+    assert result.returncode == 0
+    assert "exit code 5; it is not replaced" in result.stdout
+
+
+def test_a_job_that_loses_all_workers_has_the_code_of_the_last_one(launcher):
+    launcher.script("sys.exit(5)")
+    options = ("--elastic", "1:2", "--max-restarts", "1")
+    result = launcher.run(*options, "script.py")
+    assert result.returncode == 5
+    assert "no worker is left" in result.stdout
+
+
+def test_an_error_after_the_others_have_ended_is_no_success(launcher):
+    launcher.script("time.sleep(1.0 * RANK); sys.exit(7 * RANK)")
+    result = launcher.run("--elastic", "1:2", "script.py")
+    assert result.returncode == 7
+    assert "others have ended without an error" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--elastic", "3:2"], "it must be MIN:MAX, such as 2:4"),
+        (["--elastic", "0:2"], "it must be MIN:MAX, such as 2:4"),
+        (["--elastic", "x"], "it must be MIN:MAX, such as 2:4"),
+        (["--elastic", "1:2", "-n", "2"], "cannot be combined with -n"),
+        (["--elastic", "1:2", "--rebalance"], "cannot be combined with --rebalance"),
+        (["--elastic", "1:2", "--islands"], "--islands cannot be combined with"),
+        (
+            ["--elastic", "1:2", "--nodes", "2", "--rendezvous", "a:1"],
+            "cannot be combined with --hosts, --nodes",
+        ),
+    ],
+)
+def test_wrong_options_are_named_at_once(launcher, options, words):
+    launcher.script("pass")
+    result = launcher.run(*options, "script.py")
+    assert result.returncode == 2
+    assert words in " ".join(result.stdout.split())
