@@ -218,6 +218,7 @@ def test_nothing_is_written_where_nothing_happens(launcher, tmp_path):
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("is through") == 2
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        "goodput.jsonl",
         "worker-0.log",
         "worker-1.log",
     ]

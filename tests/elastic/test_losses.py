@@ -149,6 +149,18 @@ def test_several_workers_that_are_lost_at_once_are_all_left_out(
     check(outcome, [r for r in range(4) if r not in ranks], expected())
 
 
+def test_a_dataset_that_is_shuffled_anew_in_each_epoch_keeps_its_order(
+    tmp_path, expected
+):
+    kill = {"where": "batch", "rank": 1, "step": 9}
+    arguments = {"data": "dataset"}
+    outcome = job.run(
+        tmp_path, 3, kill=kill, replacements=1, step_seconds=0.25, **arguments
+    )
+    check(outcome, [0, 2], expected(**arguments))
+    job.assert_same(outcome.results[3], expected(**arguments))
+
+
 @pytest.mark.full
 def test_a_loss_in_the_middle_of_several_steps_of_one_execution(tmp_path, expected):
     kill = {"where": "batch", "rank": 1, "step": 9}

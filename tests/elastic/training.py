@@ -34,6 +34,7 @@ def train(
     learning_rate: float = 0.02,
     after_fit: str = "",
     other_model: bool = False,
+    data: str = "arrays",
 ) -> dict[str, Any]:
     """Trains, and returns weights, history and what the callbacks have seen.
 
@@ -54,6 +55,7 @@ def train(
         optimizer: String, name of Keras's.
         learning_rate: Float.
         after_fit: String, `"evaluate"` to do so after `fit`.
+        data: String, `"arrays"` or a `"dataset"` with a shuffle.
         other_model: Bool, whether the model differs from that of other processes.
     """
     import keras
@@ -99,9 +101,9 @@ def train(
     with strategy.scope():
         last = "tanh" if other_model else None
         model = _model(keras, Recorder(), last)
-        given = {"class_name": optimizer, "config": {"learning_rate": learning_rate}}
+        config = {"learning_rate": learning_rate}
         model.compile(
-            keras.optimizers.get(given),
+            keras.optimizers.get({"class_name": optimizer, "config": config}),
             "mse",
             metrics=["mae"],
             steps_per_execution=steps_per_execution,
@@ -116,9 +118,7 @@ def train(
         callbacks.append(backup)
     x, y = _data()
     history = model.fit(
-        x,
-        y,
-        batch_size=BATCH_SIZE,
+        **_given(tf, x, y, data),
         epochs=epochs,
         validation_data=(x[:7], y[:7]),
         callbacks=callbacks,
@@ -148,6 +148,14 @@ def _data() -> tuple[np.ndarray, np.ndarray]:
     x = random.normal(size=(NUM_SAMPLES, 5)).astype("float32")
     x[:, ID] = np.arange(NUM_SAMPLES)
     return x, np.tanh(x[:, 1:2] * x[:, 2:3]).astype("float32")
+
+
+def _given(tf: Any, x: np.ndarray, y: np.ndarray, kind: str) -> dict[str, Any]:
+    if kind == "arrays":
+        return {"x": x, "y": y, "batch_size": BATCH_SIZE}
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(NUM_SAMPLES, seed=7)
+    data = data.map(lambda x, y: (x, 2.0 * y)).shuffle(5, seed=2)
+    return {"x": data.batch(BATCH_SIZE, drop_remainder=True).prefetch(2)}
 
 
 def _model(keras: Any, recorder: Any, last: str | None) -> Any:

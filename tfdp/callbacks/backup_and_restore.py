@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -44,7 +45,7 @@ from tfdp.communication.coordination.preemption import (
     PreemptionWatch,
 )
 from tfdp.communication.coordination.progress import progress
-from tfdp.communication.coordination.watch import WorkersJoin
+from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin
 from tfdp.features.local_steps import FEATURE as LOCAL_STEPS
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import checked_bool, checked_integer, is_integer, plain
@@ -165,11 +166,15 @@ class BackupAndRestore(StrategyCallback):
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
         self._has_saved = False
-        # Set where `fit` runs again: weights of the interrupted step must not stay.
-        self.must_resume = False
+        # Whether `fit` runs again, within one call, and then must find a state: weights
+        # of the interrupted step must not stay. Before a first one nothing was trained.
+        self.is_again = self._has_state = False
+        # Whether this callback has begun in the present attempt, after all others.
+        self.has_begun = False
 
     def listen(self, position: DataPosition) -> None:
         """Record preemption notices until `fit` returns; called when `fit` begins."""
+        self.has_begun = False
         self._notice = PreemptionNotice()
         self._notice.listen()
         position.exit_stack.callback(self._notice.stop)
@@ -194,7 +199,8 @@ class BackupAndRestore(StrategyCallback):
         )
         self._position.exit_stack.callback(self._backups.close)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
-        must_resume, self.must_resume = self.must_resume, False
+        self.has_begun, self._has_saved = True, False
+        self._has_state = must_resume = self.is_again and self._has_state
         strategy = strategy_of(self.model)
         if strategy is not None and strategy.extended.is_applicant:
             # All is built by now, and nothing trained: `fit` begins again in the job,
@@ -217,6 +223,7 @@ class BackupAndRestore(StrategyCallback):
             newest = self._backups.find_newest(self._plan_load, steps)
         if newest is not None:
             self._resume(*newest)
+            self._has_state = True
             return
         if must_resume:
             raise RuntimeError(
@@ -228,6 +235,7 @@ class BackupAndRestore(StrategyCallback):
         if self._continues_after_loss():
             # The initial weights are in no file, and a worker may be lost in step 1.
             self._save_to_continue(0, 0, {})
+            self._has_state = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Load a backup made within this epoch, after the other callbacks began it."""
@@ -290,6 +298,12 @@ class BackupAndRestore(StrategyCallback):
         They also stay on a preemption notice: the process may end before the script
         has saved the trained model.
         """
+        # A loss does not undo the training that is complete.
+        with contextlib.suppress(*[WorkerLost] * self._continues_after_loss()):
+            self._end()
+
+    def _end(self) -> None:
+        """Wait for the last backup, and delete what is not needed any more."""
         self._backups.finish()
         is_preempted = self._watch.is_given(self._total, must_ask=True)
         if self._memory is not None and not is_preempted:
@@ -346,7 +360,11 @@ class BackupAndRestore(StrategyCallback):
         strategy = strategy_of(self.model)
         connect = None if strategy is None else strategy.extended.connect_workers
         memory = MemoryBackups(
-            self._folder(), self.memory_every, self._worker_group, connect
+            self._folder(),
+            self.memory_every,
+            self._worker_group,
+            connect,
+            reads_when_off=self._continues_after_loss(),
         )
         self._position.exit_stack.callback(memory.close)
         memory.prepare()
@@ -521,7 +539,15 @@ class BackupAndRestore(StrategyCallback):
 
         Args:
             difficulty: String, a clause that says why not, or `None` if it can be.
+
+        Raises:
+            ValueError: If training is to continue from there after the loss of workers.
         """
+        if difficulty is not None and self._continues_after_loss():
+            raise ValueError(
+                '`on_loss="continue"` continues at the same position in the data, '
+                f"which cannot be restored: {difficulty}."
+            )
         if difficulty is not None:
             user_code.warn(
                 f"The position in the data cannot be restored: {difficulty}. A run "

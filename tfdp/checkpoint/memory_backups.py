@@ -57,6 +57,8 @@ class MemoryBackups:
         worker_group: `WorkerGroup` between the workers.
         connect: Callable, from a name to a `Communicator` of all workers; or `None` for
             a single process.
+        reads_when_off: Bool, whether a state is read though none can be saved. Defaults
+            to `False`.
 
     Attributes:
         is_on: Bool, whether states are saved; a fault ends that.
@@ -68,8 +70,11 @@ class MemoryBackups:
         every: int,
         worker_group: Any,
         connect: Callable[[str], Communicator] | None,
+        *,
+        reads_when_off: bool = False,
     ) -> None:
         self._directory = directory
+        self._reads_when_off = reads_when_off
         self._every, self._saved_step = every, 0
         self._group = worker_group
         self._connect = connect
@@ -125,11 +130,16 @@ class MemoryBackups:
         Raises:
             ValueError: On every worker, if the run cannot resume from it.
         """
+        if not (self.is_on or self._reads_when_off):
+            return None
         own = self._memory.headers(self._owner)
         answers = self._group.all_gather("states in memory", list(own))
         found = [[PartName(*name) for name in answer] for answer in answers]
         held = newest_held(self._host_keys, found)
         newest = None
+        is_near = held is not None and held.is_everywhere(self._group.num_workers)
+        if held is not None and not self.is_on and not is_near:
+            held = None  # the workers have no connection for the parts
         if held is not None and held.name.order >= at_least:
             headers = self._gather_headers(held, own)
             path = f"{self._directory} (in memory)"

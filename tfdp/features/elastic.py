@@ -27,6 +27,8 @@ from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.ground.text import pluralize
+from tfdp.training.data.file_shards import FileShard
+from tfdp.training.data.stages import restart_shuffles
 from tfdp.training.keras_hooks import configs
 from tfdp.training.keras_hooks.worker_callbacks import (
     backup_callbacks,
@@ -57,7 +59,9 @@ class Elastic(Feature):
     def __init__(self) -> None:
         self._num_fits = 0
         # The user's callbacks that have begun on this worker in the present `fit`.
-        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._begun: list[weakref.ref[Any]] = []
+        # Datasets with a new order in each iteration that a `fit` has read.
+        self._shuffled: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def choose_callbacks(self, fit: Fit) -> None:
         """Check that `fit` can continue after a loss; record what joiners compare.
@@ -68,14 +72,19 @@ class Elastic(Feature):
         if not _continues(fit.strategy) or loops.current() is not None:
             return
         callbacks = fit.arguments.get("callbacks")
-        if any(callback.must_resume for callback in backup_callbacks(callbacks)):
+        if any(callback.is_again for callback in backup_callbacks(callbacks)):
             return
-        if problem := _obstacle(fit):
+        self._begun = []
+        if problem := _obstacle(fit) or self._obstacle_of_order(fit):
             raise ValueError(f'`on_loss="continue"` {problem}')
         self._num_fits += 1
         extended = fit.strategy.extended
-        extended.facts["number of the call of `fit`"] = str(self._num_fits)
-        extended.facts["model, callbacks or arguments of `fit`"] = _digest(fit)
+        extended.add_facts(
+            {
+                "number of the call of `fit`": str(self._num_fits),
+                "model, data, callbacks or arguments of `fit`": _digest(fit),
+            }
+        )
         if extended.is_applicant:
             fit.arguments["callbacks"] = [
                 c for c in callback_list(callbacks) if not _is_of_user(c)
@@ -93,8 +102,9 @@ class Elastic(Feature):
         strategy = strategy_of(model)
         if not isinstance(error, ClusterChanges) or not _continues(strategy):
             return False
+        # The `fit` whose callback runs this loop recovers.
         if loops.current() is not None:
-            return False  # the `fit` whose callback runs this loop recovers
+            return False
         if name != "fit" and not _can_begin_again(model, arguments.get("x")):
             return False
         extended = strategy.extended
@@ -102,14 +112,9 @@ class Elastic(Feature):
         if isinstance(error, WorkerLost) and error.rank == own:
             return False  # the others have given this worker up
         begin = time.monotonic()
-        while True:
-            try:
-                extended.change_cluster(error)
-                random_seed.agree_on_seed(strategy)
-                break
-            except ClusterChanges as change:  # meanwhile another one was lost
-                error = change
+        error = _change_cluster(strategy, error)
         _renew_optimizers(model)
+        _restart_data(arguments)
         if name == "fit":
             self._continue_callbacks(arguments.get("callbacks"), stack)
         group = extended.worker_group
@@ -127,9 +132,26 @@ class Elastic(Feature):
             )
         return True
 
+    def _obstacle_of_order(self, fit: Fit) -> str:
+        """Return why the order of the data could not be repeated, or `""`."""
+        data = fit.arguments.get("x")
+        if not isinstance(data, tf.data.Dataset) or not _compat.reshuffles(data):
+            return ""
+        if data in self._shuffled:
+            return (
+                "repeats the order of the data after a loss, which depends on earlier "
+                "calls of `fit`: create the dataset anew for each call."
+            )
+        self._shuffled.add(data)
+        return ""
+
     def after_fit(self, fit: Fit) -> None:
         """Remember which callbacks have begun, those that ran on this worker."""
-        self._begun = weakref.WeakSet(other_callbacks(fit.arguments.get("callbacks")))
+        callbacks = fit.arguments.get("callbacks")
+        backups = backup_callbacks(callbacks)
+        # Those that save are called last.
+        if _continues(fit.strategy) and any(backup.has_begun for backup in backups):
+            self._begun += map(weakref.ref, other_callbacks(callbacks))
 
     def _continue_callbacks(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
         """Let callbacks continue rather than begin in the next attempt.
@@ -138,15 +160,35 @@ class Elastic(Feature):
             callbacks: The callbacks argument of the call of `fit`.
             stack: `contextlib.ExitStack`, closed at the end of that call.
         """
+        begun = {id(reference()) for reference in self._begun}
         for callback in filter(_is_of_user, callback_list(callbacks)):
-            if callback in self._begun:
+            if id(callback) in begun:
                 stack.enter_context(_without_begin(callback))
             elif isinstance(callback, keras.callbacks.CSVLogger):
                 # Another worker has written the file so far.
                 callback.append = True
         for callback in backup_callbacks(callbacks):
-            callback.must_resume = True
-            stack.callback(setattr, callback, "must_resume", False)
+            callback.is_again = True
+            stack.callback(setattr, callback, "is_again", False)
+
+
+def _change_cluster(strategy: Any, change: ClusterChanges) -> ClusterChanges:
+    """Form a new cluster, and another one for as long as more workers are lost.
+
+    Args:
+        strategy: The strategy.
+        change: The first change.
+
+    Returns:
+        The last one.
+    """
+    while True:
+        try:
+            strategy.extended.change_cluster(change)
+            random_seed.agree_on_seed(strategy)
+            return change
+        except ClusterChanges as further:
+            change = further
 
 
 @contextlib.contextmanager
@@ -161,6 +203,13 @@ def _without_begin(callback: Any) -> Iterator[None]:
         del callback.on_train_begin
         if before is not missing:
             callback.on_train_begin = before
+
+
+def _restart_data(arguments: dict[str, Any]) -> None:
+    """Replace datasets, so that their order is that of a first reading."""
+    for key in ("x", "validation_data"):
+        if isinstance(data := arguments.get(key), tf.data.Dataset):
+            arguments[key] = restart_shuffles(data)
 
 
 def _is_of_user(callback: Any) -> bool:
@@ -191,8 +240,15 @@ def _obstacle(fit: Fit) -> str:
         if _is_divided(data):
             return (
                 "divides the data anew after a loss: pass the same dataset on all "
-                "workers, not one that is distributed or has `AutoShardPolicy.OFF`. "
-                f"Received: {name}={data!r}"
+                "workers, not one that is distributed, from `shard_files`, or with "
+                f"`AutoShardPolicy.OFF` or `FILE`. Received: {name}={data!r}"
+            )
+        if isinstance(data, tf.data.Dataset) and restart_shuffles(data) is None:
+            return (
+                "reads the data again after a loss, in the same order: of the stages "
+                "after `shuffle` only `map`, `batch`, `prefetch`, `take`, `skip` and "
+                "`repeat` can be repeated. Shuffle later, or with "
+                "`reshuffle_each_iteration=False`."
             )
     for callback in callbacks:
         options = getattr(callback, "options", None)
@@ -232,7 +288,9 @@ def _is_divided(data: Any) -> bool:
     if not isinstance(data, tf.data.Dataset):
         return False
     policy = data.options().experimental_distribute.auto_shard_policy
-    return policy == tf.data.experimental.AutoShardPolicy.OFF
+    policies = tf.data.experimental.AutoShardPolicy
+    is_file = FileShard.of_divided_files(data) is not None
+    return is_file or policy in (policies.OFF, policies.FILE)
 
 
 def _digest(fit: Fit) -> str:
@@ -242,9 +300,17 @@ def _digest(fit: Fit) -> str:
         "configs": configs.configs_of("fit", fit.model, callbacks, has_trained=True),
         "arguments": {name: fit.arguments.get(name) for name in _COMPARED},
         "directories": [c.directory for c in backup_callbacks(callbacks)],
+        "data": [_described(fit.arguments.get(name)) for name in ("x", "y")],
     }
     text = json.dumps(configs.comparable(described), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _described(data: Any) -> str:
+    """Describe data by what a worker that joins must have in common."""
+    if isinstance(data, tf.data.Dataset):
+        return f"{data.element_spec} {_compat.shuffle_seeds(data)}"
+    return f"{type(data).__name__} {getattr(data, 'shape', '')}"
 
 
 def _renew_optimizers(model: Any) -> None:

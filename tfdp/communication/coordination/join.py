@@ -190,7 +190,8 @@ def take_part(
     begin = heard = time.monotonic()
     first: int | None = None
     while True:
-        state = ask_job(origin, applies=True)
+        # Facts are compared before the others expect this process.
+        state = ask_job(origin, applies=first is not None)
         if state is not None:
             heard = time.monotonic()
             _check_facts(facts, state.facts)

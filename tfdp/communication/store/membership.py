@@ -257,6 +257,11 @@ class Membership:
                 self.store.expel(lost)
             try:
                 self._report_missing(missing, "", begin, timeout_seconds)
+            except JobRuns:
+                # It may be this cluster, which is complete by now.
+                if (versions := gathering.texts(_WAIT_SECONDS)) is None:
+                    raise
+                break
             except TimeoutError as error:
                 if gathering.withdraw(str(error)):
                     raise

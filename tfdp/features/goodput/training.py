@@ -50,7 +50,7 @@ class _Goodput(Feature):
         if loops.current() is not None:  # a callback of another `fit` runs this one
             return
         callbacks = callback_list(fit.arguments.get("callbacks"))
-        self._num_fits += not any(getattr(c, "must_resume", False) for c in callbacks)
+        self._num_fits += not any(getattr(c, "is_again", False) for c in callbacks)
         self._end_measuring()  # an earlier `fit` may have failed before its first step
         directory = _directory_of(fit.arguments.get("callbacks"))
         launch = Launch.from_environment()

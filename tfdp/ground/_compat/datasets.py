@@ -11,11 +11,13 @@ import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import tensorflow as tf
 from keras.src import tree as keras_tree
 from tensorflow.core.framework import dataset_metadata_pb2
 from tensorflow.python.data.experimental.ops import distribute as data_distribute
+from tensorflow.python.data.ops import shuffle_op
 from tensorflow.python.distribute import (
     input_lib,
     values,
@@ -240,6 +242,16 @@ def begin_shuffles(dataset: tf.data.Dataset) -> None:
     for part in dataset_inputs(dataset):
         if reshuffles_itself(part):
             iter(part)
+
+
+def shuffle_alike(part: Any, source: tf.data.Dataset) -> tf.data.Dataset:
+    """Shuffle a dataset with the settings and the seeds of another one's last stage."""
+    seeds = part._seed, part._seed2
+    with mock.patch.object(shuffle_op.random_seed, "get_seed", return_value=seeds):
+        return source.shuffle(
+            part._buffer_size,
+            reshuffle_each_iteration=part._reshuffle_each_iteration,
+        )
 
 
 def reshuffles_itself(part: tf.data.Dataset) -> bool:

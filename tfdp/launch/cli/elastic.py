@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,9 @@ from tfdp.launch.cli.worker import LogFile, Worker, shell_code
 
 # Pause before a worker that has failed again is replaced.
 _PAUSE_SECONDS = 1.0
+# Time after which a replacement that still runs, when others have ended without an
+# error, is one that has come too late.
+_LATE_SECONDS = 30.0
 # Most replacements of all workers together, by default.
 DEFAULT_REPLACEMENTS = 10
 
@@ -60,16 +64,36 @@ class ElasticJob(Job):
         self._replaced: list[int] = []
         # Times at which failed workers are replaced, by their index.
         self._starts_at: dict[int, float] = {}
+        # Time at which a worker was first seen to have ended without an error.
+        self._done_at = 0.0
         # Ids of processes whose end has been handled.
         self._handled_pids: set[int] = set()
 
     def _is_over(self) -> bool:
         """Replace failed workers when it is time; return whether all have ended."""
         now = time.monotonic()
+        if any(worker.exit_code == 0 for worker in self._workers):
+            self._end_late_ones(now)
         for index in [i for i, at in self._starts_at.items() if at <= now]:
             del self._starts_at[index]
             self._start(index)
         return not self._running() and not self._starts_at
+
+    def _end_late_ones(self, now: float) -> None:
+        """Start no replacement any more, and stop those that wait for an ended job.
+
+        Args:
+            now: Float, the present time.
+        """
+        self._starts_at.clear()
+        self._done_at = self._done_at or now
+        late = [w for i, w in enumerate(self._workers) if i in self._replaced]
+        running = self._running()
+        if now - self._done_at > _LATE_SECONDS and all(w in late for w in running):
+            for worker in running:
+                if worker.pid not in self._handled_pids:
+                    self._handled_pids.add(worker.pid)
+                    worker.send(signal.SIGTERM)
 
     def _after_failure(self, failed: Worker) -> None:
         """Replace all workers that have failed, or continue without them."""

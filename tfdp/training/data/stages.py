@@ -127,6 +127,37 @@ def rebuild_batch(
     )
 
 
+def restart_shuffles(dataset: tf.data.Dataset) -> tf.data.Dataset | None:
+    """Rebuild a dataset so that its shuffles draw their seeds from the beginning.
+
+    A shuffle with a new order in each iteration continues its sequence of seeds for as
+    long as the dataset exists.
+
+    Returns:
+        `tf.data.Dataset`, the same one if it has no such shuffle; or `None` if a stage
+        after a shuffle cannot be rebuilt.
+    """
+    if not _compat.reshuffles(dataset):
+        return dataset
+    sources = _compat.dataset_sources(dataset)
+    source = restart_shuffles(sources[0]) if len(sources) == 1 else None
+    kind = _compat.kind_of_part(dataset)
+    if source is None:
+        return None
+    if kind == "OptionsDataset":
+        return source.with_options(dataset.options())
+    if kind == "ShuffleDataset":
+        return _compat.shuffle_alike(dataset, source)
+    if kind in MAPS:
+        return rebuild_map(dataset, _compat.function_of_map(dataset)).rebuild_on(source)
+    if kind in BATCHES:
+        size = _compat.size_of_batch_stage(dataset)
+        return None if size is None else rebuild_batch(dataset, source, size)
+    if kind in (*PASS_THROUGH, *SELECTIONS):
+        return rebuild_stage(dataset).rebuild_on(source)
+    return None
+
+
 def no_autograph(function: Callable) -> Callable:
     """Exclude a function from AutoGraph, which takes a second to convert nothing."""
     return tf.autograph.experimental.do_not_convert(function)

@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import timing
 from tfdp.communication.coordination.progress import progress
+from tfdp.communication.coordination.watch import WorkerLost
 from tfdp.ground import _compat
 from tfdp.ground.base import activities, loops
 from tfdp.ground.base.context import is_tfdp, strategy_of
@@ -154,7 +155,9 @@ def _run_loop(
         result = original(*bound.args, **bound.kwargs)
     if fit is not None:
         # No worker returns before worker 0 has completed its files.
-        worker_group.all_gather("the end of fit")
+        continues = strategy.extended.continues_after_loss
+        with contextlib.suppress(*[WorkerLost] * continues):
+            worker_group.all_gather("the end of fit")
     return result
 
 

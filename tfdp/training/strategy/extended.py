@@ -409,8 +409,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def _connect(self) -> None:
         """Compare the workers' set-up, and connect their replicas."""
         worker = self.worker
-        self.facts |= setup_facts(
-            self.worker_devices, self.options, rebalances=worker.rebalances
+        self.add_facts(
+            setup_facts(self.worker_devices, self.options, rebalances=worker.rebalances)
         )
         all_devices = check_same_setup(
             self.worker_group, self.worker_devices, self.facts
@@ -421,6 +421,17 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
         self._set_up_communication(worker.rank, hosts, all_devices)
         self._check_transport()
+
+    def add_facts(self, facts: dict[str, str]) -> None:
+        """Add what must be the same on all workers, also on those that join later.
+
+        Args:
+            facts: Dict from the name of a fact, for messages, to its value.
+        """
+        # Another thread reads the former dict.
+        self.facts = self.facts | facts
+        if self.worker.membership is not None:
+            self.worker.membership.facts = self.facts
 
     def _check_transport(self) -> None:
         """Raise if training cannot continue after a loss, as it is to.
