@@ -102,7 +102,7 @@ def run(plan: Plan, folder: Path) -> Run:
             stderr=subprocess.STDOUT,
         )
         try:
-            kills = _kill_again_and_again(plan, launcher)
+            kills = _kill_again_and_again(plan, launcher, folder)
         finally:
             # It is asked, not killed: so it ends its workers.
             launcher.terminate()
@@ -141,7 +141,9 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _kill_again_and_again(plan: Plan, launcher: subprocess.Popen) -> list[Kill]:
+def _kill_again_and_again(
+    plan: Plan, launcher: subprocess.Popen, folder: Path
+) -> list[Kill]:
     """Kills a random worker now and then, until the launcher ends."""
     draw = random.Random(plan.seed)
     kills: list[Kill] = []
@@ -153,7 +155,7 @@ def _kill_again_and_again(plan: Plan, launcher: subprocess.Popen) -> list[Kill]:
         time.sleep(POLL_SECONDS)
         if time.time() - last < pause or len(kills) == plan.most_kills:
             continue
-        workers = _workers(launcher.pid)
+        workers = _workers(launcher.pid, folder)
         # Between two attempts there is nobody.
         if not workers:
             continue
@@ -170,14 +172,16 @@ def _kill_again_and_again(plan: Plan, launcher: subprocess.Popen) -> list[Kill]:
     return kills
 
 
-def _workers(launcher: int) -> dict[int, psutil.Process]:
-    """The worker processes that run, by rank."""
+def _workers(launcher: int, folder: Path) -> dict[int, psutil.Process]:
+    """The worker processes that train, by rank, which they have written themselves.
+
+    The environment of a fork shows that of its launcher.
+    """
     found = {}
     with contextlib.suppress(psutil.Error):
-        for process in psutil.Process(launcher).children():
-            with contextlib.suppress(psutil.Error, KeyError):
-                if process.status() == psutil.STATUS_ZOMBIE:
-                    continue
-                config = json.loads(process.environ()["TF_CONFIG"])
-                found[config["task"]["index"]] = process
+        for process in psutil.Process(launcher).children(recursive=True):
+            path = folder / f"{process.pid}.rank"
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found[int(path.read_text())] = process
     return found

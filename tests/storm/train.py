@@ -66,10 +66,13 @@ def main(folder: Path, plan: dict) -> None:
         model.compile(keras.optimizers.Adam(1e-3), "mse")
     config = json.loads(os.environ["TF_CONFIG"])
     rank, job = config["task"]["index"], config["tfdp"]["job"]
+    (folder / f"{os.getpid()}.rank").write_text(f"{rank}")
+    # Each attempt of a job has another port.
+    attempt = f"{job}.{config['cluster']['worker'][0].rpartition(':')[2]}"
     callbacks = [
         tfdp.callbacks.GradientAccumulation(steps=2),
         tfdp.callbacks.ShardedOptimizer(),
-        Stamps(folder / f"{job}-{rank}.stamps", steps, plan["step_seconds"]),
+        Stamps(folder / f"{attempt}-{rank}.stamps", steps, plan["step_seconds"]),
     ]
     if plan["save_freq"]:
         backup = tfdp.callbacks.BackupAndRestore(folder / "backup", plan["save_freq"])
