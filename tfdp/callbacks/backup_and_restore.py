@@ -165,7 +165,6 @@ class BackupAndRestore(StrategyCallback):
         self._source: _Place
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
-        self._has_saved = False
         # Whether `fit` runs again, within one call, and then must find a state: weights
         # of the interrupted step must not stay. Before a first one nothing was trained.
         self.is_again = self._has_state = False
@@ -199,7 +198,7 @@ class BackupAndRestore(StrategyCallback):
         )
         self._position.exit_stack.callback(self._backups.close)
         self._batches = ResumedBatches(self.model, self._position, self.batch)
-        self.has_begun, self._has_saved = True, False
+        self.has_begun = True
         self._has_state = must_resume = self.is_again and self._has_state
         strategy = strategy_of(self.model)
         if strategy is not None and strategy.extended.is_applicant:
@@ -340,10 +339,7 @@ class BackupAndRestore(StrategyCallback):
             "random": gather_random_states(self._worker_group),
             "data": self._begin if batches else self._position.snapshot(),
         }
-        if self._backups in places or not self._has_saved:
-            # Saves in memory that follow have the same form.
-            check_run(json.loads(json.dumps(run)))
-        self._has_saved = True
+        check_run(json.loads(json.dumps(run)))
         tensors = backup_tensors(self.model, arrays, in_epoch=batches > 0)
         for place in places:
             place.save(self._total, tensors, run)

@@ -48,7 +48,7 @@ def check_same_setup(
     Args:
         worker_group: `WorkerGroup`.
         devices: Sequence of strings, full names of the local devices.
-        facts: Dict, the result of `setup_facts`.
+        facts: Dict from the name of a fact to its value, such as `setup_facts`.
 
     Returns:
         List of strings, the devices of all workers in the order of ranks.

@@ -17,7 +17,7 @@ from tfdp.communication.cluster.devices import set_logical_cpus
 from tfdp.communication.cluster.limits import check_limits
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.communication.store import JobRuns, Membership, ask_job
-from tfdp.ground import forks
+from tfdp.ground import forks, user_code
 from tfdp.ground.options import CommunicationOptions
 
 # Longest wait for the other workers of a later cluster, by default.
@@ -25,6 +25,7 @@ _REFORM_SECONDS = 60.0
 # Interval of the applications of a process that joins, and time without an answer after
 # which the job has ended.
 _APPLY_SECONDS, _JOB_ENDED_SECONDS = 0.2, 20.0
+_WARN_AFTER_SECONDS = 10.0
 # The membership of this process, if any.
 _memberships: list[Membership] = []
 
@@ -195,7 +196,7 @@ def take_part(
         if state is not None:
             heard = time.monotonic()
             _check_facts(facts, state.facts)
-            first = min(state.generation, state.generation if first is None else first)
+            first = state.generation if first is None else min(first, state.generation)
             own = origin.workers[origin.rank]
             if state.generation > first and own in state.workers:
                 workers = list(state.workers)
@@ -208,10 +209,18 @@ def take_part(
                 flush=True,
             )
             raise SystemExit(PREEMPTED)
-        if timeout_seconds is not None and time.monotonic() - begin > timeout_seconds:
+        waited = time.monotonic() - begin
+        if timeout_seconds is not None and waited > timeout_seconds:
             raise TimeoutError(
                 f"Waited {timeout_seconds:.0f} s for the running job to take this "
                 "worker in. It does so in `fit` with `BackupAndRestore`."
+            )
+        if waited > _WARN_AFTER_SECONDS:
+            user_code.warn(
+                "Waiting for the running job to take this worker in, which it does in "
+                "`fit` with `BackupAndRestore`, at the end of a step.",
+                once_for=origin,
+                topic="taken in",
             )
         time.sleep(_APPLY_SECONDS)
 

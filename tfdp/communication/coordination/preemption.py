@@ -93,8 +93,9 @@ class PreemptionWatch:
             list of ints. Defaults to none.
 
     Attributes:
-        joining: List of ints, all processes that have applied by the last all-gather.
-        are_all_given: Bool, whether all workers had a notice then.
+        joining: List of ints, all processes that have applied, if `is_given` has just
+            asked the workers.
+        are_all_given: Bool, whether all workers had a notice when they were last asked.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class PreemptionWatch:
             must_ask: Bool, whether to all-gather at this step in any case. Defaults to
                 `False`.
         """
+        self.joining = []
         if self._worker_group.num_workers == 1:
             self.joining = self._applicants()
             self.are_all_given = self._notice.is_given

@@ -68,7 +68,7 @@ def find_survivors(
         time.sleep(_RETRY_SECONDS)
     if len(survivors) + len(joining) >= min_workers:
         return survivors, joining
-    return survivors, _await_applicants(membership, survivors, min_workers, limit)
+    return _await_applicants(membership, survivors, min_workers, limit)
 
 
 def _agree(
@@ -92,38 +92,41 @@ def _agree(
 
 
 def _await_applicants(
-    membership: Membership, survivors: Sequence[int], min_workers: int, limit: float
-) -> list[int]:
-    """Wait until enough processes have applied, and return which join.
+    membership: Membership, survivors: list[int], min_workers: int, limit: float
+) -> tuple[list[int], list[int]]:
+    """Wait until enough processes have applied; more workers may be lost meanwhile.
 
-    The arguments are those of `find_survivors`.
+    The arguments and the result are those of `find_survivors`.
     """
-    cluster = membership.cluster
-    left = (
-        f"{pluralize(len(survivors), 'worker')} of {cluster.num_workers} "
-        f"{'is' if len(survivors) == 1 else 'are'} left, and `min_workers` is "
-        f"{min_workers}"
-    )
-    if cluster.rank == survivors[0]:
-        print(f"tfdp: {left}: waiting for others to join.", file=sys.stderr, flush=True)
+    num_workers = membership.cluster.num_workers
+    if membership.cluster.rank == survivors[0]:
+        text = _lack(survivors, num_workers, min_workers)
+        print(f"tfdp: {text}: waiting for others to join.", file=sys.stderr, flush=True)
     begin = clock.now()
-    lost = sorted(set(range(cluster.num_workers)) - set(survivors))
     for number in itertools.count():
-        own = membership.applicants(lost)
+        lost = sorted(set(range(num_workers)) - set(survivors))
+        own = [membership.applicants(lost), clock.now() - begin > limit]
         answers = _gather(membership, f"join {number}", own, limit)
-        found = {rank for answer in answers for rank in answer or ()}
+        survivors = [rank for rank, answer in enumerate(answers) if answer is not None]
+        found = {rank for survivor in survivors for rank in answers[survivor][0]}
         if len(survivors) + len(found) >= min_workers:
-            return sorted(found)
+            return survivors, sorted(found)
         # The first worker's clock counts for all.
-        is_over = clock.now() - begin > limit
-        answers = _gather(membership, f"wait {number}", is_over, limit)
-        if answers[survivors[0]] is not False:
+        _, is_over = answers[survivors[0]]
+        if is_over:
             break
         time.sleep(_CHECK_SECONDS)
     raise RuntimeError(
-        f"{left}; none joined within {limit:.0f} s. Start the job again: it resumes "
-        "from its newest backup."
+        f"{_lack(survivors, num_workers, min_workers)}; none joined within "
+        f"{limit:.0f} s. Start the job again: it resumes from its newest backup."
     )
+
+
+def _lack(survivors: Sequence[int], num_workers: int, min_workers: int) -> str:
+    """Say that too few workers are left, as a clause."""
+    left = pluralize(len(survivors), "worker")
+    verb = "is" if len(survivors) == 1 else "are"
+    return f"{left} of {num_workers} {verb} left, and `min_workers` is {min_workers}"
 
 
 def _gather(

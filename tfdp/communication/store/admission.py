@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import socket
 import struct
 import sys
@@ -36,7 +37,7 @@ CLAIM = struct.Struct("!II")
 ASKS, APPLIES = 0xFFFFFFFE, 0xFFFFFFFF
 # Time of an attempt to reach a worker.
 PROBE_SECONDS = 1.0
-# Largest number of workers that are asked for the job at the same time.
+# Largest number of workers that are asked for the job, all at the same time.
 _MOST_ASKED = 32
 _T = TypeVar("_T")
 
@@ -153,7 +154,8 @@ def ask_job(cluster: Cluster, *, applies: bool = False) -> JobState | None:
         applies: Bool, whether this process asks to be taken in. Defaults to `False`.
 
     Returns:
-        `JobState` of the latest generation, or `None` if the job has not started.
+        `JobState` of the latest generation, or `None` if the job has not started. In a
+        job of more than 32 workers only some are asked, and it may be missed once.
     """
     admission = Admission.of(cluster)
     claim = CLAIM.pack(cluster.rank, APPLIES if applies else ASKS)
@@ -172,8 +174,10 @@ def ask_job(cluster: Cluster, *, applies: bool = False) -> JobState | None:
 
     own = cluster.workers[cluster.rank]
     others = [worker for worker in cluster.workers if worker != own]
-    with ThreadPoolExecutor(min(len(others), _MOST_ASKED)) as pool:
-        found = [state for state in pool.map(ask, others) if state is not None]
+    # Each time others: where many processes start, each asks once a second.
+    asked = random.sample(others, min(len(others), _MOST_ASKED))
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = [state for state in pool.map(ask, asked) if state is not None]
     started = [state for state in found if state.is_running or state.generation]
     return max(started, key=lambda state: state.generation, default=None)
 

@@ -171,8 +171,9 @@ class Membership:
                 return
             except (ConnectionFailed, HostLost) as error:
                 self._report_missing([host], str(error), begin, timeout_seconds)
-                if self._are_lost([host]):
-                    host = self._host_anew(self._are_lost(range(self.cluster.rank)))
+                lost = self._are_lost(range(self.cluster.rank))
+                if host in lost:
+                    host = self._host_anew(lost)
             time.sleep(_RETRY_SECONDS)
 
     def restart_store(self, lost: Sequence[int]) -> None:
@@ -285,11 +286,14 @@ class Membership:
         """
         if not self.generation:
             return []
-        now, ended = time.monotonic(), self.ended(missing)
-        self._closed_since = {r: self._closed_since.get(r, now) for r in ended}
-        return [
-            r for r, then in self._closed_since.items() if now - then > _LOST_SECONDS
-        ]
+        now, since = time.monotonic(), self._closed_since
+        ended = self.ended(missing)
+        for rank in missing:
+            if rank in ended:
+                since.setdefault(rank, now)
+            else:
+                since.pop(rank, None)
+        return [rank for rank in ended if now - since[rank] > _LOST_SECONDS]
 
     def _host_anew(self, lost: Sequence[int]) -> int:
         """Choose the first worker that is left as host, and be it if it is this one.

@@ -10,16 +10,17 @@ from typing import Any
 import click
 
 from tfdp.communication.coordination.preemption import PREEMPTED
+from tfdp.communication.store import ask_job
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli import parameter_types as types
-from tfdp.launch.cli.job import Job
+from tfdp.launch.cli.separate_workers import SeparateWorkersJob
 from tfdp.launch.cli.worker import LogFile, Worker, shell_code
 
 # Pause before a worker that has failed again is replaced.
 _PAUSE_SECONDS = 1.0
-# Time after which a replacement that still runs, when others have ended without an
-# error, is one that has come too late.
-_LATE_SECONDS = 30.0
+# Time between checks whether replacements have come too late, once another worker has
+# ended without an error.
+_LATE_SECONDS = 15.0
 # Most replacements of all workers together, by default.
 DEFAULT_REPLACEMENTS = 10
 
@@ -45,7 +46,7 @@ elastic_option = types.option(
 )
 
 
-class ElasticJob(Job):
+class ElasticJob(SeparateWorkersJob):
     """Job that continues while workers fail, and starts new ones in their places.
 
     Args:
@@ -62,55 +63,42 @@ class ElasticJob(Job):
         self._most_replacements = most_replacements
         # Indices of the workers that were replaced, one for each time.
         self._replaced: list[int] = []
-        # Times at which failed workers are replaced, by their index.
-        self._starts_at: dict[int, float] = {}
-        # Time at which a worker was first seen to have ended without an error.
-        self._done_at = 0.0
-        # Ids of processes whose end has been handled.
-        self._handled_pids: set[int] = set()
+        # Time of the next check for replacements that wait for an ended job.
+        self._check_at: float | None = None
 
     def _is_over(self) -> bool:
-        """Replace failed workers when it is time; return whether all have ended."""
-        now = time.monotonic()
-        if any(worker.exit_code == 0 for worker in self._workers):
-            self._end_late_ones(now)
-        for index in [i for i, at in self._starts_at.items() if at <= now]:
-            del self._starts_at[index]
-            self._start(index)
-        return not self._running() and not self._starts_at
+        """Start replacements, and stop late ones; return whether all have ended."""
+        if self._has_success():
+            self._starts_at.clear()
+            self._end_late_ones(time.monotonic())
+        return super()._is_over()
+
+    def _has_success(self) -> bool:
+        """Return whether a worker has ended without an error."""
+        return any(worker.exit_code == 0 for worker in self._workers)
 
     def _end_late_ones(self, now: float) -> None:
-        """Start no replacement any more, and stop those that wait for an ended job.
+        """Stop replacements that wait for a job whose other workers have ended.
 
         Args:
             now: Float, the present time.
         """
-        self._starts_at.clear()
-        self._done_at = self._done_at or now
-        late = [w for i, w in enumerate(self._workers) if i in self._replaced]
-        running = self._running()
-        if now - self._done_at > _LATE_SECONDS and all(w in late for w in running):
-            for worker in running:
-                if worker.pid not in self._handled_pids:
-                    self._handled_pids.add(worker.pid)
-                    worker.send(signal.SIGTERM)
-
-    def _after_failure(self, failed: Worker) -> None:
-        """Replace all workers that have failed, or continue without them."""
-        del failed  # all workers are checked: several may have failed at the same time
-        self.failed = None
-        for index, worker in enumerate(self._workers):
-            is_new = (
-                worker.pid not in self._handled_pids and index not in self._starts_at
-            )
-            if worker.exit_code and is_new:
+        self._check_at = self._check_at or now + _LATE_SECONDS
+        running = {i: w for i, w in enumerate(self._workers) if w.is_running}
+        if now < self._check_at or not running.keys() <= set(self._replaced):
+            return
+        self._check_at = now + _LATE_SECONDS
+        # A worker that has joined says so for as long as its process runs.
+        ended = next(i for i in range(len(self._workers)) if i not in running)
+        if ask_job(self._clusters[ended]) is None:
+            for worker in running.values():
                 self._handled_pids.add(worker.pid)
-                self._handle_failure(index, worker)
+                worker.send(signal.SIGTERM)
 
     def _handle_failure(self, index: int, worker: Worker) -> None:
         """Schedule the replacement of a worker that has failed, if there is one."""
         assert worker.exit_code is not None
-        if any(other.exit_code == 0 for other in self._workers):
+        if self._has_success():
             # A replacement that comes too late to take part exits with this code.
             if worker.exit_code != PREEMPTED:
                 self._code = self._code or shell_code(worker.exit_code)
@@ -118,9 +106,8 @@ class ElasticJob(Job):
             return
         number = len(self._replaced)
         if number < self._most_replacements:
-            pause = _PAUSE_SECONDS if index in self._replaced else 0.0
+            self._start_after(_PAUSE_SECONDS * (index in self._replaced), index)
             self._replaced.append(index)
-            self._starts_at[index] = time.monotonic() + pause
             which = f"replacement {number + 1} of {self._most_replacements}"
             self._report(worker, f"a new one takes its place ({which})")
         elif self._running():
@@ -132,7 +119,6 @@ class ElasticJob(Job):
 
     def _report(self, worker: Worker, follows: str) -> None:
         """Print how a worker has ended, and what follows."""
-        self._recall(worker)
         line = f"worker {worker.rank} {worker.describe_end()}; {follows}"
         for log in self._history:
             log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,11 @@ from tfdp.communication.connection.secret import VARIABLE, new_secret, read_secr
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.errors import usage_errors
-from tfdp.launch.cli.job import Job, JobContext
+from tfdp.launch.cli.job import JobContext
 from tfdp.launch.cli.launch import RunSettings, warn_of_surroundings
 from tfdp.launch.cli.node_options import NodeOptions
 from tfdp.launch.cli.screen import Screen
+from tfdp.launch.cli.separate_workers import SeparateWorkersJob
 from tfdp.launch.cli.worker import Worker, open_logs, shell_code
 from tfdp.launch.rendezvous.address import listen
 from tfdp.launch.rendezvous.failure import RendezvousError
@@ -267,7 +267,7 @@ def _wait_for_others(hub: Hub, context: JobContext) -> int | None:
     return None
 
 
-class IslandJob(Job):
+class IslandJob(SeparateWorkersJob):
     """Job whose workers are the islands of this machine: each fails by itself.
 
     Args:
@@ -294,10 +294,6 @@ class IslandJob(Job):
         self._num_restarts = 0
         self._ended = ended
         self._each_turn = each_turn
-        # Times at which failed islands start again, by the index of their worker.
-        self._starts_at: dict[int, float] = {}
-        # Ids of processes whose end has been handled.
-        self._handled_pids: set[int] = set()
 
     def _environment(self, index: int) -> dict[str, str]:
         """Return the environment variables of an island, which include its hub."""
@@ -307,38 +303,21 @@ class IslandJob(Job):
         return {**environment, "TF_CONFIG": json.dumps(config)}
 
     def _is_over(self) -> bool:
-        """Restart failed islands when it is time; return whether all have ended."""
+        """Report successful islands to the hub; return whether all have ended."""
         self._each_turn()
-        now = time.monotonic()
-        for index in [i for i, at in self._starts_at.items() if at <= now]:
-            del self._starts_at[index]
-            self._start(index)
         for worker in self._workers:
             # A successful island leaves the hub, so that the others do not wait for it.
             if worker.exit_code == 0 and worker.pid not in self._handled_pids:
                 self._handled_pids.add(worker.pid)
                 self._ended(worker.rank)
-        return not self._running() and not self._starts_at
-
-    def _after_failure(self, failed: Worker) -> None:
-        """Restart all islands that have failed, or leave them out."""
-        del failed  # all workers are checked: several may have failed at the same time
-        self.failed = None
-        for index, worker in enumerate(self._workers):
-            is_new = (
-                worker.pid not in self._handled_pids and index not in self._starts_at
-            )
-            if worker.exit_code and is_new:
-                self._handled_pids.add(worker.pid)
-                self._handle_failure(index, worker)
+        return super()._is_over()
 
     def _handle_failure(self, index: int, worker: Worker) -> None:
         """Schedule the restart of a failed island, or report its end to the hub."""
-        self._recall(worker)
         who = f"island {worker.rank} {worker.describe_end()}"
         if self._num_restarts < self._max_restarts:
             self._num_restarts += 1
-            self._starts_at[index] = time.monotonic() + _PAUSE_SECONDS
+            self._start_after(_PAUSE_SECONDS, index)
             follows = (
                 f"it starts again in {_PAUSE_SECONDS:g} s "
                 f"(restart {self._num_restarts} of {self._max_restarts})"

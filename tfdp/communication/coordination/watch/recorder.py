@@ -243,4 +243,15 @@ def listen(request: Callable[[], None]) -> None:
         while os.read(reader, _READ_BYTES):
             request()
 
-    threading.Thread(target=serve, name="tfdp flight recorder", daemon=True).start()
+    thread = threading.Thread(target=serve, name="tfdp flight recorder", daemon=True)
+
+    def stop() -> None:
+        """Ignore the signals from now on, and end the thread."""
+        for number in signals:
+            faulthandler.unregister(number)
+            signal.signal(number, signal.SIG_IGN)
+        os.close(writer)
+        thread.join()
+
+    thread.start()
+    forks.at_exit(stop)

@@ -1,0 +1,63 @@
+"""Jobs whose workers fail, and start again, one by one: islands, elastic jobs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tfdp.launch.cli.job import Job
+from tfdp.launch.cli.worker import Worker
+
+
+class SeparateWorkersJob(Job):
+    """Job that continues while workers fail; subclasses say what follows.
+
+    Args:
+        **options: Arguments of `Job`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # Times at which failed workers start again, by their index.
+        self._starts_at: dict[int, float] = {}
+        # Ids of processes whose end has been handled.
+        self._handled_pids: set[int] = set()
+
+    def _is_over(self) -> bool:
+        """Start failed workers when it is time; return whether all have ended."""
+        now = time.monotonic()
+        for index in [i for i, at in self._starts_at.items() if at <= now]:
+            del self._starts_at[index]
+            self._start(index)
+        return not self._running() and not self._starts_at
+
+    def _after_failure(self, failed: Worker) -> None:
+        """Handle the failures of all workers that have failed."""
+        del failed  # all workers are checked: several may have failed at the same time
+        self.failed = None
+        for index, worker in enumerate(self._workers):
+            is_new = (
+                worker.pid not in self._handled_pids and index not in self._starts_at
+            )
+            if worker.exit_code and is_new:
+                self._handled_pids.add(worker.pid)
+                self._recall(worker)
+                self._handle_failure(index, worker)
+
+    def _handle_failure(self, index: int, worker: Worker) -> None:
+        """Start a failed worker again, with `_start_after`, or continue without it.
+
+        Args:
+            index: Int, index of the worker among those of this machine.
+            worker: `Worker` that has failed.
+        """
+        raise NotImplementedError
+
+    def _start_after(self, seconds: float, index: int) -> None:
+        """Start a failed worker again after a pause.
+
+        Args:
+            seconds: Float, the pause.
+            index: Int, index of the worker among those of this machine.
+        """
+        self._starts_at[index] = time.monotonic() + seconds
