@@ -35,27 +35,62 @@ def test_a_lost_worker_is_replaced_while_the_others_run(launcher):
     assert launcher.processes() == []
 
 
-def test_without_replacements_the_others_end_the_job(launcher):
-    launcher.script("sys.exit(5) if RANK == 1 else time.sleep(1.0)")
-    options = ("--elastic", "1:2", "--max-restarts", "0")
+@pytest.mark.parametrize(
+    ("script", "replacements", "code", "words"),
+    [
+        (
+            "sys.exit(5) if RANK == 1 else time.sleep(1.0)",
+            *(0, 0, "exit code 5; it is not replaced"),
+        ),
+        ("sys.exit(5)", 1, 5, "no worker is left"),
+        (
+            "time.sleep(1.0 * RANK); sys.exit(7 * RANK)",
+            *(1, 7, "others have ended without an error"),
+        ),
+    ],
+    ids=["others succeed", "all fail", "fails after the others"],
+)
+def test_the_code_is_that_of_the_last_workers(
+    launcher, script, replacements, code, words
+):
+    launcher.script(script)
+    options = ("--elastic", "1:2", "--max-restarts", str(replacements))
     result = launcher.run(*options, "script.py")
-    assert result.returncode == 0
-    assert "exit code 5; it is not replaced" in result.stdout
+    assert result.returncode == code
+    assert words in result.stdout
 
 
-def test_a_job_that_loses_all_workers_has_the_code_of_the_last_one(launcher):
-    launcher.script("sys.exit(5)")
-    options = ("--elastic", "1:2", "--max-restarts", "1")
-    result = launcher.run(*options, "script.py")
-    assert result.returncode == 5
-    assert "no worker is left" in result.stdout
+# Worker 0 ends as soon as worker 1 is replaced. Both replacements outlive the check.
+ENDS_BEFORE_THE_REPLACEMENT = """
+    if RANK == 0:
+        wait_for("replaced")
+    elif not pathlib.Path("failed").exists():
+        pathlib.Path("failed").touch()
+        sys.exit(1)
+    else:
+        pathlib.Path("replaced").touch()
+        REPLACEMENT
+        time.sleep(20.0)
+        print("done")
+"""
+JOINS = """
+        from tfdp.communication.cluster import Cluster
+        from tfdp.communication.store import Membership
+        Membership(Cluster.from_environment(), generation=1).join(30.0)
+"""
 
 
-def test_an_error_after_the_others_have_ended_is_no_success(launcher):
-    launcher.script("time.sleep(1.0 * RANK); sys.exit(7 * RANK)")
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("replacement", "last"), [("print('alone')", "alone"), (JOINS.strip(), "done")]
+)
+def test_a_replacement_is_stopped_unless_it_has_joined_the_job(
+    launcher, replacement, last
+):
+    launcher.script(ENDS_BEFORE_THE_REPLACEMENT.replace("REPLACEMENT", replacement))
     result = launcher.run("--elastic", "1:2", "script.py")
-    assert result.returncode == 7
-    assert "others have ended without an error" in result.stdout
+    assert result.returncode == 0, result.stdout
+    assert lines_of(result.stdout, 1)[-1] == last
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,6 @@ class Outcome:
     results: dict[int, dict[str, Any]]
     output: str
     folder: Path
-    starts: list[float] = field(default_factory=list)
 
 
 def run(
@@ -63,7 +62,6 @@ def run(
     folder.mkdir(exist_ok=True)
     configs = cluster_configs(num_workers, devices)
     processes: list[tuple[int, Any]] = []
-    starts: list[float] = []
 
     def start(rank: int, **more: Any) -> None:
         path = folder / f"process-{len(processes)}"
@@ -71,7 +69,6 @@ def run(
         process = context.Process(target=_serve, args=target, daemon=True)
         process.start()
         processes.append((rank, process))
-        starts.append(time.time())
 
     for rank in range(num_workers):
         start(rank)
@@ -102,7 +99,7 @@ def run(
         if path.with_suffix(".result").exists()
     }
     codes = [process.exitcode for _, process in processes]
-    return Outcome(codes, results, output, folder, starts)
+    return Outcome(codes, results, output, folder)
 
 
 def _serve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -224,8 +225,15 @@ def test_too_few_workers_end_after_the_timeout(tmp_path):
 
 
 @pytest.mark.full
-def test_a_process_with_another_model_does_not_join_and_harms_nobody(
-    tmp_path, expected
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("other_model", "cannot join the running job, which has other model"),
+        ("runs_alone", "which it can only in `fit`"),
+    ],
+)
+def test_a_process_that_cannot_join_ends_and_harms_nobody(
+    tmp_path, expected, option, words
 ):
     kill = {"where": "batch", "rank": 1, "step": 2}
     outcome = job.run(
@@ -233,12 +241,12 @@ def test_a_process_with_another_model_does_not_join_and_harms_nobody(
         2,
         kill=kill,
         replacements=1,
-        replaced_by={"other_model": True},
+        replaced_by={option: True},
         step_seconds=0.25,
     )
     check(outcome, [0], expected())
     assert outcome.codes == [0, -9, 1]
-    assert "cannot join the running job, which has other model" in outcome.output
+    assert words in outcome.output
 
 
 @pytest.mark.full
@@ -263,14 +271,11 @@ def test_a_suspended_worker_is_left_out_and_ends_when_it_wakes(
 
 @pytest.mark.full
 def test_workers_are_lost_one_after_another_until_one_is_left(tmp_path, expected):
-    living: list[int] = []
-
     def kill_the_first(processes: list[Any]) -> None:
         left = [p for p in processes if p.is_alive()]
         done = (tmp_path / "backups").exists()
         if done and len(left) > 1 and time.time() > next_at[0]:
             next_at[0] = time.time() + 2.5
-            living.append(left[0].pid)
             left[0].kill()
 
     next_at = [time.time() + 5.0]
@@ -281,11 +286,9 @@ def test_workers_are_lost_one_after_another_until_one_is_left(tmp_path, expected
 
 
 @pytest.mark.parametrize(
-    ("features", "words"),
-    [(["stage 3"], "is not for"), full(["local"], "is not for")],
+    ("feature", "name"), [("stage 3", "ShardedOptimizer"), full("local", "LocalSGD")]
 )
-def test_what_cannot_continue_is_refused_at_the_beginning(tmp_path, features, words):
-    outcome = job.run(tmp_path, 2, features=features)
+def test_what_cannot_continue_is_refused_at_the_beginning(tmp_path, feature, name):
+    outcome = job.run(tmp_path, 2, features=[feature])
     assert outcome.codes == [1, 1]
-    assert words in outcome.output
-    assert "ShardedOptimizer" in outcome.output or "LocalSGD" in outcome.output
+    assert re.search(rf"is not for .* Received: {name}", outcome.output)

@@ -30,10 +30,9 @@ def train(
     step_seconds: float = 0.0,
     min_workers: int = 1,
     timeout_seconds: float = 30.0,
-    optimizer: str = "adam",
-    learning_rate: float = 0.02,
     after_fit: str = "",
     other_model: bool = False,
+    runs_alone: bool = False,
     data: str = "arrays",
 ) -> dict[str, Any]:
     """Trains, and returns weights, history and what the callbacks have seen.
@@ -52,11 +51,10 @@ def train(
         step_seconds: Float, that each step takes longer.
         min_workers: As for the options.
         timeout_seconds: The same.
-        optimizer: String, name of Keras's.
-        learning_rate: Float.
         after_fit: String, `"evaluate"` to do so after `fit`.
         data: String, `"arrays"` or a `"dataset"` with a shuffle.
         other_model: Bool, whether the model differs from that of other processes.
+        runs_alone: Bool, whether to call `strategy.run` before `fit`.
     """
     import keras
     import tensorflow as tf
@@ -64,12 +62,14 @@ def train(
     import tfdp
 
     on = set(features or ())
-    strategy = tf.distribute.get_strategy()
-    if rank >= 0:
-        options = tfdp.CommunicationOptions(
-            on_loss="continue", min_workers=min_workers, timeout_seconds=timeout_seconds
-        )
-        strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
+    options = tfdp.CommunicationOptions(
+        on_loss="continue", min_workers=min_workers, timeout_seconds=timeout_seconds
+    )
+    strategy = (
+        tf.distribute.get_strategy()
+        if rank < 0
+        else tfdp.MultiWorkerMirroredStrategy(communication=options)
+    )
     killer = _Killer(rank, kill or {}, Path(folder) / "kills")
     spy = _Spy(killer, step_seconds)
     record = Path(folder) / "rows"
@@ -101,13 +101,14 @@ def train(
     with strategy.scope():
         last = "tanh" if other_model else None
         model = _model(keras, Recorder(), last)
-        config = {"learning_rate": learning_rate}
         model.compile(
-            keras.optimizers.get({"class_name": optimizer, "config": config}),
+            keras.optimizers.Adam(0.02),
             "mse",
             metrics=["mae"],
             steps_per_execution=steps_per_execution,
         )
+    if runs_alone:
+        strategy.run(lambda: None)
     callbacks = [*_features(tfdp, on), spy.callback(keras)]
     callbacks += _callbacks_of_keras(keras, on, folder)
     if rank >= 0:
@@ -134,13 +135,16 @@ def train(
         "replicas": strategy.num_replicas_in_sync,
     }
     if after_fit == "evaluate":
-        killed = keras.callbacks.LambdaCallback()
-        killed.on_test_batch_end = lambda batch, logs=None: killer.at("after", batch)
-        result["evaluated"] = model.evaluate(
-            x, y, batch_size=BATCH_SIZE, verbose=0, callbacks=[killed]
-        )
+        result["evaluated"] = _evaluate(keras, model, killer)
         result["replicas"] = strategy.num_replicas_in_sync
     return result
+
+
+def _evaluate(keras: Any, model: Any, killer: _Killer) -> Any:
+    killed = keras.callbacks.LambdaCallback()
+    killed.on_test_batch_end = lambda batch, logs=None: killer.at("after", batch)
+    x, y = _data()
+    return model.evaluate(x, y, batch_size=BATCH_SIZE, verbose=0, callbacks=[killed])
 
 
 def _data() -> tuple[np.ndarray, np.ndarray]:

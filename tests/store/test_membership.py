@@ -467,15 +467,20 @@ def test_a_process_that_comes_later_learns_of_the_job_and_applies():
         assert members[1].applicants(lost=[2]) == [2]
 
 
-def test_the_next_cluster_of_a_job_forms_without_those_that_do_not_come(monkeypatch):
+@pytest.mark.parametrize("absent", [[0], [0, 1], [0, 2]])
+def test_the_next_cluster_of_a_job_forms_without_those_that_do_not_come(
+    monkeypatch, absent
+):
     monkeypatch.setattr(module, "_LOST_SECONDS", 0.5)
-    cluster = cluster_of(3)
+    cluster = cluster_of(4)
     members = [
-        Membership(of_rank(cluster, rank), cluster, generation=1) for rank in (1, 2)
+        Membership(of_rank(cluster, rank), cluster, generation=1)
+        for rank in range(4)
+        if rank not in absent
     ]
     try:
         on_all(members, lambda member: member.join(20.0))
-        assert [member.absent for member in members] == [[0], [0]]
+        assert [member.absent for member in members] == [absent] * len(members)
         assert members[0].server is not None
         state = ask_job(of_rank(cluster, 0))
         assert state is not None
