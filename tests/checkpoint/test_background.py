@@ -289,9 +289,12 @@ def test_a_copy_that_fails_is_an_error_of_all(gate, tmp_path, monkeypatch):
         pending.wait()
 
 
-def test_an_interrupted_wait_is_waited_for_again(gate, tmp_path):
+def test_an_interrupted_wait_is_waited_for_again(gate, tmp_path, request):
     model = model_of(1.0)
     pending = tfdp.checkpoint.save(model, tmp_path, background=True)
+    # A shell starts what it does not wait for with the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     ctrl_c = [threading.main_thread().ident, signal.SIGINT]
     threading.Timer(0.3, signal.pthread_kill, ctrl_c).start()
     with pytest.raises(KeyboardInterrupt):
