@@ -163,9 +163,10 @@ def test_a_dataset_that_is_shuffled_anew_in_each_epoch_keeps_its_order(
 
 
 @pytest.mark.full
-def test_a_loss_in_the_middle_of_several_steps_of_one_execution(tmp_path, expected):
+@pytest.mark.parametrize("steps", [3, 50])
+def test_a_loss_among_several_steps_of_one_execution(tmp_path, expected, steps):
     kill = {"where": "batch", "rank": 1, "step": 9}
-    arguments = {"steps_per_execution": 3}
+    arguments = {"steps_per_execution": steps}
     outcome = job.run(tmp_path, 3, kill=kill, **arguments)
     for rank in (0, 2):
         job.assert_same(outcome.results[rank], expected(**arguments))
@@ -247,6 +248,24 @@ def test_a_process_that_cannot_join_ends_and_harms_nobody(
     check(outcome, [0], expected())
     assert outcome.codes == [0, -9, 1]
     assert words in outcome.output
+
+
+@pytest.mark.full
+def test_a_worker_may_be_lost_while_it_joins(tmp_path, expected):
+    kill = {"where": "batch", "rank": 1, "step": 2}
+    again = {"where": "load", "rank": 1, "step": 1}
+    outcome = job.run(
+        tmp_path,
+        3,
+        kill=kill,
+        replacements=1,
+        replaced_by={"kill": again},
+        step_seconds=0.25,
+    )
+    assert outcome.codes == [0, -9, 0, -9], outcome.output[-4000:]
+    assert "1 worker joined the job" in outcome.output
+    for rank in (0, 2):
+        job.assert_same(outcome.results[rank], expected())
 
 
 @pytest.mark.full

@@ -211,8 +211,12 @@ class _Killer:
             os.kill(os.getpid(), number)
 
     def install(self, backup: Any) -> None:
-        """Lets saves of a backup be a place, in their middle."""
-        save = backup._save
+        """Lets saves of a backup be a place, in their middle, and its loading."""
+        save, load = backup._save, backup._load
+
+        def load_or_die(*args: Any) -> None:
+            self.at("load", 1)
+            load(*args)
 
         def save_or_die(epoch: int, batches: int, logs: Any, places: Any) -> None:
             for place in places:
@@ -229,7 +233,7 @@ class _Killer:
                 for place in places:
                     del place.save
 
-        backup._save = save_or_die
+        backup._save, backup._load = save_or_die, load_or_die
 
 
 class _Spy:

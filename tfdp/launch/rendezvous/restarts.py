@@ -13,8 +13,9 @@ from tfdp.launch.rendezvous.failure import Failure
 _STABLE_SECONDS = 60.0
 # Consecutive attempts that a worker must fail to be left out.
 _TOLERATED = 2
-# The pause before a restart doubles from the first to the longest.
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 30.0
+# Pauses before restarts: a worker that is lost costs no wait, but what keeps failing,
+# as while another program has the memory, is not tried several times a second.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _GROWTH = 0.1, 30.0, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +56,9 @@ class Restarts:
     >>> restarts = Restarts(4, max_restarts=5, min_workers=2)
     >>> killed = Failure(rank=2, code=137, reason="was killed")
     >>> restarts.after(killed, 5.0).pause_seconds, restarts.slots
-    (1.0, (0, 1, 2, 3))
+    (0.1, (0, 1, 2, 3))
     >>> restarts.after(killed, 5.0).pause_seconds, restarts.slots  # again, at once
-    (2.0, (0, 1, 3))
+    (0.4, (0, 1, 3))
     """
 
     def __init__(
@@ -115,7 +116,8 @@ class Restarts:
         self.count += 1
         if is_stable:
             self._begin_afresh()
-        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        pause = self._pause
+        self._pause = min(_GROWTH * pause, _LONGEST_PAUSE_SECONDS)
         self._blame(failed)
         return RestartDecision(
             pause,
