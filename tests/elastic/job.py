@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
 import pickle
 import time
 import traceback
@@ -16,6 +18,9 @@ import pytest
 from tests.elastic import training
 from tests.harness.fork_server import begin, fork_server
 from tests.harness.tf_config import cluster_configs
+from tools.bench.hosts_bed import TwoHosts
+
+_NEW_NETWORK = 0x40000000
 
 
 @dataclass
@@ -43,6 +48,8 @@ def run(
     replacements: int = 0,
     disturb: Callable[[list[Any]], None] = lambda processes: None,
     replaced_by: dict[str, Any] | None = None,
+    bed: TwoHosts | None = None,
+    hosts: tuple[int, ...] = (),
     deadline_seconds: float = 90.0,
     **arguments: Any,
 ) -> Outcome:
@@ -55,17 +62,23 @@ def run(
         replacements: Int, how many lost workers start again.
         disturb: Callable, called again and again with the processes.
         replaced_by: Dict of arguments that differ for replacements, or `None`.
+        bed: `TwoHosts`, or `None` for this machine.
+        hosts: Tuple of ints, the host of each worker on a bed.
         deadline_seconds: Float, after which the test fails.
         **arguments: Those of `training.train`.
     """
     context = fork_server()
     folder.mkdir(exist_ok=True)
     configs = cluster_configs(num_workers, devices)
+    names = [None] * num_workers
+    if bed:
+        configs, names = _on_hosts(configs, bed, hosts)
     processes: list[tuple[int, Any]] = []
 
     def start(rank: int, **more: Any) -> None:
         path = folder / f"process-{len(processes)}"
-        target = (rank, configs[rank], path, str(folder), {**arguments, **more})
+        job_of = {**arguments, **more}
+        target = (rank, configs[rank], path, str(folder), job_of, names[rank])
         process = context.Process(target=_serve, args=target, daemon=True)
         process.start()
         processes.append((rank, process))
@@ -102,13 +115,33 @@ def run(
     return Outcome(codes, results, output, folder)
 
 
+def _on_hosts(
+    configs: list[str], bed: TwoHosts, hosts: tuple[int, ...]
+) -> tuple[list[str], list[str]]:
+    """The configurations of workers on a bed, and the names of their hosts."""
+    every = bed.worker_addresses(len(hosts))
+    addresses = [every[host * len(hosts) + rank] for rank, host in enumerate(hosts)]
+    parsed = [json.loads(config) for config in configs]
+    for config in parsed:
+        config["cluster"] = {"worker": addresses}
+    return [json.dumps(config) for config in parsed], [bed.names[h] for h in hosts]
+
+
 def _serve(
-    rank: int, config: str, path: Path, folder: str, arguments: dict[str, Any]
+    rank: int,
+    config: str,
+    path: Path,
+    folder: str,
+    arguments: dict[str, Any],
+    host: str | None = None,
 ) -> None:
     import atexit
     import os
     import sys
 
+    if host is not None:
+        with Path(f"/var/run/netns/{host}").open() as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), _NEW_NETWORK) == 0
     begin(path.with_suffix(".log"), config)
     code = 0
     try:

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from tests.elastic import job
 from tests.elastic.training import BATCH_SIZE, EPOCHS, NUM_SAMPLES, STEPS_PER_EPOCH
 from tests.harness.tiers import full
+from tools.bench.hosts_bed import INTERFACE, BedError, TwoHosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -286,6 +289,59 @@ def test_a_suspended_worker_is_left_out_and_ends_when_it_wakes(
     check(outcome, [r for r in range(3) if r != rank], expected())
     assert woken
     assert outcome.codes[rank] not in (0, -9)
+
+
+@pytest.fixture
+def bed() -> Iterator[TwoHosts]:
+    try:
+        with TwoHosts("1gbit") as made:
+            yield made
+    except BedError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("hosts", "seconds", "survivors"),
+    [
+        ((0, 0, 1), 5.0, [0, 1, 2]),
+        ((0, 0, 1), 60.0, [0, 1]),
+        ((1, 0, 0), 60.0, [1, 2]),
+        ((0, 1), 60.0, [0]),
+    ],
+)
+def test_the_larger_part_of_a_cut_network_continues(
+    tmp_path, expected, bed, hosts, seconds, survivors
+):
+    at: list[float] = []
+
+    def cut(processes: list[Any]) -> None:
+        state = "up" if at else "down"
+        is_due = (tmp_path / "kills").exists()
+        if at:
+            is_due = len(at) < 2 and time.monotonic() > at[0] + seconds
+        if is_due:
+            at.append(time.monotonic())
+            link = f"ip -n {bed.names[0]} link set {INTERFACE} {state}"
+            subprocess.run(link.split(), check=True)
+
+    outcome = job.run(
+        tmp_path,
+        len(hosts),
+        # A signal that is ignored: only its time counts.
+        kill={"where": "batch", "rank": 1, "step": 8, "signal": signal.SIGCONT},
+        step_seconds=0.1,
+        timeout_seconds=30.0 if seconds < 30 else 8.0,
+        disturb=cut,
+        bed=bed,
+        hosts=hosts,
+    )
+    check(outcome, survivors, expected())
+    for rank in set(range(len(hosts))) - set(survivors):
+        assert outcome.codes[rank] not in (0, -9), outcome.output[-4000:]
+    assert at, "no cut"
+    replicas = {outcome.results[rank]["replicas"] for rank in survivors}
+    assert replicas == {len(survivors)}
 
 
 @pytest.mark.full

@@ -53,7 +53,9 @@ def test_what_is_done_stopped_or_preempted_is_not_started_again(over: End):
 
 def test_pauses_grow_and_a_stable_run_makes_them_short_again():
     restarts = Restarts(2, 9)
-    assert pauses(restarts, [end()] * 7) == pytest.approx([0.1, 0.4, 1.6, 6.4, 25.6, 30, 30])
+    assert pauses(restarts, [end()] * 7) == pytest.approx(
+        [0.1, 0.4, 1.6, 6.4, 25.6, 30, 30]
+    )
     assert pauses(restarts, [end(seconds=100.0)]) == [0.1]
 
 
