@@ -21,7 +21,7 @@ from tools.bench.recovery_record import EPOCHS, NUM_SAMPLES, NUM_STEPS, NUM_WORK
 from tools.bench.report import Arguments, Figure, Report
 
 FOLDER = Path(__file__).parent
-DEADLINE_SECONDS = 180.0
+DEADLINE_SECONDS, END_SECONDS = 120.0, 5.0
 # The worker and the step before which it is killed, in each job.
 KILLS = ((1, NUM_STEPS // 4), (0, NUM_STEPS * 5 // 8))
 # Workers record the same step within this time; one that is made again comes later.
@@ -91,8 +91,6 @@ def _job(side: str, torch_python: str, kills: tuple) -> Outcome:
         env = {
             **os.environ,
             "PYTHONPATH": str(FOLDER.parents[1]),
-            # Else a second attempt may read addresses of the first one.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             "RECOVERY_FOLDER": name,
             "RECOVERY_KILLS": json.dumps(kills),
         }
@@ -112,8 +110,12 @@ def _job(side: str, torch_python: str, kills: tuple) -> Outcome:
                 ]
             stack.callback(_end, processes)
             end = time.monotonic() + DEADLINE_SECONDS
+            while time.monotonic() < end and not list(folder.glob("loss-*")):
+                time.sleep(0.1)
+            # A process that comes when the others have ended may wait for them.
             for process in processes:
-                process.wait(max(0.1, end - time.monotonic()))
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(END_SECONDS)
         try:
             return _outcome(folder)
         except (ValueError, IndexError) as error:
@@ -133,10 +135,12 @@ def _commands(
         script = str(FOLDER / "recovery_worker.py")
         yield [sys.executable, "-m", "tfdp", "run", *options, script], env
         return
-    torchrun = [torch_python, "-m", "torch.distributed.run", "--max-restarts", "5"]
     if side == "torchrun":
-        torchrun += ["--standalone", f"--nproc-per-node={NUM_WORKERS}"]
-        yield [*torchrun, str(FOLDER / "recovery_torch_worker.py")], env
+        torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += ["--max-restarts", "5", f"--nproc-per-node={NUM_WORKERS}"]
+        # Else a second attempt may read addresses of the first one.
+        own = {**env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        yield [*torchrun, str(FOLDER / "recovery_torch_worker.py")], own
         return
     port = _free_port()
     lighthouse = [str(Path(torch_python).parent / "torchft_lighthouse")]
@@ -155,8 +159,8 @@ def _commands(
             "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}",
             "REPLICA_GROUP_ID": str(rank),
         }
-        group = ["--nproc-per-node=1", f"--master-port={_free_port()}"]
-        yield [*torchrun, *group, str(FOLDER / "recovery_torchft_worker.py")], own
+        script = str(FOLDER / "recovery_torchft_worker.py")
+        yield ["sh", "-c", 'until "$0" "$1"; do :; done', torch_python, script], own
 
 
 def _outcome(folder: Path) -> Outcome:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +49,7 @@ class Record:
             path.write_text(json.dumps([time.time(), step]))
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def after(self, step: int, samples: Sequence[int]) -> None:
+    def after(self, step: int, samples: Iterable[int]) -> None:
         """Write the samples of this worker that an update has used."""
         line = [time.time(), step, [int(sample) for sample in samples]]
         self._file.write(json.dumps(line) + "\n")

@@ -4,7 +4,7 @@ import os
 from datetime import timedelta
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 from tools.bench.recovery_record import (
@@ -31,12 +31,17 @@ def load(state: dict) -> None:
     inner.load_state_dict(state["optimizer"])
 
 
+store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 manager = Manager(
     pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
     load_state_dict=load,
     state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
     min_replica_size=NUM_WORKERS - 1,
     replica_id=f"group_{rank}",
+    rank=0,
+    world_size=1,
+    store_addr="localhost",
+    store_port=store.port,
     timeout=timedelta(seconds=10),
 )
 replica = DistributedDataParallel(manager, model)
