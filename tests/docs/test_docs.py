@@ -83,6 +83,28 @@ def test_each_message_in_troubleshooting_still_stands_in_the_source(quote):
     assert any(stands_in(quote, text) for text in strings())
 
 
+LIMITS = DOCS / "limits.md"
+# Code of several words in the second cell of the table of limits: a message.
+CELL = re.compile(r"^\| [^|]* \| (?P<cell>[^|]*) \|", re.M)
+MESSAGE = re.compile(r"(?P<ticks>`+)(?P<text>.+?)(?P=ticks)(?!`)")
+
+
+def messages_of_limits() -> list[str]:
+    cells = [match["cell"] for match in CELL.finditer(LIMITS.read_text("utf-8"))]
+    texts = [match["text"] for cell in cells for match in MESSAGE.finditer(cell)]
+    return [text for text in texts if len(text.split()) > 3]
+
+
+def test_limits_quote_messages():
+    assert len(messages_of_limits()) >= 7
+
+
+@pytest.mark.parametrize("message", messages_of_limits())
+def test_each_message_in_limits_still_stands_in_the_source(message):
+    assert len(message.replace("...", "")) > 12, "this would fit any message"
+    assert any(stands_in(message, text) for text in strings())
+
+
 def test_every_public_name_has_an_entry_in_the_api_reference():
     assert docs_names.missing_names() == []
 
