@@ -1,11 +1,11 @@
-"""Check that README, the docs and docstrings agree with the code.
+"""Check that README, CONTRIBUTING, the docs and docstrings agree with the code.
 
     python tools/docs_check.py
 
-Each floor of tfdp/ has a line in README, and a docstring in its `__init__` that names
-its rooms from top to bottom, as the docstring of each room names its files; the walks
-of docs/step.md name what is there; links and Python blocks of all pages hold; public
-names have docstrings and stand on a page.
+Each floor of tfdp/ has a line in CONTRIBUTING, and a docstring in its `__init__` that
+names its rooms from top to bottom, as the docstring of each room names its files; the
+walks of docs/step.md name what is there; links and Python blocks of all pages hold;
+public names have docstrings and stand on a page.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # A docstring of fewer words does not say what a package is for.
 MIN_WORDS = 4
 
-README = ROOT / "README.md"
-# A floor's line in README: its name, linked to its `__init__`.
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+# A floor's line in CONTRIBUTING: its name, linked to its `__init__`.
 PACKAGE_LINE = re.compile(
     r"^- \[`(?P<name>\w+)`\]\(tfdp/(?P=name)/__init__\.py\): \S", re.M
 )
@@ -76,12 +76,13 @@ def packages() -> list[str]:
 
 
 def check_packages() -> Iterator[str]:
-    """Compare README's lines, and the docstrings, with the packages there are."""
+    """Compare CONTRIBUTING's lines, and the docstrings, with the packages there are."""
     floors = [name for name in packages() if "/" not in name]
     listed = [
-        match["name"] for match in PACKAGE_LINE.finditer(README.read_text("utf-8"))
+        match["name"]
+        for match in PACKAGE_LINE.finditer(CONTRIBUTING.read_text("utf-8"))
     ]
-    yield from compare_lists("README.md", floors, listed)
+    yield from compare_lists("CONTRIBUTING.md", floors, listed)
     for name in packages():
         path = f"tfdp/{name}/__init__.py"
         docstring = ast.get_docstring(ast.parse((ROOT / path).read_text("utf-8"))) or ""

@@ -4,7 +4,7 @@
 which reads the docstrings. Pages link to files of the repository as they do on
 GitHub (`../tfdp/training/step/path.py`); each such file becomes a page under `source/`,
 so that the site is whole by itself and a dead link ends the build. Of these pages only
-CONTRIBUTING and the changelog are searched.
+CONTRIBUTING and the changelog are searched. `llms.txt` lists the pages for programs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import griffe
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
-from tools import docs_names
+from tools import docs_llms, docs_names
 
 ROOT = Path(__file__).resolve().parents[1]
 # A fenced block is left as it is.
@@ -36,7 +36,8 @@ PROSE = (
 # What people search for; one of the pages has each.
 SEARCHED = (
     *("ssh", "jupyter", "docker", "multi-node", "multi-gpu", "horovod", "ddp", "slurm"),
-    *("kubernetes", "nccl", "zero", "windows", "tpu"),
+    *("kubernetes", "nccl", "zero", "windows", "tpu", "elastic", "preemption", "fsdp"),
+    *("colab", "mlflow", "out of memory", "checkpoint", "sagemaker"),
 )
 # The members of public classes that users call or read; the rest is for tfdp and Keras.
 STRATEGY_MEMBERS = (
@@ -224,6 +225,14 @@ def with_sections(docstring: str) -> str:
 
 
 # The finished site.
+
+
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    """Add llms.txt, the list of the pages for programs."""
+    head = f"# {config.site_name}\n\n> {config.site_description}\n"
+    content = head + docs_llms.list_of(nav.pages)
+    files.append(File.generated(config, "llms.txt", content=content))
+    return nav
 
 
 def on_post_build(config: Any) -> None:

@@ -13,7 +13,8 @@ _TRAINER = "trainer_test.py::TestTrainer::"
 _ON_NAN = "terminate_on_nan_test.py::TerminateOnNaNTest::"
 _ONE_ROW = "asks for batches of one row, which two replicas cannot divide"
 
-# Tests that pass without a strategy and not under tfdp, and why: docs/keras_suite.md.
+# Tests that pass without a strategy and not under tfdp. The reasons stand in
+# docs/reports/keras_suite.md.
 EXPECTED = {
     _TRAINER + "test_callbacks_can_update_state_at_batch_boundary": _ONE_ROW,
     _TRAINER + "test_loss_scaling_prevents_underflow": _ONE_ROW,

@@ -259,9 +259,9 @@ def test_slurm_starts_a_job_again_five_times_only(tmp_path):
 
 
 def test_the_jobset_of_the_docs_starts_all_again_and_does_not_count_a_preemption():
-    page = (ROOT / "docs" / "launching.md").read_text("utf-8")
-    (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
-    spec = yaml.safe_load(text)["spec"]
+    page = (ROOT / "docs" / "howto" / "kubernetes.md").read_text("utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
+    (spec,) = [part["spec"] for part in map(yaml.safe_load, blocks) if "spec" in part]
     (rule,) = spec["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     (workers,) = spec["replicatedJobs"]

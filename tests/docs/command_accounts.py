@@ -18,7 +18,7 @@ from tests.docs.page_commands import (
 )
 from tests.harness.commands import ROOT
 
-LIST = "docs/commands.md"
+LIST = "docs/reports/commands.md"
 
 # What commands of ours need that is not everywhere.
 _NEEDS_OF_OURS = {

@@ -1,4 +1,4 @@
-"""The page of the commands that tests do not execute: docs/commands.md.
+"""The page of the commands that tests do not execute: docs/reports/commands.md.
 
     python -m tests.docs.command_list
 
@@ -8,6 +8,7 @@ writes it anew.
 from __future__ import annotations
 
 import html
+import posixpath
 
 from tests.docs.command_accounts import (
     LIST,
@@ -20,9 +21,9 @@ from tests.harness.commands import ROOT
 
 # ruff: noqa: E501 a row of a table is one line
 _OPENING = """\
-# Commands on these pages
+# Commands on the pages
 
-The tests execute every command of a block on these pages, in `README.md`, in
+The tests execute every command of a block on the pages of `docs/`, in `README.md`, in
 `CONTRIBUTING.md` and in the first lines of the examples, except the commands listed below.
 They run in the full tier, by `tests/docs/test_commands_run.py` or, with the files of the page,
 by `test_stories_run.py`. For the listed commands and for commands in the text, the tests check
@@ -84,8 +85,7 @@ def as_code(text: str) -> str:
 
 
 def _link(path: str) -> str:
-    inside = path.removeprefix("docs/")
-    return f"[{path}]({inside if inside != path else '../' + path})"
+    return f"[{path}]({posixpath.relpath(path, posixpath.dirname(LIST))})"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import xml.etree.ElementTree
 import pytest
 
 from tests.harness.commands import ROOT
-from tools import docs_names
+from tools import docs_llms, docs_names
 
 DOCS = ROOT / "docs"
 PAGE = DOCS / "troubleshooting.md"
@@ -83,6 +83,28 @@ def test_each_message_in_troubleshooting_still_stands_in_the_source(quote):
     assert any(stands_in(quote, text) for text in strings())
 
 
+LIMITS = DOCS / "limits.md"
+# Code of several words in the second cell of the table of limits: a message.
+CELL = re.compile(r"^\| [^|]* \| (?P<cell>[^|]*) \|", re.M)
+MESSAGE = re.compile(r"(?P<ticks>`+)(?P<text>.+?)(?P=ticks)(?!`)")
+
+
+def messages_of_limits() -> list[str]:
+    cells = [match["cell"] for match in CELL.finditer(LIMITS.read_text("utf-8"))]
+    texts = [match["text"] for cell in cells for match in MESSAGE.finditer(cell)]
+    return [text for text in texts if len(text.split()) > 3]
+
+
+def test_limits_quote_messages():
+    assert len(messages_of_limits()) >= 7
+
+
+@pytest.mark.parametrize("message", messages_of_limits())
+def test_each_message_in_limits_still_stands_in_the_source(message):
+    assert len(message.replace("...", "")) > 12, "this would fit any message"
+    assert any(stands_in(message, text) for text in strings())
+
+
 def test_every_public_name_has_an_entry_in_the_api_reference():
     assert docs_names.missing_names() == []
 
@@ -148,3 +170,20 @@ def test_every_page_stands_in_the_menu_once():
     # The others are files of the repository, which tools/docs_hooks.py makes pages of.
     in_menu = {name for name in listed if not name.startswith("source/")}
     assert in_menu == pages
+
+
+def test_the_list_of_pages_has_the_first_sentence_of_each_page():
+    page = (
+        "---\nhide: [toc]\n---\n\n# Title\n\n    a command\n\nOne [link](a.md). Two.\n"
+    )
+    assert docs_llms.first_sentence(page) == "One link."
+    code = "# Title\n\n```bash\n# a comment\nrun\n```\n"
+    assert docs_llms.first_sentence(code) == ""
+
+
+def test_every_page_begins_with_a_sentence():
+    pages = [p for p in DOCS.rglob("*.md") if p.name not in ("api.md", "index.md")]
+    found = {
+        page.name: docs_llms.first_sentence(page.read_text("utf-8")) for page in pages
+    }
+    assert [name for name, text in found.items() if len(text.split()) < 4] == []

@@ -1,17 +1,17 @@
-"""Checks of README and docs/step.md: they find what is missing or wrong."""
+"""Checks of CONTRIBUTING and docs/step.md: they find what is missing or wrong."""
 
 from __future__ import annotations
 
 from tools import count_lines, docs_check
 
 
-def test_a_floor_without_line_in_readme_is_found(tmp_path, monkeypatch):
-    page = tmp_path / "README.md"
-    lines = docs_check.README.read_text("utf-8").splitlines()
+def test_a_floor_without_line_in_contributing_is_found(tmp_path, monkeypatch):
+    page = tmp_path / "CONTRIBUTING.md"
+    lines = docs_check.CONTRIBUTING.read_text("utf-8").splitlines()
     page.write_text("\n".join(x for x in lines if "[`training`]" not in x), "utf-8")
-    monkeypatch.setattr(docs_check, "README", page)
+    monkeypatch.setattr(docs_check, "CONTRIBUTING", page)
     (found,) = docs_check.check_packages()
-    assert found.startswith("README.md: ")
+    assert found.startswith("CONTRIBUTING.md: ")
     assert "checkpoint, training, communication" in found.partition("; they are ")[0]
     assert "checkpoint, communication" in found.partition("; they are ")[2]
 

@@ -133,8 +133,6 @@ def test_examples_in_docs_run_and_print_what_they_say(page, reports_of_pages):
     assert tries > 0
 
 
-@pytest.mark.parametrize(
-    "name", ["index", "quick_start", "options", "callbacks", "migrating"]
-)
+@pytest.mark.parametrize("name", ["quick_start", "options", "callbacks", "migrating"])
 def test_pages_that_show_how_to_begin_have_examples_that_run(name):
     assert f"docs/{name}.md" in pages_with_examples()

@@ -52,7 +52,9 @@ def _lines_of(name: str, value: typing.Any) -> list[str]:
 @functools.cache
 def _documented() -> set[str]:
     """Names that the docs show as members of something, or by themselves."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    folders = (ROOT / "docs", ROOT / "docs" / "reports")
+    pages = [ROOT / "README.md"]
+    pages += [page for folder in folders for page in folder.glob("*.md")]
     text = "\n".join(page.read_text("utf-8") for page in pages)
     return set(re.findall(r"(?<=[.`])(?<!\[`)([a-z]\w+)(?=[`(., )=])", text))
 

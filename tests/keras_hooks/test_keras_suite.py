@@ -33,6 +33,6 @@ def test_tests_that_train_pass_in_a_scope_but_for_those_that_are_explained():
 
 
 def test_page_of_differences_names_each_test_of_the_table():
-    page = (ROOT / "docs" / "keras_suite.md").read_text("utf-8")
+    page = (ROOT / "docs" / "reports" / "keras_suite.md").read_text("utf-8")
     tests = {name.rpartition("::")[2] for name in EXPECTED}
     assert {name for name in tests if f"`{name}`" not in page} == set()

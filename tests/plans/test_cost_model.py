@@ -223,7 +223,7 @@ def test_what_is_chosen_is_within_five_percent_of_the_best():
 
 
 def test_the_table_in_the_docs_is_what_auto_takes():
-    page = (ROOT / "docs" / "algorithms.md").read_text("utf-8")
+    page = (ROOT / "docs" / "plan.md").read_text("utf-8")
     rows = re.findall(r"^\| (\d+) nodes? of (\d+) \| (.*) \|$", page, re.M)
     assert len(rows) == 5
     for num_nodes, node_size, cells in rows:

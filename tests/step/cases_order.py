@@ -134,7 +134,7 @@ def no_update_of_sharded_state_passes_a_read_of_its_variable(env: Env) -> dict:
 
 
 def _see_the_fault_of_tensorflow(env: Env) -> None:
-    """Checks that the test sees what plain Keras meets (docs/exactness.md)."""
+    """Checks that the test sees what plain Keras meets (docs/reports/exactness.md)."""
     assert _unordered_of_fit(env, Switches()) == []
     options = tf.config.optimizer.get_experimental_options()
     tf.config.optimizer.set_experimental_options({"dependency_optimization": True})

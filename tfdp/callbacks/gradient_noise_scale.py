@@ -25,6 +25,12 @@ class GradientNoiseScale(OptimizerCallback):
     Raises:
         ValueError: If `smoothing` is outside the range, or there is one replica.
 
+    Example:
+
+    >>> noise = GradientNoiseScale(smoothing=0.95)  # model.fit(..., callbacks=[noise])
+    >>> noise.smoothing
+    0.95
+
     Source: McCandlish et al. 2018, https://arxiv.org/abs/1812.06162, appendix A.1.
     """
 

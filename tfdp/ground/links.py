@@ -53,6 +53,12 @@ class Links:
     Raises:
         ValueError: If a number is negative or not finite, or an argument has the wrong
             type.
+
+    Example:
+
+    >>> links = Links(inside=Link(2e-6, 1 / 200e9), across=Link(10e-6, 1 / 12.5e9))
+    >>> links.across.alpha_seconds
+    1e-05
     """
 
     inside: Link

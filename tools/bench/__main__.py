@@ -1,4 +1,4 @@
-"""Measure one of the figures of docs/performance.md, as ratios in one run.
+"""Measure one of the figures of docs/reports/performance.md, as ratios in one run.
 
     python -m tools.bench NAME [--out FILE]
 

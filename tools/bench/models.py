@@ -1,4 +1,4 @@
-"""The models that the figures of docs/performance.md are about."""
+"""The models that the figures of docs/reports/performance.md are about."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 from tfdp.launch.bench.channel import Arm, Arms, work
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# As in docs/bucket_study.md.
+# As in docs/reports/bucket_study.md.
 WIDTH, BATCH_SIZE, NUM_IMAGES = 8, 32, 2000
 OUTCOME = "outcome"
 

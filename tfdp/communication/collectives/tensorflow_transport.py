@@ -12,7 +12,7 @@ from tfdp.ground import _compat
 
 # Subdivisions of a ring's chunks. TensorFlow's default, one, costs the least CPU time,
 # but leaves the network idle between pieces if no other collective runs at the same
-# time. Measured in docs/performance.md.
+# time. Measured in docs/reports/performance.md.
 _SUBDIVISIONS, _SUBDIVISIONS_ALONE = 1, 2
 # Buckets on different channels overlap on CPUs; NCCL needs a single order.
 _CPU_CHANNELS = 4

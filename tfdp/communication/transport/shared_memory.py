@@ -49,7 +49,7 @@ _logger = logging.getLogger("tfdp.transport")
 
 # Total size of the chunks of all members, which stay in a core's cache and are large
 # compared to the cost of a bell. `python -m tools.bench transport` compares 256 kB to
-# 4 MB, see "The transport by itself" in docs/performance.md.
+# 4 MB, see "The transport by itself" in docs/reports/performance.md.
 CHUNKS_BYTES = 1 << 21
 # Largest array that is sent over the sockets, where it costs hardly more than a bell.
 SMALL_BYTES = 1 << 15

@@ -89,7 +89,7 @@ def effective_bucket_bytes(total_bytes: int, bucket_bytes: int) -> int:
     """Return the bucket size for a model, less than the largest for a small model.
 
     Several buckets overlap each other and the backward pass, and large gradients are
-    not copied into buckets. docs/performance.md has measurements.
+    not copied into buckets. docs/reports/performance.md has measurements.
 
     Args:
         total_bytes: Int, size of all gradients.

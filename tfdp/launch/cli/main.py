@@ -56,7 +56,7 @@ class _Commands(click.Group):
     epilog=_EXAMPLES,
     no_args_is_help=False,
     invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 @click.version_option(
     tfdp.__version__, prog_name="tfdp", message="%(prog)s %(version)s"

@@ -23,6 +23,13 @@ class ReplicaGroup:
         sum_all: Callable such as `tfdp.communication.collectives.ring`, the algorithm
             of `all_reduce`. Defaults to that of the group's transport.
 
+    Example:
+
+    The `reduce` of a `tfdp.compression.Compressor` that sends all as it is:
+
+    >>> def reduce(self, bucket, state, group):
+    ...     return group.all_reduce(bucket.flat), state
+
     Source: the hooks of PyTorch's DDP, which get a process group,
     https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html.
     """

@@ -215,6 +215,12 @@ class MultiWorkerMirroredStrategy(_Strategy, tf.distribute.MultiWorkerMirroredSt
         ValueError: If `TF_CONFIG` is wrong, the port is taken, a device does
             not exist, or workers have different settings.
         TimeoutError: If a worker does not start within `timeout_seconds`.
+
+    Example:
+
+    >>> strategy = MultiWorkerMirroredStrategy()  # in the process of each worker
+    >>> strategy.num_replicas_in_sync  # without a cluster: the devices of one machine
+    2
     """
 
     @_compat.filter_traceback
