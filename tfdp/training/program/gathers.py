@@ -60,6 +60,31 @@ def conversions_of(
     return list(conversions.values())
 
 
+def without_sparse_gradients(
+    conversions: list[Conversion], trace: ProgramTrace, plan: Plan
+) -> list[Conversion]:
+    """Leave out the rows of sparse gradients, which only the update gathers.
+
+    Args:
+        conversions: List of `Conversion`.
+        trace: `ProgramTrace` of the step.
+        plan: `Plan` of its graph.
+    """
+    sparse = [
+        (gradient.values, gradient.indices)
+        for effect in trace.effects.get(plan.graph, ())
+        for gradient in effect.tensors
+        if isinstance(gradient, tf.IndexedSlices)
+    ]
+    reduced = {
+        id(tensor)
+        for pair in sparse
+        if all(id(t) in plan.facts and plan.facts[id(t)].is_rows for t in pair)
+        for tensor in pair
+    }
+    return [c for c in conversions if id(c.tensor) not in reduced]
+
+
 def _needs(
     trace: ProgramTrace, plan: Plan, cuts: list[tuple[Any, bool]]
 ) -> Iterator[tuple[Plan, Any, Need | None, Any]]:

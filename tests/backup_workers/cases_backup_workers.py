@@ -1,0 +1,407 @@
+"""Steps without late workers are those of one device on the rows of the others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.harness import common, registry
+from tests.harness.compare import error_of_tensor
+from tests.harness.env import Env
+from tests.harness.launches import launches
+from tests.harness.timing import wait_until
+from tests.reduction import cases_plans as plans
+from tfdp.communication.transport.quorum import QuorumMember
+from tfdp.features import backup_workers
+
+case = registry.case
+WORKERS = ("two_workers", "two_by_two")
+# Seven rows do not divide evenly among two or four replicas, nor do the last five.
+BATCH, SAMPLES, EPOCHS = 7, 54, 2
+STEPS = -(-SAMPLES // BATCH)
+_DEADLINE_SECONDS = 60.0
+
+Build = Callable[[], keras.Model]
+
+
+@dataclasses.dataclass
+class Record:
+    """What a worker has contributed, how late, and which contributions counted."""
+
+    rows: list[float] = dataclasses.field(default_factory=list)
+    behind: list[int] = dataclasses.field(default_factory=list)
+    absent: list[list[int]] = dataclasses.field(default_factory=list)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Record]:
+    """Records the exchanges of this worker."""
+    record, original = Record(), QuorumMember.exchange
+
+    def exchange(self: QuorumMember, share: Any) -> Any:
+        record.behind.append(len(self._sums))
+        result = original(self, share)
+        record.rows.append(share.rows)
+        record.absent.append(list(result.absent))
+        return result
+
+    QuorumMember.exchange = exchange  # type: ignore[method-assign]
+    try:
+        yield record
+    finally:
+        QuorumMember.exchange = original  # type: ignore[method-assign]
+
+
+class Late(keras.callbacks.Callback):
+    """Holds one worker at a batch of an epoch until the other has come to a later one.
+
+    Args:
+        env: The surroundings.
+        rank: The worker that is late.
+        batch: The batch before which it waits.
+        later: The batch that the other has made, or `None` for the end of the epoch.
+    """
+
+    def __init__(self, env: Env, rank: int, batch: int, later: int) -> None:
+        super().__init__()
+        self._is_late = env.rank == rank
+        self._folder: pathlib.Path = env.tmp
+        self._batch, self._later = batch, later
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._file = self._folder / f"late {self._batch} {self._later} {epoch}"
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._is_late and batch == self._batch:
+            wait_until(self._file.exists, "the other worker", _DEADLINE_SECONDS)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self._is_late and batch == self._later:
+            self._file.touch()
+
+
+def strategy_of(env: Env, **options: Any) -> tf.distribute.Strategy:
+    communication = tfdp.CommunicationOptions(backup_workers=1, **options)
+    return tfdp.MultiWorkerMirroredStrategy(communication=communication)
+
+
+def dense() -> keras.Model:
+    """A model with a penalty, which belongs to no row."""
+    model = common.mlp(kernel_regularizer=keras.regularizers.L2(0.05))
+    return common.compiled(model, keras.optimizers.Adam(0.02), metrics=["mae"])
+
+
+def embedding() -> keras.Model:
+    """A model whose table has sparse gradients."""
+    model = keras.Sequential(
+        [
+            keras.Input((common.LENGTH,), dtype="int32"),
+            keras.layers.Embedding(common.NUM_TOKENS, 3),
+            keras.layers.Flatten(),
+            keras.layers.Dense(1),
+        ]
+    )
+    return common.compiled(model, keras.optimizers.Adam(0.02))
+
+
+def scaled() -> keras.Model:
+    """A model whose loss is scaled, and whose gradients are clipped."""
+    optimizer = tfdp.DistributedOptimizer(
+        keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.3),
+        loss_scale="dynamic",
+    )
+    return common.compiled(common.mlp(), optimizer)
+
+
+def rows_of(worker: int, env: Env, num_rows: int) -> range:
+    """The rows that a worker has of a batch."""
+    each, more = divmod(num_rows, env.num_replicas)
+    begin = worker * env.setup.devices_per_worker
+    end = begin + env.setup.devices_per_worker
+    return range(begin * each + min(begin, more), end * each + min(end, more))
+
+
+def replay(
+    env: Env, model: keras.Model, data: tuple, absent: list, rows: list[list[float]]
+) -> list[float]:
+    """Trains one device on the rows that counted; returns the losses of the epochs.
+
+    Args:
+        env: The surroundings.
+        model: A model outside of any strategy, with the initial weights.
+        data: Features and targets.
+        absent: The workers that each step was closed without.
+        rows: For each worker, the rows that it has computed in each step.
+    """
+    x, y = data
+    losses, computed = np.zeros(EPOCHS), np.zeros(EPOCHS)
+    for step, missing in enumerate(absent):
+        epoch, batch = divmod(step, STEPS)
+        begin = batch * BATCH
+        bx, by = x[begin : begin + BATCH], y[begin : begin + BATCH]
+        kept: list[int] = []
+        squares = np.square(np.asarray(model(bx)) - by)[:, 0]
+        penalty = float(sum(model.losses) or 0.0)
+        for worker in range(env.setup.num_workers):
+            own = rows_of(worker, env, len(bx))
+            assert rows[worker][step] in (0, len(own))
+            if worker not in missing:
+                kept += own
+            if rows[worker][step]:
+                losses[epoch] += squares[own].sum() + penalty * len(own)
+                computed[epoch] += len(own)
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(bx[kept], by[kept], model(bx[kept]))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        optimizer.apply(gradients, model.trainable_variables)
+    return list(losses / computed)
+
+
+def train_and_compare(
+    env: Env,
+    build: Build,
+    data: tuple,
+    callbacks: list,
+    *,
+    steps_per_execution: int = 1,
+    **options: Any,
+) -> Record:
+    """Trains with late workers; compares with one device, and between workers."""
+    strategy = strategy_of(env)
+    with strategy.scope():
+        model = build()
+        model.steps_per_execution = steps_per_execution
+    alone = build()
+    alone.set_weights(model.get_weights())
+    with recording() as record:
+        history = common.fit(
+            model,
+            *data,
+            batch_size=BATCH,
+            epochs=EPOCHS,
+            callbacks=callbacks,
+            **options,
+        )
+    group = strategy.extended.worker_group
+    rows = group.all_gather("rows", record.rows)
+    assert len(record.absent) == STEPS * EPOCHS
+    assert group.all_equal("absent", record.absent)
+    losses = replay(env, alone, data, record.absent, rows)
+    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+    for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
+        assert error_of_tensor(found, expected) < 1e-5
+    bits = [weight.tobytes().hex() for weight in env.weights(model).values()]
+    assert group.all_equal("weights", bits)
+    dropped = [
+        sum(map(len, record.absent[STEPS * epoch : STEPS * (epoch + 1)]))
+        for epoch in range(EPOCHS)
+    ]
+    assert history["dropped_gradients"] == dropped
+    assert not launches(plans.step_of(model.train_function))
+    return record
+
+
+@case(
+    "A step without a late worker is that of one device on the other rows",
+    compare=False,
+    setups=WORKERS,
+    quick_setup="two_by_two",
+)
+def late_workers_are_left_out(env: Env) -> dict:
+    late = Late(env, rank=1, batch=1, later=5)
+    data = common.regression_data(SAMPLES)
+    record = train_and_compare(env, dense, data, [late], validation_data=data)
+    for epoch in range(EPOCHS):
+        behind = range(epoch * STEPS + 1, epoch * STEPS + 6)
+        assert all(record.absent[step] == [1] for step in behind)
+        # It computes nothing for steps that have closed when it begins them.
+        assert env.rank == 0 or not any(record.rows[step] for step in behind)
+    return {}
+
+
+@case(
+    "Scaled and clipped gradients are those of the workers in time",
+    compare=False,
+    setups=WORKERS,
+)
+@registry.same_as("late_workers_are_left_out")
+def scaled_gradients_of_late_workers_are_left_out(env: Env) -> dict:
+    late = Late(env, rank=1, batch=1, later=4)
+    train_and_compare(env, scaled, common.regression_data(SAMPLES), [late])
+    return {}
+
+
+@case("Several steps in one execution do not wait", compare=False, setups=WORKERS)
+@registry.same_as("late_workers_are_left_out")
+def several_steps_in_one_execution_do_not_wait(env: Env) -> dict:
+    late = Late(env, rank=1, batch=3, later=5)
+    data = common.regression_data(SAMPLES)
+    train_and_compare(env, dense, data, [late], steps_per_execution=3)
+    return {}
+
+
+class Sleep(keras.callbacks.Callback):
+    """Sleeps on the last worker before one batch of an epoch."""
+
+    def __init__(self, env: Env) -> None:
+        super().__init__()
+        self._is_late = env.rank == env.setup.num_workers - 1
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self._is_late and batch == 1:
+            time.sleep(0.5)
+
+
+@case("A worker that is too late is waited for", compare=False, setups=WORKERS)
+@registry.same_as("late_workers_are_left_out")
+def a_worker_that_is_too_late_is_waited_for(env: Env) -> dict:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backup_workers, "_MOST_BYTES", 1)
+        data = common.regression_data(SAMPLES)
+        record = train_and_compare(env, dense, data, [Sleep(env)])
+    assert max(record.behind) == (0 if env.is_chief else 2)
+    return {}
+
+
+@case("Worker 0 may be late, too", compare=False, setups=WORKERS)
+@registry.same_as("late_workers_are_left_out")
+def the_first_worker_may_be_late(env: Env) -> dict:
+    late = Late(env, rank=0, batch=2, later=6)
+    train_and_compare(env, dense, common.regression_data(SAMPLES), [late])
+    return {}
+
+
+@case(
+    "Rows of sparse gradients of late workers are left out",
+    compare=False,
+    setups=WORKERS,
+)
+@registry.same_as("late_workers_are_left_out")
+def sparse_gradients_of_late_workers_are_left_out(env: Env) -> dict:
+    late = Late(env, rank=1, batch=1, later=4)
+    train_and_compare(env, embedding, common.token_data(SAMPLES), [late])
+    return {}
+
+
+def fails(
+    env: Env,
+    text: str,
+    build: Build = dense,
+    data: Any = None,
+    callbacks: tuple = (),
+    **options: Any,
+) -> None:
+    """Training ends with a sentence before a weight moves."""
+    with strategy_of(env, **options).scope():
+        model = build()
+    before = model.get_weights()
+    data = data or common.regression_data(SAMPLES)
+    with pytest.raises(ValueError, match=text):
+        common.fit(model, *data, batch_size=BATCH, callbacks=list(callbacks))
+    for found, expected in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def with_optimizer(**arguments: Any) -> Build:
+    def build() -> keras.Model:
+        optimizer = tfdp.DistributedOptimizer(keras.optimizers.Adam(), **arguments)
+        return common.compiled(common.mlp(), optimizer)
+
+    return build
+
+
+class TwoUpdates(keras.Model):
+    """Updates its weights twice in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return self.dense(x)
+
+    def train_step(self, data: tuple) -> dict:
+        x, y = data
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            variables = self.trainable_variables
+            self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+def two_updates() -> keras.Model:
+    model = TwoUpdates()
+    model(tf.zeros([1, common.NUM_FEATURES]))
+    return common.compiled(model)
+
+
+def normalized() -> keras.Model:
+    layers = [
+        keras.Input((common.NUM_FEATURES,)),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(1),
+    ]
+    return common.compiled(keras.Sequential(layers))
+
+
+def over_the_batch() -> keras.Model:
+    """A model whose loss compares rows with the mean of the batch."""
+
+    def loss(y: tf.Tensor, found: tf.Tensor) -> tf.Tensor:
+        return tf.square(found - tf.reduce_mean(found)) + tf.square(found - y)
+
+    return common.compiled(common.mlp(), loss=loss)
+
+
+@case("What needs all workers in a step says so", compare=False, setups=WORKERS)
+@registry.same_as("what_backup_workers_cannot_do_says_so")
+def what_needs_all_workers_says_so(env: Env) -> dict:
+    fails(env, "does not support sharding", with_optimizer(sharding="optimizer"))
+    fails(
+        env,
+        "does not support gradient accumulation",
+        with_optimizer(accumulation_steps=2),
+    )
+    fails(
+        env,
+        "does not support `LocalSGD` and `DiLoCo`",
+        callbacks=(tfdp.callbacks.LocalSGD(3),),
+    )
+    check = tfdp.callbacks.ConsistencyCheck()
+    fails(env, "`ConsistencyCheck` compares", callbacks=(check,))
+    fails(env, "the whole batch for .*batch_normalization", normalized)
+    return {}
+
+
+@case("What backup workers cannot do says so", compare=False, setups=WORKERS)
+def what_backup_workers_cannot_do_says_so(env: Env) -> dict:
+    fails(env, "of the whole batch for `Sub` .*tf.reduce_mean", over_the_batch)
+    fails(env, "one update of the optimizer in a step", two_updates)
+    x, y = common.regression_data(SAMPLES)
+    batches = [(x[begin : begin + BATCH], y[begin : begin + BATCH]) for begin in (0, 7)]
+    unknown = tf.data.Dataset.from_generator(
+        lambda: batches,
+        output_signature=(
+            tf.TensorSpec([None, common.NUM_FEATURES]),
+            tf.TensorSpec([None, 1]),
+        ),
+    )
+    fails(env, "a known number of batches", data=(unknown,))
+    options = tfdp.CommunicationOptions(backup_workers=2)
+    with tfdp.MultiWorkerMirroredStrategy(communication=options).scope():
+        model = dense()
+    with pytest.raises(ValueError, match=r"workers\. Received: backup_workers=2, 2 w"):
+        common.fit(model, x, y)
+    return {}
