@@ -111,7 +111,7 @@ def embedding() -> keras.Model:
             keras.layers.Dense(1),
         ]
     )
-    return common.compiled(model, keras.optimizers.Adam(0.02))
+    return common.compiled(model, keras.optimizers.Adam(0.02), metrics=["mae"])
 
 
 def scaled() -> keras.Model:
@@ -120,7 +120,7 @@ def scaled() -> keras.Model:
         keras.optimizers.SGD(0.05, momentum=0.9, global_clipnorm=0.3),
         loss_scale="dynamic",
     )
-    return common.compiled(common.mlp(), optimizer)
+    return common.compiled(common.mlp(), optimizer, metrics=["mae"])
 
 
 def rows_of(worker: int, env: Env, num_rows: int) -> range:
@@ -133,8 +133,8 @@ def rows_of(worker: int, env: Env, num_rows: int) -> range:
 
 def replay(
     env: Env, model: keras.Model, data: tuple, absent: list, rows: list[list[float]]
-) -> list[float]:
-    """Trains one device on the rows that counted; returns the losses of the epochs.
+) -> dict[str, np.ndarray]:
+    """Trains one device on the rows that counted; returns the means of the epochs.
 
     Args:
         env: The surroundings.
@@ -144,13 +144,13 @@ def replay(
         rows: For each worker, the rows that it has computed in each step.
     """
     x, y = data
-    losses, computed = np.zeros(EPOCHS), np.zeros(EPOCHS)
+    losses, errors, computed = np.zeros((3, EPOCHS))
     for step, missing in enumerate(absent):
         epoch, batch = divmod(step, STEPS)
         begin = batch * BATCH
         bx, by = x[begin : begin + BATCH], y[begin : begin + BATCH]
         kept: list[int] = []
-        squares = np.square(np.asarray(model(bx)) - by)[:, 0]
+        off = (np.asarray(model(bx)) - by)[:, 0]
         penalty = float(sum(model.losses) or 0.0)
         for worker in range(env.setup.num_workers):
             own = rows_of(worker, env, len(bx))
@@ -158,14 +158,15 @@ def replay(
             if worker not in missing:
                 kept += own
             if rows[worker][step]:
-                losses[epoch] += squares[own].sum() + penalty * len(own)
+                losses[epoch] += np.square(off[own]).sum() + penalty * len(own)
+                errors[epoch] += np.abs(off[own]).sum()
                 computed[epoch] += len(own)
         with tf.GradientTape() as tape:
             loss = model.compute_loss(bx[kept], by[kept], model(bx[kept]))
         gradients = tape.gradient(loss, model.trainable_variables)
         optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         optimizer.apply(gradients, model.trainable_variables)
-    return list(losses / computed)
+    return {"loss": losses / computed, "mae": errors / computed}
 
 
 def train_and_compare(
@@ -197,8 +198,8 @@ def train_and_compare(
     rows = group.all_gather("rows", record.rows)
     assert len(record.absent) == STEPS * EPOCHS
     assert group.all_equal("absent", record.absent)
-    losses = replay(env, alone, data, record.absent, rows)
-    np.testing.assert_allclose(history["loss"], losses, rtol=1e-5)
+    for name, expected in replay(env, alone, data, record.absent, rows).items():
+        np.testing.assert_allclose(history[name], expected, rtol=1e-5)
     for found, expected in zip(model.get_weights(), alone.get_weights(), strict=True):
         assert error_of_tensor(found, expected) < 1e-5
     bits = [weight.tobytes().hex() for weight in env.weights(model).values()]
@@ -242,6 +243,17 @@ def scaled_gradients_of_late_workers_are_left_out(env: Env) -> dict:
     return {}
 
 
+@case("A compiled step does not wait", compare=False, setups=WORKERS)
+@registry.same_as("late_workers_are_left_out")
+def a_compiled_step_does_not_wait(env: Env) -> dict:
+    def build() -> keras.Model:
+        return common.compiled(common.mlp(), jit_compile=True, metrics=["mae"])
+
+    late = Late(env, rank=1, batch=1, later=4)
+    train_and_compare(env, build, common.regression_data(SAMPLES), [late])
+    return {}
+
+
 @case("Several steps in one execution do not wait", compare=False, setups=WORKERS)
 @registry.same_as("late_workers_are_left_out")
 def several_steps_in_one_execution_do_not_wait(env: Env) -> dict:
@@ -270,7 +282,8 @@ def a_worker_that_is_too_late_is_waited_for(env: Env) -> dict:
         patch.setattr(backup_workers, "_MOST_BYTES", 1)
         data = common.regression_data(SAMPLES)
         record = train_and_compare(env, dense, data, [Sleep(env)])
-    assert max(record.behind) == (0 if env.is_chief else 2)
+    assert max(record.behind) <= 2
+    assert env.is_chief or max(record.behind) == 2
     return {}
 
 
@@ -398,7 +411,7 @@ def what_backup_workers_cannot_do_says_so(env: Env) -> dict:
             tf.TensorSpec([None, 1]),
         ),
     )
-    fails(env, "a known number of batches", data=(unknown,))
+    fails(env, "data whose rows each worker can count", data=(unknown,))
     options = tfdp.CommunicationOptions(backup_workers=2)
     with tfdp.MultiWorkerMirroredStrategy(communication=options).scope():
         model = dense()

@@ -107,10 +107,10 @@ class FirstGradients(GradientExchange):
         _check_model(self._strategy, self._model())
         if total is None:
             raise ValueError(
-                "`backup_workers` needs data with a known number of batches, which "
-                "tfdp divides among the workers: arrays, or the same `tf.data.Dataset` "
-                "of global batches on all workers, with a cardinality that is not "
-                "unknown (`tf.data.experimental.assert_cardinality`)."
+                "`backup_workers` needs data whose rows each worker can count for all: "
+                "arrays, or a `tf.data.Dataset` whose cardinality is known and whose "
+                "`batch` is tf.data's. It does not support Python generators, "
+                "`PyDataset`, and data that is sharded by file."
             )
         self._traced = set()
         is_behind = self._waiting.read_value() > 0
@@ -301,7 +301,6 @@ def _check_model(strategy: Any, model: Any) -> None:
     ]
     found = {
         "`run_eagerly=True`": model.run_eagerly,
-        "`jit_compile=True`": model.jit_compile,
         "`tfdp run --rebalance`": strategy.extended.balance is not None,
         "sharding": any(getattr(o, "sharding", "none") != "none" for o in optimizers),
         "gradient accumulation": any(
