@@ -243,6 +243,19 @@ def scaled_gradients_of_late_workers_are_left_out(env: Env) -> dict:
     return {}
 
 
+@case(
+    "Rows that each replica has of a table are added up",
+    compare=False,
+    setups=WORKERS,
+)
+@registry.same_as("late_workers_are_left_out")
+def rows_of_all_replicas_are_added_up(env: Env) -> dict:
+    late = Late(env, rank=1, batch=1, later=4)
+    data = common.regression_data(SAMPLES)
+    train_and_compare(env, lambda: with_positions([3, 1, 0, 2, 4, 5]), data, [late])
+    return {}
+
+
 @case("A compiled step does not wait", compare=False, setups=WORKERS)
 @registry.same_as("late_workers_are_left_out")
 def a_compiled_step_does_not_wait(env: Env) -> dict:
@@ -369,6 +382,28 @@ def normalized() -> keras.Model:
     return common.compiled(keras.Sequential(layers))
 
 
+class Positions(keras.layers.Layer):
+    """Adds an embedding of positions, one of which occurs twice."""
+
+    def __init__(self, positions: list[int]) -> None:
+        super().__init__()
+        self.table = keras.layers.Embedding(common.NUM_FEATURES, 1)
+        self.positions = positions
+
+    def call(self, x: tf.Tensor) -> tf.Tensor:
+        return x + self.table(tf.constant(self.positions))[:, 0]
+
+
+def with_positions(positions: list[int]) -> keras.Model:
+    layers = [
+        keras.Input((common.NUM_FEATURES,)),
+        Positions(positions),
+        keras.layers.Dense(1),
+    ]
+    optimizer = keras.optimizers.Adam(0.02)
+    return common.compiled(keras.Sequential(layers), optimizer, metrics=["mae"])
+
+
 def over_the_batch() -> keras.Model:
     """A model whose loss compares rows with the mean of the batch."""
 
@@ -401,6 +436,7 @@ def what_needs_all_workers_says_so(env: Env) -> dict:
 @case("What backup workers cannot do says so", compare=False, setups=WORKERS)
 def what_backup_workers_cannot_do_says_so(env: Env) -> dict:
     fails(env, "of the whole batch for `Sub` .*tf.reduce_mean", over_the_batch)
+    fails(env, "of the whole batch for ", lambda: with_positions([0, 1, 1, 2, 3, 4]))
     fails(env, "one update of the optimizer in a step", two_updates)
     x, y = common.regression_data(SAMPLES)
     batches = [(x[begin : begin + BATCH], y[begin : begin + BATCH]) for begin in (0, 7)]

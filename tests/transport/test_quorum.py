@@ -16,7 +16,6 @@ from tfdp.communication.transport import (
     QuorumFollower,
     QuorumLeader,
     Share,
-    TransportError,
 )
 from tfdp.communication.transport.quorum import QuorumSum
 
@@ -79,7 +78,7 @@ class Job:
         def exchange() -> None:
             try:
                 found.append(self.ends[rank].exchange(Share(rows, total, arrays)))
-            except (PeerLost, TransportError) as error:
+            except (PeerLost, ValueError) as error:
                 found.append(error)
 
         thread = threading.Thread(target=exchange, daemon=True)
@@ -171,3 +170,13 @@ def test_all_fail_at_once_if_a_worker_is_lost(job):
         left()
     with pytest.raises(PeerLost):
         three.come(1, 1.0)()
+
+
+def test_arrays_that_do_not_fit_end_the_wait_of_all(job):
+    two = job(2, 2)
+    left = two.come(0, 1.0)
+    assert two.is_waiting(0, left)
+    with pytest.raises(PeerLost):
+        two.ends[1].exchange(Share(2.0, 4.0, [np.zeros(5, "float32")]))
+    with pytest.raises(ValueError, match="broadcast"):
+        left()

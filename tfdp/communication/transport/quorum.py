@@ -136,7 +136,7 @@ class QuorumFollower(QuorumMember):
             while True:
                 head, arrays = receive_frame(self._link)
                 self._receive(QuorumSum(arrays=arrays, **head))
-        except (RuntimeError, EOFError) as error:
+        except Exception as error:  # noqa: BLE001 the waits have to end
             self._fail(error)
 
 
@@ -236,7 +236,7 @@ class QuorumLeader(QuorumMember):
             while True:
                 head, arrays = receive_frame(self._links[rank])
                 self._add(rank, Share(arrays=arrays, **head))
-        except (RuntimeError, EOFError) as error:
+        except Exception as error:  # noqa: BLE001 the waits have to end
             self._fail(error)
 
     def _write(self, rank: int) -> None:
@@ -244,7 +244,7 @@ class QuorumLeader(QuorumMember):
         try:
             while (result := self._unsent[rank].get()) is not None:
                 send_frame(self._links[rank], {"absent": result.absent}, result.arrays)
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 the waits have to end
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:

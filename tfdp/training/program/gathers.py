@@ -19,6 +19,7 @@ from tfdp.training.program.facts import Fact, Form, own_rows, static_sizes, with
 from tfdp.training.program.plan import Plan, Scope, in_order, is_conversion, make_plan
 from tfdp.training.program.rules.state import is_output, writes_state
 from tfdp.training.program.view import AS_HELD, PART, WHOLE, Need
+from tfdp.training.reduction.sparse import are_unique
 
 # Prefix that `tf.GradientTape` puts before the names of backward operations.
 _BACKWARD_PREFIX = "gradient_tape/"
@@ -60,29 +61,33 @@ def conversions_of(
     return list(conversions.values())
 
 
-def without_sparse_gradients(
+def conversions_before_update(
     conversions: list[Conversion], trace: ProgramTrace, plan: Plan
 ) -> list[Conversion]:
-    """Leave out the rows of sparse gradients, which only the update gathers.
+    """Return the conversions without those that the reduction of gradients makes.
+
+    It gathers the rows of sparse gradients; see `Builder` for those that are converted
+    before.
 
     Args:
         conversions: List of `Conversion`.
         trace: `ProgramTrace` of the step.
         plan: `Plan` of its graph.
     """
-    sparse = [
-        (gradient.values, gradient.indices)
-        for effect in trace.effects.get(plan.graph, ())
-        for gradient in effect.tensors
-        if isinstance(gradient, tf.IndexedSlices)
-    ]
-    reduced = {
-        id(tensor)
-        for pair in sparse
-        if all(id(t) in plan.facts and plan.facts[id(t)].is_rows for t in pair)
-        for tensor in pair
-    }
-    return [c for c in conversions if id(c.tensor) not in reduced]
+    reduced: set[int] = set()
+    converted = []
+    for effect in trace.effects.get(plan.graph, ()):
+        for gradient in effect.tensors:
+            if not isinstance(gradient, tf.IndexedSlices):
+                continue
+            pair = gradient.values, gradient.indices
+            facts = [plan.facts.get(id(tensor)) for tensor in pair]
+            known = [fact for fact in facts if fact is not None and fact.is_rows]
+            if len({fact.multiple for fact in known}) == 1 and len(known) == len(pair):
+                reduced |= set(map(id, pair))
+            elif facts[0] is not None and not are_unique(gradient.indices):
+                converted.append(Conversion(pair[0], facts[0], pair[0].op))
+    return [c for c in conversions if id(c.tensor) not in reduced] + converted
 
 
 def _needs(

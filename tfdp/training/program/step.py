@@ -23,10 +23,10 @@ from tfdp.training.program.divisions import warn_of_division
 from tfdp.training.program.facts import Form
 from tfdp.training.program.gathers import (
     Conversion,
+    conversions_before_update,
     conversions_of,
     describe_operation,
     operations_of,
-    without_sparse_gradients,
 )
 from tfdp.training.program.logs import LogTail, find_log_tail
 from tfdp.training.program.plan import CannotDivideError, Plan, Scope, make_plan
@@ -120,7 +120,7 @@ class DividedStep:
             )
             check_exchange(
                 self._loop,
-                without_sparse_gradients(
+                conversions_before_update(
                     self._traced.conversions, self._traced.trace, self._traced.plan
                 ),
             )
