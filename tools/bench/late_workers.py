@@ -2,8 +2,8 @@
 
     tfdp run -n 3 tools/bench/late_workers.py [UNITS] [ROWS] [SECONDS]
 
-Two models train alternately, epoch by epoch, without and with `backup_workers=1`, and with
-and without a sleep of the last worker. Worker 0 prints the times of its steps.
+Two models train alternately, epoch by epoch, without and with `backup_workers=1`, and
+with and without a sleep of the last worker. Worker 0 prints the times of its steps.
 """
 
 from __future__ import annotations

@@ -90,6 +90,10 @@ class QuorumMember:
             self._on_change(len(self._sums))
             return result
 
+    def close(self) -> None:
+        """Close the connections."""
+        raise NotImplementedError
+
     def _contribute(self, share: Share) -> None:
         """Pass a share on to the leader."""
         raise NotImplementedError
@@ -122,7 +126,7 @@ class QuorumFollower(QuorumMember):
         _start(self._read, "tfdp quorum")
 
     def close(self) -> None:
-        """Close the connection."""
+        """See `QuorumMember`."""
         self._link.close()
 
     def _contribute(self, share: Share) -> None:
@@ -175,7 +179,7 @@ class QuorumLeader(QuorumMember):
             _start(self._write, f"tfdp quorum to {rank}", rank)
 
     def close(self) -> None:
-        """Close the connections."""
+        """See `QuorumMember`."""
         self._close("")
 
     def _contribute(self, share: Share) -> None:

@@ -222,6 +222,15 @@ class Replica:
         extended.note_statistics(variables, self.local_id, rows.fraction)
         return True
 
+    def check_average_in_step(self) -> None:
+        """Raise if a step must not wait for an average over all replicas."""
+        if self._exchange is not None:
+            raise ValueError(
+                f"{self._exchange.label} does not support a layer with moving "
+                "statistics that a step calls twice, such as `BatchNormalization`: the "
+                "second call waits for the statistics of all replicas. Use two layers."
+            )
+
     def weight_by_rows(self, value: tf.Tensor) -> tf.Tensor:
         """Multiply a value by this replica's fraction of all rows."""
         return tf.math.multiply_no_nan(

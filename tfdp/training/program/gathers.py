@@ -64,10 +64,10 @@ def conversions_of(
 def conversions_before_update(
     conversions: list[Conversion], trace: ProgramTrace, plan: Plan
 ) -> list[Conversion]:
-    """Return the conversions without those that the reduction of gradients makes.
+    """Return the conversions without those that an update makes, or its end.
 
-    It gathers the rows of sparse gradients; see `Builder` for those that are converted
-    before.
+    The update gathers the rows of sparse gradients; see `Builder` for those that are
+    converted before. Moving statistics are averaged after it.
 
     Args:
         conversions: List of `Conversion`.
@@ -87,7 +87,17 @@ def conversions_before_update(
                 reduced |= set(map(id, pair))
             elif facts[0] is not None and not are_unique(gradient.indices):
                 converted.append(Conversion(pair[0], facts[0], pair[0].op))
-    return [c for c in conversions if id(c.tensor) not in reduced] + converted
+    return converted + [
+        conversion
+        for conversion in conversions
+        if id(conversion.tensor) not in reduced and not _is_statistic(conversion)
+    ]
+
+
+def _is_statistic(conversion: Conversion) -> bool:
+    """Return whether a moving statistic is assigned, to be averaged later."""
+    is_assigned = conversion.op.type == "AssignVariableOp"
+    return is_assigned and conversion.fact.form is Form.LOCAL
 
 
 def _needs(

@@ -46,3 +46,15 @@ class GradientExchange:
             `ReducedGradients`, the same on all replicas.
         """
         raise NotImplementedError
+
+    def sum_by_share(self, share: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+        """Sum a tensor of each worker, such as its part of a mean over all rows.
+
+        Args:
+            share: Scalar float64 tensor, rows of this worker as a fraction of all.
+            tensor: Tensor of shape `[size]`, on the host.
+
+        Returns:
+            Tensor of the same shape, the same on all workers.
+        """
+        raise NotImplementedError

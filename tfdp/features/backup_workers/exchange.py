@@ -1,12 +1,4 @@
-"""Steps that do not wait for late workers: `CommunicationOptions(backup_workers=...)`.
-
-A step of `fit` takes the first gradients, scaled to the rows of the global batch, and
-drops late ones. Every worker applies the same sums in the same order, so that all
-replicas stay equal. A worker that is behind takes no rows until it has caught up.
-
-Source: Chen et al. 2016, "Revisiting Distributed Synchronous SGD",
-https://arxiv.org/abs/1604.00981.
-"""
+"""`FirstGradients`: sums of the gradients that come first, over worker 0."""
 
 from __future__ import annotations
 
@@ -15,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import sys
 import threading
 import weakref
 from collections.abc import Collection, Sequence
@@ -34,23 +25,18 @@ from tfdp.communication.transport import (
     Share,
     sum_into,
 )
+from tfdp.features.backup_workers.checks import check_model
 from tfdp.ground import _compat
 from tfdp.ground.base import batch_weight
-from tfdp.ground.base.context import strategy_of
-from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.base.finalizers import finalizers
-from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.ground.text import pluralize
 from tfdp.training.data.rows import count_of, take_rows
-from tfdp.training.keras_hooks.worker_callbacks import callback_list
 from tfdp.training.reduction.fusion import ReducedGradients, pack
 from tfdp.training.reduction.gradient_exchange import GradientExchange
 from tfdp.training.reduction.sparse import are_unique, sum_duplicates
 
 # Largest number and bytes of the sums that are kept for a worker that is behind.
 _MOST_STEPS, _MOST_BYTES = 256, 256 << 20
-# Name of the counter in the logs of an epoch.
-_LOG = "dropped_gradients"
 # Numbers for the names of connections; the same on all workers, since all trace the
 # same steps in the same order.
 _names = itertools.count()
@@ -59,7 +45,7 @@ _ROWS = tf.TensorSpec([2], tf.float64)
 
 
 @dataclasses.dataclass
-class _Counts:
+class Counts:
     """Numbers of steps of a `fit`, the same on all workers.
 
     Args:
@@ -93,7 +79,7 @@ class FirstGradients(GradientExchange):
     label = "`backup_workers`"
 
     def __init__(self, strategy: Any, model: Any) -> None:
-        self.counts = _Counts()
+        self.counts = Counts()
         self._strategy, self._model = strategy, weakref.ref(model)
         self._devices = [host_of(d) for d in strategy.extended.group.devices]
         # Number of sums that have arrived before this worker has made their steps.
@@ -104,7 +90,7 @@ class FirstGradients(GradientExchange):
 
     def begin_step(self, args: tuple, total: tf.Tensor | None) -> tuple:
         """Take no rows if the step has closed already, see `GradientExchange`."""
-        _check_model(self._strategy, self._model())
+        check_model(self._strategy, self._model())
         if total is None:
             raise ValueError(
                 "`backup_workers` needs data whose rows each worker can count for all: "
@@ -151,8 +137,13 @@ class FirstGradients(GradientExchange):
         tensors = [pack([flat[i] for i in bucket]) for bucket in buckets]
         for position in positions:
             tensors += [flat[position].values, flat[position].indices]
+        joined = range(len(buckets), len(tensors))
+        specs = [
+            tf.TensorSpec([None, *t.shape[1:]] if i in joined else t.shape, t.dtype)
+            for i, t in enumerate(tensors)
+        ]
         background = self._background(
-            tensors, variables, range(len(buckets), len(tensors))
+            tuple(map(id, variables)), specs, _size_of(variables), joined
         )
         background.launch(replica, [_rows(), *tensors])
         results = background.collect(replica)
@@ -160,50 +151,64 @@ class FirstGradients(GradientExchange):
         sparse = {i: _joined(flat[i], next(rows), next(rows)) for i in positions}
         return ReducedGradients(flats, buckets, flat, sparse)
 
+    def sum_by_share(self, share: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+        """See `GradientExchange`."""
+        spec = tf.TensorSpec(tensor.shape, tensor.dtype)
+        background = self._background((), [spec], spec.shape[0] * spec.dtype.size)
+        rows = tf.stack([tf.cast(share, tf.float64), tf.ones([], tf.float64)])
+        background.launch(0, [rows, tensor])
+        return background.collect(0)[0]
+
     def _background(
-        self, tensors: list, variables: list[Any], joined: Collection[int]
+        self,
+        key: tuple,
+        specs: Sequence[tf.TensorSpec],
+        num_bytes: int,
+        joined: Collection[int] = (),
     ) -> Background:
-        """Return the thread that exchanges gradients of variables.
+        """Return the thread that exchanges gradients, or other tensors of a worker.
 
         Args:
-            tensors: List of tensors that a replica sends.
-            variables: List of Keras variables.
+            key: Tuple of the `id`s of the variables that have the gradients; empty for
+                other tensors, which the first local replica sends.
+            specs: Sequence of `tf.TensorSpec`, the tensors that a replica sends.
+            num_bytes: Int, size of the sums of a step.
             joined: Collection of ints, positions of the tensors that are concatenated.
+                Defaults to none.
         """
-        specs = [
-            tf.TensorSpec([None, *t.shape[1:]] if i in joined else t.shape, t.dtype)
-            for i, t in enumerate(tensors)
-        ]
-        key = (*map(id, variables), *specs)
+        name = (key, *specs)
         with self._lock:
-            if key not in self._backgrounds:
-                self._backgrounds[key] = self._connect(specs, variables, joined)
-            return self._backgrounds[key]
+            if name not in self._backgrounds:
+                devices = self._devices if key else self._devices[:1]
+                member = self._connect(num_bytes, joined, is_counted=bool(key))
+                counts = self.counts if key else Counts()
+                run = functools.partial(_exchange, member, joined, counts)
+                background = Background(
+                    "tfdp first gradients", devices, [_ROWS, *specs], specs, run
+                )
+                finalizers.register(background, member.close)
+                self._backgrounds[name] = background
+            return self._backgrounds[name]
 
     def _connect(
-        self,
-        specs: Sequence[tf.TensorSpec],
-        variables: list[Any],
-        joined: Collection[int],
-    ) -> Background:
-        """Connect all workers, and start the thread. The arguments: `_background`."""
+        self, num_bytes: int, joined: Collection[int], *, is_counted: bool
+    ) -> QuorumMember:
+        """Connect all workers.
+
+        Args:
+            num_bytes: Int, see `_background`.
+            joined: Collection of ints, see `_background`.
+            is_counted: Bool, whether steps of this worker read how many sums wait.
+        """
         extended, name = self._strategy.extended, f"first gradients {next(_names)}"
         connect, group = extended.group.transport.connect, extended.worker_group
-        on_change = functools.partial(_set, self._waiting)
-        member: QuorumMember
+        on_change = functools.partial(_set, self._waiting if is_counted else None)
         if group.rank:
-            member = QuorumFollower(connect(0, name), on_change)
-        else:
-            links = {rank: connect(rank, name) for rank in range(1, group.num_workers)}
-            least = group.num_workers - extended.options.backup_workers
-            most = _most_behind(variables)
-            member = QuorumLeader(links, least, most, joined, on_change)
-        run = functools.partial(_exchange, member, joined, self.counts)
-        background = Background(
-            f"tfdp {name}", self._devices, [_ROWS, *specs], specs, run
-        )
-        finalizers.register(background, member.close)
-        return background
+            return QuorumFollower(connect(0, name), on_change)
+        links = {rank: connect(rank, name) for rank in range(1, group.num_workers)}
+        least = group.num_workers - extended.options.backup_workers
+        most = max(2, min(_MOST_STEPS, _MOST_BYTES // max(1, num_bytes)))
+        return QuorumLeader(links, least, most, joined, on_change)
 
 
 def _rows() -> tf.Tensor:
@@ -236,21 +241,21 @@ def _joined(
     return tf.IndexedSlices(values, indices, own.dense_shape)
 
 
-def _most_behind(variables: list[Any]) -> int:
-    """Return how many steps a worker may be behind, by the bytes of a step's sums."""
-    num_bytes = sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
-    return max(2, min(_MOST_STEPS, _MOST_BYTES // max(1, num_bytes)))
+def _size_of(variables: list[Any]) -> int:
+    """Return the number of bytes of the gradients of variables."""
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
 
 
 def _set(waiting: Any, number: int) -> None:
-    """Set the variable that steps read, from a thread."""
-    waiting.assign(number, read_value=False)
+    """Set the variable that steps read, if there is one, from a thread."""
+    if waiting is not None:
+        waiting.assign(number, read_value=False)
 
 
 def _exchange(
     member: QuorumMember,
     joined: Collection[int],
-    counts: _Counts,
+    counts: Counts,
     parts: list[list[tf.Tensor]],
 ) -> list[list[tf.Tensor]]:
     """Exchange the gradients of the local replicas, on the thread.
@@ -258,7 +263,7 @@ def _exchange(
     Args:
         member: `QuorumMember` of this worker.
         joined: Collection of ints, positions of the tensors that are concatenated.
-        counts: `_Counts`, updated.
+        counts: `Counts`, updated.
         parts: List of lists of tensors: the rows, then the gradients, of each replica.
 
     Returns:
@@ -282,123 +287,3 @@ def _exchange(
     with tf.device("CPU:0"):
         sums = [tf.convert_to_tensor(array) for array in result.arrays]
     return [sums] * len(parts)
-
-
-def _check_model(strategy: Any, model: Any) -> None:
-    """Raise if a model's steps need all workers, or several steps make an update.
-
-    Args:
-        strategy: The model's tfdp strategy.
-        model: The Keras model.
-    """
-    optimizers = [model.optimizer, *other_optimizers(model).values()]
-    features = [f for f in (getattr(o, "features", None) for o in optimizers) if f]
-    needing = [
-        f.label
-        for each in features
-        for f in each.installed.values()
-        if f.needs_all_replicas
-    ]
-    found = {
-        "`run_eagerly=True`": model.run_eagerly,
-        "`tfdp run --rebalance`": strategy.extended.balance is not None,
-        "sharding": any(getattr(o, "sharding", "none") != "none" for o in optimizers),
-        "gradient accumulation": any(
-            (getattr(o, "accumulation_steps", 1) or 1) != 1
-            or getattr(o, "gradient_accumulation_steps", None)
-            for o in optimizers
-        ),
-        "`LocalSGD` and `DiLoCo`": any(each.uses_local_steps for each in features),
-        **dict.fromkeys(needing, True),
-    }
-    if unsupported := [name for name, is_used in found.items() if is_used]:
-        raise ValueError(
-            "`backup_workers` drops the gradients of late workers, and does not "
-            f"support {' and '.join(unsupported)}. Remove one of them."
-        )
-
-
-class _DroppedGradients(keras.callbacks.Callback):
-    """Add the number of dropped gradients to the logs of an epoch.
-
-    Args:
-        exchange: `FirstGradients`.
-    """
-
-    def __init__(self, exchange: FirstGradients) -> None:
-        super().__init__()
-        self._exchange = exchange
-        self._before = 0
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add the number of this epoch."""
-        number = self._exchange.counts.without.total()
-        if logs is not None:
-            logs[_LOG] = number - self._before
-        self._before = number
-
-
-class BackupWorkers(Feature):
-    """Replaces the all-reduce of gradients in `fit`, and reports dropped gradients."""
-
-    def __init__(self) -> None:
-        self._exchanges: weakref.WeakKeyDictionary[Any, FirstGradients]
-        self._exchanges = weakref.WeakKeyDictionary()
-
-    def gradient_exchange(self, fit: Fit) -> FirstGradients | None:
-        """Return the exchange of a model, the same for each of its calls of `fit`."""
-        if not _is_on(fit.strategy):
-            return None
-        if fit.model not in self._exchanges:
-            _check_workers(fit.strategy)
-            self._exchanges[fit.model] = FirstGradients(fit.strategy, fit.model)
-        return self._exchanges[fit.model]
-
-    def choose_callbacks(self, fit: Fit) -> None:
-        """Begin to count dropped gradients, and put their number into logs."""
-        if (exchange := self.gradient_exchange(fit)) is not None:
-            exchange.counts.steps = 0
-            exchange.counts.without.clear()
-            callbacks = fit.arguments.get("callbacks")
-            if not isinstance(callbacks, keras.callbacks.CallbackList):
-                others = callback_list(callbacks)
-                fit.arguments["callbacks"] = [_DroppedGradients(exchange), *others]
-
-    def batches_between_meetings(self, model: Any) -> int | None:
-        """Return `None`: workers do not synchronize within an epoch."""
-        return None if _is_on(strategy_of(model)) else 1
-
-    def after_fit(self, fit: Fit) -> None:
-        """Report the dropped gradients, on worker 0."""
-        if not _is_on(fit.strategy) or not fit.strategy.extended.worker_group.is_chief:
-            return
-        if text := self._exchanges[fit.model].counts.describe():
-            print(f"tfdp: {text}", file=sys.stderr, flush=True)
-
-
-def _is_on(strategy: Any) -> bool:
-    """Return whether steps do not wait for late workers."""
-    return strategy is not None and strategy.extended.options.backup_workers > 0
-
-
-def _check_workers(strategy: Any) -> None:
-    """Raise if there are too few workers, or something else connects them.
-
-    Args:
-        strategy: A tfdp strategy.
-    """
-    extended = strategy.extended
-    number, spare = extended.worker_group.num_workers, extended.options.backup_workers
-    if spare >= number:
-        raise ValueError(
-            "`backup_workers` must be less than the number of workers. Received: "
-            f"backup_workers={spare}, {pluralize(number, 'worker')}"
-        )
-    if extended.group.transport.name != "direct":
-        raise ValueError(
-            '`backup_workers` is for `backend="direct"` between CPU workers. Received: '
-            f"{extended.group.transport.name!r}"
-        )
-
-
-register(BackupWorkers())
