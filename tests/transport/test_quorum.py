@@ -52,6 +52,7 @@ class Job:
         self.waiting = [0] * number
         links = {r: End(own, r) for r, (own, _) in enumerate(pairs, start=1)}
         self.followers = [End(other, 0) for _, other in pairs]
+        self.sockets = [sock for pair in pairs for sock in pair]
         leader = QuorumLeader(links, least, most_behind, {1}, self._set(0))  # type: ignore[arg-type]
         self.ends = [
             leader,
@@ -112,6 +113,8 @@ def job() -> Iterator[Callable[..., Job]]:
         own.ends[0].close()
         for end in own.followers:
             end.close()
+        for sock in own.sockets:
+            sock.close()
 
 
 def test_a_step_closes_with_the_first_and_is_scaled_to_all_rows(job):
