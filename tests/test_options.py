@@ -118,9 +118,33 @@ def test_defaults_are_those_that_are_documented():
         "uneven": "join",
         "on_loss": "stop",
         "min_workers": 1,
+        "backup_workers": 0,
         "sync_batch_norm": False,
         "gathers": "allow",
     }
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "1"])
+def test_wrong_number_of_backup_workers(value):
+    with pytest.raises(ValueError, match=f"backup_workers={value!r}"):
+        CommunicationOptions(backup_workers=value)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"compression": "bf16"},
+        {"algorithm": "tree"},
+        {"bucket_mb": "auto"},
+        {"on_loss": "continue"},
+        {"backend": "mpi"},
+    ],
+)
+def test_backup_workers_refuse_what_needs_all_workers(other: dict):
+    with pytest.raises(ValueError, match="`backup_workers` ") as caught:
+        CommunicationOptions(backup_workers=1, **other)
+    ((name, value),) = other.items()
+    assert str(caught.value).endswith(f"backup_workers=1, {name}={value!r}")
 
 
 @pytest.mark.parametrize("name", ["auto", "nccl", "ring", "direct", "mpi"])

@@ -93,6 +93,11 @@ class ConsistencyCheck(StrategyCallback):
                 "differ between exchanges. Remove `ConsistencyCheck`, or the other "
                 "callback."
             )
+        if (exchange := loops.exchange()) is not None:
+            raise ValueError(
+                "`ConsistencyCheck` compares the weights of all replicas in a step, "
+                f"and {exchange.label} does not wait for all. Remove one of them."
+            )
         self._warn_about_sharded_weights()
         self._check("before the first step")
         self._probe = DriftProbe(strategy, self.model, self.every)

@@ -82,6 +82,10 @@ class CommunicationOptions:
             global batches; for `backend="direct"`. Defaults to `"stop"`.
         min_workers: Int, least number of workers with which `fit` continues. Defaults
             to 1.
+        backup_workers: Int, number of late workers that a step of `fit` does not wait
+            for: it takes the first gradients, weighted by their rows, and drops late
+            ones; for `backend="direct"`. It is not exact, since dropped rows have no
+            effect. Defaults to 0.
         uneven: String, what `fit` does if some workers have more batches than
             others. `"join"`: an epoch continues until the last worker has no batch
             left; workers without data add nothing, and every sample has the same
@@ -123,6 +127,7 @@ class CommunicationOptions:
     timeout_seconds: float | None = None
     on_loss: str = "stop"
     min_workers: int = 1
+    backup_workers: int = 0
     uneven: str = "join"
     sync_batch_norm: bool = False
     gathers: str = "allow"
@@ -146,6 +151,8 @@ class CommunicationOptions:
         _check_one_of("on_loss", self.on_loss, ON_LOSS)
         least = checked_integer("min_workers", self.min_workers, 1)
         object.__setattr__(self, "min_workers", least)
+        spare = checked_integer("backup_workers", self.backup_workers, 0)
+        object.__setattr__(self, "backup_workers", spare)
         _check_one_of("uneven", self.uneven, UNEVEN)
         _check_one_of("gathers", self.gathers, GATHERS)
         is_synchronized = checked_bool("sync_batch_norm", self.sync_batch_norm)
@@ -158,6 +165,8 @@ class CommunicationOptions:
             size_of_node = checked_integer("node_size", self.node_size, 1, "or None")
             object.__setattr__(self, "node_size", size_of_node)
         _check_nodes(self.node_size, self.nodes)
+        if self.backup_workers:
+            _check_backup_workers(self)
         if self.links is not None and not isinstance(self.links, Links):
             raise ValueError(
                 "`links` must be a `tfdp.options.Links` or None. "
@@ -338,6 +347,25 @@ def _check_no_residuals(levels: tuple[Any, Any]) -> None:
             "A compressor keeps a residual for each bucket, so buckets must not "
             'change. With `bucket_mb="auto"` compress to "fp16" or "bf16", or give a '
             f"size. Received: compression={levels!r}, inside nodes and across"
+        )
+
+
+def _check_backup_workers(options: CommunicationOptions) -> None:
+    """Raise if other options need the gradients of all workers in every step."""
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    for name in ("algorithm", "bucket_mb", "first_bucket_mb", "compression", "on_loss"):
+        value = getattr(options, name)
+        if value != defaults[name]:
+            raise ValueError(
+                "`backup_workers` sums the first gradients of a step on worker 0, and "
+                f"cannot be combined with `{name}`. Remove one of them. "
+                f"Received: backup_workers={options.backup_workers}, {name}={value!r}"
+            )
+    if options.backend not in ("auto", "direct"):
+        raise ValueError(
+            '`backup_workers` is for `backend="direct"`. '
+            f"Received: backup_workers={options.backup_workers}, "
+            f"backend={options.backend!r}"
         )
 
 

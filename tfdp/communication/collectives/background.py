@@ -134,7 +134,7 @@ class _ReplicaQueues(Queues):
         specs: Sequence[tf.TensorSpec],
         result_specs: Sequence[tf.TensorSpec],
     ) -> None:
-        self._device = device
+        self._device, self._result_specs = device, result_specs
         with tf.init_scope():
             queues = [new_queue(device, each) for each in (specs, result_specs)]
         super().__init__(device, *queues)
@@ -156,7 +156,10 @@ class _ReplicaQueues(Queues):
                 data=[tf.constant(COLLECTIVE_FAILED)],
             )
             with tf.control_dependencies([checked]):
-                return [tf.identity(result) for result in results]
+                return [
+                    tf.ensure_shape(result, spec.shape)
+                    for result, spec in zip(results, self._result_specs, strict=True)
+                ]
 
     @property
     def num_launched(self) -> int:
@@ -175,10 +178,8 @@ class _ReplicaQueues(Queues):
         """Make the step that collects fail, by results with the number `_FAILED`."""
         self._failure = failure
         zeros = [
-            tf.zeros(shape, dtype)
-            for dtype, shape in zip(
-                self._results.dtypes[1:], self._results.shapes[1:], strict=True
-            )
+            tf.zeros([size or 0 for size in spec.shape], spec.dtype)
+            for spec in self._result_specs
         ]
         self._results.enqueue([tf.constant(_FAILED, tf.int64), *zeros])
 
@@ -190,11 +191,13 @@ def new_queue(device: str, specs: Sequence[tf.TensorSpec]) -> tf.queue.FIFOQueue
         device: String, the CPU that holds the queue.
         specs: Sequence of `tf.TensorSpec`, of the tensors.
     """
+    # A queue knows the shapes of all tensors or of none.
+    is_known = all(spec.shape.is_fully_defined() for spec in specs)
     with tf.device(device):
         return tf.queue.FIFOQueue(
             _CAPACITY,
             [tf.int64, *(spec.dtype for spec in specs)],
-            [[], *(spec.shape for spec in specs)],
+            [[], *(spec.shape for spec in specs)] if is_known else None,
         )
 
 

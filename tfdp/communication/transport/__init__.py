@@ -13,6 +13,7 @@ Reading order:
     socket_communicator: collectives over the connections of a mesh
     shared_memory: collectives of processes on one host; choice of a communicator
     rounds: means over the workers that arrive in time
+    quorum: sums of the first contributions of each step
     mpi_messages: messages over MPI that can be cancelled
     mpi_communicator: collectives over MPI
 """
@@ -33,6 +34,12 @@ from tfdp.communication.transport.mpi_communicator import (
     check_job,
     is_mpi_job,
 )
+from tfdp.communication.transport.quorum import (
+    QuorumFollower,
+    QuorumLeader,
+    QuorumMember,
+    Share,
+)
 from tfdp.communication.transport.rounds import RoundFollower, RoundLeader
 from tfdp.communication.transport.shared_memory import (
     SharedMemoryCommunicator,
@@ -46,8 +53,12 @@ __all__ = [
     "Mesh",
     "MpiCommunicator",
     "PeerLost",
+    "QuorumFollower",
+    "QuorumLeader",
+    "QuorumMember",
     "RoundFollower",
     "RoundLeader",
+    "Share",
     "SharedMemoryCommunicator",
     "SocketCommunicator",
     "TransportClosed",

@@ -67,6 +67,14 @@ class Feature:
             ValueError: If some callbacks cannot be combined.
         """
 
+    def gradient_exchange(self, fit: Fit) -> Any:
+        """Return the `GradientExchange` of a call of `fit`, or `None`.
+
+        Raises:
+            ValueError: If the model or the arguments do not support it.
+        """
+        return None
+
     def wrap_step(self, model: Any, step: Callable) -> Callable:
         """Return the function to call in place of a model's `train_function`."""
         return step

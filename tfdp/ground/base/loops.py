@@ -28,6 +28,8 @@ class Loop:
         program_logs: `LogTail` of the step that is traced, or `None`.
         batch_rows: Int, rows of a global batch, except for a smaller last one; or
             `None` if unknown.
+        exchange: `GradientExchange` that replaces the all-reduce of gradients, so that
+            steps do not wait for all workers; or `None`.
     """
 
     model: Any
@@ -38,6 +40,7 @@ class Loop:
     label_record: Any = None
     program_logs: Any = None
     batch_rows: int | None = None
+    exchange: Any = None
 
     @property
     def trains(self) -> bool:
@@ -56,6 +59,12 @@ _loops: list[Loop] = []
 def current() -> Loop | None:
     """Return the innermost loop, or `None` outside of any."""
     return _loops[-1] if _loops else None
+
+
+def exchange() -> Any:
+    """Return the `GradientExchange` of the innermost loop, or `None`."""
+    loop = current()
+    return None if loop is None else loop.exchange
 
 
 def awaiting_training_data() -> Loop | None:
@@ -114,7 +123,9 @@ def is_nested() -> bool:
 
 
 @contextlib.contextmanager
-def looping(model: Any, name: str, *, whole_batches: bool = False) -> Iterator[None]:
+def looping(
+    model: Any, name: str, *, whole_batches: bool = False, exchange: Any = None
+) -> Iterator[None]:
     """Record that a loop of Keras runs inside.
 
     Args:
@@ -122,8 +133,12 @@ def looping(model: Any, name: str, *, whole_batches: bool = False) -> Iterator[N
         name: String, the method of Keras, such as `"fit"`.
         whole_batches: Bool, whether the loop receives global batches. Defaults to
             `False`.
+        exchange: `GradientExchange`, or `None`. Defaults to `None`.
     """
-    _loops.append(Loop(model, name, whole_batches, awaits_training_data=name == "fit"))
+    awaits = name == "fit"
+    _loops.append(
+        Loop(model, name, whole_batches, awaits_training_data=awaits, exchange=exchange)
+    )
     try:
         yield
     finally:

@@ -151,7 +151,8 @@ def _run_loop(
     if fit is not None:
         _measure_links(fit)
         _register_model(model)
-    with loops.looping(model, name), _undo_recording_after(fit):
+    exchange = _gradient_exchange(fit)
+    with loops.looping(model, name, exchange=exchange), _undo_recording_after(fit):
         result = original(*bound.args, **bound.kwargs)
     if fit is not None:
         # No worker returns before worker 0 has completed its files.
@@ -181,6 +182,14 @@ def _begin_fit(strategy: Any, model: Any, arguments: dict[str, Any]) -> Fit:
     for feature in registered():
         feature.choose_callbacks(fit)
     return fit
+
+
+def _gradient_exchange(fit: Fit | None) -> Any:
+    """Return what replaces the all-reduce of gradients in `fit`, or `None`."""
+    if fit is None:
+        return None
+    found = (feature.gradient_exchange(fit) for feature in registered())
+    return next((exchange for exchange in found if exchange is not None), None)
 
 
 def _measure_links(fit: Fit) -> None:
@@ -242,7 +251,8 @@ def epoch_logs(original: Callable, model: Any, logs: Any) -> Any:
     for feature in registered():
         feature.before_meeting(model)
     results = original(model, logs)
-    if results is logs and logs and loops.loop_uses_local_steps():
+    is_local = loops.loop_uses_local_steps() or loops.exchange() is not None
+    if results is logs and logs and is_local:
         # An overridden step returns logs itself. Metrics need no mean: reading them
         # merges their states.
         return mean_over_workers(model.distribute_strategy.extended.worker_group, logs)

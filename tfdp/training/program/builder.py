@@ -328,6 +328,7 @@ class Builder:
         if values and is_last and self.replica.average_after_step(handles):
             self._converted |= {(key, WHOLE): self.get(v) for key, v in values.items()}
         elif values:
+            self.replica.check_average_in_step()
             with timing.labelled("statistics"):
                 own = [
                     self.replica.weight_by_rows(self.get(v)) for v in values.values()

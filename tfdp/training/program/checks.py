@@ -75,6 +75,24 @@ def check_step(
     _warn_of_gathers(strategy, loop, gathers)
 
 
+def check_exchange(loop: Loop, conversions: list[Conversion]) -> None:
+    """Raise if a step waits for other workers, though its gradients do not.
+
+    Args:
+        loop: `Loop` of Keras that runs the step.
+        conversions: List of `Conversion`, without those of the update.
+    """
+    if loop.exchange is None or not conversions:
+        return
+    places = list(dict.fromkeys(describe_operation(c.op) for c in conversions))
+    raise ValueError(
+        f"{loop.exchange.label} needs steps that wait for other workers only to sum "
+        f"gradients, but a step of `{loop.name}` of {loop.model.name!r} needs values "
+        f"of the whole batch for {', '.join(places[:3])}. Change these lines (see "
+        "docs/one_program.md), or remove the option."
+    )
+
+
 def _describe_gathers(loop: Loop, gathers: StepGathers, listed: Any) -> str:
     """Describe some of the gathers of a step, for a message.
 

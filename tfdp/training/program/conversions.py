@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import timing
 from tfdp.ground import _compat
+from tfdp.ground.base import loops
 from tfdp.training.parameters.gathers import regather_used_units
 from tfdp.training.reduction.training_group import TrainingGroup
 
@@ -72,6 +73,7 @@ class Replica:
         self.first_device = strategy.extended.worker_devices[0]
         self.is_on_cpu = _compat.device_type(self.first_device) == "CPU"
         self._group = group
+        self._exchange = loops.exchange()
 
     def sum(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sum tensors over all replicas, by one all-reduce for each dtype."""
@@ -192,7 +194,13 @@ class Replica:
         return result
 
     def only_on_first(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a tensor on the first replica and zeros on others, to be summed."""
+        """Return this replica's part of a whole tensor: all of it on the first replica.
+
+        Where a sum may lack replicas, each has a part in proportion to its rows, as it
+        has of what is computed from rows.
+        """
+        if self._exchange is not None and tensor.dtype.is_floating:
+            return self.weight_by_rows(tensor)
         return tf.identity(tensor) if self.rank == 0 else tf.zeros_like(tensor)
 
     def average_after_step(self, handles: Sequence[Any]) -> bool:
@@ -213,6 +221,15 @@ class Replica:
         rows = self.rows.outside or self.rows
         extended.note_statistics(variables, self.local_id, rows.fraction)
         return True
+
+    def check_average_in_step(self) -> None:
+        """Raise if a step must not wait for an average over all replicas."""
+        if self._exchange is not None:
+            raise ValueError(
+                f"{self._exchange.label} does not support a layer with moving "
+                "statistics that a step calls twice, such as `BatchNormalization`: the "
+                "second call waits for the statistics of all replicas. Use two layers."
+            )
 
     def weight_by_rows(self, value: tf.Tensor) -> tf.Tensor:
         """Multiply a value by this replica's fraction of all rows."""

@@ -19,6 +19,7 @@ from tfdp.training.program.facts import Fact, Form, own_rows, static_sizes, with
 from tfdp.training.program.plan import Plan, Scope, in_order, is_conversion, make_plan
 from tfdp.training.program.rules.state import is_output, writes_state
 from tfdp.training.program.view import AS_HELD, PART, WHOLE, Need
+from tfdp.training.reduction.sparse import are_unique
 
 # Prefix that `tf.GradientTape` puts before the names of backward operations.
 _BACKWARD_PREFIX = "gradient_tape/"
@@ -58,6 +59,45 @@ def conversions_of(
         if fact is not None and (need is None or is_conversion(fact, need)):
             conversions.setdefault(id(tensor), Conversion(tensor, fact, op))
     return list(conversions.values())
+
+
+def conversions_before_update(
+    conversions: list[Conversion], trace: ProgramTrace, plan: Plan
+) -> list[Conversion]:
+    """Return the conversions without those that an update makes, or its end.
+
+    The update gathers the rows of sparse gradients; see `Builder` for those that are
+    converted before. Moving statistics are averaged after it.
+
+    Args:
+        conversions: List of `Conversion`.
+        trace: `ProgramTrace` of the step.
+        plan: `Plan` of its graph.
+    """
+    reduced: set[int] = set()
+    converted = []
+    for effect in trace.effects.get(plan.graph, ()):
+        for gradient in effect.tensors:
+            if not isinstance(gradient, tf.IndexedSlices):
+                continue
+            pair = gradient.values, gradient.indices
+            facts = [plan.facts.get(id(tensor)) for tensor in pair]
+            known = [fact for fact in facts if fact is not None and fact.is_rows]
+            if len({fact.multiple for fact in known}) == 1 and len(known) == len(pair):
+                reduced |= set(map(id, pair))
+            elif facts[0] is not None and not are_unique(gradient.indices):
+                converted.append(Conversion(pair[0], facts[0], pair[0].op))
+    return converted + [
+        conversion
+        for conversion in conversions
+        if id(conversion.tensor) not in reduced and not _is_statistic(conversion)
+    ]
+
+
+def _is_statistic(conversion: Conversion) -> bool:
+    """Return whether a moving statistic is assigned, to be averaged later."""
+    is_assigned = conversion.op.type == "AssignVariableOp"
+    return is_assigned and conversion.fact.form is Form.LOCAL
 
 
 def _needs(

@@ -99,8 +99,9 @@ def find_log_tail(
         plan: `Plan` of the step.
         results: Nest of tensors and other values that the step returns.
         scope: `Scope` of the plan.
-        is_of_all: Bool, whether all replicas share the program. If each group has its
-            own, numbers are averaged over groups, but metrics' states are summed.
+        is_of_all: Bool, whether all replicas share the program and merge their logs in
+            each step. If not, numbers are averaged over the rows of those that do, but
+            metrics' states are summed.
     """
     in_step = _bound_to_step(plan, scope)
     outputs = [t for t in tf.nest.flatten(results) if tf.is_symbolic_tensor(t)]

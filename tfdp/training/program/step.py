@@ -17,12 +17,13 @@ from tfdp.ground.base.program_trace import ProgramTrace, tracing
 from tfdp.training.data.rows import count_of, first_tensor, take_rows
 from tfdp.training.program.batch import BatchPlaceholder, batch_placeholders
 from tfdp.training.program.builder import Builder
-from tfdp.training.program.checks import check_step
+from tfdp.training.program.checks import check_exchange, check_step
 from tfdp.training.program.conversions import Replica, Rows
 from tfdp.training.program.divisions import warn_of_division
 from tfdp.training.program.facts import Form
 from tfdp.training.program.gathers import (
     Conversion,
+    conversions_before_update,
     conversions_of,
     describe_operation,
     operations_of,
@@ -116,6 +117,12 @@ class DividedStep:
                 self._traced.conversions if group.size > 1 else [],
                 self._traced.operations,
                 rows.total if isinstance(rows.total, int) else self._loop.batch_rows,
+            )
+            check_exchange(
+                self._loop,
+                conversions_before_update(
+                    self._traced.conversions, self._traced.trace, self._traced.plan
+                ),
             )
             warn_of_division(
                 self._traced.trace,
@@ -230,7 +237,8 @@ class DividedStep:
             ) from None
         tail = None
         if not self._returns_rows:
-            tail = find_log_tail(plan, results, scope, is_of_all=is_of_all)
+            is_merged = is_of_all and self._loop.exchange is None
+            tail = find_log_tail(plan, results, scope, is_of_all=is_merged)
         cuts = [] if tail is None else [cut[:2] for cut in tail.cuts]
         conversions = conversions_of(trace, plan, cuts)
         is_alone = self._strategy.extended.worker_group.num_workers == 1

@@ -2,6 +2,7 @@
 
 - `reducer`: all-reduce of dense and sparse tensors of the local replicas.
 - `gradient_reducer`: the reducer of the running replica, or of a single device.
+- `gradient_exchange`: base class of what replaces the all-reduce of gradients.
 - `training_group`: the replicas that share one program.
 - `fusion`: packing of gradients into buckets, their all-reduce and unpacking.
 - `sparse`: reduction of gradients that are rows of a table.

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import Member, ProcessGroup, timing
 from tfdp.ground import _compat
-from tfdp.ground.base import batch_weight
+from tfdp.ground.base import batch_weight, loops
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.fusion import ReducedGradients, unbucketed, weighted
 from tfdp.training.reduction.reducer import Reducer
@@ -125,6 +125,8 @@ class ReplicaReducer(GradientReducer):
                 gradients = [weighted(gradient, weight) for gradient in gradients]
             return unbucketed(self.sum(gradients))
         reducer.check(variables, self._local_index)
+        if (exchange := loops.exchange()) is not None:
+            return exchange.reduce(gradients, variables, self._local_index)
         if self.num_replicas == 1:
             reducer.warn_of_momentum("with one replica nothing is compressed")
         elif any(isinstance(item, tf.IndexedSlices) for item in gradients):

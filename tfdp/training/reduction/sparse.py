@@ -43,12 +43,12 @@ def reduce_indexed_slices(
     if not may_sum and are_unique(slices.indices):
         summed = reduce_indexed_slices(slices, group, replica, may_sum=True)
         with tf.device(group.devices[replica]):
-            indices, values = _sum_duplicates(summed.indices, summed.values)
+            indices, values = sum_duplicates(summed.indices, summed.values)
         return tf.IndexedSlices(values, indices, slices.dense_shape)
     with tf.device(group.devices[replica]):
         indices, values = slices.indices, slices.values
         if may_sum:
-            indices, values = _sum_duplicates(indices, values)
+            indices, values = sum_duplicates(indices, values)
         num_rows = tf.size(indices, out_type=tf.int32)[tf.newaxis]  # [1]
         counts = Member(group, replica).all_gather(num_rows)  # [group.size]
 
@@ -151,7 +151,7 @@ def _has_no_duplicates(values: Any) -> bool:
     return len(np.unique(flat)) == flat.size
 
 
-def _sum_duplicates(
+def sum_duplicates(
     indices: tf.Tensor, values: tf.Tensor
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return unique indices, and the sum of the rows of each."""

@@ -83,15 +83,19 @@ def merging_group(strategy: Any) -> ProcessGroup:
     """Return the group of workers over which the logs of a step are merged.
 
     The group has one member for each worker. With local steps it has only the workers
-    whose replicas train together.
+    whose replicas train together. Where steps do not wait for all workers, each worker
+    is alone.
     """
     extended = strategy.extended
-    if not loops.loop_uses_local_steps():
+    if loops.exchange() is not None:
+        parts = [{rank} for rank in extended.host_group.workers]
+    elif not loops.loop_uses_local_steps():
         return extended.host_group
-    parts = join_overlapping(
-        {rank // extended.num_local for rank in ranks}
-        for ranks in groups_of_ranks(strategy)
-    )
+    else:
+        parts = join_overlapping(
+            {rank // extended.num_local for rank in ranks}
+            for ranks in groups_of_ranks(strategy)
+        )
     position_of = list(extended.host_group.workers).index
     (group,) = extended.host_group.split(
         [sorted(map(position_of, part)) for part in sorted(parts, key=min)]

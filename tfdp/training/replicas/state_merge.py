@@ -6,7 +6,7 @@ workers by a single collective.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -44,7 +44,10 @@ def merge_states(
 
 
 def average_statistics(
-    variables: Sequence[Any], weights: Sequence[tf.Tensor], host_group: ProcessGroup
+    variables: Sequence[Any],
+    weights: Sequence[tf.Tensor],
+    host_group: ProcessGroup,
+    add_up: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> None:
     """Average moving statistics over all replicas.
 
@@ -54,6 +57,8 @@ def average_statistics(
             sum to one over all replicas. A replica of weight zero has seen no
             samples, and its statistics may be NaN.
         host_group: `ProcessGroup` with one member for each worker.
+        add_up: Callable that sums a tensor over the workers, or `None` for an
+            all-reduce. Defaults to `None`.
     """
     with tf.device(host_group.devices[0]):
         states = [
@@ -65,7 +70,7 @@ def average_statistics(
             ]
             for v in variables
         ]
-        means = _merge(states, "sum", host_group)
+        means = _merge(states, "sum", host_group, add_up)
     for variable, mean in zip(variables, means, strict=True):
         for part in variable.values:
             with tf.device(part.device):
@@ -76,6 +81,7 @@ def _merge(
     states: Sequence[Sequence[tf.Tensor]],
     kind: str,
     host_group: ProcessGroup,
+    add_up: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> list[tf.Tensor]:
     """Merge states by one reduction, with a single collective.
 
@@ -83,6 +89,8 @@ def _merge(
         states: Sequence with, for each state, its tensors on the local replicas.
         kind: String, the reduction: `"sum"`, `"max"` or `"min"`.
         host_group: `ProcessGroup` with one member for each worker.
+        add_up: Callable that sums a tensor over the workers, or `None` for an
+            all-reduce. Defaults to `None`.
     """
     by_replica = zip(*states, strict=True)
     # For each local replica, all states in one flat tensor `[state_size]`.
@@ -91,7 +99,8 @@ def _merge(
         for tensors in by_replica
     ]
     if kind == "sum":
-        total = Member(host_group, 0).all_reduce(tf.add_n(rows))
+        add_up = add_up or Member(host_group, 0).all_reduce
+        total = add_up(tf.add_n(rows))
     else:
         reduce = tf.reduce_max if kind == "max" else tf.reduce_min
         local = reduce(tf.stack(rows), axis=0)

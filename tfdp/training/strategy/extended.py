@@ -49,6 +49,7 @@ from tfdp.communication.coordination.worker_group import (
 )
 from tfdp.communication.store import own_version
 from tfdp.ground import _compat
+from tfdp.ground.base import loops
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.topology import Topology
 from tfdp.training.data.load_balancer import LoadBalancer
@@ -300,8 +301,11 @@ class ReplicaExtended:
         """
         if statistics and self.group.size > 1:
             equal = [tf.constant(1.0 / self.group.size, tf.float64)] * self.num_local
+            weights, add_up = weights or equal, None
+            if (exchange := loops.exchange()) is not None:
+                add_up = functools.partial(exchange.sum_by_share, tf.add_n(weights))
             with timing.labelled("statistics"):
-                average_statistics(statistics, weights or equal, self.host_group)
+                average_statistics(statistics, weights, self.host_group, add_up)
 
     def note_statistics(
         self,

@@ -52,6 +52,8 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         loops.note_batch_rows(None if whole is None else whole.shape[0])
         args = tuple(_split_global_batch(strategy, argument) for argument in args)
     args = keras.tree.map_structure(_none_for_optional, args)
+    if loop.exchange is not None:
+        args = loop.exchange.begin_step(args, total)
     local = [
         _compat.select_replica(replica, args)
         for replica in range(strategy.extended.num_local)

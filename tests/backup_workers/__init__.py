@@ -1,0 +1,1 @@
+"""Tests of steps that do not wait for late workers."""

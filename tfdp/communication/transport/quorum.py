@@ -1,0 +1,279 @@
+"""Sums of the first contributions of each step, which do not wait for late workers.
+
+Worker 0 leads. A step closes when `least` workers have contributed, or all; every
+worker receives the sum of each step, in order. A worker that is late gets the sums of
+the steps that closed without it, and its contributions to them do not count. It may be
+`most_behind` steps late, since its sums are kept; then the others wait for it.
+
+    worker: contribute -> leader: add to the open step, or drop -> close the step
+    leader: send the sum -> worker: keep it until its own step takes it
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+
+from tfdp.communication.transport.arithmetic import is_half, sum_into
+from tfdp.communication.transport.communicator import Array, PeerLost
+from tfdp.communication.transport.connections import Connection, Ending
+from tfdp.communication.transport.frames import receive_frame, send_frame
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """Contribution of one worker to a step.
+
+    Args:
+        rows: Float, number of rows of the global batch that it is computed from.
+        total: Float, number of rows of the global batch.
+        arrays: Sequence of arrays, parts of a sum over the global batch; empty from a
+            worker that knows that the step has closed.
+    """
+
+    rows: float
+    total: float
+    arrays: Sequence[Array] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class QuorumSum:
+    """Result of a step, the same on all workers.
+
+    Args:
+        absent: Sequence of ints, ranks of the workers whose contributions it lacks.
+        arrays: List of arrays, the sums, scaled from the rows of the contributions to
+            those of the global batch.
+    """
+
+    absent: Sequence[int]
+    arrays: list[Array]
+
+
+class QuorumMember:
+    """A worker's end: it contributes to each step, and takes the sums in order.
+
+    Args:
+        on_change: Callable, called with the number of sums that have arrived and were
+            not taken, each time that it changes.
+    """
+
+    def __init__(self, on_change: Callable[[int], None]) -> None:
+        self._on_change = on_change
+        self._changed = threading.Condition()
+        self._sums: collections.deque[QuorumSum] = collections.deque()
+        self._error: Exception | None = None
+
+    def exchange(self, share: Share) -> QuorumSum:
+        """Contribute to the next step; return its sum.
+
+        Args:
+            share: `Share`, which does not count if the step has closed already.
+
+        Raises:
+            RuntimeError: If a worker was lost.
+        """
+        if self._sums:
+            share = dataclasses.replace(share, arrays=())
+        self._contribute(share)
+        with self._changed:
+            self._changed.wait_for(lambda: self._sums or self._error)
+            if not self._sums:
+                assert self._error is not None
+                raise self._error
+            result = self._sums.popleft()
+            self._on_change(len(self._sums))
+            return result
+
+    def close(self) -> None:
+        """Close the connections."""
+        raise NotImplementedError
+
+    def _contribute(self, share: Share) -> None:
+        """Pass a share on to the leader."""
+        raise NotImplementedError
+
+    def _receive(self, result: QuorumSum) -> None:
+        """Keep the sum of a step until it is taken."""
+        with self._changed:
+            self._sums.append(result)
+            self._on_change(len(self._sums))
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        """End the wait for a sum that will not come; the first error counts."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+
+class QuorumFollower(QuorumMember):
+    """The end of every worker but the first.
+
+    Args:
+        link: `Connection` to worker 0.
+        on_change: Callable, see `QuorumMember`.
+    """
+
+    def __init__(self, link: Connection, on_change: Callable[[int], None]) -> None:
+        super().__init__(on_change)
+        self._link = link
+        _start(self._read, "tfdp quorum")
+
+    def close(self) -> None:
+        """See `QuorumMember`."""
+        self._link.close()
+
+    def _contribute(self, share: Share) -> None:
+        """See `QuorumMember`."""
+        head = {"rows": share.rows, "total": share.total}
+        send_frame(self._link, head, share.arrays)
+
+    def _read(self) -> None:
+        """Receive sums until the connection ends."""
+        try:
+            while True:
+                head, arrays = receive_frame(self._link)
+                self._receive(QuorumSum(arrays=arrays, **head))
+        except Exception as error:  # noqa: BLE001 the waits have to end
+            self._fail(error)
+
+
+class QuorumLeader(QuorumMember):
+    """The end of worker 0, which decides what counts; it may itself be late.
+
+    Args:
+        links: Mapping from ranks to `Connection`, to all other workers.
+        least: Int, number of contributions with which a step closes.
+        most_behind: Int, number of steps that a worker may be late.
+        joined: Collection of ints, positions of the arrays that are concatenated along
+            the first axis, and not summed.
+        on_change: Callable, see `QuorumMember`.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[int, Connection],
+        least: int,
+        most_behind: int,
+        joined: Collection[int],
+        on_change: Callable[[int], None],
+    ) -> None:
+        super().__init__(on_change)
+        self._links = links
+        self._least, self._most_behind, self._joined = least, most_behind, joined
+        self._lock = threading.Lock()
+        self._num_closed = 0
+        # The number of contributions of each worker so far, and those to the open step.
+        self._made = dict.fromkeys([0, *links], 0)
+        self._shares: dict[int, Share] = {}
+        self._unsent: dict[int, queue.SimpleQueue[QuorumSum | None]]
+        self._unsent = {rank: queue.SimpleQueue() for rank in links}
+        for rank in links:
+            _start(self._read, f"tfdp quorum from {rank}", rank)
+            _start(self._write, f"tfdp quorum to {rank}", rank)
+
+    def close(self) -> None:
+        """See `QuorumMember`."""
+        self._close("")
+
+    def _contribute(self, share: Share) -> None:
+        """See `QuorumMember`."""
+        self._add(0, share)
+
+    def _add(self, rank: int, share: Share) -> None:
+        """Add the next contribution of a worker, and close the step if that is due."""
+        with self._lock:
+            if self._made[rank] == self._num_closed:
+                self._shares[rank] = share
+            self._made[rank] += 1
+            if not self._is_complete():
+                return
+            result = self._close_step()
+            for unsent in self._unsent.values():
+                unsent.put(result)
+            # TensorFlow may write to its arrays, which are still to be sent.
+            own = [np.array(array) for array in result.arrays]
+            self._receive(dataclasses.replace(result, arrays=own))
+
+    def _is_complete(self) -> bool:
+        """Return whether the open step can close."""
+        if len(self._shares) == len(self._made):
+            return True
+        num_behind = self._num_closed - min(self._made.values())
+        has_rows = any(share.rows for share in self._shares.values())
+        is_enough = len(self._shares) >= self._least and has_rows
+        return is_enough and num_behind < self._most_behind
+
+    def _close_step(self) -> QuorumSum:
+        """Sum the contributions to the open step in the order of ranks; begin the next.
+
+        Returns:
+            `QuorumSum`.
+        """
+        shares = [share for _, share in sorted(self._shares.items())]
+        absent = sorted(self._made.keys() - self._shares.keys())
+        factor = shares[0].total / (sum(share.rows for share in shares) or 1.0)
+        arrays = []
+        columns = zip(*(share.arrays for share in shares), strict=True)
+        for position, column in enumerate(columns):
+            if position in self._joined:
+                result = np.concatenate(column)
+            else:
+                result = np.empty_like(column[0])
+                sum_into(result, column)
+            if absent:
+                _scale(result, factor)
+            arrays.append(result)
+        self._shares = {}
+        self._num_closed += 1
+        return QuorumSum(absent, arrays)
+
+    def _read(self, rank: int) -> None:
+        """Receive the contributions of a worker until its connection ends."""
+        try:
+            while True:
+                head, arrays = receive_frame(self._links[rank])
+                self._add(rank, Share(arrays=arrays, **head))
+        except Exception as error:  # noqa: BLE001 the waits have to end
+            self._fail(error)
+
+    def _write(self, rank: int) -> None:
+        """Send the sums to a worker, one after another."""
+        try:
+            while (result := self._unsent[rank].get()) is not None:
+                send_frame(self._links[rank], {"absent": result.absent}, result.arrays)
+        except Exception as error:  # noqa: BLE001 the waits have to end
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """End the waits of all workers, with the cause of the error."""
+        super()._fail(error)
+        ending = None
+        if isinstance(error, PeerLost):
+            ending = Ending(error.rank, error.cause)
+        self._close(str(error), ending)
+
+    def _close(self, reason: str, ending: Ending | None = None) -> None:
+        """Close the connections, and end the threads that send."""
+        for rank, link in self._links.items():
+            link.close(reason, ending)
+            self._unsent[rank].put(None)
+
+
+def _scale(array: Array, factor: float) -> None:
+    """Multiply floating point numbers by a factor; leave integers, such as indices."""
+    if is_half(array.dtype):
+        array[...] = array.astype(np.float32) * np.float32(factor)
+    elif np.issubdtype(array.dtype, np.floating):
+        array *= array.dtype.type(factor)
+
+
+def _start(target: Callable[..., None], name: str, *args: int) -> None:
+    """Start a daemon thread."""
+    threading.Thread(target=target, args=args, name=name, daemon=True).start()

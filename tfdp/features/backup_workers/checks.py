@@ -1,0 +1,62 @@
+"""What cannot be combined with steps that do not wait for late workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tfdp.ground.base.wrappers import other_optimizers
+from tfdp.ground.text import pluralize
+
+
+def check_model(strategy: Any, model: Any) -> None:
+    """Raise if a model's steps need all workers, or several steps make an update.
+
+    Args:
+        strategy: The model's tfdp strategy.
+        model: The Keras model.
+    """
+    optimizers = [model.optimizer, *other_optimizers(model).values()]
+    features = [f for f in (getattr(o, "features", None) for o in optimizers) if f]
+    needing = [
+        f.label
+        for each in features
+        for f in each.installed.values()
+        if f.needs_all_replicas
+    ]
+    found = {
+        "`run_eagerly=True`": model.run_eagerly,
+        "`tfdp run --rebalance`": strategy.extended.balance is not None,
+        "sharding": any(getattr(o, "sharding", "none") != "none" for o in optimizers),
+        "gradient accumulation": any(
+            (getattr(o, "accumulation_steps", 1) or 1) != 1
+            or getattr(o, "gradient_accumulation_steps", None)
+            for o in optimizers
+        ),
+        "`LocalSGD` and `DiLoCo`": any(each.uses_local_steps for each in features),
+        **dict.fromkeys(needing, True),
+    }
+    if unsupported := [name for name, is_used in found.items() if is_used]:
+        raise ValueError(
+            "`backup_workers` drops the gradients of late workers, and does not "
+            f"support {' and '.join(unsupported)}. Remove one of them."
+        )
+
+
+def check_workers(strategy: Any) -> None:
+    """Raise if there are too few workers, or something else connects them.
+
+    Args:
+        strategy: A tfdp strategy.
+    """
+    extended = strategy.extended
+    number, spare = extended.worker_group.num_workers, extended.options.backup_workers
+    if spare >= number:
+        raise ValueError(
+            "`backup_workers` must be less than the number of workers. Received: "
+            f"backup_workers={spare}, {pluralize(number, 'worker')}"
+        )
+    if extended.group.transport.name != "direct":
+        raise ValueError(
+            '`backup_workers` is for `backend="direct"` between CPU workers. Received: '
+            f"{extended.group.transport.name!r}"
+        )

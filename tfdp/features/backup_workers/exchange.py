@@ -1,0 +1,289 @@
+"""`FirstGradients`: sums of the gradients that come first, over worker 0."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdp.communication.collectives.background import Background
+from tfdp.communication.collectives.process_transport import host_of
+from tfdp.communication.transport import (
+    QuorumFollower,
+    QuorumLeader,
+    QuorumMember,
+    Share,
+    sum_into,
+)
+from tfdp.features.backup_workers.checks import check_model
+from tfdp.ground import _compat
+from tfdp.ground.base import batch_weight
+from tfdp.ground.base.finalizers import finalizers
+from tfdp.ground.text import pluralize
+from tfdp.training.data.rows import count_of, take_rows
+from tfdp.training.reduction.fusion import ReducedGradients, pack
+from tfdp.training.reduction.gradient_exchange import GradientExchange
+from tfdp.training.reduction.sparse import are_unique, sum_duplicates
+
+# Largest number and bytes of the sums that are kept for a worker that is behind.
+_MOST_STEPS, _MOST_BYTES = 256, 256 << 20
+# Numbers for the names of connections; the same on all workers, since all trace the
+# same steps in the same order.
+_names = itertools.count()
+# The rows of a replica, and those of the global batch.
+_ROWS = tf.TensorSpec([2], tf.float64)
+
+
+@dataclasses.dataclass
+class Counts:
+    """Numbers of steps of a `fit`, the same on all workers.
+
+    Args:
+        steps: Int, steps so far.
+        without: Counter of the steps that closed without a worker, by its rank.
+    """
+
+    steps: int = 0
+    without: collections.Counter[int] = dataclasses.field(
+        default_factory=collections.Counter
+    )
+
+    def describe(self) -> str:
+        """Return the numbers as a sentence, or `""` if no gradient was dropped."""
+        parts = [
+            f"{number:,} without worker {rank}"
+            for rank, number in sorted(self.without.items())
+        ]
+        steps = pluralize(self.steps, "step")
+        return f"Of {steps}, {', '.join(parts)}." if parts else ""
+
+
+class FirstGradients(GradientExchange):
+    """Sums of the gradients that come first, over connections to worker 0.
+
+    Args:
+        strategy: A tfdp strategy.
+        model: The Keras model that is trained.
+    """
+
+    label = "`backup_workers`"
+
+    def __init__(self, strategy: Any, model: Any) -> None:
+        self.counts = Counts()
+        self._strategy, self._model = strategy, weakref.ref(model)
+        self._devices = [host_of(d) for d in strategy.extended.group.devices]
+        # Number of sums that have arrived before this worker has made their steps.
+        self._waiting = _compat.plain_variable(0, tf.int64, self._devices[0])
+        self._backgrounds: dict[tuple, Background] = {}
+        self._lock = threading.Lock()
+        self._traced: set[int] = set()
+
+    def begin_step(self, args: tuple, total: tf.Tensor | None) -> tuple:
+        """Take no rows if the step has closed already, see `GradientExchange`."""
+        check_model(self._strategy, self._model())
+        if total is None:
+            raise ValueError(
+                "`backup_workers` needs data whose rows each worker can count for all: "
+                "arrays, or a `tf.data.Dataset` whose cardinality is known and whose "
+                "`batch` is tf.data's. It does not support Python generators, "
+                "`PyDataset`, and data that is sharded by file."
+            )
+        self._traced = set()
+        is_behind = self._waiting.read_value() > 0
+
+        def take(part: Any) -> Any:
+            """Return all rows of a part of the batch, or none."""
+            if not tf.is_tensor(part) or part.shape.rank == 0:
+                return part
+            count = tf.cast(count_of(part), tf.int64)
+            none = tf.zeros([], tf.int64)
+            return take_rows(part, none, tf.where(is_behind, none, count))
+
+        local = [
+            keras.tree.map_structure(take, _compat.select_replica(replica, args))
+            for replica in range(len(self._devices))
+        ]
+        return tuple(map(_compat.per_replica, map(list, zip(*local, strict=True))))
+
+    def reduce(
+        self, gradients: list, variables: list[Any], replica: int
+    ) -> ReducedGradients:
+        """See `GradientExchange`."""
+        if replica in self._traced:
+            raise ValueError(
+                "`backup_workers` supports one update of the optimizer in a step. "
+                f"Received: another one, of {pluralize(len(variables), 'variable')}"
+            )
+        self._traced.add(replica)
+        flat = [
+            g if isinstance(g, tf.IndexedSlices) else tf.convert_to_tensor(g)
+            for g in gradients
+        ]
+        for gradient, variable in zip(flat, variables, strict=True):
+            if isinstance(gradient, tf.Tensor):
+                gradient.set_shape(variable.shape)
+        buckets = _buckets(flat)
+        positions = [i for i, g in enumerate(flat) if isinstance(g, tf.IndexedSlices)]
+        tensors = [pack([flat[i] for i in bucket]) for bucket in buckets]
+        for position in positions:
+            tensors += [flat[position].values, flat[position].indices]
+        joined = range(len(buckets), len(tensors))
+        specs = [
+            tf.TensorSpec([None, *t.shape[1:]] if i in joined else t.shape, t.dtype)
+            for i, t in enumerate(tensors)
+        ]
+        background = self._background(
+            tuple(map(id, variables)), specs, _size_of(variables), joined
+        )
+        background.launch(replica, [_rows(), *tensors])
+        results = background.collect(replica)
+        flats, rows = results[: len(buckets)], iter(results[len(buckets) :])
+        sparse = {i: _joined(flat[i], next(rows), next(rows)) for i in positions}
+        return ReducedGradients(flats, buckets, flat, sparse)
+
+    def sum_by_share(self, share: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+        """See `GradientExchange`."""
+        spec = tf.TensorSpec(tensor.shape, tensor.dtype)
+        background = self._background((), [spec], spec.shape[0] * spec.dtype.size)
+        rows = tf.stack([tf.cast(share, tf.float64), tf.ones([], tf.float64)])
+        background.launch(0, [rows, tensor])
+        return background.collect(0)[0]
+
+    def _background(
+        self,
+        key: tuple,
+        specs: Sequence[tf.TensorSpec],
+        num_bytes: int,
+        joined: Collection[int] = (),
+    ) -> Background:
+        """Return the thread that exchanges gradients, or other tensors of a worker.
+
+        Args:
+            key: Tuple of the `id`s of the variables that have the gradients; empty for
+                other tensors, which the first local replica sends.
+            specs: Sequence of `tf.TensorSpec`, the tensors that a replica sends.
+            num_bytes: Int, size of the sums of a step.
+            joined: Collection of ints, positions of the tensors that are concatenated.
+                Defaults to none.
+        """
+        name = (key, *specs)
+        with self._lock:
+            if name not in self._backgrounds:
+                devices = self._devices if key else self._devices[:1]
+                member = self._connect(num_bytes, joined, is_counted=bool(key))
+                counts = self.counts if key else Counts()
+                run = functools.partial(_exchange, member, joined, counts)
+                background = Background(
+                    "tfdp first gradients", devices, [_ROWS, *specs], specs, run
+                )
+                finalizers.register(background, member.close)
+                self._backgrounds[name] = background
+            return self._backgrounds[name]
+
+    def _connect(
+        self, num_bytes: int, joined: Collection[int], *, is_counted: bool
+    ) -> QuorumMember:
+        """Connect all workers.
+
+        Args:
+            num_bytes: Int, see `_background`.
+            joined: Collection of ints, see `_background`.
+            is_counted: Bool, whether steps of this worker read how many sums wait.
+        """
+        extended, name = self._strategy.extended, f"first gradients {next(_names)}"
+        connect, group = extended.group.transport.connect, extended.worker_group
+        on_change = functools.partial(_set, self._waiting if is_counted else None)
+        if group.rank:
+            return QuorumFollower(connect(0, name), on_change)
+        links = {rank: connect(rank, name) for rank in range(1, group.num_workers)}
+        least = group.num_workers - extended.options.backup_workers
+        most = max(2, min(_MOST_STEPS, _MOST_BYTES // max(1, num_bytes)))
+        return QuorumLeader(links, least, most, joined, on_change)
+
+
+def _rows() -> tf.Tensor:
+    """Return the rows of the running replica and of the global batch, `[2]`."""
+    total = tf.cast(batch_weight.num_samples(), tf.float64)
+    return tf.stack([tf.round(batch_weight.current() * total), total])
+
+
+def _buckets(flat: list) -> list[tuple[int, ...]]:
+    """Return the positions of the dense gradients of each dtype."""
+    by_dtype: dict[Any, list[int]] = {}
+    for position, gradient in enumerate(flat):
+        if not isinstance(gradient, tf.IndexedSlices):
+            by_dtype.setdefault(gradient.dtype, []).append(position)
+    return [tuple(positions) for positions in by_dtype.values()]
+
+
+def _joined(
+    own: tf.IndexedSlices, values: tf.Tensor, indices: tf.Tensor
+) -> tf.IndexedSlices:
+    """Return the rows of all workers as a sparse gradient, like that of one device.
+
+    Args:
+        own: `tf.IndexedSlices` of the replica.
+        values: Tensor of shape `[rows, ...]`, of all workers.
+        indices: Integer tensor of shape `[rows]`.
+    """
+    if are_unique(own.indices):
+        indices, values = sum_duplicates(indices, values)
+    return tf.IndexedSlices(values, indices, own.dense_shape)
+
+
+def _size_of(variables: list[Any]) -> int:
+    """Return the number of bytes of the gradients of variables."""
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)
+
+
+def _set(waiting: Any, number: int) -> None:
+    """Set the variable that steps read, if there is one, from a thread."""
+    if waiting is not None:
+        waiting.assign(number, read_value=False)
+
+
+def _exchange(
+    member: QuorumMember,
+    joined: Collection[int],
+    counts: Counts,
+    parts: list[list[tf.Tensor]],
+) -> list[list[tf.Tensor]]:
+    """Exchange the gradients of the local replicas, on the thread.
+
+    Args:
+        member: `QuorumMember` of this worker.
+        joined: Collection of ints, positions of the tensors that are concatenated.
+        counts: `Counts`, updated.
+        parts: List of lists of tensors: the rows, then the gradients, of each replica.
+
+    Returns:
+        List of lists of tensors, the sums for each local replica.
+    """
+    rows = [part[0].numpy() for part in parts]
+    columns = zip(*([t.numpy() for t in part[1:]] for part in parts), strict=True)
+    arrays = []
+    for position, column in enumerate(columns):
+        if len(column) == 1:
+            arrays.append(column[0])
+        elif position in joined:
+            arrays.append(np.concatenate(column))
+        else:
+            arrays.append(np.empty_like(column[0]))
+            sum_into(arrays[-1], column)
+    own = float(sum(each[0] for each in rows))
+    result = member.exchange(Share(own, float(rows[0][1]), arrays))
+    counts.steps += 1
+    counts.without.update(result.absent)
+    with tf.device("CPU:0"):
+        sums = [tf.convert_to_tensor(array) for array in result.arrays]
+    return [sums] * len(parts)

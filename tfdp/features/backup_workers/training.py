@@ -1,0 +1,84 @@
+"""The feature of `fit`: steps that drop late gradients, and the count of these."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import keras
+
+from tfdp.features.backup_workers.checks import check_workers
+from tfdp.features.backup_workers.exchange import FirstGradients
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.base.feature import Feature, Fit, register
+from tfdp.training.keras_hooks.worker_callbacks import callback_list
+
+# Name of the number in the logs of an epoch.
+_LOG = "dropped_gradients"
+
+
+class _DroppedGradients(keras.callbacks.Callback):
+    """Add the number of dropped gradients to the logs of an epoch.
+
+    Args:
+        exchange: `FirstGradients`.
+    """
+
+    def __init__(self, exchange: FirstGradients) -> None:
+        super().__init__()
+        self._exchange = exchange
+        self._before = 0
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add the number of this epoch."""
+        number = self._exchange.counts.without.total()
+        if logs is not None:
+            logs[_LOG] = number - self._before
+        self._before = number
+
+
+class BackupWorkers(Feature):
+    """Replaces the all-reduce of gradients in `fit`, and reports dropped gradients."""
+
+    def __init__(self) -> None:
+        self._exchanges: weakref.WeakKeyDictionary[Any, FirstGradients]
+        self._exchanges = weakref.WeakKeyDictionary()
+
+    def gradient_exchange(self, fit: Fit) -> FirstGradients | None:
+        """Return the exchange of a model, the same for each of its calls of `fit`."""
+        if not _is_on(fit.strategy):
+            return None
+        if fit.model not in self._exchanges:
+            check_workers(fit.strategy)
+            self._exchanges[fit.model] = FirstGradients(fit.strategy, fit.model)
+        return self._exchanges[fit.model]
+
+    def choose_callbacks(self, fit: Fit) -> None:
+        """Begin to count dropped gradients, and put their number into logs."""
+        if (exchange := self.gradient_exchange(fit)) is not None:
+            exchange.counts.steps = 0
+            exchange.counts.without.clear()
+            callbacks = fit.arguments.get("callbacks")
+            if not isinstance(callbacks, keras.callbacks.CallbackList):
+                others = callback_list(callbacks)
+                fit.arguments["callbacks"] = [_DroppedGradients(exchange), *others]
+
+    def batches_between_meetings(self, model: Any) -> int | None:
+        """Return `None`: workers do not synchronize within an epoch."""
+        return None if _is_on(strategy_of(model)) else 1
+
+    def after_fit(self, fit: Fit) -> None:
+        """Report the dropped gradients, on worker 0."""
+        if not _is_on(fit.strategy) or not fit.strategy.extended.worker_group.is_chief:
+            return
+        if text := self._exchanges[fit.model].counts.describe():
+            print(f"tfdp: {text}", file=sys.stderr, flush=True)
+
+
+def _is_on(strategy: Any) -> bool:
+    """Return whether steps do not wait for late workers."""
+    return strategy is not None and strategy.extended.options.backup_workers > 0
+
+
+register(BackupWorkers())

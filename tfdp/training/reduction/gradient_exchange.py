@@ -1,0 +1,60 @@
+"""`GradientExchange`: base class of what replaces the all-reduce of gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.training.reduction.fusion import ReducedGradients
+
+
+class GradientExchange:
+    """Sums of the gradients of a step that do not wait for all replicas.
+
+    A step of `fit` then has no other collective: logs within an epoch are over the rows
+    of this worker, and a step that needs values of other replicas is an error.
+
+    Attributes:
+        label: String, the option that asks for it, in messages.
+    """
+
+    label = ""
+
+    def begin_step(self, args: tuple, total: tf.Tensor | None) -> tuple:
+        """Return the arguments of a step, with the rows that it shall use.
+
+        Args:
+            args: Tuple of nests of per-replica values, the rows of the local replicas.
+            total: Scalar tensor, number of rows of the global batch, or `None` if it is
+                unknown.
+        """
+        raise NotImplementedError
+
+    def reduce(
+        self, gradients: list, variables: list[Any], replica: int
+    ) -> ReducedGradients:
+        """Sum the gradients of a replica with those of others.
+
+        Args:
+            gradients: List of tensors and `tf.IndexedSlices`, parts of a sum over the
+                rows of the global batch.
+            variables: List of Keras variables, one for each gradient.
+            replica: Int, index of the calling replica among the local ones.
+
+        Returns:
+            `ReducedGradients`, the same on all replicas.
+        """
+        raise NotImplementedError
+
+    def sum_by_share(self, share: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+        """Sum a tensor of each worker, such as its part of a mean over all rows.
+
+        Args:
+            share: Scalar float64 tensor, rows of this worker as a fraction of all.
+            tensor: Tensor of shape `[size]`, on the host.
+
+        Returns:
+            Tensor of the same shape, the same on all workers.
+        """
+        raise NotImplementedError
