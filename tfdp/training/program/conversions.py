@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -72,6 +73,19 @@ class Replica:
         self.first_device = strategy.extended.worker_devices[0]
         self.is_on_cpu = _compat.device_type(self.first_device) == "CPU"
         self._group = group
+        # Whether a micro-batch is the first one, a bool tensor, or `None` without them.
+        self.is_first_part: tf.Tensor | None = None
+
+    def of_part(self, rows: Rows, index: tf.Tensor) -> Replica:
+        """Return the replica as it computes one micro-batch.
+
+        Args:
+            rows: `Rows` of the micro-batch.
+            index: Scalar int tensor, number of micro-batches before it.
+        """
+        part = copy.copy(self)
+        part.rows, part.is_first_part = rows, tf.equal(index, 0)
+        return part
 
     def sum(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sum tensors over all replicas, by one all-reduce for each dtype."""
@@ -193,7 +207,11 @@ class Replica:
 
     def only_on_first(self, tensor: tf.Tensor) -> tf.Tensor:
         """Return a tensor on the first replica and zeros on others, to be summed."""
-        return tf.identity(tensor) if self.rank == 0 else tf.zeros_like(tensor)
+        if self.rank > 0:
+            return tf.zeros_like(tensor)
+        if self.is_first_part is not None:
+            return tf.where(self.is_first_part, tensor, tf.zeros_like(tensor))
+        return tf.identity(tensor)
 
     def average_after_step(self, handles: Sequence[Any]) -> bool:
         """Register variables to be averaged over all replicas after the step.
