@@ -7,6 +7,8 @@ from typing import Any
 
 from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.features.islands.training import sync_islands_after_flush
+from tfdp.features.micro_batches import MicroBatches
+from tfdp.ground.base.context import strategy_of
 from tfdp.ground.plans.schedules import check_steps, steps_at_epoch
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 
@@ -19,7 +21,9 @@ class GradientAccumulation(OptimizerCallback):
 
     Args:
         steps: Int, batches per update; or a dict from an epoch to the batches per
-            update from that epoch on, such as `{0: 8, 5: 4}`. Defaults to 4.
+            update from that epoch on, such as `{0: 8, 5: 4}`; or `"auto"`: each batch
+            is an update, and replicas compute its rows in as many micro-batches as
+            memory needs. Defaults to 4.
         flush: `"epoch"` makes an update of the batches that are left over at
             the end of an epoch, divided by their true number. Defaults to `None`:
             they are carried over to the next epoch, as Keras does.
@@ -37,17 +41,25 @@ class GradientAccumulation(OptimizerCallback):
     compared = ("steps", "flush")
 
     def __init__(
-        self, steps: int | Mapping[int, int] = 4, *, flush: str | None = None
+        self, steps: int | str | Mapping[int, int] = 4, *, flush: str | None = None
     ) -> None:
         super().__init__()
-        check_steps(steps)
+        if isinstance(steps, str) and steps != "auto":
+            raise ValueError(
+                '`steps` must be an integer, a dict or "auto". '
+                f"Received: steps={steps!r}"
+            )
+        if not isinstance(steps, str):
+            check_steps(steps)
         if flush not in (None, "epoch"):
             raise ValueError(
                 f'`flush` must be `None` or "epoch". Received: flush={flush!r}'
             )
-        self.steps: int | dict[int, int] = (
+        self.steps: int | str | dict[int, int] = (
             {int(first): int(number) for first, number in steps.items()}
             if isinstance(steps, Mapping)
+            else steps
+            if isinstance(steps, str)
             else int(steps)
         )
         self.flush = flush
@@ -56,9 +68,13 @@ class GradientAccumulation(OptimizerCallback):
         """Create accumulators, so that a later epoch needs no new trace.
 
         Raises:
-            ValueError: If the optimizer accumulates another number of batches.
+            ValueError: If the optimizer accumulates another number of batches, or the
+                model cannot compute its rows in micro-batches.
         """
         steps = self.steps
+        if isinstance(steps, str):
+            self._divide_rows(optimizer)
+            return
         numbers = set(steps.values()) if isinstance(steps, Mapping) else {steps}
         before = optimizer.accumulation_steps
         if before > 1 and before not in numbers and optimizer.features.plan is None:
@@ -71,16 +87,46 @@ class GradientAccumulation(OptimizerCallback):
             optimizer.accumulation_steps = max(numbers)
         optimizer.accumulation_plan = steps
 
+    def _divide_rows(self, optimizer: DistributedOptimizer) -> None:
+        """Have steps compute their rows in micro-batches, as many as memory needs."""
+        strategy = self.model.distribute_strategy
+        problems = [
+            (strategy_of(self.model) is None, "no tfdp strategy"),
+            (self.model.run_eagerly, "run_eagerly=True"),
+            (
+                self.model.steps_per_execution != 1,
+                f"steps_per_execution={self.model.steps_per_execution}",
+            ),
+            (
+                optimizer.accumulation_steps > 1,
+                f"accumulation_steps={optimizer.accumulation_steps}",
+            ),
+            (optimizer.sharding == "parameters", 'sharding="parameters"'),
+        ]
+        for is_found, received in problems:
+            if is_found:
+                raise ValueError(
+                    '`GradientAccumulation(steps="auto")` needs a tfdp strategy, graph '
+                    "execution with `steps_per_execution=1`, and an optimizer without "
+                    "accumulation or sharded parameters. Give a number of batches "
+                    f"instead: `steps=4`. Received: {received}"
+                )
+        optimizer.features.install(MicroBatches, num_local=strategy.extended.num_local)
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Set the number of batches of this epoch."""
-        self.optimizer.accumulation_steps = steps_at_epoch(self.steps, epoch)
+        if not isinstance(self.steps, str):
+            self.optimizer.accumulation_steps = steps_at_epoch(self.steps, epoch)
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Flush, so that validation within `fit` includes the leftover batches."""
         self._flush()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Flush the leftover batches."""
+        """Flush the leftover batches, and add the number of micro-batches to logs."""
+        if self.steps == "auto" and logs is not None:
+            division = self.optimizer.features.installed[MicroBatches]
+            logs["micro_batches"] = division.number
         self._flush()
 
     def _flush(self) -> None:

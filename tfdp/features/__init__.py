@@ -8,6 +8,7 @@ To add one, see `tfdp.ground.base.feature` and "Add a feature" in CONTRIBUTING.m
 - `islands`: workers that are separate jobs, and the hub through which they exchange.
 - `elastic`: training that continues after the loss of workers, and takes in others.
 - `backup_workers`: steps that drop the gradients of late workers.
+- `micro_batches`: a batch computed in as many parts as its memory needs.
 - `local_steps`: local updates of replicas or nodes, and periodic exchanges.
 - `goodput`: a ledger of a job's time, over all of its restarts.
 - `monitor`: step times and traces, gathered and written.

@@ -10,5 +10,6 @@ import tfdp.features.local_steps  # isort: skip
 import tfdp.features.islands.training  # isort: skip
 import tfdp.features.elastic  # isort: skip
 import tfdp.features.backup_workers.training  # isort: skip
+import tfdp.features.micro_batches  # isort: skip
 import tfdp.features.tuning.rebalancing  # isort: skip
 import tfdp.features.tuning.callback  # isort: skip  # noqa: F401

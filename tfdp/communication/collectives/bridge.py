@@ -65,10 +65,12 @@ class Failure(NamedTuple):
     Args:
         reason: String, the message of the error.
         has_connected: Bool, whether all workers could be reached. Defaults to `True`.
+        ends_step_only: Bool, whether later steps may succeed. Defaults to `False`.
     """
 
     reason: str
     has_connected: bool = True
+    ends_step_only: bool = False
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
@@ -225,7 +227,7 @@ class Bridge:
             try:
                 return self._run_collective(requests)
             except StepEnded as error:
-                failure = Failure(str(error))
+                failure = Failure(str(error), ends_step_only=True)
             except Exception as error:  # noqa: BLE001 the step has to end, not the thread
                 self.failure = failure = Failure.of(error)
                 self._close(failure.reason)

@@ -33,7 +33,11 @@ from tfdp.communication.coordination.flight_record import (
     CollectiveIdentity,
     collective_ring,
 )
-from tfdp.communication.coordination.watch import COLLECTIVE_FAILED, NotConnected
+from tfdp.communication.coordination.watch import (
+    COLLECTIVE_FAILED,
+    NotConnected,
+    PeerStepFailed,
+)
 from tfdp.communication.transport import (
     Communicator,
     Connection,
@@ -56,16 +60,18 @@ def end_failed_call(inputs: Sequence[Any], error: tf.errors.OpError) -> Exceptio
 
     Returns:
         The error; or, if TensorFlow only reports that a collective has failed, an error
-        with the reason: `NotConnected` if another worker could not be reached, else
-        `tf.errors.UnavailableError`, as from TensorFlow's collectives.
+        with the reason: `NotConnected` if another worker could not be reached,
+        `PeerStepFailed` if its step has failed, else `tf.errors.UnavailableError`, as
+        from TensorFlow's collectives.
     """
     failure = end_call(inputs)
     if failure is None or COLLECTIVE_FAILED not in str(error):
         return error
     if not failure.has_connected:
         return NotConnected(None, None, failure.reason)
+    kind = PeerStepFailed if failure.ends_step_only else tf.errors.UnavailableError
     # The original text is kept, since it names the operation.
-    return tf.errors.UnavailableError(None, None, f"{failure.reason}\n\n{error}")
+    return kind(None, None, f"{failure.reason}\n\n{error}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -85,6 +85,11 @@ def ordered_by_itself() -> Iterator[None]:
         if previous is not None:
             op._add_control_input(previous)
         previous = op
+
+
+def run_after(op: tf.Operation, others: Sequence[tf.Operation]) -> None:
+    """Let an operation of a graph wait for others, which may be created later."""
+    op._add_control_inputs(list(others))
 
 
 def _is_ordered_by_tracing(op: Any) -> bool:

@@ -45,6 +45,12 @@ class Features:
         parts = self.accumulation, self.scale, self.warmup, self.local_steps
         return *parts, self.uses_local_steps, *self.installed.values()
 
+    @property
+    def divider_of_rows(self) -> StepFeature | None:
+        """The feature that divides a replica's rows into micro-batches, or `None`."""
+        found = (item for item in self.installed.values() if item.divides_rows)
+        return next(found, None)
+
     def build(
         self, variables: Sequence[Any], accumulated: Sequence[Any] | None = None
     ) -> None:

@@ -25,6 +25,8 @@ Reading order:
     builder: construction of the operations on a replica
     conversions: gathers of rows, sums of parts, slices of own rows
     control_flow: branches, loops and calls
+    micro_batches: which operations run in a loop over micro-batches of a replica's rows
+    micro_builder: construction of these loops, and of what follows them
     logs: the operations that compute logs after a step
     eager: a step that runs eagerly on the rows of all replicas
     gathers: the tensors that a step gathers, with the lines that need them

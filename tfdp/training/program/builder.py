@@ -77,7 +77,7 @@ class Builder:
                 self._run_effect(effects.pop(0))
             for op in with_inputs(last, built):
                 if op in self.plan.live:
-                    self._build(op)
+                    self.build(op)
         for effect in effects:
             self._run_effect(effect)
         self._assign_statistics(is_last=self.parent is None)
@@ -291,7 +291,7 @@ class Builder:
                 return template.build(inputs, control, kind)
         return template.build(inputs, control, kind)
 
-    def _build(self, op: Any) -> None:
+    def build(self, op: Any) -> None:
         """Build an operation, unless it is built only when a result is needed."""
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             self._build_read(op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +75,19 @@ class Replica:
         self.is_on_cpu = _compat.device_type(self.first_device) == "CPU"
         self._group = group
         self._exchange = loops.exchange()
+        # Whether a micro-batch is the first one, a bool tensor, or `None` without them.
+        self.is_first_part: tf.Tensor | None = None
+
+    def of_part(self, rows: Rows, index: tf.Tensor) -> Replica:
+        """Return the replica as it computes one micro-batch.
+
+        Args:
+            rows: `Rows` of the micro-batch.
+            index: Scalar int tensor, number of micro-batches before it.
+        """
+        part = copy.copy(self)
+        part.rows, part.is_first_part = rows, tf.equal(index, 0)
+        return part
 
     def sum(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Sum tensors over all replicas, by one all-reduce for each dtype."""
@@ -201,7 +215,11 @@ class Replica:
         """
         if self._exchange is not None and tensor.dtype.is_floating:
             return self.weight_by_rows(tensor)
-        return tf.identity(tensor) if self.rank == 0 else tf.zeros_like(tensor)
+        if self.rank > 0:
+            return tf.zeros_like(tensor)
+        if self.is_first_part is not None:
+            return tf.where(self.is_first_part, tensor, tf.zeros_like(tensor))
+        return tf.identity(tensor)
 
     def average_after_step(self, handles: Sequence[Any]) -> bool:
         """Register variables to be averaged over all replicas after the step.

@@ -14,7 +14,7 @@ LOOPS = frozenset(("While", "StatelessWhile"))
 
 # Operations that TensorFlow marks as stateful, but that need not run unless their
 # results are used.
-_PRUNED = operations(
+PRUNED = operations(
     """
     ReadVariableOp ResourceGather VariableShape Placeholder RandomUniform
     RandomStandardNormal TruncatedNormal RandomUniformInt EmptyTensorList
@@ -67,7 +67,7 @@ def find_live(plan: Any, outputs: Sequence[Any], scope: Any) -> None:
 
 def _must_run(op: Any) -> bool:
     """Return whether an operation has an effect beside its results."""
-    return _compat.has_effect(op) and op.type not in _PRUNED
+    return _compat.has_effect(op) and op.type not in PRUNED
 
 
 def _follows_from_rows(fact: Fact | None) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdp.ground import _compat
+from tfdp.ground.base import xla
 from tfdp.ground.base.loops import Loop
 from tfdp.ground.base.program_trace import ProgramTrace, tracing
 from tfdp.training.data.rows import count_of, first_tensor, take_rows
@@ -29,6 +30,8 @@ from tfdp.training.program.gathers import (
     operations_of,
 )
 from tfdp.training.program.logs import LogTail, find_log_tail
+from tfdp.training.program.micro_batches import MicroPlan, plan_micro_batches
+from tfdp.training.program.micro_builder import StagedBuilder
 from tfdp.training.program.plan import CannotDivideError, Plan, Scope, make_plan
 from tfdp.training.program.rules.state import writes_state
 from tfdp.training.program.view import AS_HELD, WHOLE
@@ -46,6 +49,7 @@ class _Traced:
         results: Nest of tensors and other values that the step returns.
         plan: `Plan` of the graph.
         scope: `Scope` of the plan.
+        micro: `MicroPlan`, or `None` unless rows are computed in micro-batches.
         tail: `LogTail` that computes the logs, or `None` if the step returns rows.
         conversions: List of `Conversion`, in the order of the program.
         operations: List of pairs of a signature and an operation.
@@ -56,6 +60,7 @@ class _Traced:
     results: Any
     plan: Plan
     scope: Scope
+    micro: MicroPlan | None
     tail: LogTail | None
     conversions: list[Conversion]
     operations: list[tuple[str, Any]]
@@ -70,6 +75,8 @@ class DividedStep:
         function: Callable, the step, written for one device.
         others: Collection of ints, flat positions of the arguments whose number of
             rows may differ from that of the first. Defaults to none.
+        divider: `StepFeature` that divides a replica's rows into micro-batches, or
+            `None`. Defaults to `None`.
     """
 
     def __init__(
@@ -78,16 +85,20 @@ class DividedStep:
         loop: Loop,
         function: Callable,
         others: Collection[int] = (),
+        divider: Any = None,
     ) -> None:
         self._strategy = strategy
         self._loop = loop
         self._function = function
         self._others = others
+        self._divider = divider
         # A step of `predict` returns rows; the steps of other loops return logs.
         self._returns_rows = "predict" in loop.name
         self._traced: _Traced | None = None
         self._graph: Any = None
         self._captures: dict[Any, dict[int, Any]] = {}
+        # Gates of the loops of each local replica that is built, see `StagedBuilder`.
+        self._gates: list[list[tuple[Any, Any]]] = []
 
     @property
     def tail(self) -> LogTail | None:
@@ -109,6 +120,8 @@ class DividedStep:
         # A trace captures tensors of the graph in which it was made. A step that XLA
         # compiles is built inside the compiled function, which has another graph.
         graph = tf.compat.v1.get_default_graph()
+        if self._divider is not None and xla.is_tracing():
+            raise xla.CannotCompileError("rows are computed in micro-batches")
         if self._traced is None or self._graph is not graph:
             self._traced, self._graph = self._trace_once(args, group), graph
             check_step(
@@ -142,13 +155,49 @@ class DividedStep:
         }
         for outer, inner in found.trace.graph.captures:
             tensors.setdefault(id(inner), self._component_of(outer, replica.local_id))
-        builder = Builder(found.trace, found.plan, found.scope, replica, tensors)
+        builder = self._builder(found, replica, tensors)
         builder.run()
+        if isinstance(builder, StagedBuilder):
+            self._join_gates(builder)
         if found.tail is not None:
             return found.tail.values(builder)
         return tf.nest.map_structure(
             lambda result: self._rows_of(builder, replica, result), found.results
         )
+
+    def _builder(self, found: _Traced, replica: Replica, tensors: dict) -> Builder:
+        """Return the builder of a traced step on a replica.
+
+        Args:
+            found: `_Traced`.
+            replica: `Replica`.
+            tensors: Dict from the `id` of an input of the program to its value.
+        """
+        known = found.trace, found.plan, found.scope, replica, tensors
+        if found.micro is None:
+            return Builder(*known)
+        return StagedBuilder(
+            *known,
+            micro=found.micro,
+            num_parts=self._divider.num_parts(),
+            begin_changes=self._divider.begin_changes,
+            is_local=self._strategy.extended.worker_group.num_workers == 1,
+        )
+
+    def _join_gates(self, builder: StagedBuilder) -> None:
+        """Let each local replica wait for the loops of the others.
+
+        Args:
+            builder: `StagedBuilder` of a replica. The last local one connects all.
+        """
+        self._gates.append(builder.gates)
+        if len(self._gates) < self._strategy.extended.num_local:
+            return
+        for loop in zip(*self._gates, strict=True):
+            arrived = [own for own, _ in loop]
+            for _, gate in loop:
+                _compat.run_after(gate, arrived)
+        self._gates = []
 
     def _rows_of(self, builder: Builder, replica: Replica, result: Any) -> Any:
         """Return the rows that the replica has of a result of the step.
@@ -235,17 +284,39 @@ class DividedStep:
                 f"A step of `{self._loop.name}` cannot be divided among replicas: "
                 f"{describe_operation(error.op)} {error.reason}. {error.advice}"
             ) from None
-        tail = None
+        tail = micro = None
         if not self._returns_rows:
             is_merged = is_of_all and self._loop.exchange is None
             tail = find_log_tail(plan, results, scope, is_of_all=is_merged)
+            micro = self._plan_micro_batches(plan, trace, tail)
         cuts = [] if tail is None else [cut[:2] for cut in tail.cuts]
         conversions = conversions_of(trace, plan, cuts)
         is_alone = self._strategy.extended.worker_group.num_workers == 1
         operations = [] if is_alone else operations_of(trace, plan, needed)
         return _Traced(
-            trace, parts, results, plan, scope, tail, conversions, operations
+            trace, parts, results, plan, scope, micro, tail, conversions, operations
         )
+
+    def _plan_micro_batches(
+        self, plan: Plan, trace: ProgramTrace, tail: LogTail
+    ) -> MicroPlan | None:
+        """Divide the plan of a step in time, if rows are computed in micro-batches.
+
+        Args:
+            plan: `Plan` of the step.
+            trace: `ProgramTrace` of the step.
+            tail: `LogTail` of the step.
+        """
+        if self._divider is None:
+            return None
+        ends = [tensor for tensor, _, _ in tail.cuts]
+        try:
+            return plan_micro_batches(plan, trace.effects, ends)
+        except CannotDivideError as error:
+            raise ValueError(
+                f"A step of `{self._loop.name}` cannot be divided into micro-batches: "
+                f"{describe_operation(error.op)} {error.reason}. {error.advice}"
+            ) from None
 
     # The methods below find the variables that the program captures.
 

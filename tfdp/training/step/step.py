@@ -51,12 +51,16 @@ class StepFeature:
         trains_alone: Bool, whether replicas make local updates, so that an update is
             counted even if some replica skips it. `Features.start_local_steps` sets it.
         measures_norm: Bool, whether the feature reads the norm of reduced gradients.
+        divides_rows: Bool, whether each replica computes its rows in micro-batches, one
+            after another. The feature then has the methods `num_parts`, `keep_batch`
+            and `begin_changes`.
     """
 
     label = ""
     trains_alone = False
     measures_norm = False
     needs_all_replicas = False
+    divides_rows = False
 
     @property
     def variables(self) -> list:
@@ -80,6 +84,22 @@ class StepFeature:
 
     def begin(self) -> None:
         """Run before the first stage of a step."""
+
+    def num_parts(self) -> tf.Tensor:
+        """Return the number of micro-batches of a replica's rows: scalar, int32."""
+        raise NotImplementedError
+
+    def keep_batch(self, args: tuple) -> tuple:
+        """Return the arguments of a step, in the graph before it is divided."""
+        return args
+
+    def begin_changes(self) -> list:
+        """Run on a replica once all replicas have computed all their rows.
+
+        Returns:
+            List of operations; states change after them.
+        """
+        return []
 
     def examine(
         self,

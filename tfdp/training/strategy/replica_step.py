@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -42,9 +42,12 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     Returns:
         Tuple of a function and its arguments.
     """
+    loop = loops.current()
+    divider = _divider_of_rows(strategy, loop, args)
+    if divider is not None:
+        args = divider.keep_batch(args)
     args, total = batch_weights.unpack_counted(args)
     args, others = unwrap_other_rows(args)
-    loop = loops.current()
     if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
@@ -68,17 +71,20 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     step_events.record_batch(
         parts[0].num_samples if parts else _local_samples(local[0])
     )
-    if parts is None and not xla.is_wanted():
+    is_whole = parts is None and divider is None
+    if is_whole and not xla.is_wanted():
         return _wait_for_data(loop.model, fn), args
     loop.program_logs = None
     step: Callable
-    if parts is None:
+    if is_whole:
         compiled = CompiledStep(lambda args, _: fn(*args), strategy, loop)
         step = functools.wraps(fn)(lambda *args: compiled(args, None))
-    elif tf.executing_eagerly():
+    elif parts is not None and tf.executing_eagerly():
         return _eager_step(strategy, loop, fn, local, parts), args
     else:
-        step = _divided_step(strategy, loop, fn, local, parts, total, others)
+        step = _divided_step(
+            strategy, loop, fn, local, parts or [None], total, others, divider
+        )
     return _wait_for_data(loop.model, step), args
 
 
@@ -87,9 +93,10 @@ def _divided_step(
     loop: loops.Loop,
     fn: Callable,
     local: list,
-    parts: list[BatchWeight],
+    parts: Sequence[BatchWeight | None],
     total: tf.Tensor | None,
     others: frozenset[int],
+    divider: Any,
 ) -> Callable:
     """Return a replica's step: its part of the program that one device would run.
 
@@ -98,16 +105,17 @@ def _divided_step(
         loop: `Loop` of Keras that the step belongs to.
         fn: Callable, the replica function that Keras has passed.
         local: List of the arguments of each local replica.
-        parts: List of the `BatchWeight` of each local replica.
+        parts: Sequence of the `BatchWeight` of each local replica, or `None`.
         total: Scalar tensor, the number of rows of the global batch, or `None`.
         others: Frozen set of ints, flat positions of the arguments whose number of rows
             differs from that of the batch.
+        divider: `StepFeature` that divides a replica's rows, or `None`.
     """
     if strategy.extended.balance is not None:
         # The load balancer divides rows unevenly.
         total = None
     are_alike = batch_weights.have_equal_rows(local, merging_group(strategy))
-    divided = DividedStep(strategy, loop, fn, others)
+    divided = DividedStep(strategy, loop, fn, others, divider)
     # The answer must be the same for all replicas, and the first replica's step may
     # build the model, which changes it.
     compiles = xla.is_wanted()
@@ -140,10 +148,35 @@ def _divided_step(
             result = CompiledStep(run, strategy, loop)(args, part)
         else:
             result = run(args, part)
+        if strategy.num_replicas_in_sync == 1 and divided.tail is not None:
+            # Keras merges no logs of a single replica.
+            return divided.tail.compute([[own] for own in result], _only_values)
         loop.program_logs = divided.tail
         return result
 
     return step
+
+
+def _divider_of_rows(strategy: Any, loop: loops.Loop | None, args: tuple) -> Any:
+    """Return the `StepFeature` that divides the rows of a step, or `None`.
+
+    Args:
+        strategy: A tfdp strategy.
+        loop: `Loop` of Keras that is running, or `None`.
+        args: Tuple of the arguments of the function that runs on replicas.
+    """
+    if loop is None or not loop.trains or strategy_of(loop.model) is not strategy:
+        return None
+    features = getattr(loop.model.optimizer, "features", None)
+    has_data = first_tensor(_compat.select_replica(0, args)) is not None
+    if features is None or tf.executing_eagerly() or not has_data:
+        return None
+    return features.divider_of_rows
+
+
+def _only_values(values: list[list]) -> list:
+    """Return the values of the only replica, in place of sums over replicas."""
+    return [own for (own,) in values]
 
 
 def _eager_step(

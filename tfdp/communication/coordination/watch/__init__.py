@@ -23,6 +23,7 @@ from tfdp.communication.coordination.watch.errors import (
     COLLECTIVE_FAILED,
     ClusterChanges,
     NotConnected,
+    PeerStepFailed,
     WorkerLost,
     WorkersJoin,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "COLLECTIVE_FAILED",
     "ClusterChanges",
     "NotConnected",
+    "PeerStepFailed",
     "Watchdog",
     "WorkerLost",
     "WorkersJoin",

@@ -53,6 +53,10 @@ class NotConnected(tf.errors.UnavailableError):
     """Error: the first collective with a worker could not connect to it in time."""
 
 
+class PeerStepFailed(tf.errors.UnavailableError):
+    """Error: a step has failed on another worker, which has begun the next one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class WorkerFailure:
     """A lost worker and the evidence for it.

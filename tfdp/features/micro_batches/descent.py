@@ -1,0 +1,83 @@
+"""Descent from single rows to the fewest micro-batches that a known limit allows.
+
+The kernel kills a process that exceeds the limit of its container, and TensorFlow ends
+one in which a small allocation fails, such as that of a thread: no error can be caught.
+So the first step computes rows one by one. As long as the measured memory lets expect
+that twice the rows fit, too, the next step has half the micro-batches.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import psutil
+
+from tfdp.ground.base.memory import (
+    free_in_container,
+    free_of_process,
+    peak_bytes,
+    reset_peak,
+)
+
+# Part of the free memory that a step may use. The rest is for allocations outside of
+# steps, for memory that the allocator does not give back, and for replicas of one
+# process whose peaks coincide in some steps only.
+_USABLE = 0.5
+
+
+class Gauge:
+    """Predicts the memory of a step with twice the rows, below one limit.
+
+    Args:
+        peak: Callable that returns the most bytes since a step began.
+        used: Int, bytes in use now.
+        free: Float, bytes below the limit now.
+
+    Example:
+
+    >>> peaks = iter((110, 115, 145))
+    >>> gauge = Gauge(lambda: next(peaks), used=100, free=160)
+    >>> [gauge.lets_double() for _ in range(3)]
+    [True, True, False]
+    """
+
+    def __init__(self, peak: Callable[[], int], used: int, free: float) -> None:
+        self._peak, self._base, self._usable = peak, used, _USABLE * free
+        self._growth: int | None = None
+
+    def lets_double(self) -> bool:
+        """Return whether a step with twice the rows of the last one is likely to fit.
+
+        What does not depend on rows, such as gradients, is known from the second step.
+        """
+        before, growth = self._growth, max(self._peak() - self._base, 0)
+        self._growth = growth
+        more = growth if before is None else 2 * max(growth - before, 0)
+        return growth + more <= self._usable
+
+
+class Descent:
+    """Gauges of the limits of this process; without a limit every step fits.
+
+    Args:
+        num_processes: Int, number of processes that share what the container has.
+    """
+
+    # More than the rows of any batch: a replica then computes its rows one by one.
+    START = 2**30
+
+    def __init__(self, num_processes: int) -> None:
+        self.gauges: list[Gauge] = []
+        used = psutil.Process().memory_info()
+        if (free := free_in_container()) < float("inf") and reset_peak():
+            self.gauges.append(Gauge(peak_bytes, used.rss, free / num_processes))
+        if (free := free_of_process()) < float("inf") and reset_peak():
+            peak = functools.partial(peak_bytes, is_virtual=True)
+            self.gauges.append(Gauge(peak, used.vms, free))
+
+    def may_halve(self) -> bool:
+        """Return whether a step with half the micro-batches is likely to fit."""
+        answers = [gauge.lets_double() for gauge in self.gauges]
+        reset_peak()
+        return all(answers)

@@ -1,0 +1,120 @@
+"""`MicroBatches`: the part of a step that knows the number of micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.features.micro_batches.descent import Descent
+from tfdp.features.micro_batches.kept_batch import KeptBatch
+from tfdp.ground import _compat
+from tfdp.training.data.batch_weights import unpack_counted
+from tfdp.training.data.rows import count_of, first_tensor
+from tfdp.training.step.accumulation import read
+from tfdp.training.step.step import StepFeature
+
+
+class MicroBatches(StepFeature):
+    """Each replica computes its rows in micro-batches, one after another.
+
+    Args:
+        make_variable: Callable that creates a Keras variable of the optimizer.
+        num_local: Int, the number of local replicas.
+
+    Attributes:
+        kept: `KeptBatch` of the running step.
+        has_begun: Bool, whether the running `fit` has begun its first step.
+        descent: `Descent` to fewer micro-batches, until memory ends it; or `None`.
+    """
+
+    label = '`GradientAccumulation(steps="auto")`'
+    needs_all_replicas = True
+    divides_rows = True
+
+    def __init__(self, make_variable: Any, num_local: int) -> None:
+        self.num_local = num_local
+        self._number = make_variable(
+            shape=(),
+            dtype="int32",
+            initializer=keras.initializers.Constant(1),
+            name="micro_batches",
+        )
+        # Number of steps in which all replicas have computed all their rows.
+        self._computed = make_variable(
+            shape=(), dtype="int32", initializer="zeros", name="computed_steps"
+        )
+        self._num_done = 0
+        self.kept = KeptBatch()
+        self.has_begun = False
+        self.descent: Descent | None = None
+
+    @property
+    def variables(self) -> list:
+        """List of the Keras variables that the feature has created."""
+        return [self._number, self._computed]
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """Dict of the number, which backups save."""
+        return {"micro_batches": self._number}
+
+    @property
+    def number(self) -> int:
+        """Int, the number of micro-batches of a replica's rows."""
+        return int(self._number.numpy())
+
+    @number.setter
+    def number(self, number: int) -> None:
+        """Set the number, outside a step."""
+        self._number.assign(number)
+
+    def check(self, optimizer: Any) -> None:
+        """Raise if the optimizer shards parameters, or accumulates batches, too."""
+        if optimizer.sharding == "parameters":
+            raise ValueError(
+                f'{self.label} is not for `sharding="parameters"`, whose replicas '
+                "gather parameters while they compute. Give the number of batches of "
+                "an update: `GradientAccumulation(steps=4)`."
+            )
+
+    def num_parts(self) -> tf.Tensor:
+        """Return the number of micro-batches of a replica's rows: scalar, int32."""
+        return read(self._number)
+
+    def keep_batch(self, args: tuple) -> tuple:
+        """Keep the batch of a step, so that the step can be made again."""
+        plain, _ = unpack_counted(args)
+        local = [
+            first_tensor(_compat.select_replica(replica, plain))
+            for replica in range(self.num_local)
+        ]
+        counts = [tf.cast(count_of(each), tf.int32) for each in local]
+        return self.kept.keep(args, tf.reduce_max(counts))
+
+    def begin_changes(self) -> list:
+        """Record that this step can no longer be made again."""
+        part = _compat.local_part(self._computed)
+        return [part.assign_add(1, read_value=False)]
+
+    def has_computed(self) -> bool:
+        """Return whether all replicas had computed their rows when a step failed."""
+        return self._num_computed() > self._num_done
+
+    def end_step(self) -> None:
+        """Forget the batch of a step that has ended."""
+        self.kept.drop()
+        self._num_done += 1
+
+    def forget_step(self) -> None:
+        """Forget a step that has failed, and is not made again."""
+        self.kept.drop()
+        self._num_done = self._num_computed()
+
+    def _num_computed(self) -> int:
+        """Return the number of steps in which all replicas computed all their rows."""
+        return max(
+            int(_compat.local_value(self._computed, replica))
+            for replica in range(self.num_local)
+        )

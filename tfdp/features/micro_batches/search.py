@@ -1,0 +1,262 @@
+"""The feature of `fit` that doubles micro-batches when a step runs out of memory."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.communication.coordination.watch import PeerStepFailed
+from tfdp.features.micro_batches.descent import Descent
+from tfdp.features.micro_batches.division import MicroBatches
+from tfdp.ground import _compat
+from tfdp.ground.base import loops
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.base.feature import Feature, Fit
+from tfdp.ground.text import pluralize
+from tfdp.training.reduction.cache_file import cache_path, read_entries, write_entries
+from tfdp.training.reduction.training_group import training_group
+
+_log = logging.getLogger("tfdp")
+_FILE = "micro_batches.json"
+_FIXED = "`GradientAccumulation(steps=4)` with smaller batches"
+# Errors of a step that may succeed with more micro-batches.
+_OUT_OF_MEMORY = (tf.errors.ResourceExhaustedError, PeerStepFailed)
+
+
+class MicroBatchSearch(Feature):
+    """Makes a step again, with twice the micro-batches, when it ran out of memory."""
+
+    def wrap_step(self, model: Any, step: Callable) -> Callable:
+        """Return a step that is made again until it fits in memory."""
+        division = division_of(model)
+        if division is None:
+            return step
+
+        @functools.wraps(step)
+        def fitting(data: Any) -> Any:
+            """Make a step, with twice the micro-batches as often as needed."""
+            if not division.has_begun:
+                division.has_begun = True
+                _begin(model, division)
+            source, before = data, None
+            while True:
+                try:
+                    result = step(source)
+                except _OUT_OF_MEMORY as error:
+                    before = before or division.number
+                    source = _double(model, division, error, data)
+                except BaseException:
+                    division.forget_step()
+                    raise
+                else:
+                    break
+            if division.descent is not None:
+                _descend(model, division)
+            elif before is not None:
+                _report(model, division, before)
+            division.end_step()
+            return result
+
+        return fitting
+
+    def after_fit(self, fit: Fit) -> None:
+        """Have the next `fit` begin anew."""
+        division = division_of(fit.model)
+        if division is not None:
+            division.has_begun = False
+
+
+def _begin(model: Any, division: MicroBatches) -> None:
+    """Start with the number of an earlier run, and find the limit of memory."""
+    extended = model.distribute_strategy.extended
+    group = extended.worker_group
+    own = read_entries(cache_path(_FILE)).get(_key(model)) if group.is_chief else 1
+    kept = group.all_gather("kept number of micro-batches", own)[0]
+    if type(kept) is int and division.number < kept < Descent.START:
+        division.number = kept
+    hosts = extended.hosts
+    descent = Descent(hosts.count(hosts[group.rank]) if hosts else 1)
+    on_cpus = all(_compat.device_type(d) == "CPU" for d in extended.worker_devices)
+    is_limited = bool(descent.gauges) and on_cpus
+    is_known = kept is not None or division.number > 1
+    # All workers descend if one has a limit.
+    if any(group.all_gather("limit of memory", is_limited)) and not is_known:
+        division.descent, division.number = descent, Descent.START
+
+
+def _descend(model: Any, division: MicroBatches) -> None:
+    """Halve the number of micro-batches after a step, if all expect that it fits.
+
+    Args:
+        model: The Keras model.
+        division: `MicroBatches` with a `Descent`, which ends where memory does.
+    """
+    assert division.descent is not None
+    own = min(division.number, division.kept.num_rows() or 1)
+    found = model.distribute_strategy.extended.worker_group.all_gather(
+        "memory of a step", [own, division.descent.may_halve()]
+    )
+    number = max(number for number, _ in found)
+    may_halve = number > 1 and all(may for _, may in found)
+    division.number = -(-number // 2) if may_halve else number
+    if may_halve:
+        return
+    division.descent = None
+    _store(
+        model,
+        division,
+        f"A step is computed in {_counted(number)} for each replica, as the limit of "
+        "memory demands",
+    )
+
+
+def division_of(model: Any) -> MicroBatches | None:
+    """Return the `MicroBatches` of a model's optimizer, or `None`."""
+    features = getattr(model.optimizer, "features", None)
+    return None if features is None else features.installed.get(MicroBatches)
+
+
+def _double(model: Any, division: MicroBatches, error: Exception, data: Any) -> Any:
+    """Double the number of micro-batches after a failed step.
+
+    Every worker does so, or none.
+
+    Args:
+        model: The Keras model.
+        division: `MicroBatches`.
+        error: The error of the step.
+        data: The iterator that the step has read.
+
+    Returns:
+        The iterator, or a list of the batch that the step has read.
+
+    Raises:
+        ValueError: If the step cannot be made again.
+    """
+    number, rows = division.number, division.kept.num_rows()
+    is_own = not isinstance(error, PeerStepFailed)
+    reason = _obstacle(model, division, rows, is_own=is_own)
+    if _can_meet(model) and _any_worker(model.distribute_strategy, bool(reason)):
+        reason = reason or "another worker could not make it again: see its message."
+    if reason:
+        division.forget_step()
+        parts = number if rows is None else min(number, rows)
+        raise ValueError(
+            f"A step ran out of memory with {_counted(parts)} for each replica, and "
+            f"{reason}"
+        ) from error
+    division.number, division.descent = 2 * number, None
+    return data if rows is None else division.kept.take()
+
+
+def _can_meet(model: Any) -> bool:
+    """Return whether there are other workers, with which to agree after an error."""
+    extended = model.distribute_strategy.extended
+    return extended.worker_group.num_workers > 1 and extended.group.backend == "direct"
+
+
+def _any_worker(strategy: Any, value: bool) -> bool:
+    """Return whether a value is true on any worker.
+
+    It is a collective of the replicas, like the one in which the other workers wait for
+    this one: it ends their step, and they come here, too.
+
+    Args:
+        strategy: A tfdp strategy.
+        value: Bool.
+    """
+
+    @tf.function(autograph=False)
+    def on_replicas(flag: tf.Tensor) -> Any:
+        """Sum the values of all replicas."""
+
+        def on_replica() -> tf.Tensor:
+            """Sum the value of this replica's worker and those of the others."""
+            return training_group(strategy).reducer.sum([flag])[0]
+
+        # tfdp's own `run` would try to divide a batch.
+        return tf.distribute.Strategy.run(strategy, on_replica)
+
+    total = on_replicas(tf.constant(float(value)))
+    return float(strategy.experimental_local_results(total)[0]) > 0
+
+
+def _obstacle(
+    model: Any, division: MicroBatches, rows: int | None, *, is_own: bool
+) -> str:
+    """Return why a failed step cannot be made again, or `""`.
+
+    Args:
+        model: The Keras model.
+        division: `MicroBatches`.
+        rows: Int, rows of a replica, or `None` if the step has not read its batch.
+        is_own: Bool, whether this worker has run out of memory.
+    """
+    strategy = model.distribute_strategy
+    backend = strategy.extended.group.backend
+    if division.has_computed():
+        return (
+            "had computed all rows: the update itself does not fit. Shard the "
+            "optimizer's state with `ShardedOptimizer`, or use a smaller model."
+        )
+    if rows is None and is_own:
+        return "had not read its batch: the input pipeline needs too much. Read less."
+    if rows is not None and is_own and division.number >= rows:
+        return (
+            "a single row does not fit either. Use a smaller model, shorter rows, or a "
+            "device with more memory."
+        )
+    if strategy.extended.worker_group.num_workers > 1 and backend != "direct":
+        return (
+            f'the collectives of `backend="{backend}"` between workers cannot continue '
+            f"after an error. Use {_FIXED}."
+        )
+    return ""
+
+
+def _report(model: Any, division: MicroBatches, before: int) -> None:
+    """Log and store the number that was found after a step ran out of memory."""
+    number = division.number
+    _store(
+        model,
+        division,
+        f"A step ran out of memory with {_counted(before)} for each replica. It was "
+        f"made again with {number}, and changed nothing before; later steps use "
+        f"{number}, too",
+    )
+
+
+def _store(model: Any, division: MicroBatches, text: str) -> None:
+    """Log on the first worker what was found, and store it for the next run."""
+    if model.distribute_strategy.extended.worker_group.is_chief:
+        _log.warning("tfdp: %s.", text)
+        path = cache_path(_FILE)
+        write_entries(path, {**read_entries(path), _key(model): division.number})
+
+
+def _counted(number: int) -> str:
+    """Return a number of micro-batches, as text."""
+    return pluralize(number, "micro-batch", "micro-batches")
+
+
+def _key(model: Any) -> str:
+    """Return the key of a model's step in the file of numbers."""
+    strategy, loop = strategy_of(model), loops.current()
+    assert strategy is not None
+    shapes = [
+        (tuple(variable.shape), str(variable.dtype)) for variable in model.variables
+    ]
+    parts = (
+        hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
+        None if loop is None else loop.batch_rows,
+        strategy.num_replicas_in_sync,
+        sorted({_compat.device_type(d) for d in strategy.extended.worker_devices}),
+        tf.__version__,
+    )
+    return json.dumps(parts)

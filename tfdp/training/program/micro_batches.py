@@ -1,0 +1,309 @@
+"""Plan of a step whose rows a replica computes in several parts, one after another.
+
+A micro-batch is to a replica what a replica is to the global batch: a block of its
+rows. So a loop over the micro-batches builds what depends on rows, with the rules for
+replicas, and adds up the partial sums. All other operations run once, on the sums:
+
+    stage 0: reads of variables -> loop 0: parts of sums -> stage 1: their totals
+      -> [loop 1, for what depends on rows and on these totals -> ...]
+      -> last stage: all that changes a state, such as updates and metrics
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.training.program.facts import Fact, Form, is_known
+from tfdp.training.program.liveness import PRUNED
+from tfdp.training.program.plan import Plan, in_order, is_conversion
+from tfdp.training.program.rules.state import READS, is_output, writes_state
+from tfdp.training.program.view import CannotDivideError, Decision, Need
+
+# Each loop computes once more what it needs of an earlier one. Masks and weights of
+# rows need two loops; a synchronized BatchNormalization in every layer needs as many.
+_MOST_LOOPS = 3
+_DIVIDED = (Form.ROWS, Form.LOCAL, Form.PART)
+_ADVICE = "Give the number of batches of an update: `GradientAccumulation(steps=4)`."
+
+
+@dataclasses.dataclass
+class MicroPlan:
+    """Where each operation of a program runs: in a loop over micro-batches, or once.
+
+    Args:
+        plan: `Plan` of the program.
+        inside: Set of operations that run in loops.
+        stages: Dict from an operation that runs once to its stage; the last stage is
+            the number of loops.
+        forwarded: Dict from a read to the tensor that the step has assigned before, and
+            the form in which replicas assign it.
+        results: List of lists of the tensors that each loop returns.
+        loops: List of lists of the operations of each loop, in order.
+    """
+
+    plan: Plan
+    inside: set[Any] = dataclasses.field(default_factory=set)
+    stages: dict[Any, int] = dataclasses.field(default_factory=dict)
+    forwarded: dict[Any, tuple[Any, Need]] = dataclasses.field(default_factory=dict)
+    results: list[list[Any]] = dataclasses.field(default_factory=list)
+    loops: list[list[Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def last_stage(self) -> int:
+        """Int, the stage in which states change."""
+        return len(self.loops)
+
+    def is_anywhere(self, op: Any) -> bool:
+        """Return whether loops and stages each build an operation where they need it.
+
+        Its outputs follow from sizes, or are lists without elements.
+        """
+        facts = self.plan.decisions[op].outputs if op in self.plan.decisions else ()
+        return bool(facts) and all(
+            fact.form in (Form.SIZES, Form.EMPTY) or _is_number(fact) for fact in facts
+        )
+
+
+def plan_micro_batches(
+    plan: Plan, effects: Mapping[Any, Sequence[Any]], results: Sequence[Any]
+) -> MicroPlan:
+    """Divide the operations of a program among loops over micro-batches and stages.
+
+    Args:
+        plan: `Plan` of the program.
+        effects: Dict from a graph to the effects in it, see
+            `tfdp.ground.base.program_trace`.
+        results: Sequence of the tensors that are needed after the step.
+
+    Raises:
+        CannotDivideError: If the step cannot be divided in time.
+    """
+    return _Planner(plan, effects, results).make()
+
+
+class _Planner:
+    """Search for the loop or the stage of each operation, see `plan_micro_batches`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        effects: Mapping[Any, Sequence[Any]],
+        results: Sequence[Any],
+    ) -> None:
+        self._plan = plan
+        self._effects = effects
+        self._micro = MicroPlan(plan)
+        self._order = [op for op in in_order(plan.graph) if op in plan.live]
+        self._needed_after = list(results)
+        for effect in effects.get(plan.graph, ()):
+            self._needed_after += effect.symbolic_tensors()
+        # Operations whose states change in the step, or may have changed before.
+        self._late: set[Any] = set()
+        # Loop in which an operation runs first, or its stage.
+        self._levels: dict[Any, int] = {}
+        # Tensors that a loop returns, by their `id`.
+        self._frontier: dict[int, Any] = {}
+
+    def make(self) -> MicroPlan:
+        """Return the plan."""
+        for op in self._order:
+            if _compat.marker_of(op) == "rows of a replica":
+                raise CannotDivideError(
+                    op,
+                    "normalizes the rows of each micro-batch separately",
+                    f"Use another normalization. {_ADVICE}",
+                )
+            if not self._micro.is_anywhere(op) and self._is_inside(op):
+                self._micro.inside.add(op)
+        self._find_states()
+        for op in self._order:
+            self._levels[op] = self._level(op)
+        for tensor in self._needed_after:
+            if tensor.op in self._micro.inside:
+                self._frontier[id(tensor)] = tensor
+        self._set_loops()
+        return self._micro
+
+    def _is_inside(self, op: Any) -> bool:
+        """Return whether an operation runs in a loop over micro-batches."""
+        decision = self._plan.decisions.get(op)
+        if decision is None or _couples(decision) or is_output(op):
+            return False
+        if op.type in ("Placeholder", "PlaceholderWithDefault"):
+            return False
+        if self._changes_state(op):
+            return False
+        for tensor, need in self._plan.needs(op):
+            fact = self._fact(tensor)
+            is_own = fact.form is Form.PART and not is_conversion(fact, need)
+            if is_own and tensor.op not in self._micro.inside:
+                return False  # the state of a metric counts once
+        return self._has_rows(op, decision)
+
+    def _has_rows(self, op: Any, decision: Decision) -> bool:
+        """Return whether an operation has rows, or parts of their sums."""
+        if any(fact.form in (Form.ROWS, Form.LOCAL) for fact in decision.outputs):
+            return True
+        for tensor, need in self._plan.needs(op):
+            fact = self._fact(tensor)
+            if fact.form in _DIVIDED and not is_conversion(fact, need):
+                return True
+            if tensor.dtype == tf.resource and tensor.op in self._micro.inside:
+                return True  # a variable that a loop of the program has passed on
+        return False
+
+    def _fact(self, tensor: Any) -> Fact:
+        """Return what is known of a tensor, by default that it is whole."""
+        return self._plan.facts.get(id(tensor)) or Fact(Form.WHOLE)
+
+    def _changes_state(self, op: Any) -> bool:
+        """Return whether an operation, or one inside of it, changes a state."""
+        if writes_state(op):
+            return op.type not in PRUNED
+        decision = self._plan.decisions.get(op)
+        return decision is not None and self._changes_inside(decision)
+
+    def _changes_inside(self, decision: Decision) -> bool:
+        """Return whether a branch, a loop or a call changes a state."""
+        return any(
+            self._effects.get(plan.graph)
+            or any(
+                (writes_state(op) and op.type not in PRUNED)
+                or self._changes_inside(inner)
+                for op, inner in plan.decisions.items()
+                if op in plan.live
+            )
+            for plan in decision.plans
+        )
+
+    def _find_states(self) -> None:
+        """Find reads of values that the step has assigned, and reads of other changes.
+
+        A state changes in the last stage only. A read before it gets the assigned
+        tensor; any other use of a changed state has to wait for the last stage.
+        """
+        # The assigned value of each changed state, or `None`.
+        changed: dict[Any, Any] = {}
+        positions = {op: i for i, op in enumerate(self._plan.graph.get_operations())}
+        updated_at = self._position_of_update(positions)
+        for op in self._order:
+            states = [id(t) for t in op.inputs if t.dtype == tf.resource]
+            reads = bool(states) or op.type == "Placeholder"
+            if self._changes_state(op):
+                self._late.add(op)
+                is_set = op.type == "AssignVariableOp"
+                need = self._plan.decisions[op].needs[-1] if is_set else None
+                value = (op.inputs[1], need) if is_set else None
+                changed |= dict.fromkeys(states, value)
+            elif reads and positions[op] >= updated_at and op.type != "VariableShape":
+                self._late.add(op)
+            elif not changed.keys().isdisjoint(states):
+                assigned = changed.get(states[0])
+                if op.type in READS and assigned is not None:
+                    self._micro.forwarded[op] = assigned
+                else:
+                    self._late.add(op)
+
+    def _position_of_update(self, positions: Mapping[Any, int]) -> float:
+        """Return the position of the first update of a step, or infinity."""
+        effects = self._effects.get(self._plan.graph, ())
+        # Other effects only observe a tensor.
+        found = [effect.position for effect in effects if effect.kind != "as held"]
+        for op in self._order:
+            plans = self._plan.decisions[op].plans if op in self._plan.decisions else ()
+            if any(self._effects.get(plan.graph) for plan in plans):
+                found.append(positions[op])
+        return min(found, default=float("inf"))
+
+    def _level(self, op: Any) -> int:
+        """Return the loop or the stage in which an operation can run first.
+
+        The tensors that it needs of loops are added to those that loops return.
+        """
+        level = _MOST_LOOPS if op in self._late else 0
+        is_inside = op in self._micro.inside
+        pairs = self._plan.needs(op)
+        if op in self._micro.forwarded:
+            pairs = [self._micro.forwarded[op]]
+        for tensor, need in pairs:
+            before = self._levels.get(tensor.op, 0)
+            if tensor.op not in self._micro.inside or self._micro.is_anywhere(op):
+                level = max(level, before)
+                continue
+            crosses = not is_inside or is_conversion(self._fact(tensor), need)
+            if crosses:
+                self._frontier[id(tensor)] = tensor
+            level = max(level, before + crosses)
+        if is_inside and level >= _MOST_LOOPS:
+            raise CannotDivideError(
+                op,
+                "depends on rows and on what the whole batch has changed or summed",
+                _ADVICE,
+            )
+        return min(level, _MOST_LOOPS)
+
+    def _set_loops(self) -> None:
+        """Set the tensors and the operations of each loop, and the stage of others."""
+        levels, micro = self._levels, self._micro
+        num_loops = 1 + max((levels[t.op] for t in self._frontier.values()), default=-1)
+        for level in range(num_loops):
+            returned = [t for t in self._frontier.values() if levels[t.op] == level]
+            # Buckets of gradients are filled in the order of the program.
+            returned.sort(key=_compat.op_position)
+            for tensor in returned:
+                self._check_returned(tensor)
+            micro.results.append(returned)
+            needed = self._needed_in_loop(returned)
+            micro.loops.append([op for op in self._order if op in needed])
+        for op in self._order:
+            if op not in micro.inside:
+                micro.stages[op] = min(levels[op], num_loops)
+
+    def _needed_in_loop(self, returned: Sequence[Any]) -> set:
+        """Return the operations that a loop needs for the tensors that it returns."""
+        pending, needed = [tensor.op for tensor in returned], set()
+        while pending:
+            op = pending.pop()
+            if op not in needed and op in self._micro.inside:
+                needed.add(op)
+                pending += [
+                    tensor.op
+                    for tensor, need in self._plan.needs(op)
+                    if not is_conversion(self._fact(tensor), need)
+                ]
+        return needed
+
+    def _check_returned(self, tensor: Any) -> None:
+        """Raise if a loop cannot return a tensor of all micro-batches."""
+        fact = self._fact(tensor)
+        is_list = tensor.dtype in (tf.variant, tf.resource)
+        is_other_axis = fact.is_rows and fact.axis != 0
+        if is_list or is_other_axis or fact.form is Form.LOCAL:
+            raise CannotDivideError(
+                tensor.op,
+                "has a result that cannot be put together from micro-batches",
+                _ADVICE,
+            )
+
+
+def _couples(decision: Decision) -> bool:
+    """Return whether replicas communicate while an operation runs."""
+    if decision.has_collective:
+        return True
+    return any(
+        next(plan.conversions(), None) is not None
+        or any(
+            _couples(inner) for op, inner in plan.decisions.items() if op in plan.live
+        )
+        for plan in decision.plans
+    )
+
+
+def _is_number(fact: Fact) -> bool:
+    """Return whether all elements of a tensor are known numbers."""
+    return is_known(fact) and fact.form is Form.WHOLE

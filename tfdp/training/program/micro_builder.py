@@ -1,0 +1,280 @@
+"""Construction of a step that computes a replica's rows in several micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.training.program.builder import Builder
+from tfdp.training.program.conversions import Rows
+from tfdp.training.program.facts import Fact, Form
+from tfdp.training.program.micro_batches import MicroPlan
+from tfdp.training.program.plan import is_conversion, with_inputs
+from tfdp.training.program.view import AS_HELD, WHOLE, Kind, Need
+from tfdp.training.reduction.fusion import wide_dtype
+
+
+@dataclasses.dataclass(kw_only=True)
+class StagedBuilder(Builder):
+    """Builder of a program whose rows are computed in micro-batches.
+
+    Args:
+        micro: `MicroPlan` of the program.
+        num_parts: Scalar int32 tensor, the number of micro-batches; a replica with
+            fewer rows computes them one by one.
+        begin_changes: Callable, called once all replicas have computed all their rows.
+            It returns operations after which states may change.
+        is_local: Bool, whether all replicas are in this process.
+    """
+
+    micro: MicroPlan
+    num_parts: Any
+    begin_changes: Callable[[], list]
+    is_local: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # For each loop: an operation that runs once this replica has computed its rows,
+        # and one after which the results of all replicas may be used.
+        self.gates: list[tuple[tf.Operation, tf.Operation]] = []
+
+    def run(self) -> None:
+        """Build the stages of a step, and the loops between them."""
+        with contextlib.ExitStack() as stack:
+            for stage, operations in enumerate(self.micro.loops):
+                for op in self._of_stage(stage):
+                    self.build(op)
+                if operations:
+                    self._build_micro_batches(stage)
+                    gate = self._gate(stage)
+                    stack.enter_context(tf.control_dependencies([gate]))
+            if not self.is_local:
+                # No worker changes a state while another one can run out of memory.
+                everywhere = self.replica.sum([tf.ones([])])
+                stack.enter_context(tf.control_dependencies(everywhere))
+            stack.enter_context(tf.control_dependencies(self.begin_changes()))
+            self._build_last_stage()
+
+    def _gate(self, stage: int) -> tf.Operation:
+        """Return an operation after which a loop's results may be used.
+
+        A replica that waited in a collective while another one of its process runs out
+        of memory would leave the collective unusable.
+        """
+        results = [self.tensors[id(tensor)] for tensor in self.micro.results[stage]]
+        with tf.control_dependencies(results):
+            arrived = tf.no_op()
+        with tf.control_dependencies([arrived]):
+            gate = tf.no_op()
+        self.gates.append((arrived, gate))
+        return gate
+
+    def _of_stage(self, stage: int) -> list:
+        """Return the operations of a stage, in order."""
+        return [op for op, own in self.micro.stages.items() if own == stage]
+
+    def _build_last_stage(self) -> None:
+        """Build all that changes states: updates, assignments, and what follows."""
+        effects = list(self.trace.effects.get(self.plan.graph, ()))
+        late = set(self._of_stage(self.micro.last_stage))
+        built: set[Any] = set()
+        for position, last in enumerate(self.plan.graph.get_operations()):
+            while effects and effects[0].position <= position:
+                self._run_effect(effects.pop(0))
+            for op in with_inputs(last, built):
+                if op in late:
+                    self.build(op)
+        for effect in effects:
+            self._run_effect(effect)
+
+    def _build_operation(self, op: Any) -> None:
+        """Build an operation; a read of an assigned state returns what is assigned."""
+        if op in self.micro.forwarded:
+            self._store(op.outputs[0], self.get(*self.micro.forwarded[op]))
+        else:
+            super()._build_operation(op)
+
+    def _build_micro_batches(self, stage: int) -> None:
+        """Build a loop over the micro-batches of this replica."""
+        returned = self.micro.results[stage]
+        own = tf.cast(self.replica.rows.own, tf.int32)
+        count = tf.maximum(tf.minimum(self.num_parts, own), 1)
+        joins = [_Join(tensor, self.fact(tensor), count) for tensor in returned]
+
+        def body(index: tf.Tensor, *totals: Any) -> list:
+            """Build the operations of one micro-batch, and add up their results."""
+            builder = self._of_micro_batch(index, count)
+            for op in self.micro.loops[stage]:
+                builder.build(op)
+            return [
+                index + 1,
+                *(
+                    join.add(total, index, builder.get(join.tensor, AS_HELD))
+                    for join, total in zip(joins, totals, strict=True)
+                ),
+            ]
+
+        results = tf.while_loop(
+            lambda index, *_: index < count,
+            body,
+            [tf.constant(0), *(join.start() for join in joins)],
+            shape_invariants=[tf.TensorShape([]), *(join.invariant for join in joins)],
+            # The next micro-batch begins when the memory of this one is free.
+            parallel_iterations=1,
+        )
+        for join, result in zip(joins, results[1:], strict=True):
+            self._store(join.tensor, join.end(result))
+
+    def _of_micro_batch(self, index: tf.Tensor, count: tf.Tensor) -> MicroBatchBuilder:
+        """Return the builder of one micro-batch.
+
+        Args:
+            index: Scalar int32 tensor, number of micro-batches before it.
+            count: Scalar int32 tensor, number of micro-batches of this replica.
+        """
+        rows = self.replica.rows
+        least, extra = rows.own // count, rows.own % count
+        begin = index * least + tf.minimum(index, extra)
+        part = Rows(
+            least + tf.cast(index < extra, tf.int32),
+            rows.first + begin,
+            rows.total,
+            rows.may_be_empty,
+            rows.total_may_be_zero,
+        )
+        return MicroBatchBuilder(
+            self.trace,
+            self.plan,
+            self.scope,
+            self.replica.of_part(part, index),
+            tensors={},
+            micro=self.micro,
+            around=self,
+            begin=begin,
+        )
+
+
+@dataclasses.dataclass(kw_only=True)
+class MicroBatchBuilder(Builder):
+    """Builder of the operations of one micro-batch, inside a loop over all of them.
+
+    Args:
+        micro: `MicroPlan` of the program.
+        around: `StagedBuilder`, which has the tensors outside of the loop.
+        begin: Scalar int32 tensor, number of the replica's rows before these.
+    """
+
+    micro: MicroPlan
+    around: StagedBuilder
+    begin: Any
+
+    def get(self, tensor: Any, need: Need = AS_HELD) -> Any:
+        """Return a tensor in the needed form; totals come from outside of the loop."""
+        is_total = need.kind is Kind.WHOLE and self.parent is None
+        if is_total and is_conversion(self.fact(tensor), need):
+            return self.around.get(tensor, WHOLE)
+        return super().get(tensor, need)
+
+    def multiple(self, tensor: Any) -> Any:
+        """Return the number of entries along the axis of rows for each row.
+
+        No replica communicates in the loop. Without rows the number does not matter.
+        """
+        known = self.fact(tensor).multiple
+        if known is not None:
+            return known
+        entries = tf.shape(self.get(tensor, AS_HELD))[self.fact(tensor).axis]
+        return tf.maximum(entries // tf.maximum(self.own_rows, 1), 1)
+
+    def _held(self, tensor: Any) -> Any:
+        """Return what this micro-batch has of a tensor."""
+        is_here = (
+            self.parent is not None
+            or tensor.op in self.micro.inside
+            or self.micro.is_anywhere(tensor.op)
+        )
+        if is_here or id(tensor) in self.tensors:
+            return super()._held(tensor)
+        value = self.around.get(tensor, AS_HELD)
+        fact = self.fact(tensor)
+        if fact.is_rows:
+            value = self._rows_of(value, self.around.multiple(tensor), fact.axis)
+            value.set_shape(self.own_static_shape(tensor, fact))
+        self.tensors[id(tensor)] = value
+        return value
+
+    def _rows_of(self, value: tf.Tensor, multiple: Any, axis: int) -> tf.Tensor:
+        """Slice the rows of this micro-batch from all rows of the replica.
+
+        Args:
+            value: Tensor, the rows of the replica.
+            multiple: Int or scalar int tensor, number of entries for each row.
+            axis: Int, the axis of rows.
+        """
+        rank = value.shape.rank
+        assert rank is not None
+        begin, size = self.begin * multiple, self.own_rows * multiple
+        return tf.slice(
+            value,
+            tf.stack([begin if i == axis else 0 for i in range(rank)]),
+            tf.stack([size if i == axis else -1 for i in range(rank)]),
+        )
+
+
+class _Join:
+    """How a loop puts a tensor of all micro-batches together.
+
+    Rows are concatenated and partial sums added; a whole tensor is that of the last
+    micro-batch.
+
+    Args:
+        tensor: Tensor of the program.
+        fact: `Fact` of the tensor.
+        count: Scalar int tensor, number of micro-batches.
+    """
+
+    def __init__(self, tensor: Any, fact: Fact, count: tf.Tensor) -> None:
+        self.tensor, self._fact, self._count = tensor, fact, count
+        is_bool = tensor.dtype == tf.bool
+        self._dtype = tf.int32 if is_bool else wide_dtype(tensor.dtype)
+
+    @property
+    def invariant(self) -> tf.TensorShape:
+        """Static shape of the value between micro-batches."""
+        shape = self.tensor.shape
+        is_known = shape.is_fully_defined() and not self._fact.is_rows
+        return shape if is_known else tf.TensorShape(None)
+
+    def start(self) -> Any:
+        """Return the value before the first micro-batch."""
+        if self._fact.is_rows:
+            return tf.TensorArray(
+                self.tensor.dtype,
+                size=self._count,
+                infer_shape=False,
+                element_shape=[None, *self.tensor.shape[1:]],
+            )
+        # Zero has the shape of what is added to it.
+        shape = self.tensor.shape if self.tensor.shape.is_fully_defined() else []
+        return tf.zeros(shape, self._dtype)
+
+    def add(self, total: Any, index: tf.Tensor, value: tf.Tensor) -> Any:
+        """Return the value after one more micro-batch."""
+        if self._fact.is_rows:
+            return total.write(index, value)
+        added = tf.cast(value, self._dtype)
+        return total + added if self._fact.form is Form.PART else added
+
+    def end(self, total: Any) -> tf.Tensor:
+        """Return the value of all micro-batches, in the dtype of the program."""
+        if not self._fact.is_rows:
+            whole = tf.identity(tf.cast(total, self.tensor.dtype))
+            whole.set_shape(self.tensor.shape)
+            return whole
+        rows = total.concat()
+        rows.set_shape([None, *self.tensor.shape[1:]])
+        return rows
