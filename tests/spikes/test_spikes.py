@@ -1,0 +1,78 @@
+"""Spikes that are left out, against one device that has no such batches."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdp
+from tests.harness import common
+from tests.harness.pool import ClusterPool
+from tests.harness.registry import Case
+from tests.spikes import cases_spikes as spikes
+
+CASE_MODULES = ("spikes.cases_spikes",)
+
+
+def test_spike_is_left_out(clusters: ClusterPool, case: Case, setup_name: str):
+    clusters.check(case, setup_name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"threshold": 0.5}, "threshold=0.5"),
+        ({"window": 1}, "window=1"),
+        ({"on": "norm"}, "on='norm'"),
+        ({"action": "retry"}, "action='retry'"),
+        ({"patience": 0}, "patience=0"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(arguments, text):
+    with pytest.raises(ValueError, match="Received: ") as caught:
+        tfdp.callbacks.SpikeGuard(**arguments)
+    assert text in str(caught.value)
+
+
+def test_a_window_longer_than_the_run_is_refused():
+    model = common.compiled(common.mlp())
+    guard = tfdp.callbacks.SpikeGuard(window=30)
+    with pytest.raises(ValueError, match="window=30, and 24 steps of `fit`"):
+        common.fit(model, *common.regression_data(), epochs=2, callbacks=[guard])
+    common.fit(model, *common.regression_data(), epochs=3, callbacks=[guard])
+
+
+def test_one_device_without_a_strategy_leaves_a_step_out_as_replicas_do():
+    results = []
+    for rows, guards in (
+        (spikes.data(spikes.BAD), [tfdp.callbacks.SpikeGuard(**spikes.GUARD)]),
+        (spikes.without(spikes.BAD), []),
+    ):
+        keras.utils.set_random_seed(2)
+        model = common.compiled(spikes.with_state(), spikes.averaging())
+        history = common.fit(model, *rows, callbacks=guards)
+        history.pop("skipped_spikes", None)
+        results.append((history, model.get_weights()))
+    (found, weights), (expected, wanted) = results
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    for own, other in zip(weights, wanted, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-7)
+
+
+def test_a_loss_that_the_step_does_not_give_is_asked_for():
+    class Model(type(common.mlp())):
+        def train_step(self, batch):
+            x, y = batch
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    model = common.compiled(Model(common.mlp().layers))
+    data = common.regression_data()
+    model.build(data[0].shape)
+    with pytest.raises(ValueError, match="The loss of the step is not known"):
+        common.fit(model, *data, callbacks=[tfdp.callbacks.SpikeGuard()])
