@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import keras
@@ -81,7 +82,11 @@ def trained(env: Env, model: keras.Model, history: dict) -> dict:
     if not env.is_reference:
         assert history.pop("skipped_spikes") == [1]
         guard = model.optimizer.features.installed[StepGuard]
-        env.read(guard.variables)  # equal on all local replicas, bit for bit
+        # Equal on all local replicas, bit for bit, and on all workers.
+        state = list(env.read([*guard.variables, *model.weights]).values())
+        digest = hashlib.sha256(b"".join(map(np.ndarray.tobytes, state))).hexdigest()
+        group = env.strategy.extended.worker_group
+        assert len(set(group.all_gather("digests", digest))) == 1
     return {
         "weights": env.weights(model),
         "iterations": int(model.optimizer.iterations.numpy()),
@@ -246,6 +251,76 @@ def training_stops_with_the_weights_before_a_spike(env: Env) -> dict:
     guard = tfdp.callbacks.SpikeGuard(action="stop", **GUARD)
     history = common.fit(model, *data(BAD), epochs=3, callbacks=[guard])
     return trained(env, model, history)
+
+
+class Begun(keras.callbacks.Callback):
+    """Counts how often training begins, and how many batches it makes."""
+
+    num_begun = num_batches = 0
+
+    def on_train_begin(self, logs=None):
+        self.num_begun += 1
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.num_batches += 1
+
+
+@case("Back to a backup for an update of two micro-batches, without both of them")
+def a_rollback_leaves_out_all_micro_batches_of_a_bad_update(env: Env) -> dict:
+    # 10 updates: the fifth is bad in its first micro-batch, and so is the sixth.
+    bad = (12, 14)
+    rows = without(12, 13, 14, 15) if env.is_reference else data(*bad)
+    accumulation = {"gradient_accumulation_steps": 2} if env.is_reference else {}
+    with env.scope():
+        optimizer = optimizers.SGD(0.05, 0.9, global_clipnorm=1.0, **accumulation)
+        model = common.compiled(with_state(), optimizer, metrics=["mae"])
+    if env.is_reference:
+        return trained(env, model, common.fit(model, *rows))
+    begun = Begun()
+    callbacks = [
+        tfdp.callbacks.SpikeGuard(action="rollback", patience=3, **GUARD),
+        tfdp.callbacks.GradientAccumulation(2),
+        begun,
+        tfdp.callbacks.BackupAndRestore(env.tmp / "backups", 4),
+    ]
+    history = common.fit(model, *rows, callbacks=callbacks)
+    # Back to 12 from 14, and from 16.
+    assert (begun.num_begun, begun.num_batches) == (1, 13 + 3 + 8), begun.num_batches
+    assert history["skipped_spikes"] == [2]
+    history["skipped_spikes"] = [1]
+    return trained(env, model, history)
+
+
+@case(
+    "Sharded state goes back, in the middle of an execution; too many times in a row",
+    quick_setup="two_workers",
+)
+@same_as("a_rollback_leaves_out_all_micro_batches_of_a_bad_update")
+def a_rollback_restores_sharded_state(env: Env) -> dict:
+    rows = without(BAD) if env.is_reference else data(BAD)
+    results = {}
+    for stage in STAGES:
+        keras.utils.set_random_seed(3)
+        steps = 1 if env.is_reference else 4
+        make = averaging if env.is_reference else _sharded(stage)
+        with env.scope():
+            model = common.compiled(common.mlp(), make(), steps_per_execution=steps)
+        callbacks = [
+            tfdp.callbacks.SpikeGuard(action="rollback", **GUARD),
+            tfdp.callbacks.BackupAndRestore(env.tmp / stage, 4, memory_every=4),
+        ]
+        given = [] if env.is_reference else callbacks
+        results[stage] = trained(env, model, common.fit(model, *rows, callbacks=given))
+        values = {str(i): w for i, w in enumerate(model.get_weights())}
+        results[stage]["weights"] = values
+    if not env.is_reference:
+        guard = tfdp.callbacks.SpikeGuard(action="rollback", patience=2, **GUARD)
+        backup = tfdp.callbacks.BackupAndRestore(env.tmp / "more", 4)
+        with env.scope():
+            model = common.compiled(common.mlp())
+        with pytest.raises(RuntimeError, match="left out 2 updates in a row"):
+            common.fit(model, *data(BAD, BAD + 1), callbacks=[guard, backup])
+    return results
 
 
 @case(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
+
+import numpy as np
 
 from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.checkpoint.on_all_workers import worker_group_of
-from tfdp.features.spikes.report import LeftOut, failure, read_left_out, table
-from tfdp.features.spikes.step_guard import StepGuard
+from tfdp.features.spikes.report import NAMES, LeftOut, failure, read_left_out, table
+from tfdp.features.spikes.step_guard import MOST_EXCLUDED, StepGuard
+from tfdp.features.spikes.training import SpikeRollback
 from tfdp.ground.arguments import checked_integer, checked_number
 from tfdp.ground.text import pluralize
 from tfdp.training.optimizer.distributed import DistributedOptimizer
@@ -16,7 +19,7 @@ from tfdp.training.optimizer.distributed import DistributedOptimizer
 _WINDOW = 200
 # Batches between two reads of the number of skips in a row, which wait for the step.
 _BATCHES_BETWEEN_CHECKS = 10
-_ACTIONS = ("skip", "stop")
+_ACTIONS = ("skip", "rollback", "stop")
 
 
 class SpikeGuard(OptimizerCallback):
@@ -43,13 +46,17 @@ class SpikeGuard(OptimizerCallback):
             number of steps of `fit`, except for the default. Defaults to 200.
         on: String, `"loss"`, or `"gradient_norm"`, the norm of the gradient before it
             is clipped. Gradients must be finite in any case. Defaults to `"loss"`.
-        action: String, `"skip"`: training continues without the update; or `"stop"`:
-            training ends with the weights before it. Defaults to `"skip"`.
+        action: String, `"skip"`: training continues without the update; `"rollback"`:
+            it goes back to the newest state that `BackupAndRestore` has saved, in
+            memory or on the disk, and leaves out the batches of the spike when it gets
+            there again; or `"stop"`: training ends with the weights before the update.
+            Defaults to `"skip"`.
         patience: Int, number of updates left out in a row that ends training with an
             error. Defaults to 10.
 
     Raises:
-        ValueError: If an argument is invalid.
+        ValueError: If an argument is invalid; in `fit`, for a rollback without backups,
+            or with data that cannot be read again.
         RuntimeError: In `fit`, on all workers, after `patience` skips in a row, or if
             all updates were left out.
 
@@ -93,6 +100,9 @@ class SpikeGuard(OptimizerCallback):
         self._rows: list[LeftOut] = []
         self._num_read = 0
         self._epoch, self._batches_before = 0, 0
+        # The numbers of the batches of spikes that training has gone back for.
+        self._excluded: list[int] = []
+        self._goes_back = False
 
     def find_problem(self, num_steps: int | None) -> str:
         """Return what is wrong in a `fit` of a number of steps, or `""`."""
@@ -119,15 +129,19 @@ class SpikeGuard(OptimizerCallback):
         return self.optimizer.features.installed[StepGuard]
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Begin a new table."""
+        """Begin a new table, unless training has gone back."""
         super().on_train_begin(logs)
         if self.action != "skip" and self.optimizer.features.uses_local_steps:
             raise ValueError(
                 "With `LocalSGD` and `DiLoCo` each replica decides by itself, so that "
                 f'`SpikeGuard` can only skip. Received: action="{self.action}"'
             )
-        self._rows, self._num_read = [], int(self._guard.num_skipped.numpy())
+        if not self._goes_back:
+            self._rows, self._excluded = [], []
+        self._goes_back = False
+        self._num_read = int(self._guard.num_skipped.numpy())
         self._guard.waiting.assign(0)
+        self._exclude([])
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Record how many batches came before the epoch."""
@@ -135,11 +149,13 @@ class SpikeGuard(OptimizerCallback):
         self._batches_before = int(self._guard.num_batches.numpy())
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Stop after a spike if that is the action; check for too many in a row."""
+        """Stop or go back after a spike; check for too many in a row."""
         if self.optimizer.features.uses_local_steps:
             return  # workers are not at the same batch, and do not decide alike
-        if self.action == "stop" and self._guard.waiting.numpy():
+        if self.action != "skip" and (number := int(self._guard.waiting.numpy())):
             self._read()
+            if self.action == "rollback":
+                self._go_back(number)
             self.model.stop_training = True
         if batch % _BATCHES_BETWEEN_CHECKS == _BATCHES_BETWEEN_CHECKS - 1:
             self._check()
@@ -177,11 +193,14 @@ class SpikeGuard(OptimizerCallback):
             "rows": [list(row) for row in self._rows],
             "epoch": self._epoch,
             "batches_before": self._batches_before,
+            "excluded": self._excluded,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue with the table of a backup."""
-        self._rows = [LeftOut(*row) for row in state["rows"]]
+        """Continue with the table of a backup, and with what was found since."""
+        rows = [*map(LeftOut._make, state["rows"]), *self._rows]
+        self._rows = sorted({row.step: row for row in rows}.values())
+        self._exclude(state["excluded"])
         self._epoch, self._batches_before = state["epoch"], state["batches_before"]
         self._num_read = int(self._guard.num_skipped.numpy())
 
@@ -189,8 +208,42 @@ class SpikeGuard(OptimizerCallback):
         """Read the updates that were left out since the last time."""
         before = self._num_read, self._epoch, self._batches_before
         found = read_left_out(self._guard, *before)
-        self._rows += found
         self._num_read += len(found)
+        # An update that training has gone back for is left out a second time.
+        known = {row.step for row in self._rows}
+        self._rows += [row for row in found if row.step not in known]
+
+    def _exclude(self, numbers: list[int]) -> None:
+        """Add numbers of batches to those that the step leaves out."""
+        self._excluded = sorted({*self._excluded, *numbers})
+        if len(self._excluded) > MOST_EXCLUDED:
+            raise RuntimeError(
+                f"`SpikeGuard` has gone back {MOST_EXCLUDED} times. Look for bad "
+                "values in the data, or for a learning rate that is too high."
+            )
+        padded = np.zeros(MOST_EXCLUDED, "int64")
+        padded[: len(self._excluded)] = self._excluded
+        self._guard.excluded.assign(padded)
+
+    def _go_back(self, number: int) -> NoReturn:
+        """Have `fit` continue from the newest backup, without the batches of a spike.
+
+        Args:
+            number: Int, number of the batch of the spike.
+        """
+        self._check()
+        first = number - int(self._guard.num_of_update.numpy())
+        self._excluded += range(first + 1, number + 1)
+        self._goes_back = True
+        last = self._rows[-1]
+        text = (
+            f"the {NAMES[self.on]} was {last.value:.5g} (median before: "
+            f"{last.median:.5g}) in batch {last.batch} of epoch {last.epoch}; going "
+            "back to the newest backup, to leave that update out"
+        )
+        if worker_group_of(self.model).is_chief:
+            print(f"tfdp: {text}.", file=sys.stderr, flush=True)
+        raise SpikeRollback(f"`SpikeGuard`: {text}.")
 
     def _check(self) -> None:
         """Raise on all workers if too many updates were left out in a row."""

@@ -82,15 +82,18 @@ class StepGuard(StepFeature):
         self.skipped_values = zeros("skipped_values", MOST_LOGGED, 2, dtype="float32")
         # Positions of the variables with the largest gradients, plus one.
         self.largest = zeros("largest", MOST_NAMED)
-        # The batch of the spike that the host has to act on, or 0.
+        # The last batch of the spike that the host has to act on, or 0, and the number
+        # of its batches.
         self.waiting = zeros("waiting")
+        self.num_of_update = zeros("num_of_update")
         self.excluded = zeros("excluded", MOST_EXCLUDED)
         self._is_left_out = zeros("is_left_out")
 
     @property
     def variables(self) -> list:
         """List of the Keras variables of the guard."""
-        return [*self.counters.values(), self.waiting, self.excluded, self._is_left_out]
+        others = [self.waiting, self.num_of_update, self.excluded, self._is_left_out]
+        return [*self.counters.values(), *others]
 
     @property
     def counters(self) -> dict[str, Any]:
@@ -102,9 +105,15 @@ class StepGuard(StepFeature):
         return {f"spike_{name}": getattr(self, name) for name in names}
 
     def begin(self) -> None:
-        """Count a batch."""
+        """Count a batch; leave it out if it is excluded, also before an update."""
         _set(self.num_batches, read(self.num_batches) + 1)
-        _set(self._is_left_out, 0)
+        _set(self._is_left_out, self._is_excluded())
+
+    def _is_excluded(self) -> tf.Tensor:
+        """Return whether training has gone back to leave this batch out."""
+        if self.action != "rollback":
+            return tf.constant(False)
+        return tf.reduce_any(read(self.excluded) == read(self.num_batches))
 
     def examine(
         self,
@@ -118,24 +127,29 @@ class StepGuard(StepFeature):
         An overflow of the loss scale is no spike: it changes nothing here.
         """
         is_finite = statistics.is_finite()
-        value = tf.sqrt(statistics.squared_norm())
         if self.on == "loss":
             assert statistics.loss is not None
-            value = statistics.loss
-        value = tf.cast(value, tf.float32)
+            value = tf.cast(statistics.loss, tf.float32)
+        else:
+            value = tf.sqrt(statistics.squared_norm())
         median, limit = self._median_and_limit()
         is_spike = ~is_finite | ~tf.math.is_finite(value) | (value > limit)
+        is_spike |= self._is_excluded()
         is_waiting = tf.constant(False)
-        if self.action == "rollback":
-            is_spike |= tf.reduce_any(read(self.excluded) == read(self.num_batches))
         if self.action != "skip":
             is_waiting = read(self.waiting) > 0
         counts = ~is_waiting
         if step.scale is not None:
             counts &= is_finite
-        run_if(
-            counts & is_spike, lambda: self._note_skip(step, statistics, value, median)
-        )
+
+        def skip() -> None:
+            """Record an update that is left out."""
+            self._log(value, median)
+            self._name_largest(step, statistics)
+            if self.action != "skip":
+                self._wait(totals)
+
+        run_if(counts & is_spike, skip)
         run_if(counts & ~is_spike, lambda: self._accept(value))
         is_left_out = is_waiting | (counts & is_spike)
         _set(self._is_left_out, is_left_out)
@@ -161,18 +175,20 @@ class StepGuard(StepFeature):
         _set(self.num_values, number + 1)
         _set(self.num_in_a_row, 0)
 
-    def _note_skip(
-        self,
-        step: Step,
-        statistics: GradientStatistics,
-        value: tf.Tensor,
-        median: tf.Tensor,
-    ) -> None:
-        """Record an update that is left out, and its largest gradients.
+    def _wait(self, totals: Totals) -> None:
+        """Leave out all updates until the host has acted, for a new spike.
 
         Args:
-            step: `Step`.
-            statistics: `GradientStatistics` of the reduced gradients.
+            totals: `Totals` of the update.
+        """
+        batch = read(self.num_batches)
+        _set(self.waiting, tf.where(self._is_excluded(), tf.zeros_like(batch), batch))
+        _set(self.num_of_update, 1 if totals.count is None else totals.count)
+
+    def _log(self, value: tf.Tensor, median: tf.Tensor) -> None:
+        """Record the batch and the value of an update that is left out.
+
+        Args:
             value: Scalar float32 tensor, the loss or the norm of the gradient.
             median: Scalar float32 tensor, that of the window.
         """
@@ -184,9 +200,9 @@ class StepGuard(StepFeature):
         _set(self.skipped_values, rows)
         _set(self.num_skipped, number + 1)
         _set(self.num_in_a_row, read(self.num_in_a_row) + 1)
-        if self.action != "skip":
-            is_new = tf.reduce_all(read(self.excluded) != batch)
-            _set(self.waiting, tf.where(is_new, batch, 0))
+
+    def _name_largest(self, step: Step, statistics: GradientStatistics) -> None:
+        """Record the variables with the largest gradients of an update."""
         norms = tf.stack(statistics.squared_norm_of_each())
         norms = tf.where(tf.math.is_nan(norms), float("inf"), norms)
         _, order = tf.math.top_k(norms, min(MOST_NAMED, norms.shape[0]))
