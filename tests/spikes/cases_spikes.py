@@ -388,26 +388,36 @@ def _launched(env: Env, make: Any, on: str | None) -> int:
     compare=False,
 )
 def a_guard_adds_no_collective(env: Env) -> dict:
-    def plain(**options: Any) -> Any:
-        return lambda: tfdp.DistributedOptimizer(optimizers.SGD(0.05), **options)
-
-    for make in (
-        plain(),
-        plain(loss_scale="dynamic"),
-        plain(accumulation_steps=2),
-        _sharded("optimizer"),
-        _sharded("gradients", accumulation_steps=2),
-        _sharded("parameters"),
-    ):
+    for make in _plain(), _sharded("optimizer"):
         off = _launched(env, make, None)
         assert off >= 1
         for on in "loss", "gradient_norm":
             assert _launched(env, make, on) == off
     # Without clipping, the norms of sharded gradients are summed for the guard.
-    off = _launched(env, plain(sharding="optimizer"), None)
-    for on in "loss", "gradient_norm":
-        assert _launched(env, plain(sharding="optimizer"), on) == off + 1
+    make = _plain(sharding="optimizer")
+    assert _launched(env, make, "loss") == _launched(env, make, None) + 1
     return {}
+
+
+@case(
+    "No collective more, with a loss scale, accumulation, and sharding 2 and 3",
+    setups=("mirrored", "two_workers"),
+    compare=False,
+)
+@same_as("a_guard_adds_no_collective")
+def a_guard_adds_no_collective_to_a_step_with_more(env: Env) -> dict:
+    for make, on in (
+        (_plain(loss_scale="dynamic"), "loss"),
+        (_plain(accumulation_steps=2), "loss"),
+        (_sharded("gradients", accumulation_steps=2), "loss"),
+        (_sharded("parameters"), "gradient_norm"),
+    ):
+        assert _launched(env, make, on) == _launched(env, make, None)
+    return {}
+
+
+def _plain(**options: Any) -> Any:
+    return lambda: tfdp.DistributedOptimizer(optimizers.SGD(0.05), **options)
 
 
 @case("A guard that a later `fit` does not have is not in its graph", compare=False)
