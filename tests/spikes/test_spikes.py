@@ -61,6 +61,30 @@ def test_one_device_without_a_strategy_leaves_a_step_out_as_replicas_do():
         np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-7)
 
 
+def test_a_spike_in_the_first_step_can_stop_training(capfd):
+    model = common.compiled(common.mlp())
+    before = model.get_weights()
+    guard = tfdp.callbacks.SpikeGuard(action="stop", patience=1)
+    history = common.fit(model, *spikes.data(0, value=np.inf), callbacks=[guard])
+    assert history["skipped_spikes"] == [1]
+    assert "left out 1 update, and stopped training" in capfd.readouterr().err
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_the_table_has_what_was_left_out_and_an_end(capfd):
+    x, y = common.regression_data(600)
+    y[20:580:2] = np.nan
+    model = common.compiled(common.mlp())
+    guard = tfdp.callbacks.SpikeGuard(threshold=1e6)
+    options = {"batch_size": 1, "epochs": 2, "callbacks": [guard]}
+    assert common.fit(model, x, y, **options)["skipped_spikes"] == [280, 560]
+    printed = capfd.readouterr().err.splitlines()
+    assert printed[0] == "tfdp: `SpikeGuard` left out 560 updates:"
+    assert printed[2].split()[:4] == ["21", "1", "21", "nan"]
+    assert (len(printed), printed[-1]) == (53, "and 510 more")
+
+
 def test_a_loss_that_the_step_does_not_give_is_asked_for():
     class Model(type(common.mlp())):
         def train_step(self, batch):

@@ -41,7 +41,8 @@ class SpikeGuard(OptimizerCallback):
     says which updates were left out.
 
     Args:
-        threshold: Float of at least 1, deviations above the median. Defaults to 6.
+        threshold: Float of at least 1, deviations above the median. Small batches have
+            losses far above the median now and then, which need more. Defaults to 6.
         window: Int of at least 2, number of values of the statistics; at most the
             number of steps of `fit`, except for the default. Defaults to 200.
         on: String, `"loss"`, or `"gradient_norm"`, the norm of the gradient before it
@@ -153,17 +154,17 @@ class SpikeGuard(OptimizerCallback):
         if self.optimizer.features.uses_local_steps:
             return  # workers are not at the same batch, and do not decide alike
         if self.action != "skip" and (number := int(self._guard.waiting.numpy())):
-            self._read()
             if self.action == "rollback":
+                self._check()
                 self._go_back(number)
             self.model.stop_training = True
-        if batch % _BATCHES_BETWEEN_CHECKS == _BATCHES_BETWEEN_CHECKS - 1:
+        elif batch % _BATCHES_BETWEEN_CHECKS == _BATCHES_BETWEEN_CHECKS - 1:
             self._check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Add the number of updates that were left out to the logs."""
-        self._check()
-        self._read()
+        if not self._has_stopped:
+            self._check()
         if logs is not None:
             logs["skipped_spikes"] = int(self._guard.num_skipped.numpy())
 
@@ -174,17 +175,23 @@ class SpikeGuard(OptimizerCallback):
             RuntimeError: If all were.
         """
         super().on_train_end(logs)
-        if self._rows and not self._guard.num_values.numpy():
+        self._read()
+        if self._rows and not self._guard.num_values.numpy() and not self._has_stopped:
             self._fail()
         if self._rows and worker_group_of(self.model).is_chief:
             number = pluralize(len(self._rows), "update")
-            done = ", and stopped training" if self.model.stop_training else ""
+            done = ", and stopped training" if self._has_stopped else ""
             print(
                 f"tfdp: `SpikeGuard` left out {number}{done}:\n"
                 f"{table(self._rows, self.on)}",
                 file=sys.stderr,
                 flush=True,
             )
+
+    @property
+    def _has_stopped(self) -> bool:
+        """Bool, whether a spike has ended training."""
+        return bool(self._guard.waiting.numpy())
 
     def get_state(self) -> dict[str, Any]:
         """Return the table, and the position of the epoch, for a backup."""
@@ -206,9 +213,11 @@ class SpikeGuard(OptimizerCallback):
 
     def _read(self) -> None:
         """Read the updates that were left out since the last time."""
-        before = self._num_read, self._epoch, self._batches_before
-        found = read_left_out(self._guard, *before)
-        self._num_read += len(found)
+        number = int(self._guard.num_skipped.numpy())
+        if number == self._num_read:
+            return
+        new, self._num_read = range(self._num_read, number), number
+        found = read_left_out(self._guard, new, self._epoch, self._batches_before)
         # An update that training has gone back for is left out a second time.
         known = {row.step for row in self._rows}
         self._rows += [row for row in found if row.step not in known]
@@ -231,7 +240,6 @@ class SpikeGuard(OptimizerCallback):
         Args:
             number: Int, number of the batch of the spike.
         """
-        self._check()
         first = number - int(self._guard.num_of_update.numpy())
         self._excluded += range(first + 1, number + 1)
         self._goes_back = True
@@ -247,6 +255,7 @@ class SpikeGuard(OptimizerCallback):
 
     def _check(self) -> None:
         """Raise on all workers if too many updates were left out in a row."""
+        self._read()
         is_over = int(self._guard.num_in_a_row.numpy()) >= self.patience
         if self.optimizer.features.uses_local_steps:
             group = worker_group_of(self.model)
@@ -260,5 +269,4 @@ class SpikeGuard(OptimizerCallback):
 
     def _fail(self) -> None:
         """Raise with the batch and the variables of the last update left out."""
-        self._read()
         raise RuntimeError(failure(self.optimizer, self._guard, self._rows[-1]))

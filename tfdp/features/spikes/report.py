@@ -10,6 +10,8 @@ from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import path_of
 from tfdp.ground.text import pluralize
 
+# The most rows of a table.
+_MOST_ROWS = 50
 NAMES = {"loss": "loss", "gradient_norm": "norm of the gradient"}
 
 
@@ -32,19 +34,19 @@ class LeftOut(NamedTuple):
 
 
 def read_left_out(
-    guard: StepGuard, num_known: int, epoch: int, batches_before: int
+    guard: StepGuard, numbers: range, epoch: int, batches_before: int
 ) -> list[LeftOut]:
     """Read from the device which updates of an epoch were left out.
 
     Args:
         guard: `StepGuard`.
-        num_known: Int, number of updates that were left out before those.
+        numbers: Range of ints, which of all updates that were left out, from 0; the
+            step keeps the last of them.
         epoch: Int, the epoch, from 0.
         batches_before: Int, number of batches before that epoch.
     """
-    number = int(guard.num_skipped.numpy())
     batches, values = guard.skipped_batches.numpy(), guard.skipped_values.numpy()
-    places = [i % MOST_LOGGED for i in range(num_known, number)[-MOST_LOGGED:]]
+    places = [number % MOST_LOGGED for number in numbers[-MOST_LOGGED:]]
     return [
         LeftOut(
             int(batches[place]),
@@ -74,8 +76,10 @@ def table(rows: Sequence[LeftOut], on: str) -> str:
     lines += [
         f"{row.step:6}  {row.epoch:5}  {row.batch:5}  {row.value:11.5g}  "
         f"{row.median:13.5g}"
-        for row in rows
+        for row in rows[:_MOST_ROWS]
     ]
+    if len(rows) > _MOST_ROWS:
+        lines.append(f"and {len(rows) - _MOST_ROWS} more")
     return "\n".join(lines)
 
 
