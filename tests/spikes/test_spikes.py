@@ -85,18 +85,31 @@ def test_the_table_has_what_was_left_out_and_an_end(capfd):
     assert (len(printed), printed[-1]) == (53, "and 510 more")
 
 
-def test_a_loss_that_the_step_does_not_give_is_asked_for():
-    class Model(type(common.mlp())):
-        def train_step(self, batch):
-            x, y = batch
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((self(x) - y) ** 2)
-            gradients = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return {"loss": loss}
+class StepInFunction(spikes.OwnStep):
+    """Its gradients are taken in a graph of their own, in which the loss stays."""
 
-    model = common.compiled(Model(common.mlp().layers))
-    data = common.regression_data()
-    model.build(data[0].shape)
-    with pytest.raises(ValueError, match="The loss of the step is not known"):
-        common.fit(model, *data, callbacks=[tfdp.callbacks.SpikeGuard()])
+    @tf.function
+    def gradients(self, x, y):
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        return tape.gradient(loss, self.trainable_variables)
+
+    def train_step(self, batch):
+        gradients = self.gradients(*batch)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+def test_a_loss_that_the_step_does_not_give_is_asked_for():
+    model = common.compiled(StepInFunction(common.mlp().layers))
+    guard = tfdp.callbacks.SpikeGuard()
+    with pytest.raises(ValueError, match="The loss of the step is not known, since"):
+        common.fit(model, *common.regression_data(), callbacks=[guard])
+
+
+def test_the_loss_of_an_own_step_is_known_on_one_device_too():
+    x, y = common.regression_data()
+    y[3] = np.nan
+    model = common.compiled(spikes.OwnStep(common.mlp().layers))
+    history = common.fit(model, x, y, callbacks=[tfdp.callbacks.SpikeGuard()])
+    assert history["skipped_spikes"] == [1]

@@ -151,15 +151,15 @@ class Features:
         Raises:
             ValueError: If it is not known.
         """
-        trace = program_trace.current()
         loss, self.loss = self.loss, None
-        if loss is None and trace is not None and trace.losses:
-            loss = trace.losses[-1]
+        if loss is None:
+            loss = program_trace.latest_loss()
         if loss is None:
             raise ValueError(
-                "The loss of the step is not known. Call `optimizer.scale_loss(loss)` "
-                "in `train_step`, and compute the gradients of its result; or do not "
-                "use a callback that reads the loss."
+                "The loss of the step is not known, since its gradients are not taken "
+                "in `train_step`, but in a function that it calls. Call "
+                "`optimizer.scale_loss(loss)` in `train_step`, or do not use a "
+                "callback that reads the loss."
             )
         return tf.reduce_sum(tf.cast(loss, tf.float32))
 
