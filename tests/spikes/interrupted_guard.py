@@ -24,6 +24,8 @@ def fit(
     without: bool = False,
     save_freq: Any = 3,
     memory_every: int | None = None,
+    action: str = "rollback",
+    accumulation: int = 1,
 ) -> dict[str, Any]:
     """Trains, and returns weights and history.
 
@@ -36,12 +38,15 @@ def fit(
         without: Bool, whether the bad batches are not in the data.
         save_freq: As for the callback.
         memory_every: As for the callback.
+        action: As for the callback.
+        accumulation: Int, micro-batches of an update.
     """
     import keras
     import tensorflow as tf
 
     import tfdp
     from tests.spikes import cases_spikes
+    from tfdp.features.spikes.step_guard import StepGuard
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.experimental.enable_op_determinism()
@@ -59,7 +64,8 @@ def fit(
     callbacks: list[Any] = []
     if directory is not None:
         callbacks += [
-            tfdp.callbacks.SpikeGuard(action="rollback", **cases_spikes.GUARD),
+            tfdp.callbacks.SpikeGuard(action=action, **cases_spikes.GUARD),
+            tfdp.callbacks.GradientAccumulation(accumulation),
             tfdp.callbacks.BackupAndRestore(
                 directory, save_freq, memory_every=memory_every, background=False
             ),
@@ -79,10 +85,12 @@ def fit(
         )
         for name, values in found.history.items():
             history.setdefault(name, []).extend(map(float, values))
-    return {
-        "weights": {str(i): w for i, w in enumerate(model.get_weights())},
-        "history": history,
-    }
+    weights = {str(i): w for i, w in enumerate(model.get_weights())}
+    if directory is not None:
+        guard = model.optimizer.features.installed[StepGuard]
+        # All losses that were accepted, or the last of them.
+        weights["losses"] = guard.values.numpy()
+    return {"weights": weights, "history": history}
 
 
 def _batches(tf: Any, epochs: list[int], *, without: bool) -> Any:

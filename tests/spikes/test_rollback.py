@@ -52,6 +52,22 @@ def test_a_run_that_is_killed_around_a_rollback_ends_bit_for_bit_as_another(
     assert len(table) == 1, found.output
 
 
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.processes
+def test_the_loss_of_the_micro_batches_before_a_kill_counts(tmp_path):
+    options = {"action": "skip", "accumulation": 2}
+    # The backup after 15 batches has the loss of the first micro-batch of an update.
+    wanted = train(TWO_BY_TWO, tmp_path, directory=str(tmp_path / "one"), **options)
+    directory = str(tmp_path / "other")
+    first = train(TWO_BY_TWO, tmp_path, directory=directory, kill_after=16, **options)
+    assert first.codes[1] == -signal.SIGKILL, first.output[-3000:]
+    found = train(TWO_BY_TWO, tmp_path, directory=directory, **options)
+    assert found.history == wanted.history
+    for name, value in wanted.weights.items():
+        np.testing.assert_array_equal(found.weights[name], value)
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
