@@ -323,6 +323,36 @@ def a_rollback_restores_sharded_state(env: Env) -> dict:
     return results
 
 
+@case("Everything on: a rollback gives what a skip gives", compare=False)
+@same_as("a_rollback_leaves_out_all_micro_batches_of_a_bad_update")
+def a_rollback_gives_what_a_skip_gives_with_all_other_callbacks(env: Env) -> dict:
+    results = []
+    for action in "skip", "rollback":
+        keras.utils.set_random_seed(3)
+        with env.scope():
+            model = common.compiled(with_state(), averaging(), metrics=["mae"])
+        callbacks = [
+            tfdp.callbacks.SpikeGuard(action=action, **GUARD),
+            tfdp.callbacks.LearningRateWarmup(epochs=1),
+            tfdp.callbacks.LossScaling(16.0, growth_steps=7),
+            tfdp.callbacks.GradientNoiseScale(),
+            keras.callbacks.ReduceLROnPlateau(patience=1),
+            keras.callbacks.EarlyStopping(patience=5, restore_best_weights=True),
+            tfdp.callbacks.BackupAndRestore(env.tmp / action, 5),
+        ]
+        given = {"epochs": 2, "validation_data": data()}
+        history = common.fit(model, *data(BAD, 9), callbacks=callbacks, **given)
+        assert history["skipped_spikes"] == [2, 4]
+        results.append((history, model.get_weights()))
+    (skipped, weights), (gone_back, others) = results
+    assert skipped.keys() == gone_back.keys()
+    for name, values in skipped.items():
+        np.testing.assert_allclose(gone_back[name], values, rtol=1e-5, err_msg=name)
+    for own, other in zip(weights, others, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-7)
+    return {}
+
+
 @case(
     "Too many spikes in a row: one error on every worker",
     quick_setup="two_workers",
