@@ -4,6 +4,7 @@
   optimizer in a `DistributedOptimizer`, and of callbacks that time steps.
 - `gradient_accumulation`, `loss_scaling`, `sharded_optimizer`, `learning_rate_warmup`,
   `gradient_noise_scale`: one feature of the `DistributedOptimizer` each.
+- `spike_guard`: updates left out where the loss or the gradient spikes.
 - `local_sgd`, `diloco`: training in which replicas or nodes update independently.
 - `backup_and_restore`, with `resumed_batches`: backups, and the resumption of a run on
   any number of replicas.
@@ -22,6 +23,7 @@ from tfdp.callbacks.learning_rate_warmup import LearningRateWarmup
 from tfdp.callbacks.local_sgd import LocalSGD
 from tfdp.callbacks.loss_scaling import LossScaling
 from tfdp.callbacks.sharded_optimizer import ShardedOptimizer
+from tfdp.callbacks.spike_guard import SpikeGuard
 from tfdp.callbacks.timeline import Timeline
 
 __all__ = [
@@ -35,5 +37,6 @@ __all__ = [
     "LocalSGD",
     "LossScaling",
     "ShardedOptimizer",
+    "SpikeGuard",
     "Timeline",
 ]

@@ -168,6 +168,8 @@ class BackupAndRestore(StrategyCallback):
         # Whether `fit` runs again, within one call, and then must find a state: weights
         # of the interrupted step must not stay. Before a first one nothing was trained.
         self.is_again = self._has_state = False
+        # The feature that goes back to a backup within `fit`, in words, or `""`.
+        self.goes_back_for = ""
         # Whether this callback has begun in the present attempt, after all others.
         self.has_begun = False
 
@@ -226,13 +228,14 @@ class BackupAndRestore(StrategyCallback):
             return
         if must_resume:
             raise RuntimeError(
-                "The workers that are left have found no state from which to continue. "
-                "Start the job again."
+                "No worker has found a state from which to continue. Start the job "
+                "again."
             )
-        if self.save_freq != "epoch" or self.memory_every is not None:
+        goes_back = bool(self._reason_to_go_back())
+        if goes_back or self.save_freq != "epoch" or self.memory_every is not None:
             self._warn_about_position(self._position.nondeterminism)
-        if self._continues_after_loss():
-            # The initial weights are in no file, and a worker may be lost in step 1.
+        if goes_back:
+            # The initial weights are in no file, and step 1 may be the one to repeat.
             self._save_to_continue(0, 0, {})
             self._has_state = True
 
@@ -373,6 +376,12 @@ class BackupAndRestore(StrategyCallback):
         """Return whether `fit` continues from here after the loss of a worker."""
         strategy = strategy_of(self.model)
         return strategy is not None and strategy.extended.continues_after_loss
+
+    def _reason_to_go_back(self) -> str:
+        """Return the feature that goes back to a backup within `fit`, or `""`."""
+        if self._continues_after_loss():
+            return '`on_loss="continue"`'
+        return self.goes_back_for
 
     def _folder(self) -> str:
         """Return the directory; an island, a job of its own, has a subdirectory."""
@@ -537,12 +546,13 @@ class BackupAndRestore(StrategyCallback):
             difficulty: String, a clause that says why not, or `None` if it can be.
 
         Raises:
-            ValueError: If training is to continue from there after the loss of workers.
+            ValueError: If training is to continue from there within `fit`.
         """
-        if difficulty is not None and self._continues_after_loss():
+        reason = self._reason_to_go_back()
+        if difficulty is not None and reason:
             raise ValueError(
-                '`on_loss="continue"` continues at the same position in the data, '
-                f"which cannot be restored: {difficulty}."
+                f"{reason} continues at the same position in the data, which cannot be "
+                f"restored: {difficulty}."
             )
         if difficulty is not None:
             user_code.warn(

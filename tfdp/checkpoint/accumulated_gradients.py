@@ -109,11 +109,17 @@ def per_replica_sums(model: keras.Model) -> list[tuple[str, Any]]:
         model: As for `accumulated_state`.
 
     Returns:
-        List of pairs of the trained variable's name and its accumulator, a Keras
-        variable. The list is empty if there are no such accumulators.
+        List of pairs of a name and an accumulator, a Keras variable: those of trained
+        variables, by their names, and that of the loss. The list is empty if there are
+        no such accumulators.
     """
-    is_empty = accumulation_counter(model) is None or _shards_gradients(model)
-    return [] if is_empty else list(_named_accumulators(model))
+    if accumulation_counter(model) is None:
+        return []
+    sums = [] if _shards_gradients(model) else list(_named_accumulators(model))
+    features = getattr(model.optimizer, "features", None)
+    if features is not None and features.loss_sum is not None:
+        sums.append(("loss", features.loss_sum))
+    return sums
 
 
 def clear_accumulated(model: keras.Model) -> None:

@@ -17,10 +17,15 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from tfdp.communication.coordination.watch import ClusterChanges, WorkerLost
+from tfdp.features.attempts import (
+    continue_callbacks,
+    is_of_user,
+    restart_data,
+    why_not_read_again,
+)
 from tfdp.ground import _compat
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
@@ -28,7 +33,6 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.base.wrappers import other_optimizers
 from tfdp.ground.text import pluralize
 from tfdp.training.data.file_shards import FileShard
-from tfdp.training.data.stages import restart_shuffles
 from tfdp.training.keras_hooks import configs
 from tfdp.training.keras_hooks.worker_callbacks import (
     backup_callbacks,
@@ -39,8 +43,6 @@ from tfdp.training.optimizer.distributed import DistributedOptimizer
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.replicas import random_seed
 
-# Modules of callbacks that begin again with each attempt of `fit`.
-_OWN = "tfdp."
 # Arguments of `fit` that must be the same for a worker that joins.
 _COMPARED = (
     "batch_size",
@@ -60,8 +62,6 @@ class Elastic(Feature):
         self._num_fits = 0
         # The user's callbacks that have begun on this worker in the present `fit`.
         self._begun: list[weakref.ref[Any]] = []
-        # Datasets with a new order in each iteration that a `fit` has read.
-        self._shuffled: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def choose_callbacks(self, fit: Fit) -> None:
         """Check that `fit` can continue after a loss; record what joiners compare.
@@ -75,7 +75,7 @@ class Elastic(Feature):
         if any(callback.is_again for callback in backup_callbacks(callbacks)):
             return
         self._begun = []
-        if problem := _obstacle(fit) or self._obstacle_of_order(fit):
+        if problem := _obstacle(fit) or why_not_read_again(fit):
             raise ValueError(f'`on_loss="continue"` {problem}')
         self._num_fits += 1
         extended = fit.strategy.extended
@@ -87,7 +87,7 @@ class Elastic(Feature):
         )
         if extended.is_applicant:
             fit.arguments["callbacks"] = [
-                c for c in callback_list(callbacks) if not _is_of_user(c)
+                c for c in callback_list(callbacks) if not is_of_user(c)
             ]
 
     def recover(
@@ -114,9 +114,10 @@ class Elastic(Feature):
         begin = time.monotonic()
         error = _change_cluster(strategy, error)
         _renew_optimizers(model)
-        _restart_data(arguments)
+        restart_data(arguments)
         if name == "fit":
-            self._continue_callbacks(arguments.get("callbacks"), stack)
+            begun = {id(reference()) for reference in self._begun}
+            continue_callbacks(arguments.get("callbacks"), stack, begun)
         group = extended.worker_group
         if group.is_chief:
             what, _, _ = str(error).partition(" The other workers cannot")
@@ -132,19 +133,6 @@ class Elastic(Feature):
             )
         return True
 
-    def _obstacle_of_order(self, fit: Fit) -> str:
-        """Return why the order of the data could not be repeated, or `""`."""
-        data = fit.arguments.get("x")
-        if not isinstance(data, tf.data.Dataset) or not _compat.reshuffles(data):
-            return ""
-        if data in self._shuffled:
-            return (
-                "repeats the order of the data after a loss, which depends on earlier "
-                "calls of `fit`: create the dataset anew for each call."
-            )
-        self._shuffled.add(data)
-        return ""
-
     def after_fit(self, fit: Fit) -> None:
         """Remember which callbacks have begun, those that ran on this worker."""
         callbacks = fit.arguments.get("callbacks")
@@ -152,24 +140,6 @@ class Elastic(Feature):
         # Those that save are called last.
         if _continues(fit.strategy) and any(backup.has_begun for backup in backups):
             self._begun += map(weakref.ref, other_callbacks(callbacks))
-
-    def _continue_callbacks(self, callbacks: Any, stack: contextlib.ExitStack) -> None:
-        """Let callbacks continue rather than begin in the next attempt.
-
-        Args:
-            callbacks: The callbacks argument of the call of `fit`.
-            stack: `contextlib.ExitStack`, closed at the end of that call.
-        """
-        begun = {id(reference()) for reference in self._begun}
-        for callback in filter(_is_of_user, callback_list(callbacks)):
-            if id(callback) in begun:
-                stack.enter_context(_without_begin(callback))
-            elif isinstance(callback, keras.callbacks.CSVLogger):
-                # Another worker has written the file so far.
-                callback.append = True
-        for callback in backup_callbacks(callbacks):
-            callback.is_again = True
-            stack.callback(setattr, callback, "is_again", False)
 
 
 def _change_cluster(strategy: Any, change: ClusterChanges) -> ClusterChanges:
@@ -191,32 +161,6 @@ def _change_cluster(strategy: Any, change: ClusterChanges) -> ClusterChanges:
             change = further
 
 
-@contextlib.contextmanager
-def _without_begin(callback: Any) -> Iterator[None]:
-    """Replace `on_train_begin` of a callback by a function that does nothing."""
-    missing = object()
-    before = vars(callback).get("on_train_begin", missing)
-    callback.on_train_begin = lambda logs=None: None
-    try:
-        yield
-    finally:
-        del callback.on_train_begin
-        if before is not missing:
-            callback.on_train_begin = before
-
-
-def _restart_data(arguments: dict[str, Any]) -> None:
-    """Replace datasets, so that their order is that of a first reading."""
-    for key in ("x", "validation_data"):
-        if isinstance(data := arguments.get(key), tf.data.Dataset):
-            arguments[key] = restart_shuffles(data)
-
-
-def _is_of_user(callback: Any) -> bool:
-    """Return whether a callback is not tfdp's."""
-    return not type(callback).__module__.startswith(_OWN)
-
-
 def _continues(strategy: Any) -> bool:
     """Return whether training continues after a loss, with a strategy or `None`."""
     return strategy is not None and strategy.extended.continues_after_loss
@@ -232,23 +176,11 @@ def _obstacle(fit: Fit) -> str:
         )
     for name in ("x", "validation_data"):
         data = fit.arguments.get(name)
-        if isinstance(data, Iterator):
-            return (
-                "reads the data again after a loss: pass a `tf.data.Dataset` or arrays "
-                f"to `fit`, not an iterator. Received: {name}={data!r}"
-            )
         if _is_divided(data):
             return (
                 "divides the data anew after a loss: pass the same dataset on all "
                 "workers, not one that is distributed, from `shard_files`, or with "
                 f"`AutoShardPolicy.OFF` or `FILE`. Received: {name}={data!r}"
-            )
-        if isinstance(data, tf.data.Dataset) and restart_shuffles(data) is None:
-            return (
-                "reads the data again after a loss, in the same order: of the stages "
-                "after `shuffle` only `map`, `batch`, `prefetch`, `take`, `skip` and "
-                "`repeat` can be repeated. Shuffle later, or with "
-                "`reshuffle_each_iteration=False`."
             )
     for callback in callbacks:
         options = getattr(callback, "options", None)

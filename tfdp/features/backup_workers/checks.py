@@ -21,7 +21,7 @@ def check_model(strategy: Any, model: Any) -> None:
         f.label
         for each in features
         for f in each.installed.values()
-        if f.needs_all_replicas
+        if f.needs_all_replicas or f.checks_finite
     ]
     found = {
         "`run_eagerly=True`": model.run_eagerly,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -27,12 +27,14 @@ class Update:
 
     Args:
         optimizer: Keras optimizer.
+        apply: Callable that makes the update, such as the optimizer's `apply`.
         gradients: List of tensors, `tf.IndexedSlices` and `None`.
         variables: List of Keras variables, or `None` for those of the optimizer.
         num_operations: Int, the number of operations of the graph before the update.
     """
 
     optimizer: Any
+    apply: Callable
     gradients: list
     variables: list | None
     num_operations: int
@@ -46,7 +48,12 @@ def deferring() -> Iterator[list[Update]]:
         yield updates
 
 
-def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
+def defer(
+    optimizer: Any,
+    gradients: Sequence[Any],
+    variables: Any,
+    apply: Callable | None = None,
+) -> bool:
     """Defer an update if this thread defers updates or traces a program.
 
     While a program is traced, the update becomes an effect of the program: each replica
@@ -56,6 +63,8 @@ def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
         optimizer: Keras optimizer.
         gradients: Sequence of tensors, `tf.IndexedSlices` and `None`.
         variables: Sequence of Keras variables, or `None`.
+        apply: Callable that makes the update with the gradients of a replica and the
+            variables, or `None` for the optimizer's `apply`. Defaults to `None`.
 
     Returns:
         Bool, whether the update is deferred.
@@ -64,9 +73,10 @@ def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
         CannotDeferError: If the update is made in a branch or a loop.
     """
     variables = None if variables is None else list(variables)
+    update = apply or optimizer.apply
     trace, deferred = program_trace.current(), step_context.current().deferred
     if trace is not None:
-        trace.add(list(gradients), lambda own: optimizer.apply(own, variables), "parts")
+        trace.add(list(gradients), lambda own: update(own, variables), "parts")
         return True
     if deferred is None:
         return False
@@ -74,5 +84,7 @@ def defer(optimizer: Any, gradients: Sequence[Any], variables: Any) -> bool:
     if tf.compat.v1.get_default_graph() is not graph:
         raise CannotDeferError("an update is made in a branch, a loop or a function")
     num_operations = len(graph.get_operations())
-    updates.append(Update(optimizer, list(gradients), variables, num_operations))
+    updates.append(
+        Update(optimizer, update, list(gradients), variables, num_operations)
+    )
     return True

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,6 +119,32 @@ class ProgramTrace:
             with self.graph.as_default(), tf.control_dependencies(None):
                 self._sources[id(key)] = make()
         return self._sources[id(key)]
+
+
+_latest = threading.local()
+
+
+def note_losses(targets: Sequence[Any]) -> None:
+    """Record the tensors that this thread takes gradients of.
+
+    Args:
+        targets: Sequence of tensors.
+    """
+    trace = traced()
+    if trace is not None:
+        trace.losses += targets
+    _latest.loss = weakref.ref(targets[-1]) if targets else None
+
+
+def latest_loss() -> Any:
+    """Return the last tensor of this graph that gradients were taken of, or `None`."""
+    reference = getattr(_latest, "loss", None)
+    loss: Any = None if reference is None else reference()
+    if not tf.is_tensor(loss):
+        return None
+    if not tf.is_symbolic_tensor(loss):
+        return loss if tf.executing_eagerly() else None
+    return loss if loss.graph is tf.compat.v1.get_default_graph() else None
 
 
 def current() -> ProgramTrace | None:

@@ -29,6 +29,7 @@ class StepContext:
         label: String, the label of traced collectives, or `None`.
         ops_before_need: Sequence of the last operations that run without the results
             of the traced collectives.
+        carried: `CarriedScalar` that a bucket of gradients may carry, or `None`.
     """
 
     trace: Any = None
@@ -38,6 +39,7 @@ class StepContext:
     is_compiled: bool = False
     label: str | None = None
     ops_before_need: Sequence[Any] = ()
+    carried: Any = None
 
 
 class _Thread(threading.local):

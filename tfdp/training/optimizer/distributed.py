@@ -180,6 +180,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             Tensor like `loss`; in float32 if `loss` has 16 bits.
         """
         features = self.features
+        if features.measures_loss:
+            features.loss = loss
         if features.scaling is not None:
             scale = features.scaling.initial_scale
             if features.scale is not None:
@@ -210,8 +212,32 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 "Call `apply` and `apply_gradients` in the function that is given to "
                 "`strategy.run`."
             )
-        if defer(self, grads, trainable_variables):
-            return
+        if self.features.measures_loss:
+            tensors = [*grads, self.features.take_loss()]
+            self._apply_with_loss(tensors, trainable_variables)
+        elif not defer(self, grads, trainable_variables):
+            self._take_step(grads, trainable_variables)
+
+    def _apply_with_loss(self, tensors: Sequence[Any], variables: Any) -> None:
+        """Do what `apply` does, with the loss behind the gradients.
+
+        Deferred, it has the form in which a replica holds gradients: a part of the sum.
+        """
+        if not defer(self, tensors, variables, self._apply_with_loss):
+            *gradients, loss = tensors
+            self._take_step(gradients, variables, loss)
+
+    def _take_step(
+        self, grads: Sequence[Any], trainable_variables: Any, loss: Any = None
+    ) -> None:
+        """Accumulate or apply the gradients of a micro-batch now.
+
+        Args:
+            grads: Sequence, as for `apply`.
+            trainable_variables: Sequence, as for `apply`, or `None`.
+            loss: Scalar tensor, this replica's part of the loss, if a feature reads it.
+                Defaults to `None`.
+        """
         scope_checks.bring_into_scope(self)
         loops.check_steps_alone(self)
         gradients, variables = checked_gradients(self, grads, trainable_variables)
@@ -223,7 +249,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         ):
             self._traces.note(self._traced_parts, variables)
             note_update(self, lambda: self._step(variables))
-            take_step(self._step(variables), gradients)
+            take_step(self._step(variables, loss), gradients)
             self._iterations.assign_add(1)
 
     def flush(self) -> None:
@@ -391,7 +417,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             )
         return features.local_steps
 
-    def _step(self, variables: list) -> Step:
+    def _step(self, variables: list, loss: Any = None) -> Step:
         """Return the settings and state of a step on the calling replica."""
         features = self.features
         for feature in features.installed.values():
@@ -419,6 +445,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
                 *([local_steps] if local_steps else []),
             ],
             fixed_scale=self.inner_optimizer.loss_scale_factor,
+            loss=loss,
+            loss_sum=features.loss_sum if features.measures_loss else None,
         )
 
     def _accumulator(

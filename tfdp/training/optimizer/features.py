@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
+
 from tfdp.ground import _compat
+from tfdp.ground.base import program_trace
 from tfdp.training.step.accumulation import AccumulationState
 from tfdp.training.step.loss_scale import LossScale, LossScaling
 from tfdp.training.step.step import StepFeature
@@ -33,6 +36,10 @@ class Features:
         self.scale: LossScale | None = None
         self.warmup: Warmup | None = None
         self.installed: dict[type[StepFeature], Any] = {}
+        # Sum of the loss over micro-batches, and the loss of the step that is being
+        # traced, for features that read it.
+        self.loss_sum: Any = None
+        self.loss: Any = None
         # Options and feature of local steps, or `None`, and whether they are active.
         self.local_step_options: Any = None
         self.local_steps: Any = None
@@ -126,6 +133,41 @@ class Features:
                 return
             self._untrack(found.variables)
         self.installed[kind] = kind(self._make_variable, **settings)
+        if self.measures_loss and self.loss_sum is None:
+            self.loss_sum = self._make_variable(
+                shape=(), dtype="float32", initializer="zeros", name="loss_sum"
+            )
+
+    def uninstall(self, kind: type) -> None:
+        """Remove a feature from all later steps.
+
+        Args:
+            kind: Subclass of `StepFeature` that is installed.
+        """
+        self._untrack(self.installed.pop(kind).variables)
+
+    @property
+    def measures_loss(self) -> bool:
+        """Bool, whether a feature reads the loss of the global batch."""
+        return any(feature.measures_loss for feature in self.installed.values())
+
+    def take_loss(self) -> tf.Tensor:
+        """Return the loss whose gradients are passed to the optimizer, a scalar.
+
+        Raises:
+            ValueError: If it is not known.
+        """
+        loss, self.loss = self.loss, None
+        if loss is None:
+            loss = program_trace.latest_loss()
+        if loss is None:
+            raise ValueError(
+                "The loss of the step is not known, since its gradients are not taken "
+                "in `train_step`, but in a function that it calls. Call "
+                "`optimizer.scale_loss(loss)` in `train_step`, or do not use a "
+                "callback that reads the loss."
+            )
+        return tf.reduce_sum(tf.cast(loss, tf.float32))
 
     def start_local_steps(self, options: Any, make: Callable, *, now: bool) -> None:
         """Enable local steps: replicas or nodes synchronize after several updates.

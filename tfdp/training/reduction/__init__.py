@@ -5,6 +5,7 @@
 - `gradient_exchange`: base class of what replaces the all-reduce of gradients.
 - `training_group`: the replicas that share one program.
 - `fusion`: packing of gradients into buckets, their all-reduce and unpacking.
+- `carried_scalar`: a scalar that one of these buckets carries.
 - `sparse`: reduction of gradients that are rows of a table.
 - `algorithm_choice`: algorithm and wire formats of one bucket.
 - `compressor_choice`: choice of an algorithm that can carry a compressor.

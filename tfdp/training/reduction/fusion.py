@@ -17,6 +17,7 @@ from tfdp.ground.plans.buckets import (
     effective_bucket_bytes,
     plan_buckets,
 )
+from tfdp.training.reduction.carried_scalar import CarriedScalar
 
 
 def make_plan(
@@ -78,6 +79,8 @@ def all_reduce_buckets(
     replica: int,
     weight: tf.Tensor | None,
     algorithms: Sequence[Callable[..., tf.Tensor]],
+    carried: CarriedScalar | None = None,
+    carrier: int | None = None,
 ) -> list[tf.Tensor]:
     """Sum tensors over the group by one all-reduce for each bucket.
 
@@ -90,6 +93,9 @@ def all_reduce_buckets(
             `None` for 1.
         algorithms: Sequence of callables such as `tfdp.communication.collectives.ring`,
             one for each bucket.
+        carried: `CarriedScalar`, or `None`. Defaults to `None`.
+        carrier: Int, position of the bucket that carries it, or `None`. Defaults to
+            `None`.
 
     Returns:
         List of flat tensors, one for each bucket, with its members concatenated.
@@ -97,7 +103,10 @@ def all_reduce_buckets(
     flats = []
     with tf.device(group.devices[replica]):
         for channel, bucket in enumerate(plan):
-            flat = pack([tensors[index] for index in bucket.indices])
+            members = [tensors[index] for index in bucket.indices]
+            if carried is not None and channel == carrier:
+                members.append(tf.cast(carried.value, bucket.dtype))
+            flat = pack(members)
             if weight is not None:
                 flat = weighted(flat, weight)
             is_alone = 2 * bucket.num_bytes > plan.num_bytes
@@ -106,6 +115,8 @@ def all_reduce_buckets(
                 reduced = algorithms[channel](
                     flat, group, replica, channel=channel, is_alone=is_alone
                 )
+            if carried is not None and channel == carrier:
+                carried.total, reduced = reduced[-1], reduced[:-1]
             flats.append(reduced)
     return flats
 

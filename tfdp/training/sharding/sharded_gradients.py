@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdp.ground.plans.shards import ShardPlan
 from tfdp.training.parameters.packing import pack_row
+from tfdp.training.reduction.carried_scalar import CarriedScalar
 from tfdp.training.reduction.fusion import divided, with_values
 from tfdp.training.sharding.shard_collectives import ShardCollectives
 from tfdp.training.sharding.sharded_param_group import ShardedParamGroup
@@ -130,6 +131,8 @@ class ShardedGradientStatistics(GradientStatistics):
         sums: List of `ShardedGradients`.
         collectives: `ShardCollectives`.
         is_needed: Bool, whether norms or checks will be read.
+        loss: `CarriedScalar` that the collective carries, or `None`. Defaults to
+            `None`.
     """
 
     def __init__(
@@ -139,24 +142,28 @@ class ShardedGradientStatistics(GradientStatistics):
         collectives: ShardCollectives,
         *,
         is_needed: bool,
+        loss: CarriedScalar | None = None,
     ) -> None:
-        super().__init__(sums)
+        super().__init__(sums, None if loss is None else loss.total)
         self._groups = groups
         # For each group, two tensors `[num_variables]`: the squared norm of each
         # variable's gradient, and the number of its non-finite elements.
         self._measured: list[tf.Tensor] = []
-        if is_needed:
+        is_waiting = loss is not None and loss.total is None
+        if is_needed or is_waiting:
             local = [
-                _squares_and_flags(g, s, collectives.owner)
+                item
                 for g, s in zip(groups, sums, strict=True)
+                for item in _squares_and_flags(g, s, collectives.owner)
             ]
+            own_loss = [loss.value[tf.newaxis]] if loss is not None else []
             total = collectives.all_reduce(
-                tf.concat(
-                    _in_widest_dtype([item for pair in local for item in pair]), axis=0
-                )
+                tf.concat(_in_widest_dtype([*local, *own_loss[:is_waiting]]), axis=0)
             )
             sizes = [len(group.variables) for group in groups for _ in range(2)]
-            self._measured = tf.split(total, sizes)
+            self._measured = tf.split(total, [*sizes, *[1] * is_waiting])
+            if is_waiting:
+                self.loss = tf.cast(self._measured.pop()[0], tf.float32)
 
     def is_finite(self) -> tf.Tensor:
         """Scalar bool tensor, whether no element is infinite or NaN."""
@@ -178,6 +185,14 @@ class ShardedGradientStatistics(GradientStatistics):
     def squared_norms(self, group: ShardedParamGroup) -> tf.Tensor:
         """Tensor `[num_variables]`, the squared norm of each variable of a group."""
         return self._measured[2 * self._groups.index(group)]
+
+    def squared_norm_of_each(self) -> list[tf.Tensor]:
+        """List of scalar tensors, the squared norm of each gradient."""
+        return [
+            tf.cast(squares[index], tf.float32)
+            for squares, sums in zip(self._measured[::2], self._sums, strict=True)
+            for index in sums.order
+        ]
 
     def non_finite(self) -> list[tf.Tensor]:
         """List of scalar bool tensors: whether each gradient has infinity or NaN."""

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.parameters.sharded_parameter import parameter_of, sharded_parameter
+from tfdp.training.reduction.carried_scalar import CarriedScalar
 from tfdp.training.reduction.fusion import weighted
 from tfdp.training.sharding.shard_collectives import ShardCollectives
 from tfdp.training.sharding.sharded_gradients import (
@@ -140,12 +141,18 @@ class ShardedLayout(StateLayout):
         *,
         checks: bool,
         measures: bool,
+        loss: CarriedScalar | None = None,
     ) -> ShardedGradientStatistics:
-        """Compute norms and flags by one small all-reduce, if the step needs them."""
+        """Compute norms and flags by one small all-reduce, if the step needs them.
+
+        It carries the loss, too, unless several replicas have the same slices.
+        """
         needed = checks or measures or any(_clips_by_norm(p.optimizer) for p in groups)
         sharded_groups = [self._sharded(group) for group in groups]
+        if loss is not None and self._collectives.groups.num_copies > 1:
+            loss.total = self._total_of(loss)
         return ShardedGradientStatistics(
-            sharded_groups, sums, self._collectives, is_needed=needed
+            sharded_groups, sums, self._collectives, is_needed=needed, loss=loss
         )
 
     def own_squares(

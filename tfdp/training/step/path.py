@@ -8,14 +8,15 @@ Stage 1 works on the replica's own gradients. All later stages work on the sums 
 all replicas, so they give the same results and take the same branches on every replica.
 An overflow on any replica skips the step on all and changes the scale and its counters.
 Residuals of compression are kept for the next step only if this step is not skipped.
-Features act before 1, at 4 and after 9, see `StepFeature`. With a feature of local
+Features act before 1, at 4 and after 9, see `StepFeature`. At 4 a feature may skip the
+step, too, which changes neither the scale nor its counters. With a feature of local
 steps, stage 2 reduces nothing, or only within a node, and each replica or node skips
 steps on its own.
 
 In the functions below, `is_due` is whether this micro-batch completes an update, and
-`is_kept` is false if the update was skipped because of an overflow. Each is a bool if
-it is known while the step is traced, and otherwise a scalar bool tensor. `sums` are
-the reduced gradients, one item of `StateLayout.reduce` for each parameter group.
+`is_kept` is false if the update was skipped, for an overflow or by a feature. Each is a
+bool if it is known while the step is traced, and otherwise a scalar bool tensor. `sums`
+are the reduced gradients, one item of `StateLayout.reduce` for each parameter group.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tfdp.ground import _compat
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.param_groups import ParamGroup
 from tfdp.training.compression.step_residuals import step_residuals
+from tfdp.training.reduction.carried_scalar import CarriedScalar, carrying
 from tfdp.training.step.accumulation import Totals
 from tfdp.training.step.state_layout import (
     GradientStatistics,
@@ -53,16 +55,21 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
     micro_batch = None if gradients is None else list(gradients)
     with step_residuals(lambda: _scale_of(step)) as micro_batch_residuals:
         take_totals, is_due = step.accumulator.take(micro_batch)  # 1 accumulate
+        step.add_loss(is_due)
     micro_batch_residuals.keep_finite()
 
     def update() -> tf.Tensor:
         """Run stages 2 to 6; return whether the update was made, a bool or tensor."""
         totals = take_totals()
-        with step_residuals(lambda: _divisor(step, totals)) as residuals:
+        with (
+            step_residuals(lambda: _divisor(step, totals)) as residuals,
+            carrying(step.take_loss(totals)) as loss,
+        ):
             sums = _reduce(step, totals)  # 2 reduce
         sums = _unscale(step, sums, totals)  # 3 unscale
-        statistics = _examine(step, sums, totals)
+        statistics, conditions = _examine(step, sums, totals, loss)
         is_finite = _is_finite(step, statistics)  # 4 all finite?
+        is_made = functools.reduce(tf.logical_and, conditions, is_finite)
 
         def apply() -> None:
             """Run stages 5 and 6, and keep the residuals of compression."""
@@ -70,8 +77,12 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
             _decay_and_update(step, clipped)  # 6 decay and update
             residuals.keep()
 
-        run_if(is_finite, apply, lambda: _skip(step, statistics))
-        return is_finite
+        run_if(
+            is_made,
+            apply,
+            lambda: _skip(step, statistics, is_finite if conditions else False),
+        )
+        return is_made
 
     is_updated, is_kept = _update_if(is_due, update)
     _average(step, is_kept)  # 7 moving averages
@@ -147,20 +158,37 @@ def _scale_of(step: Step) -> tf.Tensor | None:
     return tf.reduce_prod(known) if known else None
 
 
-def _examine(step: Step, sums: list, totals: Totals) -> GradientStatistics:
-    """Compute the norms and finite flags of the sums that the step needs."""
-    measures = any(feature.measures_norm for feature in step.features)
+def _examine(
+    step: Step, sums: list, totals: Totals, loss: CarriedScalar | None
+) -> tuple[GradientStatistics, list[tf.Tensor]]:
+    """Compute the norms and finite flags of the sums that the step needs.
+
+    Args:
+        step: `Step`.
+        sums: List of the reduced gradients of each parameter group.
+        totals: `Totals` of this replica.
+        loss: `CarriedScalar`, the loss, if a feature reads it; or `None`.
+
+    Returns:
+        Tuple of the statistics and the conditions of features for the update.
+    """
+    features = step.features
     statistics = step.layout.examine(
-        step.param_groups, sums, checks=step.scale is not None, measures=measures
+        step.param_groups,
+        sums,
+        checks=step.scale is not None or any(f.checks_finite for f in features),
+        measures=any(feature.measures_norm for feature in features),
+        loss=loss,
     )
     step_events.record_squared_norm(
         lambda: step.layout.own_squares(step.param_groups, sums)
     )
-    if step.features:
+    conditions = []
+    if features:
         divisor = _divisor(step, totals)
-        for feature in step.features:
-            feature.examine(step, totals, divisor, statistics)
-    return statistics
+        found = [f.examine(step, totals, divisor, statistics) for f in features]
+        conditions = [condition for condition in found if condition is not None]
+    return statistics, conditions
 
 
 def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
@@ -168,12 +196,25 @@ def _is_finite(step: Step, statistics: GradientStatistics) -> tf.Tensor | bool:
     return True if step.scale is None else statistics.is_finite()
 
 
-def _skip(step: Step, statistics: GradientStatistics) -> None:
-    """Count a skipped step and its non-finite gradients in the loss scale."""
-    assert step.scale is not None
-    groups = step.param_groups
-    positions = [item for group in groups for item in group.of(step.positions)]
-    step.scale.note_skip(statistics.non_finite(), positions)
+def _skip(
+    step: Step, statistics: GradientStatistics, is_finite: tf.Tensor | bool
+) -> None:
+    """Count a skipped step and its non-finite gradients in the loss scale.
+
+    Args:
+        step: `Step`.
+        statistics: `GradientStatistics` of the reduced gradients.
+        is_finite: Scalar bool tensor, or bool, whether all gradients are finite, so
+            that the loss scale is not to blame.
+    """
+    scale = step.scale
+    if scale is None:
+        return
+    run_if(
+        is_finite,
+        lambda: None,
+        lambda: scale.note_skip(statistics.non_finite(), step.grouped_positions),
+    )
 
 
 def _clip(step: Step, sums: list, statistics: GradientStatistics) -> list:

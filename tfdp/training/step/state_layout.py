@@ -11,6 +11,7 @@ from tfdp.ground import _compat
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.param_groups import ParamGroup, is_linear
 from tfdp.training.parameters.sharded_parameter import check_reader
+from tfdp.training.reduction.carried_scalar import CarriedScalar
 from tfdp.training.step.grouped_update import decay_and_update, decay_without_gradients
 from tfdp.training.step.loss_scale import not_finite
 
@@ -91,7 +92,13 @@ class StateLayout:
         )
 
     def examine(
-        self, groups: Sequence[ParamGroup], sums: list, *, checks: bool, measures: bool
+        self,
+        groups: Sequence[ParamGroup],
+        sums: list,
+        *,
+        checks: bool,
+        measures: bool,
+        loss: CarriedScalar | None = None,
     ) -> GradientStatistics:
         """Compute norms and finite flags of the sums of all groups.
 
@@ -100,9 +107,16 @@ class StateLayout:
             sums: List of the reduced gradients of each group.
             checks: Bool, whether the step needs to know if the sums are finite.
             measures: Bool, whether the step needs their norm.
+            loss: `CarriedScalar`, the loss, if the step needs it. Defaults to `None`.
         """
         del groups, checks, measures
-        return GradientStatistics(sums)
+        return GradientStatistics(sums, self._total_of(loss))
+
+    def _total_of(self, loss: CarriedScalar | None) -> tf.Tensor | None:
+        """Return the sum of a scalar over replicas; sum it if no bucket carried it."""
+        if loss is None or loss.total is not None:
+            return None if loss is None else loss.total
+        return self._reducer.sum([loss.value])[0]
 
     def own_squares(self, groups: Sequence[ParamGroup], sums: list) -> tf.Tensor:
         """Compute this replica's part of the squared norm; all parts sum to the norm.
@@ -179,10 +193,13 @@ class GradientStatistics:
 
     Args:
         sums: List of reduced gradients, as `StateLayout.reduce` returns.
+        loss: Scalar tensor, the loss of the global batch, or `None`. Defaults to
+            `None`.
     """
 
-    def __init__(self, sums: list) -> None:
+    def __init__(self, sums: list, loss: tf.Tensor | None = None) -> None:
         self._sums = sums
+        self.loss = loss
 
     def is_finite(self) -> tf.Tensor:
         """Return a scalar bool tensor, whether no element is infinite or NaN."""
@@ -191,6 +208,10 @@ class GradientStatistics:
     def squared_norm(self) -> tf.Tensor:
         """Return a scalar tensor, the sum of the squares of all elements."""
         return squared_norm(self._gradients())
+
+    def squared_norm_of_each(self) -> list[tf.Tensor]:
+        """Return scalar float32 tensors, the squared norm of each gradient."""
+        return [squared_norm([gradient]) for gradient in self._gradients()]
 
     def non_finite(self) -> list[tf.Tensor]:
         """Return scalar bool tensors: whether each gradient has infinity or NaN."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -19,6 +19,8 @@ from tfdp.training.step.accumulation import (
     KerasAccumulation,
     NoAccumulation,
     Totals,
+    read,
+    set_to_zero,
 )
 from tfdp.training.step.loss_scale import LossScale
 from tfdp.training.step.state_layout import GradientStatistics, StateLayout
@@ -54,11 +56,16 @@ class StepFeature:
         divides_rows: Bool, whether each replica computes its rows in micro-batches, one
             after another. The feature then has the methods `num_parts`, `keep_batch`
             and `begin_changes`.
+        measures_loss: Bool, whether the feature reads the loss of the global batch.
+        checks_finite: Bool, whether the feature reads whether reduced gradients are
+            finite.
     """
 
     label = ""
     trains_alone = False
     measures_norm = False
+    measures_loss = False
+    checks_finite = False
     needs_all_replicas = False
     divides_rows = False
 
@@ -107,7 +114,7 @@ class StepFeature:
         totals: Totals,
         divisor: tf.Tensor | None,
         statistics: GradientStatistics,
-    ) -> None:
+    ) -> tf.Tensor | None:
         """Read the gradients of an update, after they are reduced and unscaled.
 
         Args:
@@ -116,7 +123,13 @@ class StepFeature:
             divisor: Scalar float64 tensor, the factor of `totals` that unscaling
                 removes, or `None` for 1.
             statistics: `GradientStatistics` of the reduced gradients.
+
+        Returns:
+            Scalar bool tensor, whether the update may be made, equal on all replicas
+            whose gradients are summed; or `None`, without a condition. An update that
+            is not made changes nothing, as at an overflow of the loss scale.
         """
+        return None
 
     def end(self, step: Step, is_due: Any, is_kept: Any) -> None:
         """Run after the last stage of a step.
@@ -125,8 +138,19 @@ class StepFeature:
             step: `Step`.
             is_due: Scalar bool tensor, or bool, whether an update was due; equal on all
                 replicas.
-            is_kept: Scalar bool tensor, or bool, false if an overflow was skipped.
+            is_kept: Scalar bool tensor, or bool, false if the update was skipped.
         """
+
+    def around_step(self, model: Any) -> Callable[[], None] | None:
+        """Run before a replica's step of a loop of Keras, forward pass included.
+
+        Args:
+            model: The Keras model.
+
+        Returns:
+            Callable to run after the step, or `None`.
+        """
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +171,10 @@ class Step:
         fixed_scale: Float, a constant loss scale without overflow checks, or `None`.
         counts_micro_batches: Bool, whether the optimizer counts micro-batches instead
             of updates, as Keras's accumulation does. Defaults to `False`.
+        loss: Scalar float32 tensor, this replica's part of the loss of the micro-batch,
+            if a feature reads the loss; or `None`.
+        loss_sum: Keras variable that sums it over the micro-batches of an update, or
+            `None`.
     """
 
     optimizer: Any
@@ -161,11 +189,43 @@ class Step:
     features: Sequence[StepFeature] = ()
     fixed_scale: float | None = None
     counts_micro_batches: bool = False
+    loss: tf.Tensor | None = None
+    loss_sum: Any = None
 
     @property
     def trains_alone(self) -> bool:
         """Bool, whether replicas make local updates."""
         return any(feature.trains_alone for feature in self.features)
+
+    @property
+    def grouped_positions(self) -> list[int]:
+        """List of `positions`, in the order in which statistics have the gradients."""
+        return [
+            item for group in self.param_groups for item in group.of(self.positions)
+        ]
+
+    def add_loss(self, is_due: tf.Tensor | None) -> None:
+        """Add the loss of a micro-batch to that of the others, if a feature reads it.
+
+        Args:
+            is_due: Scalar bool tensor, or `None` if every micro-batch has an update.
+        """
+        if self.loss is not None and is_due is not None:
+            total = _compat.local_part(self.loss_sum)
+            total.assign_add(self.loss, read_value=False)
+
+    def take_loss(self, totals: Totals) -> tf.Tensor | None:
+        """Return this replica's part of the loss of an update, if a feature reads it.
+
+        Args:
+            totals: `Totals` of the update.
+        """
+        if totals.count is None or self.loss_sum is None:
+            return self.loss
+        total = read(self.loss_sum)
+        with tf.control_dependencies([total]):
+            set_to_zero(self.loss_sum)
+        return total / tf.cast(totals.count, total.dtype)
 
     @property
     def optimizers(self) -> list[Any]:

@@ -81,9 +81,7 @@ class CompiledStep:
             step_events.record_loss(first)
         with batch_weight.use(part):
             for update, own in zip(traced.updates, gradients, strict=True):
-                update.optimizer.apply(
-                    _in_backward_order(update, own), update.variables
-                )
+                update.apply(_in_backward_order(update, own), update.variables)
         return outputs
 
     def _device(self) -> str:

@@ -237,11 +237,24 @@ def _wait_for_data(model: Any, fn: Callable) -> Callable:
         graph = tf.compat.v1.get_default_graph()
         first = len(graph.get_operations())
         with tf.control_dependencies(begins), _compat.ordered_by_itself():
+            after = _begin_features(model)
             outputs = fn(*args)
+            for finish in after:
+                finish()
         note_changes_without_data(model, graph.get_operations()[first:], data)
         return outputs
 
     return step
+
+
+def _begin_features(model: Any) -> list[Callable[[], None]]:
+    """Run the hooks of features before a step; return those to run after it."""
+    features = getattr(getattr(model, "optimizer", None), "features", None)
+    loop = loops.current()
+    if features is None or loop is None or not loop.trains:
+        return []
+    after = [f.around_step(model) for f in features.installed.values()]
+    return [finish for finish in after if finish is not None]
 
 
 def _local_samples(batch: Any) -> tf.Tensor | None:

@@ -1,0 +1,272 @@
+"""Spikes of the loss or of the gradient: leave their updates out, or stop."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import numpy as np
+
+from tfdp.callbacks.bases import OptimizerCallback
+from tfdp.checkpoint.on_all_workers import worker_group_of
+from tfdp.features.spikes.report import NAMES, LeftOut, failure, read_left_out, table
+from tfdp.features.spikes.step_guard import MOST_EXCLUDED, StepGuard
+from tfdp.features.spikes.training import SpikeRollback
+from tfdp.ground.arguments import checked_integer, checked_number
+from tfdp.ground.text import pluralize
+from tfdp.training.optimizer.distributed import DistributedOptimizer
+
+_WINDOW = 200
+# Batches between two reads of the number of skips in a row, which wait for the step.
+_BATCHES_BETWEEN_CHECKS = 10
+_ACTIONS = ("skip", "rollback", "stop")
+
+
+class SpikeGuard(OptimizerCallback):
+    """Leave out an update whose loss or gradient is a spike, on all replicas alike.
+
+    A spike is a value that is NaN or infinite, or above the median of the last
+    `window` accepted values by more than `threshold` deviations (1.4826 times the
+    median absolute deviation, and at least 1 % of the median). Before there are
+    `min(window, 20)` values, only NaN and infinity count. The value is that of the
+    global batch; no further collective is needed. The statistics are saved in backups.
+
+    A step that is left out changes nothing: no weight, slot, moving average or counter,
+    no metric, no statistic of `BatchNormalization`. With gradient accumulation the
+    decision is about the update, and all its micro-batches are left out of it; metrics
+    and statistics count those before the last. With `LocalSGD` and `DiLoCo` each
+    replica decides by itself. An overflow that `LossScaling` skips is no spike.
+
+    `skipped_spikes` is logged at the end of each epoch, and a table at the end of `fit`
+    says which updates were left out.
+
+    Args:
+        threshold: Float of at least 1, deviations above the median. Small batches have
+            losses far above the median now and then, which need more. Defaults to 6.
+        window: Int of at least 2, number of values of the statistics; at most the
+            number of steps of `fit`, except for the default. Defaults to 200.
+        on: String, `"loss"`, or `"gradient_norm"`, the norm of the gradient before it
+            is clipped. Gradients must be finite in any case. Defaults to `"loss"`.
+        action: String, `"skip"`: training continues without the update; `"rollback"`:
+            it goes back to the newest state that `BackupAndRestore` has saved, in
+            memory or on the disk, and leaves out the batches of the spike when it gets
+            there again; or `"stop"`: training ends with the weights before the update.
+            Defaults to `"skip"`.
+        patience: Int, number of updates left out in a row that ends training with an
+            error. Defaults to 10.
+
+    Raises:
+        ValueError: If an argument is invalid; in `fit`, for a rollback without backups,
+            or with data that cannot be read again.
+        RuntimeError: In `fit`, on all workers, after `patience` skips in a row, or if
+            all updates were left out.
+
+    Example:
+
+    >>> SpikeGuard(threshold=8.0, on="gradient_norm").action
+    'skip'
+
+    Source: Chowdhery et al. 2022, https://arxiv.org/abs/2204.02311, section 5.1.
+    """
+
+    # `fit` finds the guards among its callbacks by this attribute.
+    leaves_out_spikes = True
+
+    # Settings that must be the same on all workers.
+    compared = ("threshold", "window", "on", "action", "patience")
+
+    def __init__(
+        self,
+        threshold: float = 6.0,
+        window: int = _WINDOW,
+        on: str = "loss",
+        action: str = "skip",
+        patience: int = 10,
+    ) -> None:
+        super().__init__()
+        bounds = "a number of at least 1"
+        self.threshold = float(checked_number("threshold", threshold, bounds, least=1))
+        self.window = checked_integer("window", window, 2)
+        for name, value, known in (
+            ("on", on, ("loss", "gradient_norm")),
+            ("action", action, _ACTIONS),
+        ):
+            if value not in known:
+                listed = " or ".join(f'"{item}"' for item in known)
+                raise ValueError(
+                    f"`{name}` must be {listed}. Received: {name}={value!r}"
+                )
+        self.on, self.action = on, action
+        self.patience = checked_integer("patience", patience, 1)
+        self._rows: list[LeftOut] = []
+        self._num_read = 0
+        self._epoch, self._batches_before = 0, 0
+        # The numbers of the batches of spikes that training has gone back for.
+        self._excluded: list[int] = []
+        self._goes_back = False
+
+    def find_problem(self, num_steps: int | None) -> str:
+        """Return what is wrong in a `fit` of a number of steps, or `""`."""
+        if num_steps is None or self.window in (*range(num_steps + 1), _WINDOW):
+            return ""
+        return (
+            "`SpikeGuard` never fills a window that is longer than the run. Received: "
+            f"window={self.window}, and {pluralize(num_steps, 'step')} of `fit`"
+        )
+
+    def switch_on(self, optimizer: DistributedOptimizer) -> None:
+        """Have each update judged."""
+        optimizer.features.install(
+            StepGuard,
+            threshold=self.threshold,
+            window=self.window,
+            on=self.on,
+            action=self.action,
+        )
+
+    @property
+    def _guard(self) -> StepGuard:
+        """`StepGuard` of the model's optimizer."""
+        return self.optimizer.features.installed[StepGuard]
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begin a new table, unless training has gone back."""
+        super().on_train_begin(logs)
+        if self.action != "skip" and self.optimizer.features.uses_local_steps:
+            raise ValueError(
+                "With `LocalSGD` and `DiLoCo` each replica decides by itself, so that "
+                f'`SpikeGuard` can only skip. Received: action="{self.action}"'
+            )
+        if not self._goes_back:
+            self._rows, self._excluded = [], []
+        self._goes_back = False
+        self._num_read = int(self._guard.num_skipped.numpy())
+        self._guard.waiting.assign(0)
+        self._exclude([])
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Record how many batches came before the epoch."""
+        self._epoch = epoch
+        self._batches_before = int(self._guard.num_batches.numpy())
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Stop or go back after a spike; check for too many in a row."""
+        if self.optimizer.features.uses_local_steps:
+            return  # workers are not at the same batch, and do not decide alike
+        if self.action != "skip" and (number := int(self._guard.waiting.numpy())):
+            if self.action == "rollback":
+                self._check()
+                self._go_back(number)
+            self.model.stop_training = True
+        elif batch % _BATCHES_BETWEEN_CHECKS == _BATCHES_BETWEEN_CHECKS - 1:
+            self._check()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Add the number of updates that were left out to the logs."""
+        if not self._has_stopped:
+            self._check()
+        if logs is not None:
+            logs["skipped_spikes"] = int(self._guard.num_skipped.numpy())
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Print the updates that were left out.
+
+        Raises:
+            RuntimeError: If all were.
+        """
+        super().on_train_end(logs)
+        self._read()
+        if self._rows and not self._guard.num_values.numpy() and not self._has_stopped:
+            self._fail()
+        if self._rows and worker_group_of(self.model).is_chief:
+            number = pluralize(len(self._rows), "update")
+            done = ", and stopped training" if self._has_stopped else ""
+            print(
+                f"tfdp: `SpikeGuard` left out {number}{done}:\n"
+                f"{table(self._rows, self.on)}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    @property
+    def _has_stopped(self) -> bool:
+        """Bool, whether a spike has ended training."""
+        return bool(self._guard.waiting.numpy())
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the table, and the position of the epoch, for a backup."""
+        self._read()
+        return {
+            "rows": [list(row) for row in self._rows],
+            "epoch": self._epoch,
+            "batches_before": self._batches_before,
+            "excluded": self._excluded,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue with the table of a backup, and with what was found since."""
+        rows = [*map(LeftOut._make, state["rows"]), *self._rows]
+        self._rows = sorted({row.step: row for row in rows}.values())
+        self._exclude(state["excluded"])
+        self._epoch, self._batches_before = state["epoch"], state["batches_before"]
+        self._num_read = int(self._guard.num_skipped.numpy())
+
+    def _read(self) -> None:
+        """Read the updates that were left out since the last time."""
+        number = int(self._guard.num_skipped.numpy())
+        if number == self._num_read:
+            return
+        new, self._num_read = range(self._num_read, number), number
+        found = read_left_out(self._guard, new, self._epoch, self._batches_before)
+        # An update that training has gone back for is left out a second time.
+        known = {row.step for row in self._rows}
+        self._rows += [row for row in found if row.step not in known]
+
+    def _exclude(self, numbers: list[int]) -> None:
+        """Add numbers of batches to those that the step leaves out."""
+        self._excluded = sorted({*self._excluded, *numbers})
+        if len(self._excluded) > MOST_EXCLUDED:
+            raise RuntimeError(
+                f"`SpikeGuard` has gone back {MOST_EXCLUDED} times. Look for bad "
+                "values in the data, or for a learning rate that is too high."
+            )
+        padded = np.zeros(MOST_EXCLUDED, "int64")
+        padded[: len(self._excluded)] = self._excluded
+        self._guard.excluded.assign(padded)
+
+    def _go_back(self, number: int) -> NoReturn:
+        """Have `fit` continue from the newest backup, without the batches of a spike.
+
+        Args:
+            number: Int, number of the batch of the spike.
+        """
+        first = number - int(self._guard.num_of_update.numpy())
+        self._excluded += range(first + 1, number + 1)
+        self._goes_back = True
+        last = self._rows[-1]
+        text = (
+            f"the {NAMES[self.on]} was {last.value:.5g} (median before: "
+            f"{last.median:.5g}) in batch {last.batch} of epoch {last.epoch}; going "
+            "back to the newest backup, to leave that update out"
+        )
+        if worker_group_of(self.model).is_chief:
+            print(f"tfdp: {text}.", file=sys.stderr, flush=True)
+        raise SpikeRollback(f"`SpikeGuard`: {text}.")
+
+    def _check(self) -> None:
+        """Raise on all workers if too many updates were left out in a row."""
+        self._read()
+        is_over = int(self._guard.num_in_a_row.numpy()) >= self.patience
+        if self.optimizer.features.uses_local_steps:
+            group = worker_group_of(self.model)
+            if group.any("`patience` of `SpikeGuard`", is_over) and not is_over:
+                raise RuntimeError(
+                    "`SpikeGuard` of another worker left out `patience` updates in a "
+                    f"row, patience={self.patience}; its error names the variables."
+                )
+        if is_over:
+            self._fail()
+
+    def _fail(self) -> None:
+        """Raise with the batch and the variables of the last update left out."""
+        raise RuntimeError(failure(self.optimizer, self._guard, self._rows[-1]))

@@ -1,0 +1,111 @@
+"""Further attempts of a call of `fit`, from the newest backup and within the call.
+
+To the user's callbacks all attempts are one call. The data is read again in the order
+of the first attempt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Container, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base.feature import Fit
+from tfdp.training.data.stages import restart_shuffles
+from tfdp.training.keras_hooks.worker_callbacks import backup_callbacks, callback_list
+
+# Modules of callbacks that begin again with each attempt of `fit`.
+_OWN = "tfdp."
+# The `fit` that has read each dataset with a new order in each iteration.
+_readers: weakref.WeakKeyDictionary[Any, weakref.ref[Fit]] = weakref.WeakKeyDictionary()
+
+
+def why_not_read_again(fit: Fit) -> str:
+    """Return why the data of `fit` cannot be read again in the same order, or `""`.
+
+    Args:
+        fit: `Fit`, in its first attempt.
+
+    Returns:
+        String that continues a sentence about the feature that reads it again.
+    """
+    for name in ("x", "validation_data"):
+        data = fit.arguments.get(name)
+        if isinstance(data, Iterator):
+            return (
+                "reads the data again: pass a `tf.data.Dataset` or arrays to `fit`, "
+                f"not an iterator. Received: {name}={data!r}"
+            )
+        if isinstance(data, tf.data.Dataset) and restart_shuffles(data) is None:
+            return (
+                "reads the data again, in the same order: of the stages after "
+                "`shuffle` only `map`, `batch`, `prefetch`, `take`, `skip` and "
+                "`repeat` can be repeated. Shuffle later, or with "
+                "`reshuffle_each_iteration=False`."
+            )
+    data = fit.arguments.get("x")
+    if isinstance(data, tf.data.Dataset) and _compat.reshuffles(data):
+        reader = _readers.setdefault(data, weakref.ref(fit))()
+        if reader is not fit:
+            return (
+                "repeats the order of the data, which depends on earlier calls of "
+                "`fit`: create the dataset anew for each call."
+            )
+    return ""
+
+
+def restart_data(arguments: dict[str, Any]) -> None:
+    """Replace datasets, so that their order is that of a first reading.
+
+    Args:
+        arguments: Dict, the arguments of the call by name; changed in place.
+    """
+    for key in ("x", "validation_data"):
+        if isinstance(data := arguments.get(key), tf.data.Dataset):
+            arguments[key] = restart_shuffles(data)
+
+
+def continue_callbacks(
+    callbacks: Any, stack: contextlib.ExitStack, begun: Container[int] | None = None
+) -> None:
+    """Let callbacks continue rather than begin in the next attempt.
+
+    Args:
+        callbacks: The callbacks argument of the call of `fit`.
+        stack: `contextlib.ExitStack`, closed at the end of that call.
+        begun: Container of the `id`s of the callbacks that have begun on this worker,
+            or `None` for all. Defaults to `None`.
+    """
+    for callback in filter(is_of_user, callback_list(callbacks)):
+        if begun is None or id(callback) in begun:
+            stack.enter_context(_without_begin(callback))
+        elif isinstance(callback, keras.callbacks.CSVLogger):
+            # Another worker has written the file so far.
+            callback.append = True
+    for callback in backup_callbacks(callbacks):
+        callback.is_again = True
+        stack.callback(setattr, callback, "is_again", False)
+
+
+def is_of_user(callback: Any) -> bool:
+    """Return whether a callback is not tfdp's."""
+    return not type(callback).__module__.startswith(_OWN)
+
+
+@contextlib.contextmanager
+def _without_begin(callback: Any) -> Iterator[None]:
+    """Replace `on_train_begin` of a callback by a function that does nothing."""
+    missing = object()
+    before = vars(callback).get("on_train_begin", missing)
+    callback.on_train_begin = lambda logs=None: None
+    try:
+        yield
+    finally:
+        del callback.on_train_begin
+        if before is not missing:
+            callback.on_train_begin = before

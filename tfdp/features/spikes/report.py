@@ -1,0 +1,103 @@
+"""Updates that were left out, for messages, and for the table at the end of `fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tfdp.features.spikes.step_guard import MOST_LOGGED, StepGuard
+from tfdp.ground import _compat
+from tfdp.ground.base.param_groups import path_of
+from tfdp.ground.text import pluralize
+
+# The most rows of a table.
+_MOST_ROWS = 50
+NAMES = {"loss": "loss", "gradient_norm": "norm of the gradient"}
+
+
+class LeftOut(NamedTuple):
+    """An update that was left out.
+
+    Args:
+        step: Int, number of its last batch, from 1, counted over all epochs.
+        epoch: Int, number of its epoch, from 1.
+        batch: Int, number of its last batch within the epoch, from 1.
+        value: Float, the loss or the norm of the gradient.
+        median: Float, that of the values before.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    value: float
+    median: float
+
+
+def read_left_out(
+    guard: StepGuard, numbers: range, epoch: int, batches_before: int
+) -> list[LeftOut]:
+    """Read from the device which updates of an epoch were left out.
+
+    Args:
+        guard: `StepGuard`.
+        numbers: Range of ints, which of all updates that were left out, from 0; the
+            step keeps the last of them.
+        epoch: Int, the epoch, from 0.
+        batches_before: Int, number of batches before that epoch.
+    """
+    batches, values = guard.skipped_batches.numpy(), guard.skipped_values.numpy()
+    places = [number % MOST_LOGGED for number in numbers[-MOST_LOGGED:]]
+    return [
+        LeftOut(
+            int(batches[place]),
+            epoch + 1,
+            int(batches[place]) - batches_before,
+            float(values[place, 0]),
+            float(values[place, 1]),
+        )
+        for place in places
+    ]
+
+
+def table(rows: Sequence[LeftOut], on: str) -> str:
+    """Return a table of the updates that were left out, as lines of text.
+
+    Args:
+        rows: Sequence of `LeftOut`.
+        on: String, `"loss"` or `"gradient_norm"`.
+
+    Example:
+
+    >>> print(table([LeftOut(14, 2, 4, 1.2e4, 0.3125)], "loss"))
+      step  epoch  batch         loss  median before
+        14      2      4        12000         0.3125
+    """
+    lines = [f"{'step':>6}  {'epoch':>5}  {'batch':>5}  {on:>11}  median before"]
+    lines += [
+        f"{row.step:6}  {row.epoch:5}  {row.batch:5}  {row.value:11.5g}  "
+        f"{row.median:13.5g}"
+        for row in rows[:_MOST_ROWS]
+    ]
+    if len(rows) > _MOST_ROWS:
+        lines.append(f"and {len(rows) - _MOST_ROWS} more")
+    return "\n".join(lines)
+
+
+def failure(optimizer: Any, guard: StepGuard, last: LeftOut) -> str:
+    """Return a message about too many updates that were left out in a row.
+
+    Args:
+        optimizer: `DistributedOptimizer`.
+        guard: `StepGuard`.
+        last: `LeftOut`, the last one.
+    """
+    trained = _compat.trained_by(optimizer)
+    paths = [path_of(trained[int(i) - 1]) for i in guard.largest.numpy() if i > 0]
+    number = pluralize(int(guard.num_in_a_row.numpy()), "update")
+    return (
+        f"`SpikeGuard` left out {number} in a row, up to batch {last.batch} of epoch "
+        f"{last.epoch}, where the {NAMES[guard.on]} was {last.value:.5g} (median "
+        f"before: {last.median:.5g}), so that nothing is learned. Variables with the "
+        f"largest gradients, infinite and NaN ones first: {', '.join(paths)}. Look for "
+        "bad values in the data, or for a learning rate that is too high."
+    )

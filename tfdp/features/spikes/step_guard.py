@@ -1,0 +1,250 @@
+"""Decision in a step on whether the loss or the gradient spikes.
+
+The value of an update is reduced over all replicas already, so that all of them compare
+the same number with the same statistics, and decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base.conditions import run_if
+from tfdp.training.parameters.sharded_parameter import sharded_parameter
+from tfdp.training.step.accumulation import Totals, read
+from tfdp.training.step.state_layout import GradientStatistics
+from tfdp.training.step.step import Step, StepFeature
+
+# Values that are needed before a finite one can be a spike, unless the window is less.
+LEAST_VALUES = 20
+# Skipped updates that the step keeps until the end of an epoch.
+MOST_LOGGED = 256
+# Batches that can be left out after rollbacks.
+MOST_EXCLUDED = 1024
+# Variables that an error names.
+MOST_NAMED = 3
+# The least deviation, relative to the median: a constant loss has none.
+_LEAST_DEVIATION = 0.01
+# The standard deviation of a normal distribution, in its median absolute deviations.
+_NORMAL = 1.4826
+
+
+class StepGuard(StepFeature):
+    """Condition for each update: its loss, or its gradient's norm, is no spike.
+
+    Args:
+        make_variable: Callable that creates a Keras variable of the optimizer.
+        threshold: Float, deviations above the median from which a value is a spike.
+        window: Int, number of accepted values that the statistics are of.
+        on: String, `"loss"` or `"gradient_norm"`.
+        action: String, `"skip"`, `"stop"` or `"rollback"`. After a spike all updates
+            are left out but with `"skip"`, until the host has stopped or gone back.
+    """
+
+    label = "the spike guard"
+    checks_finite = True
+
+    def __init__(
+        self,
+        make_variable: Callable,
+        threshold: float,
+        window: int,
+        on: str,
+        action: str,
+    ) -> None:
+        self.threshold, self.window, self.on, self.action = (
+            threshold,
+            window,
+            on,
+            action,
+        )
+        self.measures_loss = on == "loss"
+        self.measures_norm = on == "gradient_norm"
+
+        def zeros(name: str, *shape: int, dtype: str = "int") -> Any:
+            """Create a variable of zeros."""
+            return make_variable(
+                shape=shape, dtype=dtype, initializer="zeros", name=f"spike_{name}"
+            )
+
+        # The last accepted values, by their number modulo the window.
+        self.values = zeros("values", window, dtype="float32")
+        self.num_values = zeros("num_values")
+        self.num_batches = zeros("num_batches")
+        self.num_skipped = zeros("num_skipped")
+        self.num_in_a_row = zeros("num_in_a_row")
+        # For each of the last skipped updates, the number of its last batch; its value
+        # and the median before it.
+        self.skipped_batches = zeros("skipped_batches", MOST_LOGGED)
+        self.skipped_values = zeros("skipped_values", MOST_LOGGED, 2, dtype="float32")
+        # Positions of the variables with the largest gradients, plus one.
+        self.largest = zeros("largest", MOST_NAMED)
+        # The last batch of the spike that the host has to act on, or 0, and the number
+        # of its batches.
+        self.waiting = zeros("waiting")
+        self.num_of_update = zeros("num_of_update")
+        self.excluded = zeros("excluded", MOST_EXCLUDED)
+        self._is_left_out = zeros("is_left_out")
+
+    @property
+    def variables(self) -> list:
+        """List of the Keras variables of the guard."""
+        others = [self.waiting, self.num_of_update, self.excluded, self._is_left_out]
+        return [*self.counters.values(), *others]
+
+    @property
+    def counters(self) -> dict[str, Any]:
+        """Dict of the variables that a backup saves, by name."""
+        names = (
+            *("values", "num_values", "num_batches", "num_skipped", "num_in_a_row"),
+            *("skipped_batches", "skipped_values", "largest"),
+        )
+        return {f"spike_{name}": getattr(self, name) for name in names}
+
+    def begin(self) -> None:
+        """Count a batch; leave it out if it is excluded, also before an update."""
+        _set(self.num_batches, read(self.num_batches) + 1)
+        _set(self._is_left_out, self._is_excluded())
+
+    def _is_excluded(self) -> tf.Tensor:
+        """Return whether training has gone back to leave this batch out."""
+        if self.action != "rollback":
+            return tf.constant(False)
+        return tf.reduce_any(read(self.excluded) == read(self.num_batches))
+
+    def examine(
+        self,
+        step: Step,
+        totals: Totals,
+        divisor: tf.Tensor | None,
+        statistics: GradientStatistics,
+    ) -> tf.Tensor:
+        """Return whether an update is no spike; record what was decided.
+
+        An overflow of the loss scale is no spike: it changes nothing here.
+        """
+        is_finite = statistics.is_finite()
+        if self.on == "loss":
+            assert statistics.loss is not None
+            value = tf.cast(statistics.loss, tf.float32)
+        else:
+            value = tf.sqrt(statistics.squared_norm())
+        median, limit = self._median_and_limit()
+        is_spike = ~is_finite | ~tf.math.is_finite(value) | (value > limit)
+        is_spike |= self._is_excluded()
+        is_waiting = tf.constant(False)
+        if self.action != "skip":
+            is_waiting = read(self.waiting) > 0
+        counts = ~is_waiting
+        if step.scale is not None:
+            counts &= is_finite
+
+        def skip() -> None:
+            """Record an update that is left out."""
+            self._log(value, median)
+            self._name_largest(step, statistics)
+            if self.action != "skip":
+                self._wait(totals)
+
+        run_if(counts & is_spike, skip)
+        run_if(counts & ~is_spike, lambda: self._accept(value))
+        is_left_out = is_waiting | (counts & is_spike)
+        _set(self._is_left_out, is_left_out)
+        return ~is_left_out
+
+    def _median_and_limit(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return the median of the window, and the largest value that is no spike."""
+        number = read(self.num_values)
+        size = tf.minimum(number, self.window)
+        values = read(self.values)  # [window]
+        median = _median(values, size)
+        deviation = _NORMAL * _median(tf.abs(values - median), size)
+        deviation = tf.maximum(deviation, _LEAST_DEVIATION * tf.abs(median))
+        is_known = (number >= min(self.window, LEAST_VALUES)) & (deviation > 0)
+        limit = median + self.threshold * deviation
+        return median, tf.where(is_known, limit, float("inf"))
+
+    def _accept(self, value: tf.Tensor) -> None:
+        """Add a value to the window."""
+        number = read(self.num_values)
+        place = tf.range(self.window, dtype=number.dtype) == number % self.window
+        _set(self.values, tf.where(place, value, read(self.values)))
+        _set(self.num_values, number + 1)
+        _set(self.num_in_a_row, 0)
+
+    def _wait(self, totals: Totals) -> None:
+        """Leave out all updates until the host has acted, for a new spike.
+
+        Args:
+            totals: `Totals` of the update.
+        """
+        batch = read(self.num_batches)
+        _set(self.waiting, tf.where(self._is_excluded(), tf.zeros_like(batch), batch))
+        _set(self.num_of_update, 1 if totals.count is None else totals.count)
+
+    def _log(self, value: tf.Tensor, median: tf.Tensor) -> None:
+        """Record the batch and the value of an update that is left out.
+
+        Args:
+            value: Scalar float32 tensor, the loss or the norm of the gradient.
+            median: Scalar float32 tensor, that of the window.
+        """
+        number, batch = read(self.num_skipped), read(self.num_batches)
+        place = tf.range(MOST_LOGGED, dtype=number.dtype) == number % MOST_LOGGED
+        _set(self.skipped_batches, tf.where(place, batch, read(self.skipped_batches)))
+        row = tf.stack([value, median])
+        rows = tf.where(place[:, tf.newaxis], row, read(self.skipped_values))
+        _set(self.skipped_values, rows)
+        _set(self.num_skipped, number + 1)
+        _set(self.num_in_a_row, read(self.num_in_a_row) + 1)
+
+    def _name_largest(self, step: Step, statistics: GradientStatistics) -> None:
+        """Record the variables with the largest gradients of an update."""
+        norms = tf.stack(statistics.squared_norm_of_each())
+        norms = tf.where(tf.math.is_nan(norms), float("inf"), norms)
+        _, order = tf.math.top_k(norms, min(MOST_NAMED, norms.shape[0]))
+        positions = tf.gather(tf.constant(step.grouped_positions), order) + 1
+        _set(self.largest, tf.pad(positions, [[0, MOST_NAMED - positions.shape[0]]]))
+
+    def around_step(self, model: Any) -> Callable[[], None]:
+        """Return a function that undoes a step's other changes if it is left out.
+
+        They are those of metrics, of the statistics of BatchNormalization and of the
+        states of random generators.
+        """
+        variables = [*model.non_trainable_variables, *model.metrics_variables]
+        parts = [
+            _compat.local_part(variable)
+            for variable in {id(item): item for item in variables}.values()
+            if sharded_parameter(variable) is None
+        ]
+        before = [part.read_value() for part in parts]
+
+        def restore() -> None:
+            """Assign the values from before the step."""
+            for part, value in zip(parts, before, strict=True):
+                part.assign(value, read_value=False)
+
+        return lambda: run_if(read(self._is_left_out) > 0, restore)
+
+
+def _median(values: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    """Return the median of the first elements of a vector.
+
+    Args:
+        values: Tensor of shape `[window]`.
+        size: Scalar int tensor, the number of elements; the result is of no use at 0.
+    """
+    is_known = tf.range(values.shape[0], dtype=size.dtype) < size
+    ordered = tf.sort(tf.where(is_known, values, float("inf")))
+    size = tf.maximum(size, 1)
+    return (ordered[(size - 1) // 2] + ordered[size // 2]) / 2
+
+
+def _set(variable: Any, value: Any) -> None:
+    """Assign a value, cast to the dtype, on the calling replica."""
+    part = _compat.local_part(variable)
+    part.assign(tf.cast(value, part.dtype), read_value=False)

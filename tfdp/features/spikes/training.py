@@ -1,0 +1,118 @@
+"""Guards around `fit`, which may go back to a backup.
+
+A step whose update is a spike waits for the host, which runs `fit` again, within the
+same call and from the newest backup. The batches of the spike are excluded then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+from tfdp.features.attempts import (
+    continue_callbacks,
+    restart_data,
+    why_not_read_again,
+)
+from tfdp.features.spikes.step_guard import StepGuard
+from tfdp.ground.base import loops
+from tfdp.ground.base.feature import Feature, Fit, register
+from tfdp.training.keras_hooks.worker_callbacks import backup_callbacks, callback_list
+
+_ROLLBACK = '`SpikeGuard(action="rollback")`'
+
+
+class SpikeRollback(Exception):
+    """Training goes back to the newest backup, and leaves out batches of a spike."""
+
+
+class SpikeGuards(Feature):
+    """Runs `fit` again after a spike; removes the guard of an earlier `fit`."""
+
+    def choose_callbacks(self, fit: Fit) -> None:
+        """Remove the guard if this `fit` has no callback for it.
+
+        Raises:
+            ValueError: If it is to go back to a backup, and cannot.
+        """
+        guards = guards_of(fit.arguments.get("callbacks"))
+        if guards:
+            if fit.strategy is None:
+                _wrap_step(fit.model)
+            if any(guard.action == "rollback" for guard in guards):
+                _prepare_rollback(fit)
+            return
+        features = getattr(getattr(fit.model, "optimizer", None), "features", None)
+        if features is not None and StepGuard in features.installed:
+            features.uninstall(StepGuard)
+            fit.model.train_function = None
+
+    def recover(
+        self,
+        name: str,
+        model: Any,
+        arguments: dict[str, Any],
+        error: Exception,
+        stack: contextlib.ExitStack,
+    ) -> bool:
+        """Go back to the newest backup after a spike."""
+        # The `fit` whose callback runs this loop recovers.
+        if not isinstance(error, SpikeRollback) or loops.current() is not None:
+            return False
+        restart_data(arguments)
+        continue_callbacks(arguments.get("callbacks"), stack)
+        return True
+
+
+def _prepare_rollback(fit: Fit) -> None:
+    """Have a state saved before the first step, to which a rollback can go.
+
+    Raises:
+        ValueError: If there are no backups, or the data cannot be read again.
+    """
+    backups = backup_callbacks(fit.arguments.get("callbacks"))
+    if any(backup.is_again for backup in backups):
+        return
+    if not backups:
+        raise ValueError(
+            f"{_ROLLBACK} goes back to a backup: pass "
+            "`tfdp.callbacks.BackupAndRestore(directory)` to `fit`, too."
+        )
+    if problem := why_not_read_again(fit):
+        raise ValueError(f"{_ROLLBACK} {problem}")
+    for backup in backups:
+        backup.goes_back_for = _ROLLBACK
+
+
+def _wrap_step(model: Any) -> None:
+    """Have the guard act around the step of a model without a strategy."""
+    train_step = model.train_step
+    if hasattr(train_step, "is_guarded"):
+        return
+
+    @functools.wraps(train_step)
+    def guarded(data: Any) -> Any:
+        """Run the step, and undo what it has changed if it is left out."""
+        guard = model.optimizer.features.installed.get(StepGuard)
+        if guard is None:
+            return train_step(data)
+        finish = guard.around_step(model)
+        logs = train_step(data)
+        finish()
+        return logs
+
+    guarded.is_guarded = True  # type: ignore[attr-defined]
+    model.train_step = guarded
+
+
+def guards_of(callbacks: Any) -> list[Any]:
+    """Return the callbacks that leave out spikes."""
+    return [
+        callback
+        for callback in callback_list(callbacks)
+        if getattr(callback, "leaves_out_spikes", False)
+    ]
+
+
+register(SpikeGuards())

@@ -1,0 +1,61 @@
+"""A scalar that a bucket of gradients carries, so that it needs no collective."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import tensorflow as tf
+
+from tfdp.ground.base import step_context
+from tfdp.ground.plans.buckets import BucketPlan
+from tfdp.training.reduction.algorithm_choice import AlgorithmChoice
+
+
+@dataclasses.dataclass
+class CarriedScalar:
+    """Scalar that is summed over the replicas with a bucket.
+
+    Args:
+        value: Scalar float32 tensor of this replica.
+        total: Scalar tensor, the sum over the replicas, or `None` as long as no bucket
+            has carried it. Defaults to `None`.
+    """
+
+    value: tf.Tensor
+    total: tf.Tensor | None = None
+
+
+@contextlib.contextmanager
+def carrying(value: tf.Tensor | None) -> Iterator[CarriedScalar | None]:
+    """Let a bucket that this thread reduces inside carry a scalar, or `None`."""
+    carried = None if value is None else CarriedScalar(value)
+    with step_context.using(carried=carried):
+        yield carried
+
+
+def waiting() -> CarriedScalar | None:
+    """Return the scalar that this thread's next buckets may carry, or `None`."""
+    carried: CarriedScalar | None = step_context.current().carried
+    return carried if carried is not None and carried.total is None else None
+
+
+def carrier_of(plan: BucketPlan, routes: Sequence[AlgorithmChoice]) -> int | None:
+    """Return the position of the bucket that carries a scalar, or `None`.
+
+    A compressed bucket would round it, and Adasum does not sum. The smallest bucket of
+    several gradients is chosen, since these are concatenated anyway.
+
+    Args:
+        plan: `BucketPlan`.
+        routes: Sequence of the `AlgorithmChoice` of each bucket.
+    """
+    fit = [
+        (len(bucket.indices) == 1, bucket.num_bytes, position)
+        for position, (bucket, route) in enumerate(zip(plan, routes, strict=True))
+        if bucket.dtype in ("float32", "float64")
+        and not route.levels.is_compressed
+        and not route.algorithm.is_adasum
+    ]
+    return min(fit)[-1] if fit else None
