@@ -40,6 +40,7 @@ def run(
     num_workers: int,
     devices: int = 1,
     *,
+    script: Callable[..., dict[str, Any]] = training.train,
     replacements: int = 0,
     disturb: Callable[[list[Any]], None] = lambda processes: None,
     replaced_by: dict[str, Any] | None = None,
@@ -52,11 +53,12 @@ def run(
         folder: Path of a new folder.
         num_workers: Int.
         devices: Int, logical devices of each worker.
+        script: Callable, what each process runs.
         replacements: Int, how many lost workers start again.
         disturb: Callable, called again and again with the processes.
         replaced_by: Dict of arguments that differ for replacements, or `None`.
         deadline_seconds: Float, after which the test fails.
-        **arguments: Those of `training.train`.
+        **arguments: Those of the script.
     """
     context = fork_server()
     folder.mkdir(exist_ok=True)
@@ -65,7 +67,7 @@ def run(
 
     def start(rank: int, **more: Any) -> None:
         path = folder / f"process-{len(processes)}"
-        target = (rank, configs[rank], path, str(folder), {**arguments, **more})
+        target = (script, rank, configs[rank], path, str(folder), arguments | more)
         process = context.Process(target=_serve, args=target, daemon=True)
         process.start()
         processes.append((rank, process))
@@ -103,7 +105,12 @@ def run(
 
 
 def _serve(
-    rank: int, config: str, path: Path, folder: str, arguments: dict[str, Any]
+    script: Callable[..., dict[str, Any]],
+    rank: int,
+    config: str | None,
+    path: Path,
+    folder: str,
+    arguments: dict[str, Any],
 ) -> None:
     import atexit
     import os
@@ -112,7 +119,7 @@ def _serve(
     begin(path.with_suffix(".log"), config)
     code = 0
     try:
-        result = training.train(rank, folder, **arguments)
+        result = script(rank, folder, **arguments)
         path.with_suffix(".result").write_bytes(pickle.dumps(result))
     except SystemExit as error:
         code = int(error.code or 0)
@@ -137,13 +144,20 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     np.testing.assert_allclose(result.get("evaluated", ()), evaluated, rtol=1e-4)
 
 
-def on_one_device(folder: Path, **arguments: Any) -> dict[str, Any]:
+def on_one_device(
+    folder: Path,
+    *,
+    script: Callable[..., dict[str, Any]] = training.train,
+    **arguments: Any,
+) -> dict[str, Any]:
     """What one device makes of the same training."""
     context = fork_server()
     folder.mkdir(exist_ok=True)
     path = folder / "one-device"
     process = context.Process(
-        target=_serve, args=(-1, None, path, str(folder), arguments), daemon=True
+        target=_serve,
+        args=(script, -1, None, path, str(folder), arguments),
+        daemon=True,
     )
     process.start()
     process.join(60.0)

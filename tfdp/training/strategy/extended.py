@@ -76,6 +76,11 @@ from tfdp.training.strategy.transports import (
 # The distance between the first collective keys of two strategies of a process.
 _STOCK_KEYS_PER_STRATEGY = 1000
 _strategy_counter = itertools.count()
+_CPU = "CPU:0"
+_OTHER_WORKERS = (
+    "A `tf.function` around `strategy.run` was traced for the workers from before they "
+    "changed. Create it anew after `tfdp.WorkersChanged`."
+)
 
 
 @dataclasses.dataclass
@@ -207,6 +212,9 @@ class ReplicaExtended:
     def continues_after_loss(self) -> bool:
         """Bool, whether training continues after the loss of workers."""
         return False
+
+    def assert_same_workers(self) -> None:
+        """Have the graph that is traced fail once the workers have changed."""
 
     def applicants(self) -> list[int]:
         """Return the processes that ask to be taken into the job: none by default."""
@@ -409,6 +417,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def _connect(self) -> None:
         """Compare the workers' set-up, and connect their replicas."""
         worker = self.worker
+        # Read by the functions that are traced for these workers.
+        self._is_current = _compat.plain_variable(True, tf.bool, _CPU)
         self.add_facts(
             setup_facts(self.worker_devices, self.options, rebalances=worker.rebalances)
         )
@@ -461,6 +471,17 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         """Bool, whether training continues after the loss of workers."""
         return self.worker.min_workers is not None
 
+    def assert_same_workers(self) -> None:
+        """Have the graph that is traced fail once the workers have changed.
+
+        A user's `tf.function` stays traced for the former workers.
+        """
+        if tf.executing_eagerly() or not self.continues_after_loss:
+            return
+        with tf.device(_CPU):
+            is_current = self._is_current.read_value()
+            tf.debugging.Assert(is_current, [_OTHER_WORKERS])
+
     def applicants(self) -> list[int]:
         """Return the processes that ask to be taken into the job, see `Membership`."""
         membership = self.worker.membership
@@ -493,6 +514,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         while self.worker.membership is not None and self.worker.membership.absent:
             # More were lost meanwhile.
             self.worker = self._next_worker(self.worker, ClusterChanges())
+        self._is_current.assign(False)
+        _compat.forget_functions_of_replicas(self._container_strategy())
         self.new_variables = NewVariables()
         progress.restart()
         forget_groups()

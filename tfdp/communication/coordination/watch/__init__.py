@@ -24,6 +24,7 @@ from tfdp.communication.coordination.watch.errors import (
     ClusterChanges,
     NotConnected,
     WorkerLost,
+    WorkersChanged,
     WorkersJoin,
 )
 from tfdp.communication.coordination.watch.recorder import listen
@@ -37,6 +38,7 @@ __all__ = [
     "NotConnected",
     "Watchdog",
     "WorkerLost",
+    "WorkersChanged",
     "WorkersJoin",
     "watch",
     "watch_data",
