@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import time
@@ -38,8 +40,9 @@ def train(
         rank: Int, this worker's at the start of the job; -1 for one device.
         folder: String, a folder for all workers.
         kill: Dict, see `training.train`.
-        kill_later: Dict, the same, of a worker that is killed when so many `"step"`s
-            have been interrupted: while it loads the state, or makes the parts anew.
+        kill_later: Dict, the same, of a worker that is killed in the load or the save
+            of the state with the number `"step"`, or after so many changes, when it has
+            made the parts anew.
         form: String: `"function"`, a `tf.function` of a batch around `strategy.run`;
             `"iterator"`, one with a loop of three steps inside; `"eager"`; `"given"`,
             `strategy.run` of a `tf.function`; or `"inner"`, of what calls one.
@@ -72,6 +75,8 @@ def train(
             keras.optimizers.Adam(0.02), sharding=sharding, accumulation_steps=2
         )
         model.compile(optimizer, "mse")
+    later = Killer(rank, kill_later or {}, Path(folder) / "kills")
+    _install(later, tfdp.ElasticState)
     state = tfdp.ElasticState(
         model,
         Path(folder) / "state",
@@ -81,9 +86,6 @@ def train(
         evaluated=0.0,
     )
     parts = _Parts(strategy, model, state, killer, Path(folder), form, misuse)
-    later = Killer(rank, kill_later or {}, Path(folder) / "kills")
-    _install(later, state)
-    x, y = _samples()
     while state.step < STEPS:
         try:
             with state:
@@ -96,8 +98,7 @@ def train(
                 time.sleep(step_seconds)
                 killer.at("step", state.step)
                 if state.step == EVALUATED:
-                    killer.at("evaluate", state.step)
-                    state.evaluated = model.evaluate(x[:7, 1:], y[:7], verbose=0)
+                    state.evaluated = parts.evaluate()
                 killer.at("commit", state.step)
                 state.commit()
         except tfdp.WorkersChanged as change:
@@ -115,16 +116,18 @@ def train(
     }
 
 
-def _install(killer: Killer, state: Any) -> None:
-    """Lets the loading of the state be a place, in its middle."""
-    load, loads = state._load, []
+def _install(killer: Killer, kind: Any) -> None:
+    """Lets loads and saves of the state be places, by their number."""
+    for place in ("load", "save"):
+        numbers, call = itertools.count(1), getattr(kind, f"_{place}")
 
-    def load_or_die() -> bool:
-        loads.append(1)
-        killer.at("load", len(loads))
-        return load()
+        def call_or_die(
+            state: Any, place: str = place, numbers: Any = numbers, call: Any = call
+        ) -> Any:
+            killer.at(place, next(numbers))
+            return call(state)
 
-    state._load = load_or_die
+        setattr(kind, f"_{place}", call_or_die)
 
 
 class _Parts:
@@ -143,7 +146,7 @@ class _Parts:
         self._strategy, self._model, self._state = strategy, model, state
         self._killer, self._form, self._misuse = killer, form, misuse
         self._optimizer = model.optimizer
-        self._record = folder / "rows"
+        self._folder, self._record = folder, folder / "rows"
         self._record.mkdir(exist_ok=True)
         self.changes: list[str] = []
         self._num_made = -1
@@ -169,6 +172,28 @@ class _Parts:
         if self._form == "iterator":
             return self._step(self._batches)
         return [self._step(*self._noted(next(self._batches)))]
+
+    def evaluate(self) -> float:
+        """Evaluates, predicts, saves and gathers, each of which is a place."""
+        import tensorflow as tf
+
+        import tfdp
+
+        x, y = _samples()
+        at = functools.partial(self._killer.at, step=self._state.step)
+        at("predict")
+        assert self._model.predict(x[:7, 1:], verbose=0).shape == (7, 1)
+        at("checkpoint")
+        tfdp.checkpoint.save(self._model, self._folder / "saved", background=True)
+        at("gather")
+        rank = tf.distribute.get_replica_context
+        gathered = self._strategy.run(
+            lambda: tfdp.all_gather([rank().replica_id_in_sync_group])
+        )
+        local = self._strategy.experimental_local_results(gathered)
+        assert len(local[0]) == self._strategy.num_replicas_in_sync
+        at("evaluate")
+        return self._model.evaluate(x[:7, 1:], y[:7], verbose=0)
 
     def _forgets(self, what: str) -> bool:
         has_joined = bool(self.changes) and "joined" in self.changes[-1]

@@ -67,6 +67,9 @@ def check_rows(folder: Path) -> None:
         full(3, 1, "trace", [1], 1, {}),
         full(3, 1, "before", [0], 1, {}),
         full(3, 1, "evaluate", [2], 6, {}),
+        full(3, 1, "predict", [0], 6, {}),
+        full(3, 1, "checkpoint", [1], 6, {}),
+        full(3, 1, "gather", [0], 6, {}),
         full(4, 1, "step", [0, 1], 8, {"disk_every": 2}),
     ],
 )
@@ -133,12 +136,14 @@ def test_what_is_not_made_anew_after_a_change_is_an_error(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", ["load", "made"])
-def test_more_workers_are_lost_while_the_others_begin_again(
-    tmp_path, one_device, where
+@pytest.mark.parametrize(
+    ("where", "step"), [("load", 2), ("made", 1), ("load", 1), ("save", 1)]
+)
+def test_more_workers_are_lost_while_the_others_begin(
+    tmp_path, one_device, where, step
 ):
     kill = {"where": "step", "rank": 1, "step": 8}
-    later = {"where": where, "rank": 0, "step": 1}
+    later = {"where": where, "rank": 0, "step": step}
     outcome = run(tmp_path, 4, kill=kill, kill_later=later)
     for rank in (2, 3):
         job.assert_same(outcome.results[rank], one_device())

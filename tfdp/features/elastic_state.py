@@ -59,8 +59,9 @@ class ElasticState:
     lost, or join. Its steps, evaluations and saves are made within `with state:`. When
     the workers change there, the block ends with `tfdp.WorkersChanged`. By then the
     strategy has the new workers, and the model and the values are those of the last
-    `commit`. The loop then distributes its dataset again, from the position in the
-    values, creates its `tf.function` anew, and tries the step again.
+    `commit`. The loop then tries the step again: it distributes its dataset anew, from
+    the position in the values, and creates its `tf.function` anew, best at the
+    beginning of the block.
 
     All workers create it, when the model is built, and before they distribute data. A
     script that starts again continues from the last commit; so does a worker that
@@ -77,7 +78,8 @@ class ElasticState:
             on another host. Defaults to 100.
         **values: Initial values of the loop, the same on all workers, such as the
             number of the step: numbers, strings, arrays, lists and dicts. They become
-            attributes of the state, to be read and set.
+            attributes of the state, to be read and set. Each commit saves them as text,
+            so keep them small.
 
     Raises:
         ValueError: If an argument is invalid; on every worker, if the directory has the
@@ -98,7 +100,7 @@ class ElasticState:
     ...             state.step += 1
     ...             state.commit()
     ...     except tfdp.WorkersChanged as change:
-    ...         print(change)  # distribute the dataset again, from `state.step`
+    ...         print(change)
     >>> len(state.losses)
     3
     >>> state.delete()
@@ -129,14 +131,15 @@ class ElasticState:
         self._continues = elastic.continues(self._strategy)
         if self._continues:
             elastic.FEATURE.add_call(self._strategy, self._facts())
+        # Whether the weights may be those of an interrupted step.
+        self._has_begun = False
         if self._continues and self._strategy.extended.is_applicant:
             model_state(model)  # builds the optimizer, as the others have done
+            self._has_begun = True
             self._continue_after(WorkersJoin())
             return
         try:
-            with self._explaining():
-                if not self._load():
-                    self._save()
+            self._begin()
         except ClusterChanges as change:
             if not self._is_recoverable(change):
                 raise
@@ -241,30 +244,40 @@ class ElasticState:
             String, what has changed and what to do.
 
         Raises:
-            RuntimeError: If the workers that are left may not continue, or have no
-                state.
+            RuntimeError: If the workers that are left may not continue.
         """
         while True:
             self._close()
             text = elastic.change_cluster(self._model, change, "The loop continues")
             try:
-                with self._explaining():
-                    is_loaded = self._load()
+                self._begin()
                 break
             except ClusterChanges as further:
                 if not self._is_recoverable(further):
                     raise
                 change = further
-        if not is_loaded:
-            raise RuntimeError(
-                "The workers that are left have found no state from which to continue. "
-                "Start the job again."
-            )
         return (
             f"{text} The model and the values of `ElasticState` are those of commit "
             f"{self._num_commits}: distribute the dataset again, create the "
             "`tf.function` of the step anew, and try the step again."
         )
+
+    def _begin(self) -> None:
+        """Load the newest state; before the first one, save the initial state.
+
+        Raises:
+            ClusterChanges: If more workers are lost.
+            RuntimeError: If the state of the loop is lost.
+        """
+        with self._explaining():
+            if not self._load():
+                if self._has_begun:
+                    raise RuntimeError(
+                        "The workers that are left have found no state from which to "
+                        "continue. Start the job again."
+                    )
+                self._save()
+        self._has_begun = True
 
     def _load(self) -> bool:
         """Open the memory and the directory, and load the newest state, if any.

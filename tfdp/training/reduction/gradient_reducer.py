@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdp.communication.collectives import Member, ProcessGroup, timing
 from tfdp.ground import _compat
-from tfdp.ground.base import batch_weight, loops
+from tfdp.ground.base import batch_weight
 from tfdp.ground.base.context import replica_context
 from tfdp.training.reduction.fusion import ReducedGradients, unbucketed, weighted
 from tfdp.training.reduction.reducer import Reducer
@@ -221,6 +221,5 @@ def replica_reducer() -> GradientReducer:
     if context is None:
         return GradientReducer()
     extended = tf.distribute.get_strategy().extended
-    if loops.current() is None:
-        extended.assert_same_workers()
+    extended.assert_same_workers()
     return ReplicaReducer(extended.reducer, context)

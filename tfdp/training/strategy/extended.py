@@ -49,6 +49,7 @@ from tfdp.communication.coordination.worker_group import (
 )
 from tfdp.communication.store import own_version
 from tfdp.ground import _compat
+from tfdp.ground.base import loops
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.plans.topology import Topology
 from tfdp.training.data.load_balancer import LoadBalancer
@@ -279,6 +280,7 @@ class ReplicaExtended:
 
         A value with a component for each local replica is reduced between replicas.
         """
+        self.assert_same_workers()
         local = getattr(value, "values", (value,))
         if len(local) == len(self.group.devices):
             return self._cross_device_ops
@@ -474,9 +476,11 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def assert_same_workers(self) -> None:
         """Have the graph that is traced fail once the workers have changed.
 
-        A user's `tf.function` stays traced for the former workers.
+        A user's `tf.function` stays traced for the former workers; Keras's loops drop
+        theirs.
         """
-        if tf.executing_eagerly() or not self.continues_after_loss:
+        is_in_graph = not tf.executing_eagerly()
+        if not (is_in_graph and self.continues_after_loss) or loops.current():
             return
         with tf.device(_CPU):
             is_current = self._is_current.read_value()
