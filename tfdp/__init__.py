@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         options,
         testing,
     )
-    from tfdp.communication.coordination.watch import WorkersChanged
+    from tfdp.communication.coordination.watch.errors import WorkersChanged
     from tfdp.features.elastic_state import ElasticState
     from tfdp.features.tracking.watch import track_each_worker
     from tfdp.ground.options import CommunicationOptions
@@ -47,7 +47,7 @@ _HOMES = {
     "ElasticState": "tfdp.features.elastic_state",
     "MirroredStrategy": "tfdp.training.strategy.strategy",
     "MultiWorkerMirroredStrategy": "tfdp.training.strategy.strategy",
-    "WorkersChanged": "tfdp.communication.coordination.watch",
+    "WorkersChanged": "tfdp.communication.coordination.watch.errors",
     "auto_strategy": "tfdp.training.strategy.strategy",
     "callbacks": "tfdp.callbacks",
     "checkpoint": "tfdp.checkpoint",

@@ -181,6 +181,8 @@ class _Parts:
 
         x, y = _samples()
         at = functools.partial(self._killer.at, step=self._state.step)
+        if self._misuse == "fit":
+            self._model.fit(x[:, 1:], y, verbose=0)
         at("predict")
         assert self._model.predict(x[:7, 1:], verbose=0).shape == (7, 1)
         at("checkpoint")

@@ -177,3 +177,10 @@ def test_a_loop_ends_with_its_worker_where_the_job_is_to_stop(tmp_path):
     assert outcome.codes == [1, -9]
     assert "WorkersChanged" not in outcome.output
     assert "The other workers cannot continue" in outcome.output
+
+
+@pytest.mark.full
+def test_fit_within_the_block_is_refused(tmp_path):
+    outcome = run(tmp_path, 2, misuse="fit")
+    assert outcome.codes == [1, 1]
+    assert "call it outside of the `with` block of an `ElasticState`" in outcome.output

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import tfdp
 
@@ -85,3 +86,20 @@ def test_values_and_weights_are_those_of_the_last_commit_when_a_script_starts_ag
     for own, other in zip(again.get_weights(), committed, strict=True):
         np.testing.assert_array_equal(own, other)
     state.delete()
+
+
+def test_a_loop_that_stops_with_its_workers_has_no_assertion_in_its_graph():
+    strategy = tfdp.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = compiled(optimizer="sgd")
+        model.optimizer.build(model.trainable_variables)
+
+    def update():
+        variables = model.trainable_variables
+        model.optimizer.apply([tf.ones_like(v) for v in variables], variables)
+
+    step = tf.function(lambda: strategy.run(update))
+    operations = step.get_concrete_function().graph.get_operations()
+    kinds = {operation.type for operation in operations}
+    assert "AssignSubVariableOp" in kinds
+    assert "Assert" not in kinds
