@@ -29,6 +29,7 @@ def train(
     sharding: str = "none",
     on_loss: str = "continue",
     disk_every: int = 100,
+    evaluates: bool = False,
     step_seconds: float = 0.0,
     min_workers: int = 1,
     timeout_seconds: float = 30.0,
@@ -49,7 +50,9 @@ def train(
         sharding: As for `DistributedOptimizer`.
         on_loss: As for the options.
         disk_every: As for `ElasticState`.
-        step_seconds: Float, that each step takes longer.
+        evaluates: Bool, whether to make other calls of Keras and tfdp after one step.
+        step_seconds: Float, that each step takes longer after a loss until the first
+            join.
         min_workers: As for the options.
         timeout_seconds: The same.
         misuse: String, what is not made anew after a change, or after a join.
@@ -95,9 +98,10 @@ def train(
                 killer.at("before", state.step + 1)
                 state.losses += [float(loss) for loss in parts.step()]
                 state.step = len(state.losses)
-                time.sleep(step_seconds)
+                if getattr(strategy.extended, "generation", 0) == 1:
+                    time.sleep(step_seconds)
                 killer.at("step", state.step)
-                if state.step == EVALUATED:
+                if evaluates and state.step == EVALUATED:
                     state.evaluated = parts.evaluate()
                 killer.at("commit", state.step)
                 state.commit()
@@ -171,7 +175,9 @@ class _Parts:
         """Makes a step, or several, and returns their losses."""
         if self._form == "iterator":
             return self._step(self._batches)
-        return [self._step(*self._noted(next(self._batches)))]
+        if not self._forgets("batch"):
+            self._batch = next(self._batches)
+        return [self._step(*self._noted(self._batch))]
 
     def evaluate(self) -> float:
         """Evaluates, predicts, saves and gathers, each of which is a place."""

@@ -24,11 +24,17 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Makes the results of one device, each once."""
 
     @functools.cache
-    def of(form: str) -> dict[str, Any]:
+    def of(form: str, evaluates: bool) -> dict[str, Any]:
         folder = tmp_path_factory.mktemp("one")
-        return job.on_one_device(folder, script=loop.train, form=form)
+        arguments = {"form": form, "evaluates": evaluates}
+        return job.on_one_device(folder, script=loop.train, **arguments)
 
-    return lambda form="function": of("iterator" if form == "iterator" else "function")
+    def with_arguments(
+        form: str = "function", evaluates: bool = False, **_: Any
+    ) -> Any:
+        return of(form if form == "iterator" else "function", evaluates)
+
+    return with_arguments
 
 
 def check(outcome: job.Outcome, survivors: list[int], expected: dict[str, Any]) -> None:
@@ -66,10 +72,10 @@ def check_rows(folder: Path) -> None:
         full(2, 2, "step", [1], 9, {"sharding": "gradients", "form": "iterator"}),
         full(3, 1, "trace", [1], 1, {}),
         full(3, 1, "before", [0], 1, {}),
-        full(3, 1, "evaluate", [2], 6, {}),
-        full(3, 1, "predict", [0], 6, {}),
-        full(3, 1, "checkpoint", [1], 6, {}),
-        full(3, 1, "gather", [0], 6, {}),
+        full(3, 1, "evaluate", [2], 6, {"evaluates": True}),
+        full(3, 1, "predict", [0], 6, {"evaluates": True}),
+        full(3, 1, "checkpoint", [1], 6, {"evaluates": True}),
+        full(3, 1, "gather", [0], 6, {"evaluates": True}),
         full(4, 1, "step", [0, 1], 8, {"disk_every": 2}),
     ],
 )
@@ -79,7 +85,7 @@ def test_the_others_end_as_one_device_does_after_a_kill(
     kill = {"where": where, "ranks": ranks, "step": step}
     outcome = run(tmp_path, num_workers, devices, kill=kill, **more)
     survivors = [rank for rank in range(num_workers) if rank not in ranks]
-    check(outcome, survivors, one_device(more.get("form")))
+    check(outcome, survivors, one_device(**more))
     for rank in survivors:
         (change,) = outcome.results[rank]["changes"]
         assert f"continues with {len(survivors)} worker" in change
@@ -94,7 +100,7 @@ def test_a_process_that_replaces_a_lost_worker_joins_the_loop(
     tmp_path, one_device, num_workers
 ):
     kill = {"where": "step", "rank": 1, "step": 3}
-    outcome = run(tmp_path, num_workers, kill=kill, replacements=1, step_seconds=0.4)
+    outcome = run(tmp_path, num_workers, kill=kill, replacements=1, step_seconds=1.0)
     check(outcome, [r for r in range(num_workers) if r != 1], one_device())
     assert outcome.codes[-1] == 0, outcome.output[-4000:]
     job.assert_same(outcome.results[num_workers], one_device())
@@ -129,7 +135,7 @@ def test_what_is_not_made_anew_after_a_change_is_an_error(
         misuse=f"{misuse} after a join" if joins else misuse,
         form=form,
         sharding=sharding,
-        step_seconds=0.4,
+        step_seconds=1.0 if joins else 0.0,
     )
     assert words in outcome.output
     assert outcome.codes[0] == 1
@@ -181,6 +187,14 @@ def test_a_loop_ends_with_its_worker_where_the_job_is_to_stop(tmp_path):
 
 @pytest.mark.full
 def test_fit_within_the_block_is_refused(tmp_path):
-    outcome = run(tmp_path, 2, misuse="fit")
+    outcome = run(tmp_path, 2, misuse="fit", evaluates=True)
     assert outcome.codes == [1, 1]
     assert "call it outside of the `with` block of an `ElasticState`" in outcome.output
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["function", "eager"])
+def test_a_batch_from_before_a_change_is_warned_of(tmp_path, form):
+    kill = {"where": "step", "rank": 1, "step": 3}
+    outcome = run(tmp_path, 3, kill=kill, misuse="batch", form=form)
+    assert "no data was read since the workers changed" in outcome.output

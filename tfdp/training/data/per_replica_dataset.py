@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.ground import _compat
+from tfdp.ground.base import loops
 from tfdp.training.data.batch_weights import CountedBatch
 from tfdp.training.data.element_specs import element_spec_of, empty_of
 from tfdp.training.data.load_balancer import rows_of_ranks_by_weight
@@ -320,7 +321,10 @@ def _generation_of(strategy: Any, generation: int | None) -> int:
 
 def _check_generation(data: PerReplicaDataset | PerReplicaIterator) -> None:
     """Raise if data was divided among workers that have changed since."""
-    if data.generation != data.strategy.extended.generation:
+    extended = data.strategy.extended
+    if loops.current() is None and isinstance(data, PerReplicaIterator):
+        extended.read_generation = data.generation
+    if data.generation != extended.generation:
         raise ValueError(
             "This dataset was distributed among the workers from before they changed. "
             "Call `strategy.experimental_distribute_dataset` again after "

@@ -125,6 +125,8 @@ class ReplicaExtended:
     num_scopes = 0
     # The balancer that divides rows by the workers' speed, see `tfdp run --rebalance`.
     balance: LoadBalancer | None = None
+    # The `generation` for which a loop of the user's own has read data, or `None`.
+    read_generation: int | None = None
     # The statistics of the step that is being built, see `step_scope`.
     _statistics: _Statistics | None = None
     _collective_keys: Any
