@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         options,
         testing,
     )
+    from tfdp.communication.coordination.watch.errors import WorkersChanged
+    from tfdp.features.elastic_state import ElasticState
     from tfdp.features.tracking.watch import track_each_worker
     from tfdp.ground.options import CommunicationOptions
     from tfdp.ground.plans.schedules import scale_learning_rate
@@ -42,8 +44,10 @@ _HOMES = {
     "all_gather": "tfdp.training.losses.all_gather",
     "CommunicationOptions": "tfdp.ground.options",
     "DistributedOptimizer": "tfdp.training.optimizer.distributed",
+    "ElasticState": "tfdp.features.elastic_state",
     "MirroredStrategy": "tfdp.training.strategy.strategy",
     "MultiWorkerMirroredStrategy": "tfdp.training.strategy.strategy",
+    "WorkersChanged": "tfdp.communication.coordination.watch.errors",
     "auto_strategy": "tfdp.training.strategy.strategy",
     "callbacks": "tfdp.callbacks",
     "checkpoint": "tfdp.checkpoint",
@@ -60,8 +64,10 @@ _MOVED = {"Link": "tfdp.options", "Links": "tfdp.options"}
 __all__ = [
     "CommunicationOptions",
     "DistributedOptimizer",
+    "ElasticState",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
+    "WorkersChanged",
     "all_gather",
     "auto_strategy",
     "callbacks",

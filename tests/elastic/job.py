@@ -45,6 +45,7 @@ def run(
     num_workers: int,
     devices: int = 1,
     *,
+    script: Callable[..., dict[str, Any]] = training.train,
     replacements: int = 0,
     disturb: Callable[[list[Any]], None] = lambda processes: None,
     replaced_by: dict[str, Any] | None = None,
@@ -59,13 +60,14 @@ def run(
         folder: Path of a new folder.
         num_workers: Int.
         devices: Int, logical devices of each worker.
+        script: Callable, what each process runs.
         replacements: Int, how many lost workers start again.
         disturb: Callable, called again and again with the processes.
         replaced_by: Dict of arguments that differ for replacements, or `None`.
         bed: `TwoHosts`, or `None` for this machine.
         hosts: Tuple of ints, the host of each worker on a bed.
         deadline_seconds: Float, after which the test fails.
-        **arguments: Those of `training.train`.
+        **arguments: Those of the script.
     """
     context = fork_server()
     folder.mkdir(exist_ok=True)
@@ -77,8 +79,8 @@ def run(
 
     def start(rank: int, **more: Any) -> None:
         path = folder / f"process-{len(processes)}"
-        job_of = {**arguments, **more}
-        target = (rank, configs[rank], path, str(folder), job_of, names[rank])
+        job_of = arguments | more
+        target = (script, rank, configs[rank], path, str(folder), job_of, names[rank])
         process = context.Process(target=_serve, args=target, daemon=True)
         process.start()
         processes.append((rank, process))
@@ -128,8 +130,9 @@ def _on_hosts(
 
 
 def _serve(
+    script: Callable[..., dict[str, Any]],
     rank: int,
-    config: str,
+    config: str | None,
     path: Path,
     folder: str,
     arguments: dict[str, Any],
@@ -145,7 +148,7 @@ def _serve(
     begin(path.with_suffix(".log"), config)
     code = 0
     try:
-        result = training.train(rank, folder, **arguments)
+        result = script(rank, folder, **arguments)
         path.with_suffix(".result").write_bytes(pickle.dumps(result))
     except SystemExit as error:
         code = int(error.code or 0)
@@ -170,13 +173,20 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
     np.testing.assert_allclose(result.get("evaluated", ()), evaluated, rtol=1e-4)
 
 
-def on_one_device(folder: Path, **arguments: Any) -> dict[str, Any]:
+def on_one_device(
+    folder: Path,
+    *,
+    script: Callable[..., dict[str, Any]] = training.train,
+    **arguments: Any,
+) -> dict[str, Any]:
     """What one device makes of the same training."""
     context = fork_server()
     folder.mkdir(exist_ok=True)
     path = folder / "one-device"
     process = context.Process(
-        target=_serve, args=(-1, None, path, str(folder), arguments), daemon=True
+        target=_serve,
+        args=(script, -1, None, path, str(folder), arguments),
+        daemon=True,
     )
     process.start()
     process.join(60.0)

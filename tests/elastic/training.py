@@ -70,7 +70,7 @@ def train(
         if rank < 0
         else tfdp.MultiWorkerMirroredStrategy(communication=options)
     )
-    killer = _Killer(rank, kill or {}, Path(folder) / "kills")
+    killer = Killer(rank, kill or {}, Path(folder) / "kills")
     spy = _Spy(killer, step_seconds)
     record = Path(folder) / "rows"
     record.mkdir(exist_ok=True)
@@ -140,7 +140,7 @@ def train(
     return result
 
 
-def _evaluate(keras: Any, model: Any, killer: _Killer) -> Any:
+def _evaluate(keras: Any, model: Any, killer: Killer) -> Any:
     killed = keras.callbacks.LambdaCallback()
     killed.on_test_batch_end = lambda batch, logs=None: killer.at("after", batch)
     x, y = _data()
@@ -195,7 +195,7 @@ def _features(tfdp: Any, on: set[str]) -> list[Any]:
     return [make() for name, make in makers.items() if name in on]
 
 
-class _Killer:
+class Killer:
     """Sends this process a signal once, at a place and step that were chosen."""
 
     def __init__(self, rank: int, kill: dict[str, Any], path: Path) -> None:
@@ -239,7 +239,7 @@ class _Killer:
 class _Spy:
     """What the user's callbacks see, and the number of the step."""
 
-    def __init__(self, killer: _Killer, step_seconds: float) -> None:
+    def __init__(self, killer: Killer, step_seconds: float) -> None:
         self._killer, self._seconds = killer, step_seconds
         self.begins = self.ends = self.epoch = self.batch = 0
         self.steps: list[tuple[float, int]] = []

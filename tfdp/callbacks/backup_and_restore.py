@@ -453,6 +453,8 @@ class BackupAndRestore(StrategyCallback):
             raise IncompatibleBackup("it is a checkpoint without the state of a run")
         if not isinstance(run, dict):
             schema.refuse(run, "run", "an object")
+        if "values" in run:
+            raise IncompatibleBackup("it is the state of a loop, of `ElasticState`")
         schema.check(run.get("format"), schema.COUNT, "run.format")
         if run["format"] > _FORMAT:
             made_by = index.versions.get("tfdp", "a newer version")

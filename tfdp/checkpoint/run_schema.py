@@ -74,6 +74,9 @@ def _check_logs(value: Any, where: str) -> None:
         schema.refuse(value, where, "the logs of a batch")
 
 
+# Random states by worker, and what the tensors of a backup depend on.
+RANDOM_STATES = schema.list_of(_RANDOM, least=1)
+FACTS = {"replicas": POSITIVE, "merges": [{"sum", "max", "min"}]}
 # `rates` and `accumulation` are optional: the first versions did not write them.
 _RUN = {
     "format": COUNT,
@@ -87,14 +90,14 @@ _RUN = {
         {"schedules": [optional(schema.string)], "warmup": optional(_WARMUP)}
     ),
     "accumulation?": {"steps": POSITIVE, "waiting": COUNT},
-    "facts": {"replicas": POSITIVE, "merges": [{"sum", "max", "min"}]},
+    "facts": FACTS,
     "epoch": COUNT,
     "batches": COUNT,
     "steps": COUNT,
     "is_stopped": schema.boolean,
     "logs": _check_logs,
     "callbacks": check_callback_states,
-    "random": schema.list_of(_RANDOM, least=1),
+    "random": RANDOM_STATES,
     "data": {
         "steps_seen": COUNT,
         "num_batches": optional(COUNT),

@@ -6,6 +6,7 @@ To add one, see `tfdp.ground.base.feature` and "Add a feature" in CONTRIBUTING.m
 - `ray`: a trainer, a callback and dataset shards for Ray Train.
 - `tuning`: bucket plans tuned by trial in the first steps of `fit`.
 - `islands`: workers that are separate jobs, and the hub through which they exchange.
+- `elastic_state`: training loops of the user's own that continue in the same way.
 - `elastic`: training that continues after the loss of workers, and takes in others.
 - `backup_workers`: steps that drop the gradients of late workers.
 - `micro_batches`: a batch computed in as many parts as its memory needs.

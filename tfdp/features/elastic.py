@@ -3,7 +3,8 @@
 The workers that are left form a new cluster within `fit`, and run it again from the
 newest state that `BackupAndRestore` has saved. To the user's callbacks it is one call.
 A process that joins a running job begins `fit` alone, without the user's callbacks,
-until everything is built; then it runs it again with the others.
+until everything is built; then it runs it again with the others. Training loops of the
+user's own continue by `tfdp.features.elastic_state`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class Elastic(Feature):
     """Runs `fit` again, with the workers that are left, after the loss of others."""
 
     def __init__(self) -> None:
-        self._num_fits = 0
+        self._num_calls = 0
+        # Whether a training loop of the user's own continues, and not what it calls.
+        self.is_in_loop = False
         # The user's callbacks that have begun on this worker in the present `fit`.
         self._begun: list[weakref.ref[Any]] = []
 
@@ -69,26 +72,38 @@ class Elastic(Feature):
         Raises:
             ValueError: If it cannot.
         """
-        if not _continues(fit.strategy) or loops.current() is not None:
+        if not continues(fit.strategy) or loops.current() is not None:
             return
         callbacks = fit.arguments.get("callbacks")
         if any(callback.is_again for callback in backup_callbacks(callbacks)):
             return
         self._begun = []
+        if self.is_in_loop:
+            raise ValueError(
+                "`fit` continues by itself after a loss: call it outside of the `with` "
+                "block of an `ElasticState`."
+            )
         if problem := _obstacle(fit) or why_not_read_again(fit):
             raise ValueError(f'`on_loss="continue"` {problem}')
-        self._num_fits += 1
-        extended = fit.strategy.extended
-        extended.add_facts(
-            {
-                "number of the call of `fit`": str(self._num_fits),
-                "model, data, callbacks or arguments of `fit`": _digest(fit),
-            }
+        self.add_call(
+            fit.strategy,
+            {"model, data, callbacks or arguments of `fit`": _digest(fit)},
         )
-        if extended.is_applicant:
+        if fit.strategy.extended.is_applicant:
             fit.arguments["callbacks"] = [
                 c for c in callback_list(callbacks) if not is_of_user(c)
             ]
+
+    def add_call(self, strategy: Any, facts: dict[str, str]) -> None:
+        """Record what a worker that joins at this call must have in common.
+
+        Args:
+            strategy: The strategy.
+            facts: Dict from the name of a fact, for messages, to its value.
+        """
+        self._num_calls += 1
+        number = {"number of the call of `fit` or `ElasticState`": str(self._num_calls)}
+        strategy.extended.add_facts(number | facts)
 
     def recover(
         self,
@@ -100,37 +115,21 @@ class Elastic(Feature):
     ) -> bool:
         """Form a new cluster of the workers that are left, if one was lost."""
         strategy = strategy_of(model)
-        if not isinstance(error, ClusterChanges) or not _continues(strategy):
+        if not isinstance(error, ClusterChanges) or not continues(strategy):
             return False
-        # The `fit` whose callback runs this loop recovers.
-        if loops.current() is not None:
+        # The `fit` whose callback runs this loop recovers, or the user's own loop.
+        if loops.current() is not None or self.is_in_loop:
             return False
         if name != "fit" and not _can_begin_again(model, arguments.get("x")):
             return False
-        extended = strategy.extended
-        own, before = extended.worker_group.rank, extended.worker_group.num_workers
-        if isinstance(error, WorkerLost) and error.rank == own:
-            return False  # the others have given this worker up
-        begin = time.monotonic()
-        error = _change_cluster(strategy, error)
-        _renew_optimizers(model)
+        if is_given_up(strategy, error):
+            return False
+        goes_on = "Training continues" if name == "fit" else f"`{name}` begins again"
+        change_cluster(model, error, goes_on)
         restart_data(arguments)
         if name == "fit":
             begun = {id(reference()) for reference in self._begun}
             continue_callbacks(arguments.get("callbacks"), stack, begun)
-        group = extended.worker_group
-        if group.is_chief:
-            what, _, _ = str(error).partition(" The other workers cannot")
-            goes_on = (
-                "Training continues" if name == "fit" else f"`{name}` begins again"
-            )
-            print(
-                f"tfdp: {what} {goes_on} with "
-                f"{pluralize(group.num_workers, 'worker')} instead of {before}, after "
-                f"{time.monotonic() - begin:.1f} s.",
-                file=sys.stderr,
-                flush=True,
-            )
         return True
 
     def after_fit(self, fit: Fit) -> None:
@@ -138,30 +137,53 @@ class Elastic(Feature):
         callbacks = fit.arguments.get("callbacks")
         backups = backup_callbacks(callbacks)
         # Those that save are called last.
-        if _continues(fit.strategy) and any(backup.has_begun for backup in backups):
+        if continues(fit.strategy) and any(backup.has_begun for backup in backups):
             self._begun += map(weakref.ref, other_callbacks(callbacks))
 
 
-def _change_cluster(strategy: Any, change: ClusterChanges) -> ClusterChanges:
+def is_given_up(strategy: Any, change: ClusterChanges) -> bool:
+    """Return whether this worker is the one that the others have declared lost."""
+    own = strategy.extended.worker_group.rank
+    return isinstance(change, WorkerLost) and change.rank == own
+
+
+def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
     """Form a new cluster, and another one for as long as more workers are lost.
 
+    The state of the model must be loaded afterwards.
+
     Args:
-        strategy: The strategy.
+        model: The Keras model.
         change: The first change.
+        goes_on: String, a clause of what continues, such as `"Training continues"`.
 
     Returns:
-        The last one.
+        String, what has changed, in sentences, which the first worker prints.
     """
+    strategy, begin = model.distribute_strategy, time.monotonic()
+    before = strategy.extended.worker_group.num_workers
     while True:
         try:
             strategy.extended.change_cluster(change)
             random_seed.agree_on_seed(strategy)
-            return change
+            break
         except ClusterChanges as further:
             change = further
+    _renew_optimizers(model)
+    what, _, _ = str(change).partition(" The other workers cannot")
+    group = strategy.extended.worker_group
+    # A worker may have joined in the place of the one that was lost.
+    former = f" instead of {before}" if before != group.num_workers else ""
+    text = (
+        f"{what} {goes_on} with {pluralize(group.num_workers, 'worker')}{former}, "
+        f"after {time.monotonic() - begin:.1f} s."
+    )
+    if group.is_chief:
+        print(f"tfdp: {text}", file=sys.stderr, flush=True)
+    return text
 
 
-def _continues(strategy: Any) -> bool:
+def continues(strategy: Any) -> bool:
     """Return whether training continues after a loss, with a strategy or `None`."""
     return strategy is not None and strategy.extended.continues_after_loss
 
@@ -191,8 +213,13 @@ def _obstacle(fit: Fit) -> str:
                 'is not for `sharding="parameters"`, `LocalSGD` and `DiLoCo`, whose '
                 f"replicas have different weights. Received: {type(callback).__name__}"
             )
-    sharding = getattr(fit.model.optimizer, "sharding", "none")
-    parameters = map(sharded_parameter, fit.model.variables)
+    return obstacle_of_sharding(fit.model)
+
+
+def obstacle_of_sharding(model: Any) -> str:
+    """Return why a model's sharding cannot continue after a loss, or `""`."""
+    sharding = getattr(model.optimizer, "sharding", "none")
+    parameters = map(sharded_parameter, model.variables)
     if sharding == "parameters" or any(p is not None for p in parameters):
         return 'is not for `sharding="parameters"`, of which each replica has a part.'
     return ""
@@ -271,4 +298,5 @@ def _renew_optimizers(model: Any) -> None:
             strategy.extended.new_variables.add(value)
 
 
-register(Elastic())
+FEATURE = Elastic()
+register(FEATURE)

@@ -213,12 +213,14 @@ def take_part(
         if timeout_seconds is not None and waited > timeout_seconds:
             raise TimeoutError(
                 f"Waited {timeout_seconds:.0f} s for the running job to take this "
-                "worker in. It does so in `fit` with `BackupAndRestore`."
+                "worker in. It does so in `fit` with `BackupAndRestore`, or at a "
+                "commit of `ElasticState`."
             )
         if waited > _WARN_AFTER_SECONDS:
             user_code.warn(
                 "Waiting for the running job to take this worker in, which it does in "
-                "`fit` with `BackupAndRestore`, at the end of a step.",
+                "`fit` with `BackupAndRestore`, at the end of a step, or at a commit "
+                "of `ElasticState`.",
                 once_for=origin,
                 topic="taken in",
             )

@@ -19,6 +19,8 @@ from tfdp.ground.text import pluralize
 # Interval at which a worker that waits for the others asks which are missing, and
 # pause before the store is looked for again.
 _CHECK_SECONDS, _RETRY_SECONDS = 0.25, 0.1
+# Longest wait until the process of a worker that is gone has closed its port.
+_END_SECONDS = 1.0
 # Longest wait for a worker whose port still accepts connections, by default.
 _LIMIT_SECONDS = 60.0
 
@@ -84,11 +86,28 @@ def _agree(
     joining = sorted({rank for value in came if value is not None for rank in value})
     gone = [rank for rank, value in enumerate(came) if value is None]
     # One process decides what all others see: that of the store's host.
-    seen = _gather(membership, "who has ended", membership.ended(gone), limit)
+    seen = _gather(membership, "who has ended", _await_ended(membership, gone), limit)
     survivors = [rank for rank, value in enumerate(seen) if value is not None]
     ended = {rank for value in seen if value is not None for rank in value}
     _check_majority(membership, survivors, ended)
     return survivors, joining
+
+
+def _await_ended(membership: Membership, gone: Sequence[int]) -> list[int]:
+    """Return which of the workers that are gone have ended.
+
+    The port of one whose script has ended stays open for a moment.
+
+    Args:
+        membership: `Membership` of this process.
+        gone: Sequence of ints, ranks.
+    """
+    begin = clock.now()
+    while len(ended := membership.ended(gone)) < len(gone):
+        if clock.now() - begin > _END_SECONDS:
+            break
+        time.sleep(_RETRY_SECONDS)
+    return ended
 
 
 def _await_applicants(

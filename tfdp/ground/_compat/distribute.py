@@ -18,6 +18,7 @@ from tensorflow.python.distribute import (
     cross_device_utils,
     distribute_lib,
     distribute_utils,
+    mirrored_run,
     mirrored_strategy,
     multi_worker_util,
     values,
@@ -163,6 +164,14 @@ def _create_plain_variable(next_creator: Callable, **kwargs: Any) -> Any:
     return resource_variable_ops.ResourceVariable(
         **{name: kwargs.get(name) for name in accepted if name in kwargs}
     )
+
+
+def forget_functions_of_replicas(strategy: Any) -> None:
+    """Trace again each `tf.function` that an eager `strategy.run` has been given.
+
+    `strategy.run` traces a copy of it, which it keeps. Checked on TensorFlow 2.21.
+    """
+    mirrored_run._cfer_fn_cache.pop(strategy, None)
 
 
 def local_replica_id(replica_context: Any) -> int:

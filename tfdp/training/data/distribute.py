@@ -11,6 +11,7 @@ reach the end of the data at the same step.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 import tensorflow as tf
@@ -47,6 +48,9 @@ from tfdp.training.data.stages import BATCHES, MAPS, PASS_THROUGH, SELECTIONS
 REBALANCE_REASON = (
     "with `--rebalance` it changes which rows these are, while they are read ahead"
 )
+# By shuffle with a new order in each iteration, the generation of the cluster that it
+# was distributed for.
+_generations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _POLICY = tf.data.experimental.AutoShardPolicy
 # Stages that read no files. The check for enough files leaves them out: with them it
 # would prepare elements that are prepared again in training, for a shuffle as many as
@@ -81,6 +85,8 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
         ValueError: If a batch has fewer rows than replicas exist, or if workers would
             shuffle differently.
     """
+    if loops.current() is None and strategy.extended.continues_after_loss:
+        _check_order(strategy, dataset)
     if not _has_rows(dataset):
         return stock.experimental_distribute_dataset(dataset, options)
     if (island := island_in_training()) is not None:
@@ -98,6 +104,26 @@ def distribute(strategy: Any, dataset: Any, options: Any, stock: Any) -> Any:
     return _distribute_rows(
         strategy, dataset, options, compare_datasets(strategy, dataset)
     )
+
+
+def _check_order(strategy: Any, dataset: Any) -> None:
+    """Raise if the order of a dataset depends on how often it was read before a change.
+
+    Args:
+        strategy: A tfdp strategy, whose workers may have changed.
+        dataset: `tf.data.Dataset`.
+    """
+    generation = strategy.extended.generation
+    for part in _compat.dataset_inputs(dataset):
+        if not _compat.reshuffles_itself(part):
+            continue
+        if _generations.setdefault(part, generation) != generation:
+            raise ValueError(
+                "A `shuffle` that is another in each iteration continues its order "
+                "from before the workers changed. Create the dataset anew after "
+                "`tfdp.WorkersChanged`, or shuffle with "
+                "`reshuffle_each_iteration=False`."
+            )
 
 
 def _distribute_rows(

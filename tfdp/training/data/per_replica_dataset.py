@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfdp.ground import _compat
+from tfdp.ground.base import loops
 from tfdp.training.data.batch_weights import CountedBatch
 from tfdp.training.data.element_specs import element_spec_of, empty_of
 from tfdp.training.data.load_balancer import rows_of_ranks_by_weight
@@ -116,6 +117,8 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
         read_options: `ReadOptions`.
         batches: `tf.data.Dataset` of the undivided global batches, or `None`. Defaults
             to `None`.
+        generation: Int, number of clusters of the job before the one whose replicas the
+            rows are for. Defaults to `None`, the present one.
     """
 
     def __init__(
@@ -124,13 +127,16 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
         strategy: Any,
         read_options: ReadOptions,
         batches: tf.data.Dataset | None = None,
+        generation: int | None = None,
     ) -> None:
         self.dataset = dataset
         self.strategy = strategy
         self.read_options = read_options
         self.batches = batches
+        self.generation = _generation_of(strategy, generation)
 
     def __iter__(self) -> PerReplicaIterator:
+        _check_generation(self)
         local_iterator = iter(self.dataset)
         iterator = PerReplicaIterator(local_iterator, self.strategy, self.read_options)
         if self._is_deleted_in_background:
@@ -156,7 +162,9 @@ class PerReplicaDataset(_compat.DistributedDatasetsFromFunction):
         dataset = self.dataset
         if read_options.by_weight:
             dataset = divide_and_prefetch(self.batches, [0], 1, checks=True)
-        return PerReplicaDataset(dataset, self.strategy, read_options, self.batches)
+        return PerReplicaDataset(
+            dataset, self.strategy, read_options, self.batches, self.generation
+        )
 
     @property
     def element_spec(self) -> Any:
@@ -186,11 +194,19 @@ class PerReplicaIterator(StepIterator):
         iterator: `tf.data.Iterator` over elements of a `PerReplicaDataset`.
         strategy: A tfdp strategy.
         read_options: `ReadOptions`.
+        generation: Int or `None`, as for `PerReplicaDataset`.
     """
 
-    def __init__(self, iterator: Any, strategy: Any, read_options: ReadOptions) -> None:
+    def __init__(
+        self,
+        iterator: Any,
+        strategy: Any,
+        read_options: ReadOptions,
+        generation: int | None = None,
+    ) -> None:
         super().__init__(iterator, strategy)
         self.read_options = read_options
+        self.generation = _generation_of(strategy, generation)
 
     @property
     def element_spec(self) -> Any:
@@ -199,6 +215,7 @@ class PerReplicaIterator(StepIterator):
 
     def get_next(self) -> Any:
         """Return the next batch; raise `tf.errors.OutOfRangeError` at the end."""
+        _check_generation(self)
         if self.read_options.syncs_end_of_data:
             return super().get_next()
         with CountedRead() as read:
@@ -208,6 +225,7 @@ class PerReplicaIterator(StepIterator):
 
     def _next_step(self) -> tuple[tf.Tensor, Callable[[], Any]]:
         """See `StepIterator`."""
+        _check_generation(self)
         with CountedRead() as read:
             optional = self._iterator.get_next_as_optional()
         has_data = optional.has_value()
@@ -278,16 +296,40 @@ class PerReplicaSpec(ComponentsSpec):
 
     def _from_components(self, components: Any) -> Any:
         """Rebuild the value around this worker's dataset or iterator."""
-        strategy_id, read_options = self._settings
-        strategy = _strategies[strategy_id]
-        return self.value_type(components, strategy, ReadOptions(*read_options))
+        strategy_id, read_options, generation = self._settings
+        return self.value_type(
+            components,
+            _strategies[strategy_id],
+            ReadOptions(*read_options),
+            generation=generation,
+        )
 
 
 def _spec_of(value: Any) -> PerReplicaSpec:
     """Return the type spec of a value, and register its strategy."""
     # TensorFlow compares type specs by plain values, and a strategy is not one.
     _strategies[id(value.strategy)] = value.strategy
-    return PerReplicaSpec.of(value, id(value.strategy), tuple(value.read_options))
+    return PerReplicaSpec.of(
+        value, id(value.strategy), tuple(value.read_options), value.generation
+    )
+
+
+def _generation_of(strategy: Any, generation: int | None) -> int:
+    """Return a generation, by default the present one."""
+    return strategy.extended.generation if generation is None else generation
+
+
+def _check_generation(data: PerReplicaDataset | PerReplicaIterator) -> None:
+    """Raise if data was divided among workers that have changed since."""
+    extended = data.strategy.extended
+    if loops.current() is None and isinstance(data, PerReplicaIterator):
+        extended.read_generation = data.generation
+    if data.generation != extended.generation:
+        raise ValueError(
+            "This dataset was distributed among the workers from before they changed. "
+            "Call `strategy.experimental_distribute_dataset` again after "
+            "`tfdp.WorkersChanged`, and create the iterator anew."
+        )
 
 
 def distribute_divided(

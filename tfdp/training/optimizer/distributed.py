@@ -138,6 +138,7 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         self.features = Features(self, steps, scaling)
         self.sharding_options = options
         self._traces = Traces()
+        self._is_replaced = False
         note_wrapper(optimizer, self)
         if optimizer.built:
             self.build(_compat.trained_by(optimizer))
@@ -211,6 +212,11 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
             raise ValueError(
                 "Call `apply` and `apply_gradients` in the function that is given to "
                 "`strategy.run`."
+            )
+        if self._is_replaced:
+            raise ValueError(
+                "The workers have changed, and a new optimizer has the sharded state: "
+                "use `model.optimizer` in the step."
             )
         if self.features.measures_loss:
             tensors = [*grads, self.features.take_loss()]
@@ -328,7 +334,8 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         }
 
     def renewed(self) -> DistributedOptimizer:
-        """Return an optimizer with the same settings, and without state."""
+        """Return an optimizer with the same settings, without state, to replace it."""
+        self._is_replaced = True
         inner = self.inner_optimizer
         optimizer = type(inner).from_config(inner.get_config())
         _compat.copy_exclusions(inner, optimizer)

@@ -222,4 +222,6 @@ def replica_reducer() -> GradientReducer:
     context = replica_context()
     if context is None:
         return GradientReducer()
-    return ReplicaReducer(tf.distribute.get_strategy().extended.reducer, context)
+    extended = tf.distribute.get_strategy().extended
+    extended.assert_same_workers()
+    return ReplicaReducer(extended.reducer, context)

@@ -77,6 +77,11 @@ from tfdp.training.strategy.transports import (
 # The distance between the first collective keys of two strategies of a process.
 _STOCK_KEYS_PER_STRATEGY = 1000
 _strategy_counter = itertools.count()
+_CPU = "CPU:0"
+_OTHER_WORKERS = (
+    "A `tf.function` around `strategy.run` was traced for the workers from before they "
+    "changed. Create it anew after `tfdp.WorkersChanged`."
+)
 
 
 @dataclasses.dataclass
@@ -120,6 +125,8 @@ class ReplicaExtended:
     num_scopes = 0
     # The balancer that divides rows by the workers' speed, see `tfdp run --rebalance`.
     balance: LoadBalancer | None = None
+    # The `generation` for which a loop of the user's own has read data, or `None`.
+    read_generation: int | None = None
     # The statistics of the step that is being built, see `step_scope`.
     _statistics: _Statistics | None = None
     _collective_keys: Any
@@ -209,6 +216,9 @@ class ReplicaExtended:
         """Bool, whether training continues after the loss of workers."""
         return False
 
+    def assert_same_workers(self) -> None:
+        """Have the graph that is traced fail once the workers have changed."""
+
     def applicants(self) -> list[int]:
         """Return the processes that ask to be taken into the job: none by default."""
         return []
@@ -272,6 +282,7 @@ class ReplicaExtended:
 
         A value with a component for each local replica is reduced between replicas.
         """
+        self.assert_same_workers()
         local = getattr(value, "values", (value,))
         if len(local) == len(self.group.devices):
             return self._cross_device_ops
@@ -413,6 +424,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def _connect(self) -> None:
         """Compare the workers' set-up, and connect their replicas."""
         worker = self.worker
+        # Read by the functions that are traced for these workers.
+        self._is_current = _compat.plain_variable(True, tf.bool, _CPU)
         self.add_facts(
             setup_facts(self.worker_devices, self.options, rebalances=worker.rebalances)
         )
@@ -465,6 +478,19 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         """Bool, whether training continues after the loss of workers."""
         return self.worker.min_workers is not None
 
+    def assert_same_workers(self) -> None:
+        """Have the graph that is traced fail once the workers have changed.
+
+        A user's `tf.function` stays traced for the former workers; Keras's loops drop
+        theirs.
+        """
+        is_in_graph = not tf.executing_eagerly()
+        if not (is_in_graph and self.continues_after_loss) or loops.current():
+            return
+        with tf.device(_CPU):
+            is_current = self._is_current.read_value()
+            tf.debugging.Assert(is_current, [_OTHER_WORKERS])
+
     def applicants(self) -> list[int]:
         """Return the processes that ask to be taken into the job, see `Membership`."""
         membership = self.worker.membership
@@ -497,6 +523,8 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         while self.worker.membership is not None and self.worker.membership.absent:
             # More were lost meanwhile.
             self.worker = self._next_worker(self.worker, ClusterChanges())
+        self._is_current.assign(False)
+        _compat.forget_functions_of_replicas(self._container_strategy())
         self.new_variables = NewVariables()
         progress.restart()
         forget_groups()

@@ -48,6 +48,8 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
         args = divider.keep_batch(args)
     args, total = batch_weights.unpack_counted(args)
     args, others = unwrap_other_rows(args)
+    if loop is None:
+        _warn_of_former_batch(strategy, args)
     if loop is None or strategy_of(loop.model) is not strategy:
         return fn, args
     if loop.whole_batches and strategy.num_replicas_in_sync > 1:
@@ -86,6 +88,26 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
             strategy, loop, fn, local, parts or [None], total, others, divider
         )
     return _wait_for_data(loop.model, step), args
+
+
+def _warn_of_former_batch(strategy: Any, args: tuple) -> None:
+    """Warn of a batch that was probably read for workers that have changed since.
+
+    Args:
+        strategy: A tfdp strategy.
+        args: Tuple, arguments of the replica function of a loop of the user's own.
+    """
+    extended = strategy.extended
+    if extended.read_generation in (None, extended.generation):
+        return
+    if first_tensor(args) is not None:
+        user_code.warn(
+            "`strategy.run` got a batch, but no data was read since the workers "
+            "changed: a batch from before has the rows of the former workers. Take it "
+            "from a dataset that is distributed again.",
+            once_for=extended,
+            topic=f"former batch {extended.generation}",
+        )
 
 
 def _divided_step(

@@ -114,12 +114,14 @@ class _Strategy:
         self.extended.worker_group.owner.check("`strategy.run`")
         if loops.current() is None and self.extended.is_applicant:
             raise RuntimeError(
-                "This worker is to join a running job, which it can only in `fit`: "
-                "until then it does not train by itself. Start all workers again."
+                "This worker is to join a running job, which it can only in `fit`, or "
+                "by a `tfdp.ElasticState`: until then it does not train by itself. "
+                "Start all workers again."
             )
         if loops.current() is None:
             # Keras's loops have synchronized new variables when they began.
             synchronized_scope.synchronize_new_variables(self)
+            self.extended.assert_same_workers()
         fn, args = replica_step.prepare_run(self, fn, args)
         with synchronized_scope.synchronizing_step(self), self.extended.step_scope():
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]

@@ -25,6 +25,7 @@ from tfdp.communication.coordination.watch.errors import (
     NotConnected,
     PeerStepFailed,
     WorkerLost,
+    WorkersChanged,
     WorkersJoin,
 )
 from tfdp.communication.coordination.watch.recorder import listen
@@ -39,6 +40,7 @@ __all__ = [
     "PeerStepFailed",
     "Watchdog",
     "WorkerLost",
+    "WorkersChanged",
     "WorkersJoin",
     "watch",
     "watch_data",

@@ -49,6 +49,21 @@ class WorkerLost(ClusterChanges):
         self.rank = rank
 
 
+class WorkersChanged(RuntimeError):
+    """Error in the `with` block of an `ElasticState`: other workers train from now on.
+
+    Workers were lost, or have joined. The strategy has the new workers already, and the
+    model and the values of the state are those of the last `commit`. Distribute the
+    dataset again, create the `tf.function` of the step anew, and try the step again.
+
+    Args:
+        text: String, the message.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+
+
 class NotConnected(tf.errors.UnavailableError):
     """Error: the first collective with a worker could not connect to it in time."""
 

@@ -382,7 +382,9 @@ class Watchdog(threading.Thread):
         """Publish the failure, abort collectives, end the process if it hangs."""
         reason = f"worker {failure.rank} is lost"
         store = self.membership.store
-        if self._rank != failure.rank == store.host:  # no other worker hosts it
+        is_host = self._rank != failure.rank == store.host  # no other worker hosts it
+        # A host that leaves ends its connections, so that the next one takes over.
+        if is_host and not self._detector.status(failure.rank).has_left:
             store.fail(f"The store of the job is lost: {reason}.")
         else:
             self._heartbeat.beat_now(_GRACE_SECONDS / 2)

@@ -1,0 +1,427 @@
+"""`ElasticState`: state of a training loop of the user's own, which outlives workers.
+
+with state -> the steps, `commit` -> a loss, or workers that join
+    -> new cluster -> the state of the last commit -> `WorkersChanged`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+from typing import TYPE_CHECKING, Any
+
+import keras
+
+from tfdp.checkpoint import api, schema
+from tfdp.checkpoint.backups import Backups, IncompatibleBackup
+from tfdp.checkpoint.callback_state import check_value, from_json, to_json
+from tfdp.checkpoint.index import Index
+from tfdp.checkpoint.memory_backups import MemoryBackups
+from tfdp.checkpoint.model_state import model_state
+from tfdp.checkpoint.on_all_workers import worker_group_of
+from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
+from tfdp.checkpoint.reader import LoadPlan, check_model
+from tfdp.checkpoint.run_schema import FACTS, RANDOM_STATES
+from tfdp.checkpoint.training_state import backup_tensors, plan_backup, run_facts
+from tfdp.communication.coordination.preemption import PreemptionNotice, PreemptionWatch
+from tfdp.communication.coordination.watch import (
+    ClusterChanges,
+    WorkerLost,
+    WorkersChanged,
+    WorkersJoin,
+)
+from tfdp.features import elastic
+from tfdp.ground.arguments import checked_integer
+from tfdp.ground.base import activities
+from tfdp.ground.base.context import strategy_of
+from tfdp.ground.base.feature import equalize_replicas
+from tfdp.training.keras_hooks import configs
+from tfdp.training.optimizer.arguments import check_strategy
+
+# Commits that stay in the directory; an earlier one is read if the last is damaged.
+_NUM_KEPT = 2
+_RUN = {
+    "steps": schema.COUNT,
+    "batches": schema.COUNT,
+    "facts": FACTS,
+    "random": RANDOM_STATES,
+    "values": check_value,
+}
+
+
+class ElasticState:
+    """State of a training loop around `strategy.run` that outlives its workers.
+
+    With `CommunicationOptions(on_loss="continue")` the loop continues when workers are
+    lost, or join. Its steps, evaluations and saves are made within `with state:`. When
+    the workers change there, the block ends with `tfdp.WorkersChanged`. By then the
+    strategy has the new workers, and the model and the values are those of the last
+    `commit`. The loop then tries the step again: it distributes its dataset anew, from
+    the position in the values, and creates its `tf.function` anew, best at the
+    beginning of the block.
+
+    All workers create it, when the model is built, and before they distribute data. A
+    script that starts again continues from the last commit; so does a worker that
+    joins. One device needs no change of the script.
+
+    Args:
+        model: Built Keras model, compiled with the optimizer of the loop. Use
+            `model.optimizer` in the step: a sharded optimizer is another one after a
+            change.
+        directory: String or path-like, a directory of its own that all workers share;
+            or the URL of an object store.
+        disk_every: Int, number of commits between two that are also written into the
+            directory; the others are kept in the memory of the hosts only, with a copy
+            on another host, as far as it suffices. Defaults to 100.
+        **values: Initial values of the loop, the same on all workers, such as the
+            number of the step: numbers, strings, arrays, lists and dicts. They become
+            attributes of the state, to be read and set. Each commit saves them as text,
+            so keep them small.
+
+    Raises:
+        ValueError: If an argument is invalid; on every worker, if the directory has the
+            state of another model or loop.
+        OSError: On every worker, if one cannot write into the directory.
+
+    Example:
+
+    >>> import numpy as np, tempfile, tfdp
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> model.compile("adam", "mse")
+    >>> state = tfdp.ElasticState(model, tempfile.mkdtemp(), step=0, losses=[])
+    >>> x, y = np.ones((4, 2)), np.ones(4)
+    >>> while state.step < 3:
+    ...     try:
+    ...         with state:
+    ...             state.losses.append(model.train_on_batch(x, y))
+    ...             state.step += 1
+    ...             state.commit()
+    ...     except tfdp.WorkersChanged:
+    ...         continue  # the first worker has printed who was lost
+    >>> len(state.losses)
+    3
+    >>> state.delete()
+
+    Source: the state of Horovod's elastic loops,
+    https://horovod.readthedocs.io/en/stable/elastic_include.html
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(
+        self,
+        model: keras.Model,
+        directory: str | os.PathLike[str],
+        *,
+        disk_every: int = 100,
+        **values: Any,
+    ) -> None:
+        self._values = _checked_values(values)
+        self._model, self._directory = model, os.fspath(directory)
+        self._disk_every = checked_integer("disk_every", disk_every, 1)
+        _check_model(model)
+        self._num_commits = 0
+        self._is_entered = False
+        self._strategy = strategy_of(model)
+        self._continues = elastic.continues(self._strategy)
+        if self._continues:
+            elastic.FEATURE.add_call(self._strategy, self._facts())
+        # Whether the weights may be those of an interrupted step.
+        self._has_begun = False
+        if self._continues and self._strategy.extended.is_applicant:
+            model_state(model)  # builds the optimizer, as the others have done
+            self._has_begun = True
+            self._continue_after(WorkersJoin())
+            return
+        try:
+            self._begin()
+        except ClusterChanges as change:
+            if not self._is_recoverable(change):
+                raise
+            self._continue_after(change)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            super().__setattr__(name, value)
+        elif name in self._values:
+            self._values[name] = value
+        else:
+            raise AttributeError(
+                f"`ElasticState` saves the values that it is created with. Add "
+                f"`{name}=...` to its arguments."
+            )
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            values = vars(self).get("_values", {})
+            if name in values:
+                return values[name]
+            raise AttributeError(f"`ElasticState` has no value {name!r}")
+
+    def commit(self) -> None:
+        """Save the model, its optimizer and the values. All workers call it together.
+
+        Call it between two steps; what is done after it is done again after a loss.
+        Workers that have applied join here.
+
+        Raises:
+            TypeError: If a value has another type than those that are saved.
+            OSError: On every worker, if one cannot write.
+        """
+        self._num_commits += 1
+        self._save()
+        if self._is_entered and self._continues:
+            self._watch.is_given(self._num_commits)
+            if self._watch.joining:
+                raise WorkersJoin(self._watch.joining)
+
+    def delete(self) -> None:
+        """Delete what was saved: training is complete. All workers call it together."""
+        # A loss does not undo the training that is complete.
+        with contextlib.suppress(*[WorkerLost] * self._continues):
+            self._backups.finish()
+            self._memory.delete()
+            self._backups.delete()
+
+    def __enter__(self) -> ElasticState:
+        self._set_entered(True)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._set_entered(False)
+        if not self._continues or not isinstance(error, Exception):
+            return
+        change = self._change_behind(error)
+        if change is None:
+            return
+        if not self._is_recoverable(change):
+            raise change from error
+        raise WorkersChanged(self._continue_after(change)) from error
+
+    def _set_entered(self, is_entered: bool) -> None:
+        """Set whether the block of this state runs, in which no other loop recovers."""
+        self._is_entered = elastic.FEATURE.is_in_loop = is_entered
+
+    def _explaining(self) -> contextlib.AbstractContextManager:
+        """Return a context that names the lost worker in errors of TensorFlow."""
+        if self._strategy is None:
+            return contextlib.nullcontext()
+        return self._strategy.extended.explaining()
+
+    def _is_recoverable(self, change: ClusterChanges) -> bool:
+        """Return whether this worker continues after a change."""
+        return self._continues and not elastic.is_given_up(self._strategy, change)
+
+    def _change_behind(self, error: Exception) -> ClusterChanges | None:
+        """Return the change of the workers that has caused an error, or `None`."""
+        cause: BaseException | None = error
+        while cause is not None:
+            # AutoGraph replaces an error that a traced function has raised.
+            if isinstance(cause, ClusterChanges):
+                return cause
+            cause = cause.__cause__ or cause.__context__
+        try:
+            with self._explaining():
+                raise error
+        except ClusterChanges as change:
+            return change
+        except Exception:  # noqa: BLE001 the caller raises it
+            return None
+
+    def _continue_after(self, change: ClusterChanges) -> str:
+        """Form a new cluster, and load the state of the last commit.
+
+        Args:
+            change: `ClusterChanges`, the reason.
+
+        Returns:
+            String, what has changed and what to do.
+
+        Raises:
+            RuntimeError: If the workers that are left may not continue.
+        """
+        while True:
+            self._close()
+            text = elastic.change_cluster(self._model, change, "The loop continues")
+            try:
+                self._begin()
+                break
+            except ClusterChanges as further:
+                if not self._is_recoverable(further):
+                    raise
+                change = further
+        return (
+            f"{text} The model and the values of `ElasticState` are those of commit "
+            f"{self._num_commits}: distribute the dataset again, create the "
+            "`tf.function` of the step anew, and try the step again."
+        )
+
+    def _begin(self) -> None:
+        """Load the newest state; before the first one, save the initial state.
+
+        Raises:
+            ClusterChanges: If more workers are lost.
+            RuntimeError: If the state of the loop is lost.
+        """
+        with self._explaining():
+            if not self._load():
+                if self._has_begun:
+                    raise RuntimeError(
+                        "The workers that are left have found no state from which to "
+                        "continue. Start the job again."
+                    )
+                self._save()
+        self._has_begun = True
+
+    def _load(self) -> bool:
+        """Open the memory and the directory, and load the newest state, if any.
+
+        Returns:
+            Bool, whether there is one.
+        """
+        model_state(self._model)  # builds the optimizer, while no worker can fail
+        group = self._group = worker_group_of(self._model)
+        extended = None if self._strategy is None else self._strategy.extended
+        applicants = list if extended is None else extended.applicants
+        self._watch = PreemptionWatch(PreemptionNotice(), group, applicants)
+        self._backups = Backups(
+            self._directory,
+            _NUM_KEPT,
+            group,
+            functools.partial(api.serialize_model, self._model),
+            has_memory=True,
+        )
+        self._memory = MemoryBackups(
+            self._directory,
+            1,
+            group,
+            None if extended is None else extended.connect_workers,
+            reads_when_off=True,
+        )
+        self._backups.prepare()
+        steps = self._backups.list_steps()
+        self._memory.prepare()
+        source: Any = self._memory
+        found = source.find_newest(self._plan, (max(steps, default=0), False))
+        if found is None:
+            source = self._backups
+            found = source.find_newest(self._plan, steps)
+        if found is None:
+            return False
+        # Values of another number of replicas are merged into those of the metrics.
+        self._model.reset_metrics()
+        source.load(*found)
+        run = found[0].run
+        restore_random_states(run["random"], group)
+        self._values.update(from_json(run["values"]))
+        self._num_commits = run["steps"]
+        return True
+
+    def _close(self) -> None:
+        """Close the connections of the memory; it has none before the first load."""
+        if "_memory" in vars(self):
+            self._memory.close()
+
+    def _plan(self, index: Index) -> LoadPlan:
+        """Plan what to read of a state.
+
+        Raises:
+            IncompatibleBackup: If it is not of this loop.
+            schema.Malformed: If its metadata is invalid.
+        """
+        run = index.run
+        if not isinstance(run, dict) or "values" not in run:
+            raise IncompatibleBackup("it was not saved by `ElasticState`")
+        schema.check(run, _RUN, "run")
+        saved = from_json(run["values"])
+        if saved.keys() != self._values.keys():
+            raise IncompatibleBackup(
+                f"its values are {sorted(saved)}. Received: {sorted(self._values)}"
+            )
+        try:
+            plan = plan_backup(self._model, {}, index, run["facts"], with_metrics=True)
+            check_model(index, plan)
+        except schema.Malformed:
+            raise
+        except ValueError as error:
+            raise IncompatibleBackup(str(error)) from error
+        return plan
+
+    @activities.during(activities.SAVE)
+    def _save(self) -> None:
+        """Save the state in memory, and in the directory if that is due."""
+        equalize_replicas(self._model)
+        run = {
+            "steps": self._num_commits,
+            "batches": 0,
+            "facts": run_facts(self._model),
+            "random": gather_random_states(self._group),
+            "values": _encoded(self._values),
+        }
+        tensors = backup_tensors(self._model, {}, in_epoch=True)
+        if self._memory.is_on:
+            self._memory.save(self._num_commits, tensors, run)
+        is_due = self._num_commits and not self._num_commits % self._disk_every
+        if is_due or not self._memory.is_on:
+            self._backups.save(self._num_commits, tensors, run)
+
+    def _facts(self) -> dict[str, str]:
+        """Return what a worker that joins must have in common with the others."""
+        described = {
+            "configs": configs.configs_of("fit", self._model, [], has_trained=True),
+            "directory": self._directory,
+            "values": sorted(self._values),
+        }
+        text = json.dumps(configs.comparable(described), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return {"model, directory or values of `ElasticState`": digest}
+
+
+def _check_model(model: Any) -> None:
+    """Raise if a model's loop cannot continue after a loss.
+
+    Raises:
+        ValueError: If it has no optimizer, or its state cannot be divided anew.
+    """
+    check_strategy(model.distribute_strategy)
+    if getattr(model, "optimizer", None) is None:
+        raise ValueError(
+            "`ElasticState` saves the optimizer, too: call "
+            "`model.compile(optimizer=...)` with that of the loop first."
+        )
+    if problem := elastic.obstacle_of_sharding(model):
+        raise ValueError(f"`ElasticState` {problem}")
+
+
+def _checked_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Check the names and types of the values of a loop, and return them."""
+    for name in values:
+        if name.startswith("_") or hasattr(ElasticState, name):
+            raise ValueError(
+                f"A value of `ElasticState` needs another name. Received: {name!r}"
+            )
+    _encoded(values)
+    return values
+
+
+def _encoded(values: dict[str, Any]) -> Any:
+    """Encode the values of a loop for JSON.
+
+    Raises:
+        TypeError: If a value has another type than those that are saved.
+    """
+    for name, value in values.items():
+        try:
+            to_json(value)
+        except TypeError as error:
+            raise TypeError(
+                "The values of `ElasticState` must be numbers, strings, arrays, lists "
+                f"and dicts. Received: {name}={value!r}"
+            ) from error
+    return to_json(values)
