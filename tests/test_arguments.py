@@ -19,9 +19,12 @@ import tfdp
 from tests.harness import public_api
 
 NAN, INF = float("nan"), float("inf")
+COMPILED = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+COMPILED.compile("sgd", "mse")
 # What is given for parameters without a default, by the public name.
 REQUIRED: dict[str, dict[str, typing.Any]] = {
     "tfdp.DistributedOptimizer": {"optimizer": keras.optimizers.SGD},
+    "tfdp.ElasticState": {"model": COMPILED, "directory": tempfile.mkdtemp()},
     "tfdp.options.Link": {"alpha_seconds": 1.0, "seconds_per_byte": 1.0},
     "tfdp.options.Links": {
         "inside": tfdp.options.Link(1.0, 1.0),

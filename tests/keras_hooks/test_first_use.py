@@ -53,8 +53,14 @@ def names_of_features() -> list[str]:
 def test_features_are_there_however_tfdp_was_imported():
     (answer,) = forks.run([Start(names_of_features)], DEADLINE_SECONDS)
     assert sorted(answer.value) == [
-        *("Elastic", "Islands", "LocalStepsFeature"),
-        *("_Goodput", "_Rebalancing", "_Tracking", "_Tuning"),
+        *(
+            "BackupWorkers",
+            "Elastic",
+            "Islands",
+            "LocalStepsFeature",
+            "MicroBatchSearch",
+        ),
+        *("SpikeGuards", "_Goodput", "_Rebalancing", "_Tracking", "_Tuning"),
     ], answer.text
 
 

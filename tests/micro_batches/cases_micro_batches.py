@@ -320,6 +320,10 @@ def no_micro_batches_without_auto(env: Env) -> None:
         with unittest.mock.patch.object(DividedStep, "__call__", noted):
             common.fit(model, x, y, batch_size=BATCH, epochs=1, callbacks=[auto])
         counts[steps] = {"StatelessWhile", "QueueEnqueueV2"} & kinds
+        common.fit(model, x, y, batch_size=BATCH, epochs=1)
+        # An optimizer of one batch an update is Keras's own.
+        features = getattr(model.optimizer, "features", None)
+        assert features is None or not features.installed
     assert not counts[1] | counts[2], counts
     assert len(counts["auto"]) == 2, counts
 

@@ -81,3 +81,15 @@ def test_a_last_batch_of_another_size_is_compiled_once_more(tmp_path: Path):
     names = [path.name for path in tmp_path.glob("*before_optimizations.txt")]
     # Each replica's function, for batches of two sizes.
     assert sum("compiled_" in name for name in names) == 4, names
+
+
+def test_a_tf_function_around_a_step_is_traced_without_a_word(caplog):
+    """AutoGraph warns of what it cannot read."""
+    strategy = tfdp.MirroredStrategy(["/cpu:0"])
+
+    @tf.function
+    def step():
+        return strategy.run(tf.zeros, args=([2],))
+
+    step()
+    assert not caplog.records

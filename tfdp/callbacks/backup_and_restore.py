@@ -49,7 +49,7 @@ from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin
 from tfdp.features.local_steps import FEATURE as LOCAL_STEPS
 from tfdp.ground import _compat, user_code
 from tfdp.ground.arguments import checked_bool, checked_integer, is_integer, plain
-from tfdp.ground.base import activities
+from tfdp.ground.base import activities, loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.data.batch_change import BatchChange
@@ -260,8 +260,11 @@ class BackupAndRestore(StrategyCallback):
         self._total += batch - self._last_batch
         self._last_batch = batch
         # With local steps, workers ask each other about notices only when they
-        # exchange: asking after each batch would synchronize them.
-        ask_every = LOCAL_STEPS.batches_between_meetings(self.model, is_delayed=False)
+        # exchange: asking after each batch would synchronize them. Steps that do not
+        # wait for late workers ask at the end of the epoch.
+        ask_every = loops.exchange() is None and LOCAL_STEPS.batches_between_meetings(
+            self.model, is_delayed=False
+        )
         asks = ask_every and self._total // ask_every > before // ask_every
         if asks and self._watch.is_given(self._total):
             self._answer_notice(self._epoch, batch + 1, logs)

@@ -187,6 +187,7 @@ class SpikeGuard(OptimizerCallback):
                 file=sys.stderr,
                 flush=True,
             )
+        self._guard.waiting.assign(0)
 
     @property
     def _has_stopped(self) -> bool:

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import json
 import os
+import shutil
 import socket
 import statistics
 import subprocess
@@ -88,6 +89,9 @@ def _job(side: str, torch_python: str, kills: tuple) -> Outcome:
     """Run one job to its end."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        # Python looks for modules beside a script: not for those of this folder.
+        for script in FOLDER.glob("recovery_*worker.py"):
+            shutil.copy(script, folder)
         env = {
             **os.environ,
             "PYTHONPATH": str(FOLDER.parents[1]),
@@ -132,15 +136,15 @@ def _commands(
             "tfdp --elastic": ["--elastic", f"{NUM_WORKERS - 1}:{NUM_WORKERS}"],
             "tfdp --max-restarts": ["-n", str(NUM_WORKERS), "--max-restarts", "5"],
         }[side]
-        script = str(FOLDER / "recovery_worker.py")
-        yield [sys.executable, "-m", "tfdp", "run", *options, script], env
+        ours = [sys.executable, "-m", "tfdp", "run"]
+        yield [*ours, *options, "recovery_worker.py"], env
         return
     if side == "torchrun":
         torchrun = [torch_python, "-m", "torch.distributed.run", "--standalone"]
         torchrun += ["--max-restarts", "5", f"--nproc-per-node={NUM_WORKERS}"]
         # Else a second attempt may read addresses of the first one.
         own = {**env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        yield [*torchrun, str(FOLDER / "recovery_torch_worker.py")], own
+        yield [*torchrun, "recovery_torch_worker.py"], own
         return
     port = _free_port()
     lighthouse = [str(Path(torch_python).parent / "torchft_lighthouse")]
@@ -159,8 +163,8 @@ def _commands(
             "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}",
             "REPLICA_GROUP_ID": str(rank),
         }
-        script = str(FOLDER / "recovery_torchft_worker.py")
-        yield ["sh", "-c", 'until "$0" "$1"; do :; done', torch_python, script], own
+        again = ["sh", "-c", 'until "$0" "$1"; do :; done', torch_python]
+        yield [*again, "recovery_torchft_worker.py"], own
 
 
 def _outcome(folder: Path) -> Outcome:

@@ -45,6 +45,10 @@ class MicroBatches(StepFeature):
         self._computed = make_variable(
             shape=(), dtype="int32", initializer="zeros", name="computed_steps"
         )
+        # Whether the number is that of a descent, which has not ended.
+        self._is_trial = make_variable(
+            shape=(), dtype="int32", initializer="zeros", name="is_trial"
+        )
         self._num_done = 0
         self.kept = KeptBatch()
         self.has_begun = False
@@ -53,12 +57,12 @@ class MicroBatches(StepFeature):
     @property
     def variables(self) -> list:
         """List of the Keras variables that the feature has created."""
-        return [self._number, self._computed]
+        return [self._number, self._computed, self._is_trial]
 
     @property
     def counters(self) -> dict[str, Any]:
         """Dict of the number, which backups save."""
-        return {"micro_batches": self._number}
+        return {"micro_batches": self._number, "micro_batches_trial": self._is_trial}
 
     @property
     def number(self) -> int:
@@ -69,6 +73,21 @@ class MicroBatches(StepFeature):
     def number(self, number: int) -> None:
         """Set the number, outside a step."""
         self._number.assign(number)
+
+    @property
+    def is_trial(self) -> bool:
+        """Bool, whether the number is that of a descent, which has not ended."""
+        return bool(self._is_trial.numpy())
+
+    def begin_descent(self, descent: Descent) -> None:
+        """Begin with single rows."""
+        self.descent, self.number = descent, Descent.START
+        self._is_trial.assign(1)
+
+    def end_descent(self) -> None:
+        """Keep the number."""
+        self.descent = None
+        self._is_trial.assign(0)
 
     def check(self, optimizer: Any) -> None:
         """Raise if the optimizer shards parameters, or accumulates batches, too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -19,6 +20,7 @@ from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Feature, Fit
 from tfdp.ground.text import pluralize
+from tfdp.training.keras_hooks.worker_callbacks import callback_list
 from tfdp.training.reduction.cache_file import cache_path, read_entries, write_entries
 from tfdp.training.reduction.training_group import training_group
 
@@ -32,6 +34,14 @@ _OUT_OF_MEMORY = (tf.errors.ResourceExhaustedError, PeerStepFailed)
 class MicroBatchSearch(Feature):
     """Makes a step again, with twice the micro-batches, when it ran out of memory."""
 
+    def choose_callbacks(self, fit: Fit) -> None:
+        """Have whole batches computed again if this `fit` has no callback for it."""
+        callbacks = callback_list(fit.arguments.get("callbacks"))
+        is_auto = any(str(getattr(c, "steps", None)) == "auto" for c in callbacks)
+        if division_of(fit.model) is not None and not is_auto:
+            fit.model.optimizer.features.uninstall(MicroBatches)
+            fit.model.train_function = None
+
     def wrap_step(self, model: Any, step: Callable) -> Callable:
         """Return a step that is made again until it fits in memory."""
         division = division_of(model)
@@ -44,18 +54,18 @@ class MicroBatchSearch(Feature):
             if not division.has_begun:
                 division.has_begun = True
                 _begin(model, division)
-            source, before = data, None
-            while True:
-                try:
-                    result = step(source)
-                except _OUT_OF_MEMORY as error:
-                    before = before or division.number
-                    source = _double(model, division, error, data)
-                except BaseException:
-                    division.forget_step()
-                    raise
-                else:
-                    break
+            before = None
+            with contextlib.ExitStack() as failing:
+                failing.callback(division.forget_step)
+                source = data
+                while True:
+                    try:
+                        result = step(source)
+                        break
+                    except _OUT_OF_MEMORY as error:
+                        before = before or division.number
+                        source = _double(model, division, error, data)
+                failing.pop_all()
             if division.descent is not None:
                 _descend(model, division)
             elif before is not None:
@@ -76,8 +86,12 @@ def _begin(model: Any, division: MicroBatches) -> None:
     """Start with the number of an earlier run, and find the limit of memory."""
     extended = model.distribute_strategy.extended
     group = extended.worker_group
+    is_trial = division.is_trial
+    division.end_descent()
     own = read_entries(cache_path(_FILE)).get(_key(model)) if group.is_chief else 1
     kept = group.all_gather("kept number of micro-batches", own)[0]
+    if is_trial:
+        division.number = 1
     if type(kept) is int and division.number < kept < Descent.START:
         division.number = kept
     hosts = extended.hosts
@@ -87,7 +101,7 @@ def _begin(model: Any, division: MicroBatches) -> None:
     is_known = kept is not None or division.number > 1
     # All workers descend if one has a limit.
     if any(group.all_gather("limit of memory", is_limited)) and not is_known:
-        division.descent, division.number = descent, Descent.START
+        division.begin_descent(descent)
 
 
 def _descend(model: Any, division: MicroBatches) -> None:
@@ -107,7 +121,7 @@ def _descend(model: Any, division: MicroBatches) -> None:
     division.number = -(-number // 2) if may_halve else number
     if may_halve:
         return
-    division.descent = None
+    division.end_descent()
     _store(
         model,
         division,
@@ -145,13 +159,13 @@ def _double(model: Any, division: MicroBatches, error: Exception, data: Any) -> 
     if _can_meet(model) and _any_worker(model.distribute_strategy, bool(reason)):
         reason = reason or "another worker could not make it again: see its message."
     if reason:
-        division.forget_step()
         parts = number if rows is None else min(number, rows)
         raise ValueError(
             f"A step ran out of memory with {_counted(parts)} for each replica, and "
             f"{reason}"
         ) from error
-    division.number, division.descent = 2 * number, None
+    division.number = 2 * number
+    division.end_descent()
     return data if rows is None else division.kept.take()
 
 

@@ -44,7 +44,7 @@ class StepGuard(StepFeature):
             are left out but with `"skip"`, until the host has stopped or gone back.
     """
 
-    label = "the spike guard"
+    label = "`SpikeGuard`"
     checks_finite = True
 
     def __init__(

@@ -36,7 +36,11 @@ class SpikeGuards(Feature):
         Raises:
             ValueError: If it is to go back to a backup, and cannot.
         """
-        guards = guards_of(fit.arguments.get("callbacks"))
+        callbacks = fit.arguments.get("callbacks")
+        guards = guards_of(callbacks)
+        for backup in backup_callbacks(callbacks):
+            if not backup.is_again:
+                backup.goes_back_for = ""
         if guards:
             if fit.strategy is None:
                 _wrap_step(fit.model)

@@ -216,6 +216,7 @@ class ReplicaExtended:
         """Bool, whether training continues after the loss of workers."""
         return False
 
+    @tf.autograph.experimental.do_not_convert
     def assert_same_workers(self) -> None:
         """Have the graph that is traced fail once the workers have changed."""
 
