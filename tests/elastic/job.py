@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import pickle
 import time
 import traceback
@@ -71,10 +70,13 @@ def run(
     """
     context = fork_server()
     folder.mkdir(exist_ok=True)
-    configs = cluster_configs(num_workers, devices)
-    names = [None] * num_workers
+    names: list[str | None] = [None] * num_workers
+    addresses = None
     if bed:
-        configs, names = _on_hosts(configs, bed, hosts)
+        names = [bed.names[host] for host in hosts]
+        every = bed.worker_addresses(len(hosts))
+        addresses = [every[host * len(hosts) + i] for i, host in enumerate(hosts)]
+    configs = cluster_configs(num_workers, devices, addresses=addresses)
     processes: list[tuple[int, Any]] = []
 
     def start(rank: int, **more: Any) -> None:
@@ -115,18 +117,6 @@ def run(
     }
     codes = [process.exitcode for _, process in processes]
     return Outcome(codes, results, output, folder)
-
-
-def _on_hosts(
-    configs: list[str], bed: TwoHosts, hosts: tuple[int, ...]
-) -> tuple[list[str], list[str]]:
-    """The configurations of workers on a bed, and the names of their hosts."""
-    every = bed.worker_addresses(len(hosts))
-    addresses = [every[host * len(hosts) + rank] for rank, host in enumerate(hosts)]
-    parsed = [json.loads(config) for config in configs]
-    for config in parsed:
-        config["cluster"] = {"worker": addresses}
-    return [json.dumps(config) for config in parsed], [bed.names[h] for h in hosts]
 
 
 def _serve(

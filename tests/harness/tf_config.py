@@ -24,14 +24,16 @@ def cluster_configs(
     num_workers: int,
     devices_per_worker: int | Sequence[int] | None = None,
     host: str = "localhost",
+    addresses: Sequence[str] | None = None,
 ) -> list[str]:
-    """The `TF_CONFIG` of each worker of a cluster on free ports."""
+    """The `TF_CONFIG` of each worker of a cluster, by default on free ports."""
     shown = f"[{host}]" if ":" in host else host
-    addresses = [f"{shown}:{port}" for port in free_ports(num_workers)]
+    if addresses is None:
+        addresses = [f"{shown}:{port}" for port in free_ports(num_workers)]
     texts = []
     for rank in range(num_workers):
         config: dict[str, Any] = {
-            "cluster": {"worker": addresses},
+            "cluster": {"worker": list(addresses)},
             "task": {"type": "worker", "index": rank},
         }
         if devices_per_worker is not None:

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from tfdp.communication.cluster.ports import free_ports
 from tfdp.launch.bench.machine import torch_version
 from tools.bench.recovery_record import EPOCHS, NUM_SAMPLES, NUM_STEPS, NUM_WORKERS
 from tools.bench.report import Arguments, Figure, Report
@@ -146,7 +146,7 @@ def _commands(
         own = {**env, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         yield [*torchrun, "recovery_torch_worker.py"], own
         return
-    port = _free_port()
+    (port,) = free_ports(1)
     lighthouse = [str(Path(torch_python).parent / "torchft_lighthouse")]
     # One below all, so that the rest of a job may continue; shorter times than the
     # defaults, 60 and 5 s.
@@ -180,10 +180,10 @@ def _outcome(folder: Path) -> Outcome:
     if set(last) != set(range(NUM_STEPS)) or not losses:
         raise ValueError(f"only {len(last)} steps of {NUM_STEPS} were made")
     uses: collections.Counter[tuple[int, int]] = collections.Counter()
-    again = set()
+    again: set[int] = set()
     for at, step, samples in lines:
         if last[step] - at > TOGETHER_SECONDS:
-            again.add((step, round(at)))
+            again.add(step)
             continue
         epoch = step * EPOCHS // NUM_STEPS
         uses.update((epoch, sample) for sample in samples)
@@ -193,18 +193,11 @@ def _outcome(folder: Path) -> Outcome:
             for at, killed in kills
         ],
         seconds=lines[-1][0] - lines[0][0],
-        again=len({step for step, _ in again}),
+        again=len(again),
         lost=EPOCHS * NUM_SAMPLES - len(uses),
         twice=sum(count - 1 for count in uses.values()),
         loss=losses[0],
     )
-
-
-def _free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def _end(processes: list[subprocess.Popen]) -> None:
