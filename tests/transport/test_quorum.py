@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -18,6 +17,7 @@ from tfdp.communication.transport import (
     Share,
 )
 from tfdp.communication.transport.quorum import QuorumSum
+from tfdp.ground.base.threads import run_on_thread
 
 _SECONDS = 20.0
 
@@ -72,27 +72,13 @@ class Job:
         self, rank: int, value: float, rows: float = 2.0
     ) -> Callable[[], QuorumSum]:
         """Begins an exchange; returns what waits for its end."""
-        found: list[QuorumSum | Exception] = []
         total = 2.0 * len(self.ends)
         arrays = [np.full(3, value, "float32"), np.full(int(value), rank, "int32")]
 
-        def exchange() -> None:
-            try:
-                found.append(self.ends[rank].exchange(Share(rows, total, arrays)))
-            except (PeerLost, ValueError) as error:
-                found.append(error)
-
-        thread = threading.Thread(target=exchange, daemon=True)
-        thread.start()
-
-        def result() -> QuorumSum:
-            thread.join(_SECONDS)
-            assert found, f"worker {rank} waits"
-            if isinstance(found[0], Exception):
-                raise found[0]
-            return found[0]
-
-        return result
+        future = run_on_thread(
+            "exchange", self.ends[rank].exchange, Share(rows, total, arrays)
+        )
+        return lambda: future.result(_SECONDS)
 
     def is_waiting(self, rank: int, result: Callable[[], QuorumSum]) -> bool:
         """Whether an exchange has begun, and does not end by itself."""

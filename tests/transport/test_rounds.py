@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -18,6 +17,7 @@ from tfdp.communication.transport import (
     TransportError,
 )
 from tfdp.communication.transport.rounds import Reply
+from tfdp.ground.base.threads import run_on_thread
 
 _SECONDS = 20.0
 
@@ -53,27 +53,13 @@ class Job:
         self, rank: int, value: float, samples: float = 1.0
     ) -> Callable[[], Reply]:
         """Begins an exchange; returns what waits for its end."""
-        found: list[Reply | Exception] = []
         arrays = [np.full(3, value, "float32"), np.array(10.0 * value)]
         state = [np.array(int(value)), np.full((2, 2), value, "float32")]
 
-        def exchange() -> None:
-            try:
-                found.append(self.ends[rank].exchange(samples, arrays, state))
-            except TransportError as error:
-                found.append(error)
-
-        thread = threading.Thread(target=exchange, daemon=True)
-        thread.start()
-
-        def result() -> Reply:
-            thread.join(_SECONDS)
-            assert found, f"worker {rank} waits"
-            if isinstance(found[0], Exception):
-                raise found[0]
-            return found[0]
-
-        return result
+        future = run_on_thread(
+            "exchange", self.ends[rank].exchange, samples, arrays, state
+        )
+        return lambda: future.result(_SECONDS)
 
 
 @pytest.fixture
