@@ -1,4 +1,4 @@
-"""Extended classes of the two strategies.
+"""Extended class of the strategy of one process, and what both strategies share.
 
 They override the methods by which tf.distribute reduces tensors and creates and
 updates variables. All other methods are TensorFlow's, called stock methods below.
@@ -16,38 +16,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdp.communication.cluster.devices import resolve_devices
 from tfdp.communication.collectives import (
     LaunchOrder,
-    Member,
     ProcessGroup,
-    align_group_keys,
     device_positions,
     timing,
 )
-from tfdp.communication.coordination.checks import (
-    agreed_topology,
-    check_same_setup,
-    setup_facts,
-)
-from tfdp.communication.coordination.join import Worker, reform, take_part
-from tfdp.communication.coordination.progress import progress
-from tfdp.communication.coordination.survivors import find_survivors
-from tfdp.communication.coordination.tensorflow_server import start_server
-from tfdp.communication.coordination.watch import (
-    ClusterChanges,
-    Watchdog,
-    WorkerLost,
-    WorkersJoin,
-    watch,
-    watch_data,
-)
-from tfdp.communication.coordination.worker_group import (
-    WorkerGroup,
-    forget_groups,
-    remember_group,
-)
-from tfdp.communication.store import own_version
+from tfdp.communication.coordination.checks import agreed_topology
+from tfdp.communication.coordination.watch import watch_data
+from tfdp.communication.coordination.worker_group import WorkerGroup, remember_group
 from tfdp.ground import _compat
 from tfdp.ground.base import loops
 from tfdp.ground.options import CommunicationOptions
@@ -58,30 +35,21 @@ from tfdp.training.parameters.conversion import deferred_parameter, is_deferred
 from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.training.reduction.reducer import Reducer
 from tfdp.training.replicas.state_merge import average_statistics, merge_states
-from tfdp.training.replicas.synchronized_scope import NewVariables, synchronize_in_step
 from tfdp.training.replicas.variables import (
     MetricVariable,
-    MirroredVariable,
     aggregation_of,
     class_mapping,
 )
 from tfdp.training.strategy.cross_device_ops import CrossDeviceOps
 from tfdp.training.strategy.transports import (
-    close_all,
     connect_workers,
     host_transport,
     new_transport,
-    watch_transports,
 )
 
 # The distance between the first collective keys of two strategies of a process.
 _STOCK_KEYS_PER_STRATEGY = 1000
 _strategy_counter = itertools.count()
-_CPU = "CPU:0"
-_OTHER_WORKERS = (
-    "A `tf.function` around `strategy.run` was traced for the workers from before they "
-    "changed. Create it anew after `tfdp.WorkersChanged`."
-)
 
 
 @dataclasses.dataclass
@@ -368,249 +336,6 @@ class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
         with _compat.without_tf_config():
             super().__init__(container_strategy, devices=devices)
         self._set_up_communication(0, ["localhost"], self.worker_devices)
-
-
-class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
-    """Extended class for the replicas of all workers.
-
-    Args:
-        container_strategy: The strategy of this extended class.
-        worker: `Worker`, this process in its cluster.
-        options: `CommunicationOptions`.
-    """
-
-    def __init__(
-        self, container_strategy: Any, worker: Worker, options: CommunicationOptions
-    ) -> None:
-        self.options = options
-        self.new_variables = NewVariables()
-        # What must be the same on all workers, also on those that join later.
-        self.facts: dict[str, str] = {"version of tfdp": own_version()}
-        self._enter(worker)
-        super().__init__(
-            container_strategy,
-            cluster_resolver=worker.resolver,
-            communication_options=_compat.StockOptions(),
-        )
-        self._connect()
-
-    def _enter(self, worker: Worker) -> None:
-        """Set this process's place in its cluster, and watch the other workers."""
-        self.worker = worker
-        self._watchdog: Watchdog | None = None
-        membership = worker.membership
-        if membership is not None:
-            membership.facts = self.facts
-        self.worker_group = remember_group(
-            WorkerGroup(
-                worker.rank,
-                worker.num_workers,
-                worker.timeout_seconds,
-                None if membership is None else membership.store,
-            )
-        )
-        if membership is not None:
-            self._watchdog = watch(
-                self.worker_group, membership, worker.timeout_seconds
-            )
-            watch_transports(self._watchdog)
-            self._watchdog.outlives_losses = worker.min_workers is not None
-            start_server(
-                membership.cluster,
-                self.worker_group,
-                self.options,
-                may_change=worker.min_workers is not None,
-            )
-
-    def _connect(self) -> None:
-        """Compare the workers' set-up, and connect their replicas."""
-        worker = self.worker
-        # Read by the functions that are traced for these workers.
-        self._is_current = _compat.plain_variable(True, tf.bool, _CPU)
-        self.add_facts(
-            setup_facts(self.worker_devices, self.options, rebalances=worker.rebalances)
-        )
-        all_devices = check_same_setup(
-            self.worker_group, self.worker_devices, self.facts
-        )
-        if worker.rebalances:
-            self.balance = LoadBalancer(worker.num_workers, len(self.worker_devices))
-        align_group_keys(functools.partial(self.worker_group.all_gather, "group keys"))
-        hosts = worker.cluster.hosts if worker.cluster else ["localhost"]
-        self._set_up_communication(worker.rank, hosts, all_devices)
-        self._check_transport()
-
-    def add_facts(self, facts: dict[str, str]) -> None:
-        """Add what must be the same on all workers, also on those that join later.
-
-        Args:
-            facts: Dict from the name of a fact, for messages, to its value.
-        """
-        # Another thread reads the former dict.
-        self.facts = self.facts | facts
-        if self.worker.membership is not None:
-            self.worker.membership.facts = self.facts
-
-    def _check_transport(self) -> None:
-        """Raise if training cannot continue after a loss, as it is to.
-
-        TensorFlow's own collectives are aborted when a worker is lost.
-        """
-        if self.worker.membership is None or self.worker_group.num_workers == 1:
-            return
-        name = self.group.transport.name
-        if name == "mpi" and self.continues_after_loss:
-            raise ValueError(
-                '`on_loss="continue"` is for `backend="direct"`: MPI ends all '
-                'processes of a job with one of them. Use `on_loss="stop"`.'
-            )
-        if name not in ("direct", "mpi"):
-            assert self._watchdog is not None
-            self._watchdog.closers.append(_compat.abort_collectives)
-
-    @property
-    def generation(self) -> int:
-        """Int, how many clusters of the job came before this one."""
-        membership = self.worker.membership
-        return 0 if membership is None else membership.generation
-
-    @property
-    def continues_after_loss(self) -> bool:
-        """Bool, whether training continues after the loss of workers."""
-        return self.worker.min_workers is not None
-
-    def assert_same_workers(self) -> None:
-        """Have the graph that is traced fail once the workers have changed.
-
-        A user's `tf.function` stays traced for the former workers; Keras's loops drop
-        theirs.
-        """
-        is_in_graph = not tf.executing_eagerly()
-        if not (is_in_graph and self.continues_after_loss) or loops.current():
-            return
-        with tf.device(_CPU):
-            is_current = self._is_current.read_value()
-            tf.debugging.Assert(is_current, [_OTHER_WORKERS])
-
-    def applicants(self) -> list[int]:
-        """Return the processes that ask to be taken into the job, see `Membership`."""
-        membership = self.worker.membership
-        return [] if membership is None else membership.applicants()
-
-    @property
-    def is_applicant(self) -> bool:
-        """Bool, whether this process is alone, and joins a running job in `fit`."""
-        return self.worker.applies_to is not None
-
-    def change_cluster(self, change: ClusterChanges) -> None:
-        """Form the groups anew, after workers were lost or have applied.
-
-        Variables keep their values, which may differ between workers. Functions traced
-        before must not run any more.
-
-        Args:
-            change: `ClusterChanges`, the reason.
-
-        Raises:
-            RuntimeError: If the workers that are left may not continue.
-            TimeoutError: If another worker does not come in time.
-        """
-        if self.is_applicant:
-            self.worker = take_part(
-                self.worker, self.facts, self.worker.timeout_seconds
-            )
-        else:
-            self.worker = self._next_worker(self.worker, change)
-        while self.worker.membership is not None and self.worker.membership.absent:
-            # More were lost meanwhile.
-            self.worker = self._next_worker(self.worker, ClusterChanges())
-        self._is_current.assign(False)
-        _compat.forget_functions_of_replicas(self._container_strategy())
-        self.new_variables = NewVariables()
-        progress.restart()
-        forget_groups()
-        self._enter(self.worker)
-        self._initialize_strategy(self.worker.resolver, devices=None)
-        self._connect()
-
-    def _next_worker(self, worker: Worker, change: ClusterChanges) -> Worker:
-        """Agree with the workers that are left on the next cluster, and join it.
-
-        Args:
-            worker: `Worker`, this process in the former cluster.
-            change: `ClusterChanges`, the reason.
-        """
-        assert worker.membership is not None
-        close_all()
-        lost = [change.rank] if isinstance(change, WorkerLost) else []
-        applicants = change.applicants if isinstance(change, WorkersJoin) else []
-        survivors, applicants = find_survivors(
-            worker.membership,
-            lost,
-            applicants,
-            worker.min_workers or 1,
-            worker.timeout_seconds,
-        )
-        return reform(worker, survivors, applicants)
-
-    def explaining(self) -> contextlib.AbstractContextManager:
-        """Return a context that names the lost worker in errors of TensorFlow."""
-        if self._watchdog is None:
-            return contextlib.nullcontext()
-        return self._watchdog.translate_errors()
-
-    def _initialize_strategy(self, cluster_resolver: Any, devices: Any) -> None:
-        """Set up the local devices; the stock method also starts a server."""
-        if self.worker.cluster is None:
-            self._initialize_local(cluster_resolver, devices=devices)
-            return
-        task = _compat.own_task()
-        local, _ = self._initialize_local_devices(cluster_resolver, task)
-        host = _compat.canonical_device(f"{task}/device:CPU:0")
-        worker = self.worker
-        _compat.initialize_worker(
-            self, cluster_resolver, local, host, worker.rank, worker.num_workers
-        )
-
-    def _initialize_local_devices(
-        self, cluster_resolver: Any, worker_device: str
-    ) -> tuple[tuple[str, ...], str]:
-        """Return the worker's GPUs or logical CPUs; the stock method has one CPU."""
-        del cluster_resolver
-        devices = resolve_devices(self.worker.devices)
-        full = tuple(f"{worker_device}/device:{device}" for device in devices)
-        return full, _compat.device_type(full[0])
-
-    def _get_variable_creator_initial_value(
-        self, replica_id: int, device: Any, primary_var: Any, **kwargs: Any
-    ) -> Any:
-        """Leave out the broadcast of each variable; a later one covers all of them.
-
-        Variables that a `tf.function` creates are initialized after tracing, so each is
-        broadcast there.
-        """
-        initial_value = _compat.stock_initial_value(
-            self, replica_id, device, primary_var, **kwargs
-        )
-        if tf.executing_eagerly() or self.worker.num_workers == 1 or replica_id:
-            return initial_value
-
-        def first_workers_value() -> tf.Tensor:
-            """Return the initial value of the first worker."""
-            value = initial_value() if callable(initial_value) else initial_value
-            own = tf.convert_to_tensor(value, dtype=kwargs.get("dtype"))
-            return Member(self.host_group, 0).broadcast(own)
-
-        return first_workers_value
-
-    def _create_variable(self, next_creator: Any, **kwargs: Any) -> Any:
-        """Create a variable, and record it for the broadcast of initial values."""
-        variable = super()._create_variable(next_creator, **kwargs)
-        is_mirrored = isinstance(variable, MirroredVariable) and not variable.has_parts
-        if tf.executing_eagerly() and is_mirrored:
-            self.new_variables.add(variable)
-            synchronize_in_step(self._container_strategy())
-        return variable
 
 
 def next_stock_key_base() -> int:

@@ -30,10 +30,10 @@ from tfdp.training.reduction.communication_plan import (
 from tfdp.training.replicas import random_seed, synchronized_scope
 from tfdp.training.strategy import replica_step
 from tfdp.training.strategy.extended import (
-    MultiWorkerReplicaExtended,
     SingleWorkerReplicaExtended,
     next_stock_key_base,
 )
+from tfdp.training.strategy.multi_worker_extended import MultiWorkerReplicaExtended
 
 
 class _Strategy:
