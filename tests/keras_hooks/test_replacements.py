@@ -131,7 +131,7 @@ def test_a_function_that_is_gone_is_told_in_one_sentence(monkeypatch):
     change = change_of(entry_of("trainer.reduce_per_replica"), [])
     assert "reduce_per_replica` is gone in Keras" in change
     assert (
-        "adapt `tfdp.training.keras_hooks.trainer_hooks.reduce_per_replica`" in change
+        "adapt `tfdp.training.keras_hooks.step_functions.reduce_per_replica`" in change
     )
 
 

@@ -25,6 +25,7 @@ from tfdp.training.keras_hooks import (
     layer_hooks,
     optimizer_hooks,
     runtime_hooks,
+    step_functions,
     trainer_hooks,
     worker_callbacks,
 )
@@ -67,7 +68,7 @@ REPLACEMENTS = (
         Replacement(
             _compat.TensorFlowTrainer,
             f"make_{name}",
-            functools.partial(trainer_hooks.make_function, name),
+            functools.partial(step_functions.make_function, name),
             "XLA cannot compile collectives, only the other parts of a step, see "
             "`tfdp.training.strategy.compiled_step`; the watchdog has to know when a "
             "step computes.",
@@ -78,13 +79,13 @@ REPLACEMENTS = (
     Replacement(
         _compat.BaseTrainer,
         "_resolve_auto_jit_compile",
-        trainer_hooks.chosen_xla,
+        step_functions.chosen_xla,
         "With `jit_compile='auto'` Keras does not compile under a strategy.",
     ),
     Replacement(
         _compat.TensorFlowTrainer,
         "_maybe_symbolic_build",
-        trainer_hooks.build_symbolically,
+        step_functions.build_symbolically,
         "Keras builds a model from a batch, which a generator loses, and averages it "
         "over the replicas, which fails on two workers, for strings, and for an odd "
         "number of rows.",
@@ -93,7 +94,7 @@ REPLACEMENTS = (
     Replacement(
         _compat.keras_trainer,
         "reduce_per_replica",
-        trainer_hooks.reduce_per_replica,
+        step_functions.reduce_per_replica,
         "Keras returns the logs of one replica, cannot reduce a scalar on two workers, "
         "and orders the rows of `predict` by stock sharding.",
         f"{_TENSORFLOW_ISSUE}/72388",

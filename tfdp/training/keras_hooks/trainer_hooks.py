@@ -10,28 +10,28 @@ is their dict by name, in which a function may replace some.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
-
-import keras
-import tensorflow as tf
 
 from tfdp.communication.collectives import timing
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost
 from tfdp.ground import _compat
 from tfdp.ground.base import activities, loops
-from tfdp.ground.base.context import is_tfdp, strategy_of
+from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Fit, registered
 from tfdp.ground.base.wrappers import wrapper_of
 from tfdp.training.data import checks
 from tfdp.training.data import position as data_position
 from tfdp.training.data.distribute import check_batch_size
-from tfdp.training.data.other_rows import unwrap_other_rows
-from tfdp.training.keras_hooks import file_hooks, loop_agreement, scope_checks
-from tfdp.training.keras_hooks.logs import mean_over_workers, merge_logs
+from tfdp.training.keras_hooks import (
+    file_hooks,
+    loop_agreement,
+    scope_checks,
+    step_functions,
+)
+from tfdp.training.keras_hooks.logs import mean_over_workers
 from tfdp.training.keras_hooks.saving import save_atomically
 from tfdp.training.keras_hooks.worker_callbacks import (
     add_optimizer_check,
@@ -41,21 +41,10 @@ from tfdp.training.keras_hooks.worker_callbacks import (
     other_callbacks,
     select_callbacks,
 )
-from tfdp.training.parameters.conversion import num_conversions, whole_variables
+from tfdp.training.parameters.conversion import whole_variables
 from tfdp.training.reduction import link_measure
 from tfdp.training.replicas import drift_probe
 from tfdp.training.replicas.synchronized_scope import local_variables
-from tfdp.training.step.empty_step import Updates, recording
-
-# The attribute of a model with the function that a loop of Keras calls for a step.
-_FUNCTION_OF_LOOP = {
-    "fit": "train_function",
-    "train_on_batch": "train_function",
-    "evaluate": "test_function",
-    "test_on_batch": "test_function",
-    "predict": "predict_function",
-    "predict_on_batch": "predict_function",
-}
 
 
 def run_loop(
@@ -121,7 +110,7 @@ def _run_loop(
         strategy: The model's tfdp strategy, or `None`.
     """
     arguments = bound.arguments
-    _drop_stale_function(model, name)
+    step_functions.drop_stale_function(model, name)
     features = registered()
     for feature in features:
         feature.before_loop(model)
@@ -338,141 +327,11 @@ def run_on_batch(original: Callable, model: Any, *args: Any, **kwargs: Any) -> A
     arguments = inspect.signature(original).bind(model, *args, **kwargs).arguments
     with progress.looping(name), strategy.extended.explaining():
         _register_model(model)
-        _drop_stale_function(model, name)
+        step_functions.drop_stale_function(model, name)
         loop_agreement.agree_on_batch(strategy, name, model, arguments)
         checks.check_batch(strategy, model, arguments)
         with loops.looping(model, name, whole_batches=True), _suspend_recording():
             return original(model, *args, **kwargs)
-
-
-def make_function(
-    name: str, original: Callable, model: Any, force: bool = False
-) -> Any:
-    """Create the function of a step, which notifies the watchdog while it computes.
-
-    Args:
-        name: String, the attribute of the model that holds the function.
-        original: Callable, the method of Keras that creates it.
-        model: The Keras model.
-        force: Bool, whether it is created again. Defaults to `False`.
-    """
-    before = getattr(model, name)
-    with _without_xla(model):
-        result = original(model, force)
-    function = getattr(model, name)
-    is_training = name == "train_function"
-    if function is before:
-        return result
-    if strategy_of(model) is None:
-        if is_training:
-            setattr(model, name, _with_empty_last_step(model, function))
-        return result
-
-    is_built = name != "predict_function"
-
-    @functools.wraps(function)
-    def compute(data: Any) -> Any:
-        """Compute a step; before the first one, build the layers of `predict_step`."""
-        nonlocal is_built
-        if not is_built:
-            is_built = True
-            _build_for_predict(model, data[0])
-        with progress.computing():
-            return function(data)
-
-    step: Any = compute
-    if is_training:
-        step = _with_empty_last_step(model, compute)
-        for feature in registered():
-            step = feature.wrap_step(model, step)
-    step.made_after = _trace_conditions(model)
-    setattr(model, name, step)
-    return result
-
-
-def _trace_conditions(model: Any) -> tuple[int, int]:
-    """Return what makes traced steps of a model outdated when it changes."""
-    return num_conversions(), model.distribute_strategy.extended.generation
-
-
-def _build_for_predict(model: Any, batch: Any) -> None:
-    """Build the layers of `predict_step`; Keras does so only for `fit`, `evaluate`."""
-
-    def spec(part: Any) -> Any:
-        """Return the spec of a replica's tensor, with any number of rows."""
-        local = model.distribute_strategy.experimental_local_results(part)[0]
-        return tf.TensorSpec([None, *local.shape[1:]], local.dtype)
-
-    batch, _ = unwrap_other_rows(batch)
-    specs = keras.tree.map_structure(lambda p: None if p is None else spec(p), batch)
-    _compat.build_by_steps(model, specs, ("predict_step",))
-
-
-def _with_empty_last_step(model: Any, compute: Callable) -> Callable:
-    """Wrap a step so that it updates without data at the end of data, as Keras does.
-
-    Keras runs one more step at the end of data of unknown length.
-
-    Args:
-        model: The Keras model.
-        compute: Callable, the function of a step.
-
-    Returns:
-        Callable with the arguments of `compute`.
-    """
-    updates = Updates()
-
-    @functools.wraps(compute)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        """Compute a step; if the data has ended, update without data and raise."""
-        try:
-            with recording(updates):
-                return compute(*args, **kwargs)
-        except tf.errors.OutOfRangeError:
-            # With XLA, or with several steps per execution, Keras reads the data before
-            # the first update, so that no update has run.
-            if not model.jit_compile and model.steps_per_execution == 1:
-                updates.take_without_data(strategy_of(model))
-            raise
-
-    return step
-
-
-def _drop_stale_function(model: Any, name: str) -> None:
-    """Discard the function of a step if shards or workers changed after its trace.
-
-    Args:
-        model: The Keras model.
-        name: String, the called method, such as `"fit"` or `"train_on_batch"`.
-    """
-    attribute = _FUNCTION_OF_LOOP[name]
-    function = getattr(model, attribute, None)
-    made_after = getattr(function, "made_after", None)
-    if made_after is not None and made_after != _trace_conditions(model):
-        setattr(model, attribute, None)
-
-
-@contextlib.contextmanager
-def _without_xla(model: Any) -> Iterator[None]:
-    """Keep Keras from compiling a step: `strategy.compiled_step` compiles its parts.
-
-    XLA cannot compile collectives.
-    """
-    compiles = strategy_of(model) is not None and model.jit_compile
-    if compiles:
-        model.jit_compile = False
-    try:
-        yield
-    finally:
-        if compiles:
-            model.jit_compile = True
-
-
-def chosen_xla(original: Callable, model: Any) -> bool:
-    """Return whether `jit_compile="auto"` compiles: on GPUs as plain Keras would."""
-    if strategy_of(model) is None or not tf.config.list_physical_devices("GPU"):
-        return original(model)
-    return _compat.supports_jit(model)
 
 
 @activities.during(activities.SAVE)
@@ -487,67 +346,6 @@ def save(
     whole = whole_variables(model) if is_export else contextlib.nullcontext()
     with whole, local_variables(strategy):
         return save_atomically(strategy, original, model, filepath, *args, **kwargs)
-
-
-def build_symbolically(
-    original: Callable, model: Any, iterator: Any = None, data_batch: Any = None
-) -> Any:
-    """Build a model from the spec of the data; Keras would take a generator's batch."""
-    if strategy_of(model) is None or iterator is None:
-        return original(model, iterator=iterator, data_batch=data_batch)
-    dataset = _compat.distributed_dataset(iterator)
-    spec, _ = unwrap_other_rows(_compat.local_element_spec(dataset))
-    checks.check_element(model, spec)
-    shapes = [s.shape for s in tf.nest.flatten(spec) if s is not None]
-    if any(shape.rank is None for shape in shapes):
-        return original(model, iterator=iterator)
-    options = getattr(dataset, "read_options", None)
-    if options is None or not options.by_weight:
-        spec = _of_all_replicas(spec, model.distribute_strategy.num_replicas_in_sync)
-    try:
-        return _compat.build_symbolically(model, spec)
-    except Exception:
-        # An overridden step need not use `call`, which may not exist.
-        if not _compat.overridden(model):
-            if not model.run_eagerly:
-                raise
-            return _compat.build_eagerly(model, spec)
-    return _compat.build_by_steps(model, spec)
-
-
-def _of_all_replicas(spec: Any, num_replicas: int) -> Any:
-    """Return the spec of a global batch for the spec of a replica's batch."""
-
-    def of_all(part: Any) -> Any:
-        """Return the spec of one tensor in the global batch."""
-        shape = part.shape
-        if shape.rank and shape[0] is not None:
-            shape = tf.TensorShape([shape[0] * num_replicas, *shape[1:]])
-        return tf.TensorSpec(shape, part.dtype)
-
-    return keras.tree.map_structure(lambda p: None if p is None else of_all(p), spec)
-
-
-def reduce_per_replica(
-    original: Callable, values: Any, strategy: Any, reduction: Any
-) -> Any:
-    """Merge the outputs of the replicas at the end of a step.
-
-    Keras interleaves the rows of several workers in the order of stock sharding. Here
-    rows are concatenated in the order of ranks.
-    """
-    if not is_tfdp(strategy):
-        return original(values, strategy, reduction)
-    loop, is_alone = loops.current(), strategy.num_replicas_in_sync == 1
-    is_local = strategy.extended.worker_group.num_workers == 1
-    if is_alone or loop is None or (is_local and reduction == "concat"):
-        reduced = original(values, strategy, reduction)
-    elif reduction == "concat":
-        reduced = keras.tree.map_structure(lambda v: strategy.gather(v, axis=0), values)
-    else:
-        reduced = merge_logs(strategy, loop.model, values)
-    timing.gather()
-    return reduced
 
 
 def compile_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
