@@ -103,3 +103,10 @@ def test_a_loop_that_stops_with_its_workers_has_no_assertion_in_its_graph():
     kinds = {operation.type for operation in operations}
     assert "AssignSubVariableOp" in kinds
     assert "Assert" not in kinds
+
+
+def test_a_loop_whose_state_is_lost_does_not_continue(tmp_path):
+    state = tfdp.ElasticState(compiled(optimizer="sgd"), tmp_path, step=0)
+    state.delete()
+    with pytest.raises(RuntimeError, match="have found no state from which"):
+        state._begin()

@@ -26,6 +26,7 @@ from tfdp.checkpoint.random_state import gather_random_states, restore_random_st
 from tfdp.checkpoint.reader import LoadPlan, check_model
 from tfdp.checkpoint.run_schema import FACTS, RANDOM_STATES
 from tfdp.checkpoint.training_state import backup_tensors, plan_backup, run_facts
+from tfdp.communication.coordination.checks import require_equal
 from tfdp.communication.coordination.preemption import PreemptionNotice, PreemptionWatch
 from tfdp.communication.coordination.watch import (
     ClusterChanges,
@@ -139,6 +140,7 @@ class ElasticState:
             self._continue_after(WorkersJoin())
             return
         try:
+            self._check_arguments()
             self._begin()
         except ClusterChanges as change:
             if not self._is_recoverable(change):
@@ -221,7 +223,8 @@ class ElasticState:
     def _change_behind(self, error: Exception) -> ClusterChanges | None:
         """Return the change of the workers that has caused an error, or `None`."""
         cause: BaseException | None = error
-        while cause is not None:
+        # `WorkersChanged` ends the chain: its change is over.
+        while cause is not None and not isinstance(cause, WorkersChanged):
             # AutoGraph replaces an error that a traced function has raised.
             if isinstance(cause, ClusterChanges):
                 return cause
@@ -371,16 +374,33 @@ class ElasticState:
         if is_due or not self._memory.is_on:
             self._backups.save(self._num_commits, tensors, run)
 
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments that must be the same on all workers."""
+        return {
+            "directory": self._directory,
+            "disk_every": self._disk_every,
+            "values": sorted(self._values),
+        }
+
+    def _check_arguments(self) -> None:
+        """Raise on every worker if their arguments differ."""
+        with self._explaining():
+            require_equal(
+                "All workers must create `ElasticState` with the same arguments.",
+                worker_group_of(self._model).all_gather(
+                    "`ElasticState`", self._arguments()
+                ),
+            )
+
     def _facts(self) -> dict[str, str]:
         """Return what a worker that joins must have in common with the others."""
         described = {
             "configs": configs.configs_of("fit", self._model, [], has_trained=True),
-            "directory": self._directory,
-            "values": sorted(self._values),
+            "arguments": self._arguments(),
         }
         text = json.dumps(configs.comparable(described), sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return {"model, directory or values of `ElasticState`": digest}
+        return {"model or arguments of `ElasticState`": digest}
 
 
 def _check_model(model: Any) -> None:

@@ -363,4 +363,6 @@ def is_read_on_cpus(strategy: Any, options: Any) -> bool:
     extended = strategy.extended
     devices = map(_compat.device_type, extended.worker_devices)
     has_gpus = extended.group.backend == "nccl" or "GPU" in devices
-    return options is None and (not has_gpus or extended.balance is not None)
+    # Stock distributed data does not notice that the workers have changed.
+    is_ours = options is None or extended.continues_after_loss
+    return is_ours and (not has_gpus or extended.balance is not None)

@@ -50,6 +50,10 @@ from tfdp.training.strategy.transports import (
 # The distance between the first collective keys of two strategies of a process.
 _STOCK_KEYS_PER_STRATEGY = 1000
 _strategy_counter = itertools.count()
+_OTHER_WORKERS = (
+    "A `tf.function` around `strategy.run` was traced for the workers from before they "
+    "changed. Create it anew after `tfdp.WorkersChanged`."
+)
 
 
 @dataclasses.dataclass
@@ -98,6 +102,8 @@ class ReplicaExtended:
     # The statistics of the step that is being built, see `step_scope`.
     _statistics: _Statistics | None = None
     _collective_keys: Any
+    # Variable that is true until the workers change, if training continues then.
+    _is_current: Any
 
     def explaining(self) -> contextlib.AbstractContextManager:
         """Return a context that names the lost worker in errors of TensorFlow."""
@@ -184,9 +190,21 @@ class ReplicaExtended:
         """Bool, whether training continues after the loss of workers."""
         return False
 
-    @tf.autograph.experimental.do_not_convert
-    def assert_same_workers(self) -> None:
-        """Have the graph that is traced fail once the workers have changed."""
+    def assert_same_workers(self) -> list[Any]:
+        """Have the graph that is traced fail once the workers have changed.
+
+        A user's `tf.function` stays traced for the former workers; Keras's loops drop
+        theirs.
+
+        Returns:
+            List of the operation, if there is one.
+        """
+        is_in_graph = not tf.executing_eagerly()
+        if not (is_in_graph and self.continues_after_loss) or loops.current():
+            return []
+        with tf.device(self._is_current.device):
+            is_current = self._is_current.read_value()
+            return [tf.debugging.Assert(is_current, [_OTHER_WORKERS])]
 
     def applicants(self) -> list[int]:
         """Return the processes that ask to be taken into the job: none by default."""

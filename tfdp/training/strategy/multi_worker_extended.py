@@ -29,19 +29,12 @@ from tfdp.communication.coordination.worker_group import (
 )
 from tfdp.communication.store import own_version
 from tfdp.ground import _compat
-from tfdp.ground.base import loops
 from tfdp.ground.options import CommunicationOptions
 from tfdp.training.data.load_balancer import LoadBalancer
 from tfdp.training.replicas.synchronized_scope import NewVariables, synchronize_in_step
 from tfdp.training.replicas.variables import MirroredVariable
 from tfdp.training.strategy.extended import ReplicaExtended
 from tfdp.training.strategy.transports import close_all, watch_transports
-
-_CPU = "CPU:0"
-_OTHER_WORKERS = (
-    "A `tf.function` around `strategy.run` was traced for the workers from before they "
-    "changed. Create it anew after `tfdp.WorkersChanged`."
-)
 
 
 class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
@@ -100,7 +93,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         """Compare the workers' set-up, and connect their replicas."""
         worker = self.worker
         # Read by the functions that are traced for these workers.
-        self._is_current = _compat.plain_variable(True, tf.bool, _CPU)
+        self._is_current = _compat.plain_variable(True, tf.bool, "CPU:0")
         self.add_facts(
             setup_facts(self.worker_devices, self.options, rebalances=worker.rebalances)
         )
@@ -152,19 +145,6 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
     def continues_after_loss(self) -> bool:
         """Bool, whether training continues after the loss of workers."""
         return self.worker.min_workers is not None
-
-    def assert_same_workers(self) -> None:
-        """Have the graph that is traced fail once the workers have changed.
-
-        A user's `tf.function` stays traced for the former workers; Keras's loops drop
-        theirs.
-        """
-        is_in_graph = not tf.executing_eagerly()
-        if not (is_in_graph and self.continues_after_loss) or loops.current():
-            return
-        with tf.device(_CPU):
-            is_current = self._is_current.read_value()
-            tf.debugging.Assert(is_current, [_OTHER_WORKERS])
 
     def applicants(self) -> list[int]:
         """Return the processes that ask to be taken into the job, see `Membership`."""

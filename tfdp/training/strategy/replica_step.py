@@ -90,6 +90,20 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     return _wait_for_data(loop.model, step), args
 
 
+def run_after(operations: list, fn: Callable) -> Callable:
+    """Return a replica function that runs after operations of the step's graph."""
+    if not operations:
+        return fn
+
+    @functools.wraps(fn)
+    def after(*args: Any, **kwargs: Any) -> Any:
+        """Run the function after the operations."""
+        with tf.control_dependencies(operations):
+            return fn(*args, **kwargs)
+
+    return after
+
+
 def _warn_of_former_batch(strategy: Any, args: tuple) -> None:
     """Warn of a batch that was probably read for workers that have changed since.
 

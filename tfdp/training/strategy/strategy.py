@@ -121,7 +121,8 @@ class _Strategy:
         if loops.current() is None:
             # Keras's loops have synchronized new variables when they began.
             synchronized_scope.synchronize_new_variables(self)
-            self.extended.assert_same_workers()
+            # A collective of the former workers must not fail first.
+            fn = replica_step.run_after(self.extended.assert_same_workers(), fn)
         fn, args = replica_step.prepare_run(self, fn, args)
         with synchronized_scope.synchronizing_step(self), self.extended.step_scope():
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
