@@ -269,12 +269,33 @@ def micro_batches_that_are_refused(env: Env) -> None:
         "Remove `LocalSGD` or `DiLoCo`": _raised(
             made(), tfdp.callbacks.LocalSGD(sync_every=2)
         ),
+        "only one `GradientAccumulation`": _raised(
+            made(), tfdp.callbacks.GradientAccumulation(4)
+        ),
     }
     for expected, text in texts.items():
         assert expected in text, text
         assert "steps=4" in text or "LocalSGD" in text, text
     for name, weight in env.weights(normalized).items():
         np.testing.assert_array_equal(weight, before[name])
+
+
+@case("With weights, without, and a step by hand: each kind of batch is kept apart")
+def batches_of_other_kinds_are_kept_apart(env: Env) -> dict:
+    x, y = common.classification_data(NUM_ROWS)
+    weights = np.linspace(0.5, 2, NUM_ROWS).astype("float32")
+    with env.scope():
+        model = classifier()
+        model.compile(optimizers.Adam(0.01), LOSS)
+    results = []
+    for given in {"sample_weight": weights}, {}, {"sample_weight": weights}:
+        auto = tfdp.callbacks.GradientAccumulation("auto")
+        options = {"batch_size": BATCH, "callbacks": [] if env.is_reference else [auto]}
+        with memory_for(env, 2):
+            history = common.fit(model, x, y, epochs=1, **options, **given)
+        loss = model.train_on_batch(x[:BATCH], y[:BATCH])
+        results.append([*history["loss"], loss])
+    return {"losses": results, "weights": env.weights(model)}
 
 
 @case("A row that does not fit in memory ends the run with a sentence", compare=False)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
+from tests.elastic import job
 from tests.harness.commands import run_command
 from tests.harness.pool import ClusterPool
 from tests.harness.registry import Case
+from tests.micro_batches import failing_update
 from tfdp.ground.base import memory
 
 CASE_MODULES = ("micro_batches.cases_micro_batches",)
@@ -36,6 +40,16 @@ def test_a_step_fits_below_a_limit_of_the_address_space(tmp_path: Path):
     np.testing.assert_allclose(limited["loss"], free["loss"], rtol=1e-5)
 
 
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_update_that_runs_out_of_memory_on_one_worker_ends_all(tmp_path: Path):
+    outcome = job.run(tmp_path, 2, script=failing_update.train, deadline_seconds=35)
+    peer, own = (outcome.results[rank]["error"] for rank in (0, 1))
+    assert "had computed all rows: the update itself does not fit" in own
+    assert peer, outcome.output
+
+
 def test_free_memory_is_that_below_the_limit_of_the_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -50,3 +64,11 @@ def test_free_memory_is_that_below_the_limit_of_the_container(
     assert memory.free_bytes() == 400
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.free_in_container() == float("inf")
+
+
+def test_a_process_has_no_limit_of_its_data_where_none_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    on_macos = collections.namedtuple("pmem", "rss vms pfaults pageins")(1, 2, 3, 4)
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: on_macos)
+    assert memory.free_of_process() > 0

@@ -16,6 +16,7 @@ from tests.harness.env import Env
 from tests.harness.launches import launches
 from tests.local_steps.cases_local_sgd import Replicas
 from tests.reduction import cases_plans as plans
+from tests.reduction.cases_selection import routed
 from tests.step.cases_loss_scale import with_an_overflow
 from tfdp.features.spikes.step_guard import StepGuard
 
@@ -204,6 +205,22 @@ def the_update_of_a_bad_micro_batch_is_left_out(env: Env) -> dict:
     return results
 
 
+@case(
+    "Residuals of micro-batches cannot be undone", setups=("mirrored",), compare=False
+)
+def residuals_of_micro_batches_cannot_be_undone(env: Env) -> None:
+    if env.is_reference:
+        return
+    guard = tfdp.callbacks.SpikeGuard()
+    with routed(env, compression="int8"):
+        with env.scope():
+            model = common.compiled(common.mlp(), _sharded("gradients")())
+        common.fit(model, *data(), callbacks=[guard])
+        callbacks = [tfdp.callbacks.GradientAccumulation(2), guard]
+        with pytest.raises(ValueError, match="reduced with residuals one by one"):
+            common.fit(model, *data(), callbacks=callbacks)
+
+
 @case("An overflow is the loss scale's to skip; a spike leaves the scale alone")
 @same_as("a_bad_batch_is_left_out_as_if_it_were_not_there")
 def an_overflow_is_no_spike_and_a_spike_no_overflow(env: Env) -> dict:
@@ -240,6 +257,23 @@ def a_replica_with_local_steps_leaves_its_own_step_out(env: Env) -> dict:
         wanted = np.average(own, axis=0, weights=samples)
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     return {}
+
+
+@case(
+    "With local steps a worker whose updates are all bad ends all workers",
+    setups=("two_workers",),
+    compare=False,
+)
+def all_updates_of_a_worker_with_local_steps_are_bad(env: Env) -> None:
+    x, y = common.regression_data(3 * SIZE)
+    y.reshape(3, SIZE)[:, SIZE // 2 :] = np.nan
+    text = "another worker left out all" if env.is_chief else "3 updates in a row"
+    for order in 1, -1:
+        with env.scope():
+            model = common.compiled(common.mlp())
+        callbacks = [tfdp.callbacks.LocalSGD(8), tfdp.callbacks.SpikeGuard()][::order]
+        with pytest.raises(RuntimeError, match=text):
+            common.fit(model, x, y, callbacks=callbacks)
 
 
 @case("`action='stop'`: the weights are those before the spike")

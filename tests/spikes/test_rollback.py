@@ -10,11 +10,12 @@ import pytest
 import tensorflow as tf
 
 import tfdp
+from tests.elastic import job
 from tests.harness import common
 from tests.harness.interrupted import Layout, Result, run
 from tests.harness.tiers import full
 from tests.spikes import cases_spikes as spikes
-from tests.spikes import interrupted_guard
+from tests.spikes import interrupted_guard, lost_at_a_spike
 
 ONE_PROCESS, TWO_WORKERS, TWO_BY_TWO = Layout(1, 2), Layout(2, 1), Layout(2, 2)
 
@@ -90,6 +91,18 @@ def test_a_rollback_gives_what_one_device_gives_without_the_batches(
         assert error.max() <= 1e-5, name
 
 
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.processes
+def test_all_go_back_alike_if_a_worker_is_lost_at_a_spike(tmp_path):
+    script = lost_at_a_spike.train
+    wanted = job.on_one_device(tmp_path / "one", script=script)
+    outcome = job.run(tmp_path / "three", 3, script=script)
+    assert outcome.codes == [0, 0, -signal.SIGKILL], outcome.output[-3000:]
+    for result in outcome.results.values():
+        job.assert_same(result, wanted)
+
+
 def test_a_rollback_without_backups_is_refused():
     guard = tfdp.callbacks.SpikeGuard(action="rollback")
     with pytest.raises(ValueError, match=r"goes back to a backup: pass `tfdp\.callb"):
@@ -124,3 +137,16 @@ def test_more_than_skipping_with_local_steps_is_refused():
         model = common.compiled(common.mlp())
     with pytest.raises(ValueError, match="can only skip"):
         common.fit(model, *spikes.data(), callbacks=callbacks)
+
+
+def test_a_later_fit_without_the_guard_does_not_go_back(tmp_path):
+    backup = tfdp.callbacks.BackupAndRestore(tmp_path, 4)
+    guard = tfdp.callbacks.SpikeGuard(action="rollback")
+    model = common.compiled(common.mlp())
+    common.fit(model, *spikes.data(), callbacks=[guard, backup])
+    batches = common.batched(*spikes.data())
+    generated = tf.data.Dataset.from_generator(
+        lambda: batches, output_signature=batches.element_spec
+    )
+    with pytest.warns(UserWarning, match="cannot be restored: a Python generator"):
+        common.fit(model, generated, callbacks=[backup])

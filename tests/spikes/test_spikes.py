@@ -113,3 +113,74 @@ def test_the_loss_of_an_own_step_is_known_on_one_device_too():
     model = common.compiled(spikes.OwnStep(common.mlp().layers))
     history = common.fit(model, x, y, callbacks=[tfdp.callbacks.SpikeGuard()])
     assert history["skipped_spikes"] == [1]
+
+
+def test_a_model_trains_with_another_optimizer_after_a_guard():
+    model = common.compiled(common.mlp())
+    common.fit(model, *spikes.data(), callbacks=[tfdp.callbacks.SpikeGuard()])
+    common.compiled(model)
+    common.fit(model, *spikes.data())
+
+
+def test_a_gradient_that_is_nan_is_left_out_though_the_loss_is_finite():
+    x, y = common.regression_data()
+    x[20] = 0.0
+    root = keras.layers.Lambda(lambda x: keras.ops.sqrt(keras.ops.abs(x)))
+    layers = [keras.Input((6,)), keras.layers.Dense(1, use_bias=False), root]
+    model = common.compiled(keras.Sequential(layers))
+    history = common.fit(model, x, y, callbacks=[tfdp.callbacks.SpikeGuard()])
+    assert history["skipped_spikes"] == [1]
+    assert np.isfinite(history["loss"]).all()
+
+
+def test_a_new_fit_counts_updates_in_a_row_anew():
+    model = common.compiled(common.mlp())
+    guard = tfdp.callbacks.SpikeGuard(patience=10)
+    with pytest.raises(RuntimeError, match="left out 10 updates"):
+        common.fit(model, *spikes.data(*range(20), value=np.nan), callbacks=[guard])
+    more = tfdp.callbacks.GradientAccumulation(16)
+    common.fit(model, *spikes.data(), callbacks=[more, guard])
+
+
+def test_patience_is_checked_every_ten_steps_of_several_per_execution():
+    x, y = common.regression_data(320)
+    y[:] = np.nan
+    model = common.compiled(common.mlp(), steps_per_execution=4)
+    guard = tfdp.callbacks.SpikeGuard(patience=10)
+    with pytest.raises(RuntimeError, match="left out 12 updates"):
+        common.fit(model, x, y, callbacks=[guard])
+
+
+@pytest.mark.parametrize("action", ["stop", "rollback"])
+def test_a_spike_of_leftover_batches_is_acted_on(action, tmp_path, capfd):
+    model = common.compiled(common.mlp())
+    callbacks = [
+        tfdp.callbacks.GradientAccumulation(3, flush="epoch"),
+        tfdp.callbacks.SpikeGuard(action=action, **spikes.GUARD | {"window": 5}),
+        tfdp.callbacks.BackupAndRestore(tmp_path, 3),
+    ]
+    history = common.fit(model, *spikes.data(19), epochs=2, callbacks=callbacks)
+    text = capfd.readouterr().err
+    if action == "stop":
+        assert len(history["loss"]) == 1
+    else:
+        assert text.count("going back") == 2
+        assert "stopped" not in text
+        assert max(history["loss"]) < 10
+    assert text.splitlines()[-1].split()[1:3] == [str(len(history["loss"])), "20"]
+
+
+def test_training_that_stops_counts_no_micro_batch_after_the_spike():
+    found = []
+    for rows, steps, guards in (
+        (20, 4, [tfdp.callbacks.SpikeGuard(action="stop")]),
+        (9, 1, []),
+    ):
+        keras.utils.set_random_seed(2)
+        x, y = spikes.data(9, value=np.nan)
+        model = common.compiled(spikes.with_state(), steps_per_execution=steps)
+        more = [tfdp.callbacks.GradientAccumulation(2), *guards]
+        common.fit(model, x[: rows * 8], y[: rows * 8], callbacks=more)
+        found.append(model.get_weights())
+    for own, other in zip(*found, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-7)

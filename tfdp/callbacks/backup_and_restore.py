@@ -168,8 +168,6 @@ class BackupAndRestore(StrategyCallback):
         # Whether `fit` runs again, within one call, and then must find a state: weights
         # of the interrupted step must not stay. Before a first one nothing was trained.
         self.is_again = self._has_state = False
-        # The feature that goes back to a backup within `fit`, in words, or `""`.
-        self.goes_back_for = ""
         # Whether this callback has begun in the present attempt, after all others.
         self.has_begun = False
 
@@ -276,7 +274,8 @@ class BackupAndRestore(StrategyCallback):
         places: list[_Place] = []
         # With local steps, a save in memory waits until the replicas have exchanged: it
         # must not synchronize them.
-        if asks and self._memory is not None and self._memory.is_due(self._total):
+        waits = asks or loops.exchange() is not None
+        if waits and self._memory is not None and self._memory.is_due(self._total):
             places.append(self._memory)
         if isinstance(every, int) and self._total // every > before // every:
             places.append(self._backups)
@@ -384,7 +383,8 @@ class BackupAndRestore(StrategyCallback):
         """Return the feature that goes back to a backup within `fit`, or `""`."""
         if self._continues_after_loss():
             return '`on_loss="continue"`'
-        return self.goes_back_for
+        reasons = (getattr(other, "goes_back_for", "") for other in self._others)
+        return next(filter(None, reasons), "")
 
     def _folder(self) -> str:
         """Return the directory; an island, a job of its own, has a subdirectory."""

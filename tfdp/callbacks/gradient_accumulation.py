@@ -75,6 +75,11 @@ class GradientAccumulation(OptimizerCallback):
         if isinstance(steps, str):
             self._divide_rows(optimizer)
             return
+        if MicroBatches in optimizer.features.installed:
+            raise ValueError(
+                'Give `fit` only one `GradientAccumulation`. Received: steps="auto" '
+                f"and steps={steps}"
+            )
         numbers = set(steps.values()) if isinstance(steps, Mapping) else {steps}
         before = optimizer.accumulation_steps
         if before > 1 and before not in numbers and optimizer.features.plan is None:
@@ -101,15 +106,14 @@ class GradientAccumulation(OptimizerCallback):
                 optimizer.accumulation_steps > 1,
                 f"accumulation_steps={optimizer.accumulation_steps}",
             ),
-            (optimizer.sharding == "parameters", 'sharding="parameters"'),
         ]
         for is_found, received in problems:
             if is_found:
                 raise ValueError(
                     '`GradientAccumulation(steps="auto")` needs a tfdp strategy, graph '
                     "execution with `steps_per_execution=1`, and an optimizer without "
-                    "accumulation or sharded parameters. Give a number of batches "
-                    f"instead: `steps=4`. Received: {received}"
+                    "accumulation. Give a number of batches instead: `steps=4`. "
+                    f"Received: {received}"
                 )
         optimizer.features.install(MicroBatches, num_local=strategy.extended.num_local)
 

@@ -11,7 +11,7 @@ from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.features.spikes.report import NAMES, LeftOut, failure, read_left_out, table
 from tfdp.features.spikes.step_guard import MOST_EXCLUDED, StepGuard
-from tfdp.features.spikes.training import SpikeRollback
+from tfdp.features.spikes.training import ROLLBACK, SpikeRollback
 from tfdp.ground.arguments import checked_integer, checked_number
 from tfdp.ground.text import pluralize
 from tfdp.training.optimizer.distributed import DistributedOptimizer
@@ -99,6 +99,8 @@ class SpikeGuard(OptimizerCallback):
         self.on, self.action = on, action
         self.patience = checked_integer("patience", patience, 1)
         self._rows: list[LeftOut] = []
+        # Whether replicas have local steps, which another callback may end before.
+        self._is_local = False
         self._num_read = 0
         self._epoch, self._batches_before = 0, 0
         # The numbers of the batches of spikes that training has gone back for.
@@ -107,7 +109,7 @@ class SpikeGuard(OptimizerCallback):
 
     def find_problem(self, num_steps: int | None) -> str:
         """Return what is wrong in a `fit` of a number of steps, or `""`."""
-        if num_steps is None or self.window in (*range(num_steps + 1), _WINDOW):
+        if num_steps is None or self.window == _WINDOW or self.window <= num_steps:
             return ""
         return (
             "`SpikeGuard` never fills a window that is longer than the run. Received: "
@@ -125,6 +127,11 @@ class SpikeGuard(OptimizerCallback):
         )
 
     @property
+    def goes_back_for(self) -> str:
+        """String, why `fit` goes back to a backup, in words, or `""`."""
+        return ROLLBACK if self.action == "rollback" else ""
+
+    @property
     def _guard(self) -> StepGuard:
         """`StepGuard` of the model's optimizer."""
         return self.optimizer.features.installed[StepGuard]
@@ -132,7 +139,8 @@ class SpikeGuard(OptimizerCallback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin a new table, unless training has gone back."""
         super().on_train_begin(logs)
-        if self.action != "skip" and self.optimizer.features.uses_local_steps:
+        self._is_local = self.optimizer.features.uses_local_steps
+        if self.action != "skip" and self._is_local:
             raise ValueError(
                 "With `LocalSGD` and `DiLoCo` each replica decides by itself, so that "
                 f'`SpikeGuard` can only skip. Received: action="{self.action}"'
@@ -142,7 +150,12 @@ class SpikeGuard(OptimizerCallback):
         self._goes_back = False
         self._num_read = int(self._guard.num_skipped.numpy())
         self._guard.waiting.assign(0)
-        self._exclude([])
+        self._guard.num_in_a_row.assign(0)
+        found = [self._excluded]
+        if self.action == "rollback":
+            # A worker may have been lost before all had gone back for a spike.
+            found = worker_group_of(self.model).all_gather("spikes", self._excluded)
+        self._exclude([number for each in found for number in each])
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Record how many batches came before the epoch."""
@@ -151,18 +164,24 @@ class SpikeGuard(OptimizerCallback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stop or go back after a spike; check for too many in a row."""
-        if self.optimizer.features.uses_local_steps:
+        if self._is_local:
             return  # workers are not at the same batch, and do not decide alike
+        self._act()
+        since = (batch + 1) % _BATCHES_BETWEEN_CHECKS
+        if since < self.model.steps_per_execution and not self._has_stopped:
+            self._check()
+
+    def _act(self) -> None:
+        """Stop or go back if a spike waits for it."""
         if self.action != "skip" and (number := int(self._guard.waiting.numpy())):
             if self.action == "rollback":
                 self._check()
                 self._go_back(number)
             self.model.stop_training = True
-        elif batch % _BATCHES_BETWEEN_CHECKS == _BATCHES_BETWEEN_CHECKS - 1:
-            self._check()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Add the number of updates that were left out to the logs."""
+        """Act on a spike of leftover batches; log the number of updates left out."""
+        self._act()
         if not self._has_stopped:
             self._check()
         if logs is not None:
@@ -176,11 +195,12 @@ class SpikeGuard(OptimizerCallback):
         """
         super().on_train_end(logs)
         self._read()
-        if self._rows and not self._guard.num_values.numpy() and not self._has_stopped:
-            self._fail()
+        is_none_accepted = bool(self._rows) and not self._guard.num_values.numpy()
+        self._fail_if(is_none_accepted and not self._has_stopped)
         if self._rows and worker_group_of(self.model).is_chief:
             number = pluralize(len(self._rows), "update")
-            done = ", and stopped training" if self._has_stopped else ""
+            has_stopped = self._has_stopped and self.action == "stop"
+            done = ", and stopped training" if has_stopped else ""
             print(
                 f"tfdp: `SpikeGuard` left out {number}{done}:\n"
                 f"{table(self._rows, self.on)}",
@@ -257,17 +277,20 @@ class SpikeGuard(OptimizerCallback):
     def _check(self) -> None:
         """Raise on all workers if too many updates were left out in a row."""
         self._read()
-        is_over = int(self._guard.num_in_a_row.numpy()) >= self.patience
-        if self.optimizer.features.uses_local_steps:
-            group = worker_group_of(self.model)
-            if group.any("`patience` of `SpikeGuard`", is_over) and not is_over:
-                raise RuntimeError(
-                    "`SpikeGuard` of another worker left out `patience` updates in a "
-                    f"row, patience={self.patience}; its error names the variables."
-                )
-        if is_over:
-            self._fail()
+        self._fail_if(int(self._guard.num_in_a_row.numpy()) >= self.patience)
 
-    def _fail(self) -> None:
-        """Raise with the batch and the variables of the last update left out."""
-        raise RuntimeError(failure(self.optimizer, self._guard, self._rows[-1]))
+    def _fail_if(self, has_failed: bool) -> None:
+        """Raise on all workers if the updates of a worker were left out.
+
+        Args:
+            has_failed: Bool, whether those of this worker were: all, or too many.
+        """
+        if self._is_local:
+            group = worker_group_of(self.model)
+            if group.any("`SpikeGuard`", has_failed) and not has_failed:
+                raise RuntimeError(
+                    "`SpikeGuard` of another worker left out all updates, or "
+                    f"patience={self.patience} in a row; its error names the variables."
+                )
+        if has_failed:
+            raise RuntimeError(failure(self.optimizer, self._guard, self._rows[-1]))

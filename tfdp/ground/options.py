@@ -301,7 +301,7 @@ def _check_whole_buckets(levels: Mapping[str, Any]) -> None:
         levels: Mapping from `"inner"` and `"outer"` to a compression.
     """
     inner, outer = levels.get("inner"), levels.get("outer")
-    is_alone = not _feeds_back(inner)
+    is_alone = not feeds_back(inner)
     if not getattr(inner, "cuts_buckets", True) or (
         not getattr(outer, "cuts_buckets", True) and not is_alone
     ):
@@ -323,7 +323,7 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
             f"Received: algorithm={dict(algorithm)!r}"
         )
     given = compression.values() if isinstance(compression, Mapping) else [compression]
-    if any(map(_feeds_back, given)):
+    if any(map(feeds_back, given)):
         raise ValueError(
             '`algorithm="adasum"` does not support compressors with residuals, which '
             'are added to a sum. Use `compression="fp16"` or "bf16". Received: '
@@ -331,7 +331,7 @@ def _check_adasum(algorithm: Any, compression: Any) -> None:
         )
 
 
-def _feeds_back(compression: Any) -> bool:
+def feeds_back(compression: Any) -> bool:
     """Return whether a compression keeps residuals for the next step."""
     return compression not in (None, *COMMUNICATION_DTYPES)
 
@@ -342,7 +342,7 @@ def _check_no_residuals(levels: tuple[Any, Any]) -> None:
     Args:
         levels: Tuple of the compressions inside nodes and across them.
     """
-    if any(map(_feeds_back, levels)):
+    if any(map(feeds_back, levels)):
         raise ValueError(
             "A compressor keeps a residual for each bucket, so buckets must not "
             'change. With `bucket_mb="auto"` compress to "fp16" or "bf16", or give a '

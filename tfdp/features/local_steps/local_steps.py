@@ -117,7 +117,7 @@ class LocalSteps(StepFeature):
             )
         return self._node_reducers.of_replica(strategy, replica_context())
 
-    def begin(self) -> None:
+    def begin(self, *, has_batch: bool) -> None:
         """Copy the outer weights if necessary, before the first update of a step."""
         if self.exchanges is not None:
             self.exchanges.outer.begin()

@@ -13,10 +13,10 @@ from tfdp.ground import _compat
 from tfdp.training.data.batch_weights import unpack_counted
 from tfdp.training.data.rows import count_of, first_tensor
 from tfdp.training.step.accumulation import read
-from tfdp.training.step.step import StepFeature
+from tfdp.training.step.step import RowDivider
 
 
-class MicroBatches(StepFeature):
+class MicroBatches(RowDivider):
     """Each replica computes its rows in micro-batches, one after another.
 
     Args:
@@ -31,7 +31,6 @@ class MicroBatches(StepFeature):
 
     label = '`GradientAccumulation(steps="auto")`'
     needs_all_replicas = True
-    divides_rows = True
 
     def __init__(self, make_variable: Any, num_local: int) -> None:
         self.num_local = num_local
@@ -90,7 +89,7 @@ class MicroBatches(StepFeature):
         self._is_trial.assign(0)
 
     def check(self, optimizer: Any) -> None:
-        """Raise if the optimizer shards parameters, or accumulates batches, too."""
+        """Raise if the optimizer shards parameters."""
         if optimizer.sharding == "parameters":
             raise ValueError(
                 f'{self.label} is not for `sharding="parameters"`, whose replicas '

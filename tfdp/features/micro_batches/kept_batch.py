@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 
 
 class KeptBatch:
-    """Queue with the arguments of the running step, on the host; nothing is copied.
+    """Queues with the arguments of the running step, on the host; nothing is copied.
+
+    Batches with other dtypes, such as those with sample weights, have another queue, as
+    an earlier trace of the step still puts its batches into its own.
 
     The step puts them in before it computes, and Python removes them after it.
     """
 
     def __init__(self) -> None:
-        self._queue: Any = None
-        self._args: tuple = ()
+        # Queue and arguments of the last trace, by dtypes.
+        self._kinds: dict[tuple, tuple[tf.queue.FIFOQueue, tuple]] = {}
 
     def keep(self, args: tuple, rows: tf.Tensor) -> tuple:
         """Keep the arguments of a step, in its graph; return them after it.
@@ -27,37 +29,47 @@ class KeptBatch:
         """
         flat = tf.nest.flatten(args, expand_composites=True)
         tensors = [part for part in flat if tf.is_tensor(part)]
-        dtypes = [tf.int32, *(tensor.dtype for tensor in tensors)]
-        if self._queue is None or self._queue.dtypes != dtypes:
+        dtypes = (tf.int32, *(tensor.dtype for tensor in tensors))
+        if dtypes in self._kinds:
+            queue, _ = self._kinds[dtypes]
+        else:
             with tf.init_scope(), tf.device("CPU:0"):
-                self._queue = tf.queue.FIFOQueue(2, dtypes)
-        self._args = args
-        with tf.control_dependencies([self._queue.enqueue([rows, *tensors])]):
-            return self._packed([tf.identity(tensor) for tensor in tensors])
+                queue = tf.queue.FIFOQueue(1, dtypes)
+        self._kinds[dtypes] = queue, args
+        with tf.control_dependencies([queue.enqueue([rows, *tensors])]):
+            return _packed(args, [tf.identity(tensor) for tensor in tensors])
 
     def take(self) -> list:
         """Return the kept batch as data for a step that is made again."""
-        _, *tensors = tf.nest.flatten(self._queue.dequeue())
-        return list(self._packed(tensors))
+        queue, args = self._filled[0]
+        _, *tensors = tf.nest.flatten(queue.dequeue())
+        return list(_packed(args, tensors))
 
     def num_rows(self) -> int | None:
         """Return the most rows of a local replica, or `None` if no batch is kept."""
-        if self._queue is None or not int(self._queue.size()):
+        if not self._filled:
             return None
-        parts = tf.nest.flatten(self._queue.dequeue())
-        self._queue.enqueue(parts)
+        queue, _ = self._filled[0]
+        parts = tf.nest.flatten(queue.dequeue())
+        queue.enqueue(parts)
         return int(parts[0])
 
     def drop(self) -> None:
         """Remove the kept batch, if any."""
-        while self._queue is not None and int(self._queue.size()):
-            self._queue.dequeue()
+        for queue, _ in self._filled:
+            queue.dequeue()
 
-    def _packed(self, tensors: Sequence[tf.Tensor]) -> tuple:
-        """Return arguments like those that were kept, with other tensors."""
-        remaining = iter(tensors)
-        flat = [
-            next(remaining) if tf.is_tensor(part) else part
-            for part in tf.nest.flatten(self._args, expand_composites=True)
-        ]
-        return tf.nest.pack_sequence_as(self._args, flat, expand_composites=True)
+    @property
+    def _filled(self) -> list[tuple[tf.queue.FIFOQueue, tuple]]:
+        """List of the queue that has a batch, with its arguments; or none."""
+        return [kind for kind in self._kinds.values() if int(kind[0].size())]
+
+
+def _packed(args: tuple, tensors: Sequence[tf.Tensor]) -> tuple:
+    """Return arguments like others, with other tensors."""
+    remaining = iter(tensors)
+    flat = [
+        next(remaining) if tf.is_tensor(part) else part
+        for part in tf.nest.flatten(args, expand_composites=True)
+    ]
+    return tf.nest.pack_sequence_as(args, flat, expand_composites=True)

@@ -38,7 +38,10 @@ class MicroBatchSearch(Feature):
         """Have whole batches computed again if this `fit` has no callback for it."""
         callbacks = callback_list(fit.arguments.get("callbacks"))
         is_auto = any(str(getattr(c, "steps", None)) == "auto" for c in callbacks)
-        if division_of(fit.model) is not None and not is_auto:
+        division = division_of(fit.model)
+        if division is not None:
+            division.has_begun = False
+        if division is not None and not is_auto:
             fit.model.optimizer.features.uninstall(MicroBatches)
             fit.model.train_function = None
 
@@ -57,14 +60,14 @@ class MicroBatchSearch(Feature):
             before = None
             with contextlib.ExitStack() as failing:
                 failing.callback(division.forget_step)
-                source = data
                 while True:
                     try:
-                        result = step(source)
+                        result = step(data)
                         break
                     except _OUT_OF_MEMORY as error:
                         before = before or division.number
-                        source = _double(model, division, error, data)
+                        _double(model, division, error)
+                        data = division.kept.take()
                 failing.pop_all()
             if division.descent is not None:
                 _descend(model, division)
@@ -74,12 +77,6 @@ class MicroBatchSearch(Feature):
             return result
 
         return fitting
-
-    def after_fit(self, fit: Fit) -> None:
-        """Have the next `fit` begin anew."""
-        division = division_of(fit.model)
-        if division is not None:
-            division.has_begun = False
 
 
 def _begin(model: Any, division: MicroBatches) -> None:
@@ -136,7 +133,7 @@ def division_of(model: Any) -> MicroBatches | None:
     return None if features is None else features.installed.get(MicroBatches)
 
 
-def _double(model: Any, division: MicroBatches, error: Exception, data: Any) -> Any:
+def _double(model: Any, division: MicroBatches, error: Exception) -> None:
     """Double the number of micro-batches after a failed step.
 
     Every worker does so, or none.
@@ -145,10 +142,6 @@ def _double(model: Any, division: MicroBatches, error: Exception, data: Any) -> 
         model: The Keras model.
         division: `MicroBatches`.
         error: The error of the step.
-        data: The iterator that the step has read.
-
-    Returns:
-        The iterator, or a list of the batch that the step has read.
 
     Raises:
         ValueError: If the step cannot be made again.
@@ -156,7 +149,10 @@ def _double(model: Any, division: MicroBatches, error: Exception, data: Any) -> 
     number, rows = division.number, division.kept.num_rows()
     is_own = not isinstance(error, PeerStepFailed)
     reason = _obstacle(model, division, rows, is_own=is_own)
-    if _can_meet(model) and _any_worker(model.distribute_strategy, bool(reason)):
+    # Another worker may have ended a step that this one had begun to change: then it is
+    # in no collective of the replicas, and learns the reason from the end of this one.
+    meets = _can_meet(model) and not division.has_computed()
+    if meets and _any_worker(model.distribute_strategy, bool(reason)):
         reason = reason or "another worker could not make it again: see its message."
     if reason:
         parts = number if rows is None else min(number, rows)
@@ -166,7 +162,6 @@ def _double(model: Any, division: MicroBatches, error: Exception, data: Any) -> 
         ) from error
     division.number = 2 * number
     division.end_descent()
-    return data if rows is None else division.kept.take()
 
 
 def _can_meet(model: Any) -> bool:
@@ -219,9 +214,9 @@ def _obstacle(
             "had computed all rows: the update itself does not fit. Shard the "
             "optimizer's state with `ShardedOptimizer`, or use a smaller model."
         )
-    if rows is None and is_own:
+    if rows is None:
         return "had not read its batch: the input pipeline needs too much. Read less."
-    if rows is not None and is_own and division.number >= rows:
+    if is_own and division.number >= rows:
         return (
             "a single row does not fit either. Use a smaller model, shorter rows, or a "
             "device with more memory."

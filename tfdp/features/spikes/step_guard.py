@@ -13,6 +13,8 @@ import tensorflow as tf
 
 from tfdp.ground import _compat
 from tfdp.ground.base.conditions import run_if
+from tfdp.ground.base.context import is_tfdp
+from tfdp.ground.options import feeds_back
 from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.step.accumulation import Totals, read
 from tfdp.training.step.state_layout import GradientStatistics
@@ -104,16 +106,40 @@ class StepGuard(StepFeature):
         )
         return {f"spike_{name}": getattr(self, name) for name in names}
 
-    def begin(self) -> None:
+    def check(self, optimizer: Any) -> None:
+        """Raise if what compression leaves out of a micro-batch cannot be undone.
+
+        Raises:
+            ValueError: With sharded accumulators and a compressor with residuals.
+        """
+        strategy = tf.distribute.get_strategy()
+        if not (is_tfdp(strategy) and optimizer.accumulates_sums):
+            return
+        levels = strategy.extended.reducer.options.compression_levels
+        if optimizer.features.accumulation and any(map(feeds_back, levels)):
+            raise ValueError(
+                f"{self.label} cannot leave out an update whose micro-batches were "
+                "reduced with residuals one by one, as with "
+                f'`sharding={optimizer.sharding!r}`. Use `sharding="optimizer"`, '
+                '`compression="bf16"` or "fp16", or one batch an update.'
+            )
+
+    def begin(self, *, has_batch: bool) -> None:
         """Count a batch; leave it out if it is excluded, also before an update."""
+        if not has_batch:
+            return
         _set(self.num_batches, read(self.num_batches) + 1)
-        _set(self._is_left_out, self._is_excluded())
+        _set(self._is_left_out, self._is_excluded() | self._is_waiting())
 
     def _is_excluded(self) -> tf.Tensor:
         """Return whether training has gone back to leave this batch out."""
         if self.action != "rollback":
             return tf.constant(False)
         return tf.reduce_any(read(self.excluded) == read(self.num_batches))
+
+    def _is_waiting(self) -> tf.Tensor:
+        """Return whether the host has yet to act on a spike."""
+        return read(self.waiting) > 0
 
     def examine(
         self,
@@ -135,9 +161,7 @@ class StepGuard(StepFeature):
         median, limit = self._median_and_limit()
         is_spike = ~is_finite | ~tf.math.is_finite(value) | (value > limit)
         is_spike |= self._is_excluded()
-        is_waiting = tf.constant(False)
-        if self.action != "skip":
-            is_waiting = read(self.waiting) > 0
+        is_waiting = self._is_waiting()
         counts = ~is_waiting
         if step.scale is not None:
             counts &= is_finite

@@ -20,7 +20,7 @@ from tfdp.ground.base import loops
 from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.training.keras_hooks.worker_callbacks import backup_callbacks, callback_list
 
-_ROLLBACK = '`SpikeGuard(action="rollback")`'
+ROLLBACK = '`SpikeGuard(action="rollback")`'
 
 
 class SpikeRollback(Exception):
@@ -38,9 +38,6 @@ class SpikeGuards(Feature):
         """
         callbacks = fit.arguments.get("callbacks")
         guards = guards_of(callbacks)
-        for backup in backup_callbacks(callbacks):
-            if not backup.is_again:
-                backup.goes_back_for = ""
         if guards:
             if fit.strategy is None:
                 _wrap_step(fit.model)
@@ -80,13 +77,11 @@ def _prepare_rollback(fit: Fit) -> None:
         return
     if not backups:
         raise ValueError(
-            f"{_ROLLBACK} goes back to a backup: pass "
+            f"{ROLLBACK} goes back to a backup: pass "
             "`tfdp.callbacks.BackupAndRestore(directory)` to `fit`, too."
         )
     if problem := why_not_read_again(fit):
-        raise ValueError(f"{_ROLLBACK} {problem}")
-    for backup in backups:
-        backup.goes_back_for = _ROLLBACK
+        raise ValueError(f"{ROLLBACK} {problem}")
 
 
 def _wrap_step(model: Any) -> None:
@@ -98,7 +93,8 @@ def _wrap_step(model: Any) -> None:
     @functools.wraps(train_step)
     def guarded(data: Any) -> Any:
         """Run the step, and undo what it has changed if it is left out."""
-        guard = model.optimizer.features.installed.get(StepGuard)
+        features = getattr(model.optimizer, "features", None)
+        guard = features and features.installed.get(StepGuard)
         if guard is None:
             return train_step(data)
         finish = guard.around_step(model)

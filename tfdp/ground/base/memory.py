@@ -77,7 +77,7 @@ def free_of_process() -> float:
         limit - now
         for kind, now in (
             (resource.RLIMIT_AS, used.vms),
-            (resource.RLIMIT_DATA, used.data),
+            (resource.RLIMIT_DATA, getattr(used, "data", 0)),
         )
         if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
     ]

@@ -11,7 +11,7 @@ from tfdp.ground import _compat
 from tfdp.ground.base import program_trace
 from tfdp.training.step.accumulation import AccumulationState
 from tfdp.training.step.loss_scale import LossScale, LossScaling
-from tfdp.training.step.step import StepFeature
+from tfdp.training.step.step import RowDivider, StepFeature
 from tfdp.training.step.warmup import Warmup, WarmupOptions
 
 
@@ -53,10 +53,10 @@ class Features:
         return *parts, self.uses_local_steps, *self.installed.values()
 
     @property
-    def divider_of_rows(self) -> StepFeature | None:
+    def divider_of_rows(self) -> RowDivider | None:
         """The feature that divides a replica's rows into micro-batches, or `None`."""
-        found = (item for item in self.installed.values() if item.divides_rows)
-        return next(found, None)
+        features = self.installed.values()
+        return next((item for item in features if isinstance(item, RowDivider)), None)
 
     def build(
         self, variables: Sequence[Any], accumulated: Sequence[Any] | None = None

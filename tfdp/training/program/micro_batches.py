@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdp.ground import _compat
 from tfdp.training.program.facts import Fact, Form, is_known
 from tfdp.training.program.liveness import PRUNED
-from tfdp.training.program.plan import Plan, in_order, is_conversion
+from tfdp.training.program.plan import Plan, converts, in_order, is_conversion
 from tfdp.training.program.rules.state import READS, is_output, writes_state
 from tfdp.training.program.view import CannotDivideError, Decision, Need
 
@@ -132,11 +132,11 @@ class _Planner:
     def _is_inside(self, op: Any) -> bool:
         """Return whether an operation runs in a loop over micro-batches."""
         decision = self._plan.decisions.get(op)
-        if decision is None or _couples(decision) or is_output(op):
+        if decision is None or self._couples(decision) or is_output(op):
             return False
         if op.type in ("Placeholder", "PlaceholderWithDefault"):
             return False
-        if self._changes_state(op):
+        if self._changes_state(op, self._plan):
             return False
         for tensor, need in self._plan.needs(op):
             fact = self._fact(tensor)
@@ -161,24 +161,19 @@ class _Planner:
         """Return what is known of a tensor, by default that it is whole."""
         return self._plan.facts.get(id(tensor)) or Fact(Form.WHOLE)
 
-    def _changes_state(self, op: Any) -> bool:
+    def _couples(self, decision: Decision) -> bool:
+        """Return whether replicas communicate while an operation runs."""
+        inner = (converts(plan, self._effects) for plan in decision.plans)
+        return decision.has_collective or any(inner)
+
+    def _changes_state(self, op: Any, plan: Plan) -> bool:
         """Return whether an operation, or one inside of it, changes a state."""
         if writes_state(op):
             return op.type not in PRUNED
-        decision = self._plan.decisions.get(op)
-        return decision is not None and self._changes_inside(decision)
-
-    def _changes_inside(self, decision: Decision) -> bool:
-        """Return whether a branch, a loop or a call changes a state."""
-        return any(
-            self._effects.get(plan.graph)
-            or any(
-                (writes_state(op) and op.type not in PRUNED)
-                or self._changes_inside(inner)
-                for op, inner in plan.decisions.items()
-                if op in plan.live
-            )
-            for plan in decision.plans
+        return op in plan.decisions and any(
+            self._effects.get(inner.graph)
+            or any(self._changes_state(each, inner) for each in inner.live)
+            for inner in plan.decisions[op].plans
         )
 
     def _find_states(self) -> None:
@@ -194,7 +189,7 @@ class _Planner:
         for op in self._order:
             states = [id(t) for t in op.inputs if t.dtype == tf.resource]
             reads = bool(states) or op.type == "Placeholder"
-            if self._changes_state(op):
+            if self._changes_state(op, self._plan):
                 self._late.add(op)
                 is_set = op.type == "AssignVariableOp"
                 need = self._plan.decisions[op].needs[-1] if is_set else None
@@ -289,19 +284,6 @@ class _Planner:
                 "has a result that cannot be put together from micro-batches",
                 _ADVICE,
             )
-
-
-def _couples(decision: Decision) -> bool:
-    """Return whether replicas communicate while an operation runs."""
-    if decision.has_collective:
-        return True
-    return any(
-        next(plan.conversions(), None) is not None
-        or any(
-            _couples(inner) for op, inner in plan.decisions.items() if op in plan.live
-        )
-        for plan in decision.plans
-    )
 
 
 def _is_number(fact: Fact) -> bool:

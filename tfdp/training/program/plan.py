@@ -459,7 +459,9 @@ def _plan_loop(view: View, *, may_divide: bool = True) -> Decision:
         if not same
     )
     if may_divide and (
-        is_converted or _converts(cond_plan, scope) or _converts(body_plan, scope)
+        is_converted
+        or converts(cond_plan, scope.effects)
+        or converts(body_plan, scope.effects)
     ):
         # A collective inside of a loop would deadlock: the replicas of one process
         # would wait for each other. The loop runs on the whole batch instead.
@@ -478,16 +480,16 @@ def _without_value(fact: Fact) -> Fact:
     return Fact(fact.form, fact.axis, fact.sizes)
 
 
-def _converts(plan: Plan, scope: Scope) -> bool:
+def converts(plan: Plan, effects: Mapping[Any, Sequence[Any]]) -> bool:
     """Return whether a planned graph gathers a tensor, or sums one over replicas."""
-    if scope.effects.get(plan.graph):
+    if effects.get(plan.graph):
         # These are not counted as conversions of the graph: an update in it reduces
         # gradients itself, and raises its own error where a loop does not allow that.
         return False
     decisions = [plan.decisions[op] for op in plan.live if op in plan.decisions]
     return any(True for _ in plan.conversions()) or any(
         decision.has_collective
-        or any(_converts(inner, scope) for inner in decision.plans)
+        or any(converts(inner, effects) for inner in decision.plans)
         for decision in decisions
     )
 

@@ -37,6 +37,7 @@ from tfdp.training.program.rules.state import writes_state
 from tfdp.training.program.view import AS_HELD, WHOLE
 from tfdp.training.reduction.training_group import TrainingGroup
 from tfdp.training.replicas.variables import MetricVariable
+from tfdp.training.step.step import RowDivider
 
 
 @dataclasses.dataclass
@@ -75,7 +76,7 @@ class DividedStep:
         function: Callable, the step, written for one device.
         others: Collection of ints, flat positions of the arguments whose number of
             rows may differ from that of the first. Defaults to none.
-        divider: `StepFeature` that divides a replica's rows into micro-batches, or
+        divider: `RowDivider` that divides a replica's rows into micro-batches, or
             `None`. Defaults to `None`.
     """
 
@@ -85,7 +86,7 @@ class DividedStep:
         loop: Loop,
         function: Callable,
         others: Collection[int] = (),
-        divider: Any = None,
+        divider: RowDivider | None = None,
     ) -> None:
         self._strategy = strategy
         self._loop = loop
@@ -174,7 +175,7 @@ class DividedStep:
             tensors: Dict from the `id` of an input of the program to its value.
         """
         known = found.trace, found.plan, found.scope, replica, tensors
-        if found.micro is None:
+        if found.micro is None or self._divider is None:
             return Builder(*known)
         return StagedBuilder(
             *known,

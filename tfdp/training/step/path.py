@@ -51,7 +51,7 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
             step's variables, or `None` to update with the accumulated gradients.
     """
     for feature in step.features:
-        feature.begin()
+        feature.begin(has_batch=gradients is not None)
     micro_batch = None if gradients is None else list(gradients)
     with step_residuals(lambda: _scale_of(step)) as micro_batch_residuals:
         take_totals, is_due = step.accumulator.take(micro_batch)  # 1 accumulate

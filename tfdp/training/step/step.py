@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -53,9 +54,6 @@ class StepFeature:
         trains_alone: Bool, whether replicas make local updates, so that an update is
             counted even if some replica skips it. `Features.start_local_steps` sets it.
         measures_norm: Bool, whether the feature reads the norm of reduced gradients.
-        divides_rows: Bool, whether each replica computes its rows in micro-batches, one
-            after another. The feature then has the methods `num_parts`, `keep_batch`
-            and `begin_changes`.
         measures_loss: Bool, whether the feature reads the loss of the global batch.
         checks_finite: Bool, whether the feature reads whether reduced gradients are
             finite.
@@ -67,7 +65,6 @@ class StepFeature:
     measures_loss = False
     checks_finite = False
     needs_all_replicas = False
-    divides_rows = False
 
     @property
     def variables(self) -> list:
@@ -89,24 +86,12 @@ class StepFeature:
             ValueError: If the feature cannot be combined with the optimizer.
         """
 
-    def begin(self) -> None:
-        """Run before the first stage of a step."""
+    def begin(self, *, has_batch: bool) -> None:
+        """Run before the first stage of a step.
 
-    def num_parts(self) -> tf.Tensor:
-        """Return the number of micro-batches of a replica's rows: scalar, int32."""
-        raise NotImplementedError
-
-    def keep_batch(self, args: tuple) -> tuple:
-        """Return the arguments of a step, in the graph before it is divided."""
-        return args
-
-    def begin_changes(self) -> list:
-        """Run on a replica once all replicas have computed all their rows.
-
-        Returns:
-            List of operations; states change after them.
+        Args:
+            has_batch: Bool, false in an update with what is left over of an epoch.
         """
-        return []
 
     def examine(
         self,
@@ -151,6 +136,26 @@ class StepFeature:
             Callable to run after the step, or `None`.
         """
         return None
+
+
+class RowDivider(StepFeature, abc.ABC):
+    """Feature with which replicas compute their rows in micro-batches."""
+
+    @abc.abstractmethod
+    def num_parts(self) -> tf.Tensor:
+        """Return the number of micro-batches of a replica's rows: scalar, int32."""
+
+    @abc.abstractmethod
+    def keep_batch(self, args: tuple) -> tuple:
+        """Return the arguments of a step, in the graph before it is divided."""
+
+    @abc.abstractmethod
+    def begin_changes(self) -> list:
+        """Run on a replica once all replicas have computed all their rows.
+
+        Returns:
+            List of operations; states change after them.
+        """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ from tfdp.training.program.step import DividedStep, rows_of_replica
 from tfdp.training.reduction.training_group import merging_group, training_group
 from tfdp.training.replicas import drift_probe
 from tfdp.training.step.empty_step import note_changes_without_data
+from tfdp.training.step.step import RowDivider
 from tfdp.training.strategy.compiled_step import CompiledStep
 
 _LIBRARIES = ("keras", "tensorflow", "tfdp")
@@ -132,7 +133,7 @@ def _divided_step(
     parts: Sequence[BatchWeight | None],
     total: tf.Tensor | None,
     others: frozenset[int],
-    divider: Any,
+    divider: RowDivider | None,
 ) -> Callable:
     """Return a replica's step: its part of the program that one device would run.
 
@@ -145,7 +146,7 @@ def _divided_step(
         total: Scalar tensor, the number of rows of the global batch, or `None`.
         others: Frozen set of ints, flat positions of the arguments whose number of rows
             differs from that of the batch.
-        divider: `StepFeature` that divides a replica's rows, or `None`.
+        divider: `RowDivider` that divides a replica's rows, or `None`.
     """
     if strategy.extended.balance is not None:
         # The load balancer divides rows unevenly.
@@ -193,8 +194,10 @@ def _divided_step(
     return step
 
 
-def _divider_of_rows(strategy: Any, loop: loops.Loop | None, args: tuple) -> Any:
-    """Return the `StepFeature` that divides the rows of a step, or `None`.
+def _divider_of_rows(
+    strategy: Any, loop: loops.Loop | None, args: tuple
+) -> RowDivider | None:
+    """Return the `RowDivider` that divides the rows of a step, or `None`.
 
     Args:
         strategy: A tfdp strategy.
