@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from collections.abc import Callable, Iterator
 
@@ -10,38 +9,18 @@ import numpy as np
 import pytest
 
 from tests.harness.timing import wait_until
+from tests.transport.ends import End
 from tfdp.communication.transport import (
     PeerLost,
     QuorumFollower,
     QuorumLeader,
     Share,
 )
+from tfdp.communication.transport.frames import send_frame
 from tfdp.communication.transport.quorum import QuorumSum
 from tfdp.ground.base.threads import run_on_thread
 
 _SECONDS = 20.0
-
-
-class End:
-    """One end of a pair of sockets."""
-
-    def __init__(self, sock: socket.socket, peer: int) -> None:
-        self.sock, self.peer = sock, peer
-
-    def send(self, *buffers: bytes | memoryview) -> None:
-        try:
-            for buffer in buffers:
-                self.sock.sendall(buffer)
-        except OSError as error:
-            raise PeerLost(self.peer, "its connection was closed") from error
-
-    def receive_into(self, view: bytearray | memoryview) -> None:
-        if self.sock.recv_into(view, 0, socket.MSG_WAITALL) < len(memoryview(view)):
-            raise PeerLost(self.peer, "its connection was closed")
-
-    def close(self, reason: str = "", ending: object = None) -> None:
-        with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)
 
 
 class Job:
@@ -80,10 +59,9 @@ class Job:
         )
         return lambda: future.result(_SECONDS)
 
-    def is_waiting(self, rank: int, result: Callable[[], QuorumSum]) -> bool:
-        """Whether an exchange has begun, and does not end by itself."""
-        wait_until(lambda: rank in self.ends[0]._shares, "the contribution")
-        return not self.waiting[rank]
+    def wait_for(self, rank: int) -> None:
+        """Waits until the open step has a contribution, and so is still open."""
+        wait_until(lambda: rank in self.ends[0]._shares, "the contribution", _SECONDS)
 
 
 @pytest.fixture
@@ -133,7 +111,7 @@ def test_the_others_wait_for_one_that_is_too_late(job):
     two.come(0, 1.0)()
     two.come(0, 2.0)()
     third = two.come(0, 3.0)
-    assert two.is_waiting(0, third)
+    two.wait_for(0)
     # One step made, it is in reach again.
     two.come(1, 5.0)()
     assert third().absent == [1]
@@ -142,9 +120,14 @@ def test_the_others_wait_for_one_that_is_too_late(job):
 def test_a_step_does_not_close_without_rows(job):
     two = job(2, 1)
     empty = two.come(1, 1.0, rows=0.0)
-    assert two.is_waiting(1, empty)
+    two.wait_for(1)
     two.come(0, 3.0, rows=4.0)()
     np.testing.assert_array_equal(empty().arrays[0], np.full(3, 4.0))
+    # Nor do those of one without rows count as the rows of one.
+    empty = two.come(1, 0.0, rows=0.0)
+    two.wait_for(1)
+    two.come(0, 3.0)()
+    np.testing.assert_array_equal(empty().arrays[0], np.full(3, 6.0))
     # If nobody has any, it closes with all.
     empty, other = two.come(1, 1.0, rows=0.0), two.come(0, 0.0, rows=0.0)
     assert empty().absent == other().absent == []
@@ -153,7 +136,7 @@ def test_a_step_does_not_close_without_rows(job):
 def test_all_fail_at_once_if_a_worker_is_lost(job):
     three = job(3, 2)
     left = three.come(0, 1.0)
-    assert three.is_waiting(0, left)
+    three.wait_for(0)
     three.followers[1].close()
     with pytest.raises(PeerLost, match="Worker 2"):
         left()
@@ -161,11 +144,30 @@ def test_all_fail_at_once_if_a_worker_is_lost(job):
         three.come(1, 1.0)()
 
 
-def test_arrays_that_do_not_fit_end_the_wait_of_all(job):
+def test_nobody_goes_on_without_a_worker_that_is_lost(job):
+    two = job(2, 1)
+    two.followers[0].close()
+    wait_until(lambda: two.ends[0]._error, "the loss", _SECONDS)
+    with pytest.raises(PeerLost, match="Worker 1"):
+        two.come(0, 1.0)()
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_arrays_that_do_not_fit_end_the_wait_of_all(job, last):
     two = job(2, 2)
-    left = two.come(0, 1.0)
-    assert two.is_waiting(0, left)
-    with pytest.raises(PeerLost):
-        two.ends[1].exchange(Share(2.0, 4.0, [np.zeros(5, "float32")]))
-    with pytest.raises(ValueError, match="broadcast"):
-        left()
+    left = two.come(1 - last, 1.0)
+    two.wait_for(1 - last)
+    wrong = Share(2.0, 4.0, [np.zeros(5, "float32"), np.zeros(1, "int32")])
+    own = run_on_thread("exchange", two.ends[last].exchange, wrong)
+    for result in (lambda: own.result(_SECONDS), left):
+        with pytest.raises((PeerLost, ValueError)):
+            result()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_cannot_be_read_ends_the_wait_of_all(job, rank):
+    two = job(2, 2)
+    send_frame(two.ends[rank]._link if rank else two.ends[0]._links[1], {"else": 1})
+    for result in (two.come(1 - rank, 1.0), two.come(rank, 1.0)):
+        with pytest.raises((PeerLost, TypeError)):
+            result()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.harness.timing import wait_until
+from tests.transport.ends import End
 from tfdp.communication.transport import (
-    PeerLost,
     RoundFollower,
     RoundLeader,
     TransportError,
@@ -20,21 +20,6 @@ from tfdp.communication.transport.rounds import Reply
 from tfdp.ground.base.threads import run_on_thread
 
 _SECONDS = 20.0
-
-
-class End:
-    """One end of a pair of sockets."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-
-    def send(self, *buffers: bytes | memoryview) -> None:
-        for buffer in buffers:
-            self.sock.sendall(buffer)
-
-    def receive_into(self, view: bytearray | memoryview) -> None:
-        if self.sock.recv_into(view, 0, socket.MSG_WAITALL) < len(memoryview(view)):
-            raise PeerLost(1, "its connection was closed")
 
 
 class Job:

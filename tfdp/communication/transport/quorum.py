@@ -80,7 +80,10 @@ class QuorumMember:
         """
         if self._sums:
             share = dataclasses.replace(share, arrays=())
-        self._contribute(share)
+        try:
+            self._contribute(share)
+        except Exception as error:  # noqa: BLE001 the waits have to end
+            self._fail(error)
         with self._changed:
             self._changed.wait_for(lambda: self._sums or self._error)
             if not self._sums:
@@ -90,8 +93,8 @@ class QuorumMember:
             self._on_change(len(self._sums))
             return result
 
-    def close(self) -> None:
-        """Close the connections."""
+    def close(self, reason: str = "", ending: Ending | None = None) -> None:
+        """Close the connections, see `Connection.close`."""
         raise NotImplementedError
 
     def _contribute(self, share: Share) -> None:
@@ -106,10 +109,14 @@ class QuorumMember:
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """End the wait for a sum that will not come; the first error counts."""
+        """End the waits of all workers; the first error counts."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+        ending = None
+        if isinstance(error, PeerLost):
+            ending = Ending(error.rank, error.cause)
+        self.close(str(error), ending)
 
 
 class QuorumFollower(QuorumMember):
@@ -125,9 +132,9 @@ class QuorumFollower(QuorumMember):
         self._link = link
         _start(self._read, "tfdp quorum")
 
-    def close(self) -> None:
+    def close(self, reason: str = "", ending: Ending | None = None) -> None:
         """See `QuorumMember`."""
-        self._link.close()
+        self._link.close(reason, ending)
 
     def _contribute(self, share: Share) -> None:
         """See `QuorumMember`."""
@@ -178,9 +185,11 @@ class QuorumLeader(QuorumMember):
             _start(self._read, f"tfdp quorum from {rank}", rank)
             _start(self._write, f"tfdp quorum to {rank}", rank)
 
-    def close(self) -> None:
-        """See `QuorumMember`."""
-        self._close("")
+    def close(self, reason: str = "", ending: Ending | None = None) -> None:
+        """Close the connections, and end the threads that send."""
+        for rank, link in self._links.items():
+            link.close(reason, ending)
+            self._unsent[rank].put(None)
 
     def _contribute(self, share: Share) -> None:
         """See `QuorumMember`."""
@@ -189,6 +198,8 @@ class QuorumLeader(QuorumMember):
     def _add(self, rank: int, share: Share) -> None:
         """Add the next contribution of a worker, and close the step if that is due."""
         with self._lock:
+            if self._error is not None:
+                return
             if self._made[rank] == self._num_closed:
                 self._shares[rank] = share
             self._made[rank] += 1
@@ -218,7 +229,7 @@ class QuorumLeader(QuorumMember):
         """
         shares = [share for _, share in sorted(self._shares.items())]
         absent = sorted(self._made.keys() - self._shares.keys())
-        factor = shares[0].total / (sum(share.rows for share in shares) or 1.0)
+        rows, total = sum(share.rows for share in shares), shares[0].total
         arrays = []
         columns = zip(*(share.arrays for share in shares), strict=True)
         for position, column in enumerate(columns):
@@ -227,8 +238,8 @@ class QuorumLeader(QuorumMember):
             else:
                 result = np.empty_like(column[0])
                 sum_into(result, column)
-            if absent:
-                _scale(result, factor)
+            if rows not in (0.0, total):
+                _scale(result, total / rows)
             arrays.append(result)
         self._shares = {}
         self._num_closed += 1
@@ -250,20 +261,6 @@ class QuorumLeader(QuorumMember):
                 send_frame(self._links[rank], {"absent": result.absent}, result.arrays)
         except Exception as error:  # noqa: BLE001 the waits have to end
             self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """End the waits of all workers, with the cause of the error."""
-        super()._fail(error)
-        ending = None
-        if isinstance(error, PeerLost):
-            ending = Ending(error.rank, error.cause)
-        self._close(str(error), ending)
-
-    def _close(self, reason: str, ending: Ending | None = None) -> None:
-        """Close the connections, and end the threads that send."""
-        for rank, link in self._links.items():
-            link.close(reason, ending)
-            self._unsent[rank].put(None)
 
 
 def _scale(array: Array, factor: float) -> None:

@@ -269,6 +269,27 @@ def _exchange(
     Returns:
         List of lists of tensors, the sums for each local replica.
     """
+    try:
+        share = _share_of(parts, joined)
+    except Exception as error:
+        # The other workers would wait for it.
+        member.close(str(error))
+        raise
+    result = member.exchange(share)
+    counts.steps += 1
+    counts.without.update(result.absent)
+    with tf.device("CPU:0"):
+        sums = [tf.convert_to_tensor(array) for array in result.arrays]
+    return [sums] * len(parts)
+
+
+def _share_of(parts: list[list[tf.Tensor]], joined: Collection[int]) -> Share:
+    """Sum what the local replicas contribute to a step.
+
+    Args:
+        parts: As for `_exchange`.
+        joined: As for `_exchange`.
+    """
     rows = [part[0].numpy() for part in parts]
     columns = zip(*([t.numpy() for t in part[1:]] for part in parts), strict=True)
     arrays = []
@@ -281,9 +302,4 @@ def _exchange(
             arrays.append(np.empty_like(column[0]))
             sum_into(arrays[-1], column)
     own = float(sum(each[0] for each in rows))
-    result = member.exchange(Share(own, float(rows[0][1]), arrays))
-    counts.steps += 1
-    counts.without.update(result.absent)
-    with tf.device("CPU:0"):
-        sums = [tf.convert_to_tensor(array) for array in result.arrays]
-    return [sums] * len(parts)
+    return Share(own, float(rows[0][1]), arrays)

@@ -57,6 +57,7 @@ class BackupWorkers(Feature):
     def choose_callbacks(self, fit: Fit) -> None:
         """Begin to count dropped gradients, and put their number into logs."""
         if (exchange := self.gradient_exchange(fit)) is not None:
+            _check_steps(fit.strategy, exchange.counts.steps)
             exchange.counts.steps = 0
             exchange.counts.without.clear()
             callbacks = fit.arguments.get("callbacks")
@@ -74,6 +75,18 @@ class BackupWorkers(Feature):
             return
         if text := self._exchanges[fit.model].counts.describe():
             print(f"tfdp: {text}", file=sys.stderr, flush=True)
+
+
+def _check_steps(strategy: Any, steps: int) -> None:
+    """Raise if an error has ended the last `fit` after different steps on workers."""
+    made = strategy.extended.worker_group.all_gather("the steps of the last fit", steps)
+    if len(set(made)) > 1:
+        raise RuntimeError(
+            "An error has ended `fit` after different numbers of steps, since with "
+            "`backup_workers` workers do not wait for each other: their weights "
+            "differ. Create the model again, and load a checkpoint. Received: "
+            f"{made} steps"
+        )
 
 
 def _is_on(strategy: Any) -> bool:

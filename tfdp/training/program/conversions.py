@@ -215,6 +215,8 @@ class Replica:
         """
         if self._exchange is not None and tensor.dtype.is_floating:
             return self.weight_by_rows(tensor)
+        if self._exchange is not None and tensor.dtype.is_integer:
+            return self._divide_by_rows(tensor)
         if self.rank > 0:
             return tf.zeros_like(tensor)
         if self.is_first_part is not None:
@@ -254,6 +256,16 @@ class Replica:
         return tf.math.multiply_no_nan(
             value, tf.cast(self.rows.fraction(), value.dtype)
         )
+
+    def _divide_by_rows(self, whole: tf.Tensor) -> tf.Tensor:
+        """Return the part of an integer for the replica's rows; all parts add up."""
+        first, own, total, number = (
+            tf.cast(each, tf.int64)
+            for each in (self.rows.first, self.rows.own, self.rows.total, whole)
+        )
+        total = tf.maximum(total, 1)
+        part = number * (first + own) // total - number * first // total
+        return tf.cast(part, whole.dtype)
 
     def reduce_results(self, kind: str, own: tf.Tensor) -> tf.Tensor:
         """Reduce a tensor over replicas by an operation such as `Max`.

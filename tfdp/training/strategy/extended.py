@@ -34,6 +34,7 @@ from tfdp.training.data.uneven_inputs import count_reads
 from tfdp.training.parameters.conversion import deferred_parameter, is_deferred
 from tfdp.training.reduction.algorithm_selector import AlgorithmSelector
 from tfdp.training.reduction.reducer import Reducer
+from tfdp.training.reduction.training_group import merging_group
 from tfdp.training.replicas.state_merge import average_statistics, merge_states
 from tfdp.training.replicas.variables import (
     MetricVariable,
@@ -331,7 +332,10 @@ class ReplicaExtended:
         """Merge the metric states of all replicas: one tensor for each variable."""
         locals_ = [[part.read_value() for part in v.values] for v in variables]
         kinds = [v.merge for v in variables]
-        return merge_states(locals_, kinds, self.host_group)
+        group = self.host_group
+        if not tf.executing_eagerly():  # a step may not wait for all workers
+            group = merging_group(self._container_strategy())  # type: ignore[attr-defined]
+        return merge_states(locals_, kinds, group)
 
 
 class SingleWorkerReplicaExtended(ReplicaExtended, _compat.MirroredExtended):
