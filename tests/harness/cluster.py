@@ -203,7 +203,8 @@ class Cluster:
     def _give_up(self, outcomes: dict[int, Outcome], why: str) -> None:
         for worker in self.workers:
             if worker.process.is_alive() and worker.rank not in outcomes:
-                os.kill(worker.process.pid, signal.SIGUSR1)
+                with contextlib.suppress(ProcessLookupError):  # it dies right now
+                    os.kill(worker.process.pid, signal.SIGUSR1)
         time.sleep(0.5)
         errors = [
             f"===== worker {rank} raised\n{outcome.error}"
