@@ -45,6 +45,7 @@ def train(
             of the state with the number `"step"`, or after so many changes, when it has
             made the parts anew.
         form: String: `"function"`, a `tf.function` of a batch around `strategy.run`;
+            `"options"`, the same, and `InputOptions` of the data;
             `"iterator"`, one with a loop of three steps inside; `"eager"`; `"given"`,
             `strategy.run` of a `tf.function`; or `"inner"`, of what calls one.
         sharding: As for `DistributedOptimizer`.
@@ -55,7 +56,9 @@ def train(
             join.
         min_workers: As for the options.
         timeout_seconds: The same.
-        misuse: String, what is not made anew after a change, or after a join.
+        misuse: String, what is not made anew after a change, or after a join; or
+            `"arguments"`, if those of the state differ, or `"error"`, if the block
+            raises one after a change.
     """
     import keras
     import tensorflow as tf
@@ -83,7 +86,7 @@ def train(
     state = tfdp.ElasticState(
         model,
         Path(folder) / "state",
-        disk_every=disk_every,
+        disk_every=disk_every + (misuse == "arguments") * rank,
         step=0,
         losses=[],
         evaluated=0.0,
@@ -147,6 +150,8 @@ class _Parts:
         form: str,
         misuse: str,
     ) -> None:
+        import tensorflow as tf
+
         self._strategy, self._model, self._state = strategy, model, state
         self._killer, self._form, self._misuse = killer, form, misuse
         self._optimizer = model.optimizer
@@ -154,6 +159,9 @@ class _Parts:
         self._record.mkdir(exist_ok=True)
         self.changes: list[str] = []
         self._num_made = -1
+        self._options = None
+        if form == "options":
+            self._options = tf.distribute.InputOptions()
         self.calls = 0
 
     def make(self) -> None:
@@ -161,6 +169,8 @@ class _Parts:
         if self._num_made == len(self.changes):
             return
         self._num_made = len(self.changes)
+        if self._forgets("error"):
+            raise ValueError("an error of the user's own")
         if not self._forgets("step"):
             self._step = self._made_step()
         if not self._forgets("data"):
@@ -168,7 +178,7 @@ class _Parts:
         if not self._forgets("batches"):
             batches = self._data.skip(self._state.step)
             self._batches = iter(
-                self._strategy.experimental_distribute_dataset(batches)
+                self._strategy.experimental_distribute_dataset(batches, self._options)
             )
 
     def step(self) -> Any:
@@ -227,7 +237,7 @@ class _Parts:
 
         if self._form == "iterator":
             return tf.function(steps)
-        return self._traced(step) if self._form == "function" else step
+        return self._traced(step) if self._form in ("function", "options") else step
 
     def _traced(self, function: Any) -> Any:
         import tensorflow as tf

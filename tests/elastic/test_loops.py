@@ -117,6 +117,8 @@ def test_a_process_that_replaces_a_lost_worker_joins_the_loop(
         ("step", "inner", "was traced for the workers from before they changed"),
         ("batches", "function", "was distributed among the workers from before"),
         ("batches", "iterator", "was distributed among the workers from before"),
+        ("batches", "options", "was distributed among the workers from before"),
+        ("error", "function", "ValueError: an error of the user's own"),
         ("data", "function", "continues its order from before the workers changed"),
         ("optimizer", "function", "use `model.optimizer` in the step"),
     ],
@@ -192,6 +194,14 @@ def test_fit_within_the_block_is_refused(tmp_path):
     outcome = run(tmp_path, 2, misuse="fit", evaluates=True)
     assert outcome.codes == [1, 1]
     assert "call it outside of the `with` block of an `ElasticState`" in outcome.output
+
+
+@pytest.mark.full
+def test_arguments_that_differ_between_workers_are_refused(tmp_path):
+    outcome = run(tmp_path, 2, misuse="arguments")
+    assert outcome.codes == [1, 1]
+    assert "must create `ElasticState` with the same arguments" in outcome.output
+    assert "disk_every" in outcome.output
 
 
 @pytest.mark.full
