@@ -85,7 +85,7 @@ def _check_steps(strategy: Any, steps: int) -> None:
             "An error has ended `fit` after different numbers of steps, since with "
             "`backup_workers` workers do not wait for each other: their weights "
             "differ. Create the model again, and load a checkpoint. Received: "
-            f"{made} steps"
+            f"numbers of steps {made}"
         )
 
 
