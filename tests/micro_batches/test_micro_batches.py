@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +27,34 @@ def test_micro_batches(clusters: ClusterPool, case: Case, setup_name: str):
     clusters.check(case, setup_name)
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space")
-def test_a_step_fits_below_a_limit_of_the_address_space(tmp_path: Path):
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A memory cgroup in that of this process, or skips the test."""
+    found = [folder for folder, names in memory._cgroups() if _has(folder, names)]
+    if not found:
+        pytest.skip("this process is in no cgroup that counts memory")
+    folder = found[-1] / f"tfdp-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        pytest.skip(f"this process may not make a cgroup: {error}")
+    try:
+        if not any(_has(folder, names) for names in (memory._V1, memory._V2)):
+            pytest.skip("cgroups inside that of this process count no memory")
+        yield folder
+    finally:
+        folder.rmdir()
+
+
+def _has(folder: Path, names: memory._Names) -> bool:
+    return (folder / names.limit).exists()
+
+
+def check_below_a_limit(cache: Path, *arguments: str) -> None:
+    """Trains with micro-batches below a limit as without one."""
     finished = run_command(
-        *(sys.executable, "-m", "tests.micro_batches.below_a_limit"),
-        environment={"XDG_CACHE_HOME": str(tmp_path)},
+        *(sys.executable, "-m", "tests.micro_batches.below_a_limit", *arguments),
+        environment={"XDG_CACHE_HOME": str(cache)},
         deadline_seconds=120,
     )
     assert finished.code == 0, finished.output
@@ -38,6 +62,18 @@ def test_a_step_fits_below_a_limit_of_the_address_space(tmp_path: Path):
     numbers = limited["micro_batches"]
     assert numbers[0] > numbers[-1] > 1
     np.testing.assert_allclose(limited["loss"], free["loss"], rtol=1e-5)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space")
+def test_a_step_fits_below_a_limit_of_the_address_space(tmp_path: Path):
+    check_below_a_limit(tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_step_fits_below_the_limit_of_a_cgroup(tmp_path: Path, cgroup: Path):
+    check_below_a_limit(tmp_path, str(cgroup))
 
 
 @pytest.mark.full
@@ -50,20 +86,37 @@ def test_an_update_that_runs_out_of_memory_on_one_worker_ends_all(tmp_path: Path
     assert peer, outcome.output
 
 
-def test_free_memory_is_that_below_the_limit_of_the_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("own", "folder", "names", "prefix"),
+    [
+        ("0::/", "", ("memory.max", "memory.current"), ""),
+        ("0::/a.slice/b", "a.slice", ("memory.max", "memory.current"), ""),
+        (
+            "9:cpu,memory:/docker/1\n0::/",
+            "memory",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            "total_",
+        ),
+    ],
+)
+def test_free_memory_is_that_below_the_limits_of_containers_and_services(
+    tmp_path, monkeypatch, own, folder, names, prefix
 ):
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_PROCESS", tmp_path)
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
     assert memory.free_in_container() == float("inf")
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text(
-        "anon 600\ninactive_file 60\nactive_file 40\n"
-    )
+    (tmp_path / "cgroup").write_text(f"{own}\n")
+    folder = tmp_path / folder
+    folder.mkdir(exist_ok=True)
+    limit, used = (folder / name for name in names)
+    limit.write_text("1000\n")
+    used.write_text("700\n")
+    cached = f"{prefix}inactive_file 60\n{prefix}active_file 40\n"
+    (folder / "memory.stat").write_text(f"anon 600\n{cached}")
     assert memory.free_in_container() == 400
-    assert memory.free_bytes() == 400
-    (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_in_container() == float("inf")
+    for unlimited in "max", str(2**63 - 4096):
+        limit.write_text(f"{unlimited}\n")
+        assert memory.free_in_container() == float("inf")
 
 
 def test_a_process_has_no_limit_of_its_data_where_none_is_known(

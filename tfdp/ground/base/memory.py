@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -14,8 +16,20 @@ except ImportError:  # Windows
 
 # Folder of this process's counters.
 _PROCESS = Path("/proc/self")
-# Folder of the memory limit of a container (cgroup v2).
-_CGROUP = Path("/sys/fs/cgroup")
+# Folder of the cgroups, which limit the memory of containers and services.
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class _Names(NamedTuple):
+    """Names of a cgroup's files, and what its statistics begin with."""
+
+    limit: str
+    used: str
+    prefix: str
+
+
+_V2 = _Names("memory.max", "memory.current", "")
+_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def free_bytes() -> int:
@@ -31,12 +45,18 @@ def free_bytes() -> int:
 
 
 def free_in_container() -> float:
-    """Return the free bytes below the limit of the container, infinity without one."""
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((_CGROUP / "memory.max").read_text())
-        used = int((_CGROUP / "memory.current").read_text())
-        return max(limit - used + _cache_of_container(), 0)
-    return float("inf")
+    """Return the free bytes below the limits of cgroups, infinity without a limit.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html
+    """
+    found = []
+    for folder, names in _cgroups():
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((folder / names.limit).read_text())
+            used = int((folder / names.used).read_text())
+            if limit < psutil.virtual_memory().total:
+                found.append(max(limit - used + _cached(folder, names), 0))
+    return min(found, default=float("inf"))
 
 
 def reset_peak() -> bool:
@@ -84,8 +104,25 @@ def free_of_process() -> float:
     return max(min(free, default=float("inf")), 0)
 
 
-def _cache_of_container() -> int:
-    """Return the bytes of cached files, which the kernel frees when needed."""
-    lines = (_CGROUP / "memory.stat").read_text().splitlines()
+def _cgroups() -> Iterator[tuple[Path, _Names]]:
+    """Yield the memory cgroups that this process is in, each in that before.
+
+    In a container the folder may be that of the container itself.
+    """
+    with contextlib.suppress(OSError):
+        for line in (_PROCESS / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, names = (_CGROUPS / "memory", _V1) if controllers else (_CGROUPS, _V2)
+            parts = Path(path).parts[1:]
+            for end in range(len(parts) + 1):
+                yield root.joinpath(*parts[:end]), names
+
+
+def _cached(folder: Path, names: _Names) -> int:
+    """Return the bytes of cached files in a cgroup, which the kernel frees first."""
+    lines = (folder / "memory.stat").read_text().splitlines()
     fields = dict(line.split() for line in lines)
-    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+    kinds = ("inactive_file", "active_file")
+    return sum(int(fields.get(names.prefix + kind, 0)) for kind in kinds)
