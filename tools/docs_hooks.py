@@ -99,6 +99,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     uri = page.file.src_uri
     if uri.startswith("source/") and uri not in PROSE:
         page.meta["search"] = {"exclude": True}
+        # HTML is not a link of MkDocs: README's pictures lie beside the other pages.
+        markdown = markdown.replace('src="docs/', 'src="../')
     known = {file.src_uri for file in files}
     markdown = LINK.sub(lambda match: _relink(match, uri, known), markdown)
     return docs_names.ENTRY.sub(lambda match: _reference(match[1]), markdown)
