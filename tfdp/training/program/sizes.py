@@ -121,6 +121,10 @@ class Size:
         return self.kind in ("number", "free")
 
 
+# The sizes of a tensor of the program, by axis.
+Shape = tuple[Size, ...]
+
+
 def number(value: Any) -> Size:
     """Return a known size."""
     return Size("number", value.item() if isinstance(value, np.generic) else value)

@@ -14,7 +14,8 @@ Reading order:
     reductions: sums, means, maxima
     contractions: products of matrices, `Einsum`
     rowwise: operations on each row by itself, convolutions and poolings
-    layouts: reshapes, slices, joins, gathers
+    layouts: operations that arrange elements, joins, and what adds or moves an axis
+    reshapes, slices, indexing: those that need more to decide
     composites: rows made of ragged and sparse tensors
     values: integers that are computed from sizes
     state: variables, random numbers, Python functions
