@@ -167,6 +167,7 @@ def on_one_device(
     folder: Path,
     *,
     script: Callable[..., dict[str, Any]] = training.train,
+    deadline_seconds: float = 60.0,
     **arguments: Any,
 ) -> dict[str, Any]:
     """What one device makes of the same training."""
@@ -179,7 +180,7 @@ def on_one_device(
         daemon=True,
     )
     process.start()
-    process.join(60.0)
+    process.join(deadline_seconds)
     process.kill()
     if process.exitcode != 0:
         pytest.fail(path.with_suffix(".log").read_text())

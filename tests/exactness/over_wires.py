@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-# On two workers.
+import keras
+
+# On two workers. Keras before 3.13 has no optimizer of optimizers.
+_MULTI = "multi_optimizer_with_everything_in_float64_and_sharded_gradients"
 OF_TWO = (
-    "multi_optimizer_with_everything_in_float64_and_sharded_gradients",
+    *([_MULTI] if hasattr(keras.optimizers, "MultiOptimizer") else []),
     "sgd_nesterov_with_an_overflow_on_one_replica_in_float32",
     "training_with_bfloat16_on_the_wire",
     "embedding_with_adam",
