@@ -66,7 +66,8 @@ def algorithm_case(
 
     def add(function: typing.Callable) -> typing.Callable:
         case(covers, setups=SETUPS, quick_setup=quick_setup, **options)(function)
-        case(covers, setups=("two_by_two",), **options)(by_tensorflow(function))
+        others = by_tensorflow(function)
+        case(covers, setups=("two_by_two_ring",), **options)(others)
         return function
 
     return add

@@ -66,7 +66,8 @@ def collective_case(covers: str, quick_setup: str = "") -> collections.abc.Calla
 
     def add(function: typing.Callable) -> typing.Callable:
         case(covers, setups=SETUPS, compare=False, quick_setup=quick_setup)(function)
-        case(covers, compare=False)(by_tensorflow(function))
+        setups = "mirrored", "two_by_two_ring"
+        case(covers, setups=setups, compare=False)(by_tensorflow(function))
         return function
 
     return add

@@ -16,6 +16,7 @@ class Setup:
         distributed: Whether the case runs under a strategy.
         is_mpi: Whether MPI starts the workers, and carries their bytes.
         is_tcp: Whether TCP carries the bytes of workers of one host, too.
+        backend: That of the options of the strategy.
         host: The host of the workers, as their `TF_CONFIG` names it.
         interface: The interface that they are told to use, or `None`.
     """
@@ -26,6 +27,7 @@ class Setup:
     distributed: bool = True
     is_mpi: bool = False
     is_tcp: bool = False
+    backend: str = "auto"
     host: str = "localhost"
     interface: str | None = None
 
@@ -51,6 +53,8 @@ TWO_RANKS = Setup("two_ranks", 2, 1, is_mpi=True)
 TWO_RANKS_BY_TWO = Setup("two_ranks_by_two", 2, 2, is_mpi=True)
 TWO_WORKERS_TCP = Setup("two_workers_tcp", 2, 1, is_tcp=True)
 TWO_BY_TWO_TCP = Setup("two_by_two_tcp", 2, 2, is_tcp=True)
+# TensorFlow's own cluster, whose collectives need its server.
+TWO_BY_TWO_RING = Setup("two_by_two_ring", 2, 2, backend="ring")
 # Of all loopback addresses the interface has the first one.
 TWO_WORKERS_INTERFACE = Setup(
     "two_workers_interface", 2, 1, is_tcp=True, host="127.0.0.2", interface="lo"
@@ -63,5 +67,8 @@ OF_MPI = (TWO_RANKS, TWO_RANKS_BY_TWO)
 OF_TCP = (TWO_WORKERS_TCP, TWO_BY_TWO_TCP, TWO_WORKERS_INTERFACE, TWO_WORKERS_IPV6)
 BY_NAME = {
     setup.name: setup
-    for setup in (REFERENCE, *_MORE_DEVICES, *DISTRIBUTED, *OF_MPI, *OF_TCP)
+    for setup in (
+        *(REFERENCE, *_MORE_DEVICES, *DISTRIBUTED, *OF_MPI, *OF_TCP),
+        TWO_BY_TWO_RING,
+    )
 }

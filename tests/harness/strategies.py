@@ -41,12 +41,14 @@ def make_strategy(setup: Setup, flavor: str) -> tf.distribute.Strategy | None:
     """
     if not setup.distributed:
         return None
-    if flavor == "stock":
-        import tensorflow.distribute as module
-    else:
-        import tfdp as module
+    import tfdp
+
+    module = tf.distribute if flavor == "stock" else tfdp
     if setup.is_tcp:
         return _strategy_over_tcp(setup)
+    if setup.backend != "auto":
+        communication = tfdp.CommunicationOptions(backend=setup.backend)
+        return tfdp.MultiWorkerMirroredStrategy(communication=communication)
     if setup.is_multi_worker:
         strategy = module.MultiWorkerMirroredStrategy()
         if setup.is_mpi:
