@@ -59,6 +59,17 @@ def test_options_that_do_not_fit_get_one_sentence(
     assert "Received: " in sentence or "Missing option" in sentence
 
 
+@pytest.mark.parametrize("late", ["-n", "-n2", "--num-workers=2"])
+def test_a_number_of_workers_after_the_script_is_told_apart(
+    tmp_path, monkeypatch, late
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    result = CliRunner().invoke(cli, ["run", "script.py", late, "2"])
+    assert result.exit_code == 2
+    assert f"come before the script. Received: {late} after it" in result.output
+
+
 def test_hosts_have_a_user_an_address_and_a_number_of_workers():
     assert parse_hosts("a:4, me@node-1.site:2,[fd00::1]:3,10.0.0.1") == (
         Host("a", None, 4),

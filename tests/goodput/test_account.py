@@ -284,6 +284,12 @@ def test_the_line_has_the_number_of_restarts(count, words):
     assert str(shares(lines)) == f"goodput {100 - share} %: {share} % {words}"
 
 
+def test_a_job_that_continues_without_worker_0_has_no_restart():
+    continued = json.dumps(json.loads(attempt(200, 600)) | {"continues": True})
+    lines = [attempt(100, 500), work(590, (0, 0, 89), step=90), continued]
+    assert str(shares(lines)) == "goodput 90 %: 10 % recovery"
+
+
 def test_an_empty_ledger_has_no_time():
     found = shares([])
     assert found.total_seconds == 0

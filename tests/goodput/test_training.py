@@ -462,6 +462,18 @@ def test_the_shares_for_tensorboard_are_those_of_the_file(tmp_path, attempts):
     assert sorted(events) == sorted(itertools.product(range(3), tags))
 
 
+def test_without_tensorboard_the_ledger_is_all_there_is(
+    tmp_path, attempts, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monitor = tfdp.callbacks.CommunicationMonitor(tmp_path / "monitor")
+    small_fit(monitor, tfdp.callbacks.BackupAndRestore(tmp_path / "backups"))
+    attempts()
+    assert read(tmp_path / "backups").seconds["step"] > 0
+    assert (tmp_path / "monitor").is_dir()
+    assert not list((tmp_path / "monitor").rglob("*tfevents*"))
+
+
 def test_deterministic_steps_have_no_clock_and_a_ledger(
     tmp_path, attempts, monkeypatch
 ):

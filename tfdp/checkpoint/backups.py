@@ -414,7 +414,7 @@ def _check_probe(storage: Storage, name: str) -> None:
     if not storage.has(name):
         raise ValueError(
             "the file that worker 0 wrote is not visible here; give a directory that "
-            "all workers share"
+            "all workers share, and no other job uses"
         )
 
 

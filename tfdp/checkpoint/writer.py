@@ -140,7 +140,7 @@ def write_local_shards(
     if not folder.is_folder():
         raise ValueError(
             "the folder that worker 0 created is not visible here; give a directory "
-            "that all workers share"
+            "that all workers share, and no other job uses"
         )
     shards = write_shards(state, folder, worker, algorithm)
     folder.write_text(_list_name(worker), json.dumps(shards))

@@ -148,7 +148,7 @@ class Account:
         """`Shares` of the lines so far."""
         return Shares(
             {name: self._seconds.get(name, 0.0) for name in CLASSES},
-            max(0, self._num_attempts - 1),
+            max(0, self._num_attempts - 1 - self._num_continued),
             self._num_damaged,
             self._measures_communication,
             self._launched,
@@ -174,6 +174,8 @@ class Account:
         """Begin with a new job."""
         self._seconds: dict[str, float] = {}
         self._num_attempts = 0
+        # Attempts that went on with the job of the one before, without a restart.
+        self._num_continued = 0
         self._is_done = self._has_backups = self._measures_communication = False
         self._has_relaunched = self._had_backups = False
         self._last: Moment | None = None
@@ -213,6 +215,7 @@ class Account:
         self._had_backups = self._has_backups
         self._launched, self._last, self._is_done = since, start, False
         self._num_attempts += 1
+        self._num_continued += bool(line.get("continues"))
         self._opening = [line]
 
     def _add_work(self, line: dict[str, Any]) -> None:

@@ -44,7 +44,10 @@ class Recorder:
         launch: `Launch`, or `None` without a launcher.
         since: `Moment` from which time counts, such as the start of the process.
         is_asynchronous: Bool, whether the call of a step returns before the step ends,
-            as on GPUs. Time between two steps is then a part of steps.
+            as on GPUs. Time between two steps is then a part of steps. Defaults to
+            `False`.
+        continues: Bool, whether the job has continued without a restart, after the
+            loss of the worker that recorded before. Defaults to `False`.
 
     Attributes:
         wait_seconds: Callable that returns the sum of waits for data in steps so far.
@@ -59,6 +62,7 @@ class Recorder:
         since: Moment,
         *,
         is_asynchronous: bool = False,
+        continues: bool = False,
     ) -> None:
         self.wait_seconds: Callable[[], float] = lambda: 0.0
         self.exposed_seconds: Callable[[], float | None] = lambda: None
@@ -81,6 +85,7 @@ class Recorder:
         self._account: Account | None = None
         launched = None if launch is None else vars(launch.since)
         line = {"kind": "attempt", "format": FORMAT, **vars(since)}
+        line |= {"continues": True} if continues else {}
         self._lines = [json.dumps({**line, "launched": launched})]
 
     # Events of `fit`.

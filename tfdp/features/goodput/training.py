@@ -17,6 +17,7 @@ from tfdp.features.goodput.account import CLASSES, Shares
 from tfdp.features.goodput.ledger import Launch, LedgerFile, Moment
 from tfdp.features.goodput.recorder import Recorder
 from tfdp.features.monitor.meter import TimedSteps
+from tfdp.features.monitor.sinks import has_tensorboard
 from tfdp.ground import _compat, forks
 from tfdp.ground.base import activities, loops
 from tfdp.ground.base.feature import Feature, Fit, register
@@ -62,7 +63,10 @@ class _Goodput(Feature):
         if extended is None or (
             extended.worker_group.is_job_chief and not extended.is_applicant
         ):
-            self._record(fit, self._recorder_at(directory, launch))
+            # The ledger of a lost worker 0 is continued.
+            continues = extended is not None and extended.generation > 0
+            recorder = self._recorder_at(directory, launch, continues=continues)
+            self._record(fit, recorder)
 
     def wrap_step(self, model: Any, step: Callable) -> Callable:
         """Return a step that is timed while `fit` is recorded."""
@@ -162,18 +166,21 @@ class _Goodput(Feature):
         if getattr(function, "records_waits", None) != bool(data_waits):
             model.train_function = None
 
-    def _recorder_at(self, directory: str | None, launch: Launch | None) -> Recorder:
+    def _recorder_at(
+        self, directory: str | None, launch: Launch | None, *, continues: bool
+    ) -> Recorder:
         """Return the recorder of a ledger, a new one if it is at another place.
 
         Args:
             directory: String, the directory of backups, or `None` without any.
             launch: `Launch`, or `None` without a launcher.
+            continues: Bool, whether the job has continued without a restart.
         """
         place = directory or self._place or ("" if launch is None else launch.folder)
         if self._latest is not None and place == self._place:
             return self._latest
         self._close()
-        is_first = self._num_fits == 1 and not _is_interactive()
+        is_first = self._num_fits == 1 and not _is_interactive() and not continues
         since = Moment.of_process_start() if is_first else Moment.now()
         is_asynchronous = bool(tf.config.list_logical_devices("GPU"))
         self._place = place
@@ -182,6 +189,7 @@ class _Goodput(Feature):
             launch,
             since,
             is_asynchronous=is_asynchronous,
+            continues=continues,
         )
         activities.observers.activate(self._latest)
         forks.at_exit(self._close)
@@ -271,6 +279,8 @@ def write_scalars(shares: Shares, folders: Iterable[str], epoch: int) -> None:
         folders: Iterable of strings, folders of TensorBoard.
         epoch: Int, number of the epoch, from 0.
     """
+    if not has_tensorboard():
+        return
     for folder in folders:
         try:
             writer = tf.summary.create_file_writer(os.path.join(folder, _SCALARS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -171,6 +172,11 @@ def run(
         if context.get_parameter_source("max_restarts") is ParameterSource.DEFAULT:
             arguments["max_restarts"] = DEFAULT_REPLACEMENTS
     if num_workers is None and where.hosts is None:
+        if late := _late_options(arguments["args"]):
+            raise click.UsageError(
+                f"Options of tfdp come before the script. Received: {late} after it",
+                ctx=context,
+            )
         (parameter,) = (p for p in context.command.params if p.name == "num_workers")
         raise click.MissingParameter(ctx=context, param=parameter)
     arguments.setdefault("elastic", None)
@@ -208,6 +214,11 @@ def run(
         if launch is not None and (line := goodput_of(launch)):
             screen.message(f"tfdp: {line}")
     sys.exit(code)
+
+
+def _late_options(args: Sequence[str]) -> str:
+    """Return the option among a script's arguments that sets the workers, or `""`."""
+    return next((a for a in args if re.match(r"(-n\d*|--num-workers)(=|$)", a)), "")
 
 
 def _restart_policy(

@@ -180,9 +180,9 @@ class FailureDetector:
         status = self.status(rank)
         silent = clock.now() - status.last_heartbeat
         place = status.progress.name if status.progress else ""
-        at = f" at {place}" if place else ""
+        seen = f", last seen at {place}" if place else ""
         what = (
-            f"its process exists but hangs{at}"
+            f"its process exists but hangs{seen}"
             if status.accepted
             else "its host does not answer: it is off, or cut off from the network"
         )
