@@ -174,7 +174,7 @@ class Account:
         """Begin with a new job."""
         self._seconds: dict[str, float] = {}
         self._num_attempts = 0
-        # Attempts that went on with the job of the one before, without a restart.
+        # Attempts that continued the job of the one before, without a restart.
         self._num_continued = 0
         self._is_done = self._has_backups = self._measures_communication = False
         self._has_relaunched = self._had_backups = False
