@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.timing import within
+from tests.harness.timing import wait_until, within
 from tests.store.clusters import cluster_of, members_of, of_rank, on_all
 from tfdp.communication.cluster import Cluster, free_ports
 from tfdp.communication.cluster.address import join_address, split_address
@@ -465,6 +465,36 @@ def test_a_process_that_comes_later_learns_of_the_job_and_applies():
         assert ask_job(of_rank(cluster, 2), applies=True) is not None
         assert members[0].applicants() == []  # its place is not free yet
         assert members[1].applicants(lost=[2]) == [2]
+
+
+def test_a_host_that_is_lost_is_followed_if_its_connection_ends():
+    with members_of(cluster_of(2)) as members:
+        store = members[1].store
+        wait_until(lambda: store._standby == 1, "a standby", 10.0)
+        with ThreadPoolExecutor() as pool:
+            given_up = pool.submit(store.give_up, 0, "worker 0 is lost")
+            members[0].leave()
+            given_up.result(10.0)
+        store.put("key", "text")  # the host is this worker by now
+        assert store.host == 1
+    with members_of(cluster_of(2)) as members:
+        members[1].store.give_up(0, "worker 0 is lost")
+        with pytest.raises(ConnectionError, match="worker 0 is lost"):
+            members[1].store.put("key", "text")
+
+
+def test_a_standby_hosts_no_store_that_it_has_given_up():
+    with members_of(cluster_of(2)) as members:
+        store = members[1].store
+        wait_until(lambda: store._standby == 1, "a standby", 10.0)
+        # As after the loss of the host: another store takes the place of this one.
+        store.fail("the store is lost")
+        members[0].leave()
+        name = "tfdp store follows"
+        wait_until(lambda: store.connection is None, "the end of the host", 10.0)
+        for thread in [t for t in threading.enumerate() if t.name == name]:
+            thread.join(10.0)
+        assert members[1].server is None
 
 
 @pytest.mark.parametrize("absent", [[0], [0, 1], [0, 2]])

@@ -23,6 +23,9 @@ _ANSWER_SECONDS = 2.0
 # Longest wait until the standby hosts the store, pause between two attempts, and time
 # in which a host that still runs answers.
 _FOLLOW_SECONDS, _RETRY_SECONDS, _PROBE_SECONDS = 3.0, 0.02, 1.0
+# Longest wait for the end of the connection to a host that is lost: that of one which
+# hangs, or is off, does not end.
+_END_SECONDS = 1.0
 # Longest delay until a member follows that waits for no answer: not all come at once.
 _MOST_DELAY_SECONDS = 0.5
 
@@ -75,6 +78,8 @@ class Store:
         self._standby: int | None = None
         # Set while a call waits for the next host.
         self._hurry = threading.Event()
+        # Set while no host is connected.
+        self._has_ended = threading.Event()
         self.connection: Connection | None = hosts.connect(host)
         self._attend(self.connection)
 
@@ -203,6 +208,18 @@ class Store:
         for future in waiting.values():
             future.set_exception(HostLost(reason))
 
+    def give_up(self, host: int, reason: str) -> None:
+        """Fail, unless the connection to a host ends in a moment.
+
+        At its end the standby is followed, by all workers or by none.
+
+        Args:
+            host: Int, rank of the host, which is lost.
+            reason: String, see `fail`.
+        """
+        if not self._has_ended.wait(_END_SECONDS) and self.host == host:
+            self.fail(reason)
+
     def close(self, reason: str) -> None:
         """End the connection, and all calls as `fail` does.
 
@@ -291,7 +308,10 @@ class Store:
         """Follow the standby, or fail; called on the acceptor's thread."""
         with self._sends:
             self.connection = None
+        self._has_ended.set()
         self.lost()
+        if self._reason is not None:
+            return
         if self._standby is None or self.is_ending:
             self.fail()
             return
@@ -338,6 +358,7 @@ class Store:
                 connection.close()
                 return
             self.host, self._standby, self.connection = standby, None, connection
+            self._has_ended.clear()
             with self._lock:
                 waiting = list(self._waiting.values())
             for asked in waiting:
@@ -354,7 +375,7 @@ class Store:
         """Host the store in this process, if the process of its host has ended.
 
         Raises:
-            ConnectionFailed: If the host still runs.
+            ConnectionFailed: If the host still runs, or the store was given up.
         """
         try:
             self._hosts.connect(self.host, _PROBE_SECONDS).close()
@@ -368,7 +389,11 @@ class Store:
         copy, self._copy = self._copy, None
         assert copy is not None
         copy.apply({"lost": [self.host]})
-        self._hosts.host(copy)
+        with self._lock:
+            # This process may host another store by now, in place of a lost one.
+            if self._reason is not None:
+                raise ConnectionFailed(self._reason)
+            self._hosts.host(copy)
 
 
 class Asked(concurrent.futures.Future):

@@ -385,7 +385,7 @@ class Watchdog(threading.Thread):
         is_host = self._rank != failure.rank == store.host  # no other worker hosts it
         # A host that leaves ends its connections, so that the next one takes over.
         if is_host and not self._detector.status(failure.rank).has_left:
-            store.fail(f"The store of the job is lost: {reason}.")
+            store.give_up(failure.rank, f"The store of the job is lost: {reason}.")
         else:
             self._heartbeat.beat_now(_GRACE_SECONDS / 2)
         if self._has_left:
