@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -38,4 +39,4 @@ def members_of(cluster: Cluster, seconds: float = 30.0) -> Iterator[list[Members
 
 def of_rank(cluster: Cluster, rank: int) -> Cluster:
     """The cluster as one of its workers sees it."""
-    return Cluster(cluster.workers, task_index=rank, secret=cluster.secret)
+    return dataclasses.replace(cluster, task_index=rank)

@@ -343,7 +343,7 @@ def test_a_stranger_on_this_machine_gets_nothing_by_tcp(warned: list[str]):
     with members_of(cluster) as members:
         with socket.create_connection(split_address(cluster.workers[0]), 5) as sock:
             secret = members[0]._admission.secret
-            steps = dial_steps(secret, "store", admission.CLAIM.pack(1, 0))
+            steps = dial_steps(secret, "store", admission.CLAIM.pack(1, 0, b""))
             authenticate(sock, steps, 5)
             assert sock.recv(100) == b""
         members[1].store.put("key", "text")
@@ -464,7 +464,7 @@ def test_a_process_that_comes_later_learns_of_the_job_and_applies():
         assert members[0].applicants() == []
         assert ask_job(of_rank(cluster, 2), applies=True) is not None
         assert members[0].applicants() == []  # its place is not free yet
-        assert members[1].applicants(lost=[2]) == [2]
+        assert members[1].applicants(lost=[2]) == [cluster.workers[2]]
 
 
 def test_a_host_that_is_lost_is_followed_if_its_connection_ends():
@@ -495,6 +495,18 @@ def test_a_standby_hosts_no_store_that_it_has_given_up():
         for thread in [t for t in threading.enumerate() if t.name == name]:
             thread.join(10.0)
         assert members[1].server is None
+
+
+def test_a_process_at_a_new_address_applies_to_a_job_that_may_grow():
+    settings = {"elastic": 1, "secret": "0123456789abcdef"}
+    cluster = dataclasses.replace(cluster_of(3), **settings)
+    first = dataclasses.replace(cluster, workers=cluster.workers[:2])
+    with members_of(first) as members:
+        state = ask_job(of_rank(cluster, 2), applies=True)
+        assert state is not None
+        assert members[0].applicants() == [cluster.workers[2]]
+        other = dataclasses.replace(cluster, secret="f" * 16)
+        assert ask_job(of_rank(other, 2), applies=True) is None
 
 
 @pytest.mark.parametrize("absent", [[0], [0, 1], [0, 2]])

@@ -161,6 +161,20 @@ class Cluster:
         return json.dumps(config)
 
     @property
+    def may_grow(self) -> bool:
+        """Bool, whether workers that are not in `workers` may join the job.
+
+        A launcher on several machines gives the workers of such a job a secret that no
+        other job has.
+        """
+        return self.elastic is not None and self.secret is not None
+
+    @property
+    def is_job(self) -> bool:
+        """Bool, whether there are other workers, or others may join."""
+        return not self.is_evaluator and (self.num_workers > 1 or self.may_grow)
+
+    @property
     def num_workers(self) -> int:
         """Int, number of processes that train: the chief and the workers."""
         return len(self.workers)

@@ -92,7 +92,7 @@ def start_worker(
     cluster = (
         _cluster_of(resolver) if resolver else find_cluster(options.timeout_seconds)
     )
-    if cluster is None or cluster.num_workers == 1 or cluster.is_evaluator:
+    if cluster is None or not cluster.is_job:
         # As in TensorFlow, an evaluator is not part of the training cluster.
         if cluster is not None and cluster.devices_per_worker:
             set_logical_cpus(cluster.devices_per_worker)
@@ -143,15 +143,15 @@ def num_joined_workers() -> int:
 
 
 def reform(
-    worker: Worker, survivors: Sequence[int], applicants: Sequence[int] = ()
+    worker: Worker, survivors: Sequence[int], applicants: Sequence[str] = ()
 ) -> Worker:
     """Join the next cluster of a job, after workers were lost or have applied.
 
     Args:
         worker: `Worker`, this process in the former cluster.
         survivors: Sequence of ints, the former ranks of the workers that are left.
-        applicants: Sequence of ints, the ranks of the processes that are taken in, in
-            the cluster of all workers that the job may have.
+        applicants: Sequence of strings, `"host:port"` of the processes that are taken
+            in. Defaults to none.
 
     Returns:
         A `Worker`, with a new rank.
@@ -165,7 +165,7 @@ def reform(
     origin = membership.origin
     workers = [
         *(former.workers[rank] for rank in survivors),
-        *(origin.workers[rank] for rank in applicants),
+        *applicants,
     ]
     generation = membership.generation + 1
     return _enter(worker, origin, workers, generation)

@@ -90,11 +90,11 @@ class PreemptionWatch:
         notice: `PreemptionNotice` of this worker.
         worker_group: `WorkerGroup` between the workers.
         applicants: Callable that returns the processes that apply to this worker, a
-            list of ints. Defaults to none.
+            list of strings. Defaults to none.
 
     Attributes:
-        joining: List of ints, all processes that have applied, if `is_given` has just
-            asked the workers.
+        joining: List of strings, the addresses of all processes that have applied, if
+            `is_given` has just asked the workers.
         are_all_given: Bool, whether all workers had a notice when they were last asked.
     """
 
@@ -102,10 +102,10 @@ class PreemptionWatch:
         self,
         notice: PreemptionNotice,
         worker_group: Any,
-        applicants: Callable[[], list[int]] = list,
+        applicants: Callable[[], list[str]] = list,
     ) -> None:
         self._notice = notice
-        self._applicants, self.joining = applicants, list[int]()
+        self._applicants, self.joining = applicants, list[str]()
         self.are_all_given = False
         self._worker_group = worker_group
         self._steps_between = self._next_step = 0
@@ -128,7 +128,7 @@ class PreemptionWatch:
             return False
         answer = [self._notice.is_given, self._rate(step), self._applicants()]
         answers = self._worker_group.all_gather("preemption", answer)
-        self.joining = sorted({rank for *_, ranks in answers for rank in ranks})
+        self.joining = sorted({each for *_, came in answers for each in came})
         slowest = min(rate for _, rate, _ in answers)
         self._steps_between = min(
             max(int(slowest * _ASK_SECONDS), 1), 2 * self._steps_between + 1

@@ -28,10 +28,10 @@ _LIMIT_SECONDS = 60.0
 def find_survivors(
     membership: Membership,
     lost: Sequence[int],
-    applicants: Sequence[int],
+    applicants: Sequence[str],
     min_workers: int,
     limit_seconds: float | None = None,
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[int], list[str]]:
     """Agree with the other workers on which of them are left, and who joins them.
 
     The host of the store decides, and a copy of its answer survives its own end.
@@ -39,16 +39,15 @@ def find_survivors(
     Args:
         membership: `Membership` of this process in the cluster that has lost workers.
         lost: Sequence of ints, ranks of workers that are known to be lost.
-        applicants: Sequence of ints, ranks of the processes that join, among all
-            workers that the job may have.
+        applicants: Sequence of strings, `"host:port"` of the processes that join.
         min_workers: Int, least number of workers that may continue. If too few are
             left, they wait for others to join.
         limit_seconds: Float or `None`, longest wait for a worker that may still come.
             Defaults to `None`, 60 seconds.
 
     Returns:
-        Tuple of two lists of ints: ranks of the workers that are left, in order, and of
-        the processes that join them.
+        Tuple of two lists: ranks of the workers that are left, in order, and
+        `"host:port"` of the processes that join them.
 
     Raises:
         RuntimeError: If there are too few, or the others may continue, too, on the
@@ -74,8 +73,8 @@ def find_survivors(
 
 
 def _agree(
-    membership: Membership, lost: Sequence[int], applicants: Sequence[int], limit: float
-) -> tuple[list[int], list[int]]:
+    membership: Membership, lost: Sequence[int], applicants: Sequence[str], limit: float
+) -> tuple[list[int], list[str]]:
     """Agree on the workers that are left, and on those that join, over the store.
 
     The arguments are those of `find_survivors`.
@@ -83,7 +82,7 @@ def _agree(
     if lost:
         membership.store.expel(list(lost))
     came = _gather(membership, "who is left", list(applicants), limit)
-    joining = sorted({rank for value in came if value is not None for rank in value})
+    joining = sorted({each for value in came if value is not None for each in value})
     gone = [rank for rank, value in enumerate(came) if value is None]
     # One process decides what all others see: that of the store's host.
     seen = _gather(membership, "who has ended", _await_ended(membership, gone), limit)
@@ -112,7 +111,7 @@ def _await_ended(membership: Membership, gone: Sequence[int]) -> list[int]:
 
 def _await_applicants(
     membership: Membership, survivors: list[int], min_workers: int, limit: float
-) -> tuple[list[int], list[int]]:
+) -> tuple[list[int], list[str]]:
     """Wait until enough processes have applied; more workers may be lost meanwhile.
 
     The arguments and the result are those of `find_survivors`.
@@ -127,7 +126,7 @@ def _await_applicants(
         own = [membership.applicants(lost), clock.now() - begin > limit]
         answers = _gather(membership, f"join {number}", own, limit)
         survivors = [rank for rank, answer in enumerate(answers) if answer is not None]
-        found = {rank for survivor in survivors for rank in answers[survivor][0]}
+        found = {each for survivor in survivors for each in answers[survivor][0]}
         if len(survivors) + len(found) >= min_workers:
             return survivors, sorted(found)
         # The first worker's clock counts for all.

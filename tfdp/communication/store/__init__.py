@@ -12,7 +12,7 @@ order:
 """
 
 from tfdp.communication.connection.messages import MessageTooLong
-from tfdp.communication.store.admission import Admission, JobState, ask_job
+from tfdp.communication.store.admission import Admission, JobState, ask_job, ask_workers
 from tfdp.communication.store.client import Gathering, HostLost, Store
 from tfdp.communication.store.membership import JobRuns, Membership, own_version
 from tfdp.communication.store.server import Server, beat_seconds
@@ -28,6 +28,7 @@ __all__ = [
     "Server",
     "Store",
     "ask_job",
+    "ask_workers",
     "beat_seconds",
     "own_version",
 ]

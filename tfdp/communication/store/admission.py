@@ -2,7 +2,8 @@
 
 The claim of a process that connects is its rank, and its generation of the cluster or
 one of two other numbers: it asks for the state of a job that may run already, or to be
-taken into it.
+taken into it. Its address follows, which the workers of a job that may grow do not know
+before.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from tfdp.communication.connection.secret import derive_secret, read_secret
 from tfdp.ground.forks import close_in_forks
 
 SERVICE = "store"
-CLAIM = struct.Struct("!II")
+# Rank, generation and address: a host name has at most 253 characters.
+CLAIM = struct.Struct("!II260s")
 ASKS, APPLIES = 0xFFFFFFFE, 0xFFFFFFFF
 # Time of an attempt to reach a worker.
 PROBE_SECONDS = 1.0
@@ -75,7 +77,8 @@ class Admission:
             and _is_one_machine(cluster.hosts)
         )
         # With the addresses in it, workers of different clusters do not connect.
-        own = derive_secret(secret or "", " ".join(cluster.workers))
+        addresses = "" if cluster.may_grow else " ".join(cluster.workers)
+        own = derive_secret(secret or "", addresses)
         return cls(is_local, own, is_local or secret is not None)
 
     def dial(
@@ -157,8 +160,27 @@ def ask_job(cluster: Cluster, *, applies: bool = False) -> JobState | None:
         `JobState` of the latest generation, or `None` if the job has not started. In a
         job of more than 32 workers only some are asked, and it may be missed once.
     """
+    own = cluster.workers[cluster.rank]
+    others = [worker for worker in cluster.workers if worker != own]
+    return ask_workers(cluster, others, applies=applies)
+
+
+def ask_workers(
+    cluster: Cluster, workers: Sequence[str], *, applies: bool = False
+) -> JobState | None:
+    """Ask some workers of a cluster whether its job is running already.
+
+    Args:
+        cluster: `Cluster`, whose task is that of this process, if it applies.
+        workers: Sequence of strings, `"host:port"` of each worker to ask.
+        applies: Bool, see `ask_job`. Defaults to `False`.
+
+    Returns:
+        `JobState`, or `None`, see `ask_job`.
+    """
     admission = Admission.of(cluster)
-    claim = CLAIM.pack(cluster.rank, APPLIES if applies else ASKS)
+    own = cluster.workers[cluster.rank].encode()
+    claim = CLAIM.pack(cluster.rank, APPLIES if applies else ASKS, own)
 
     def ask(worker: str) -> JobState | None:
         """Ask one worker; return `None` if it does not answer."""
@@ -172,11 +194,9 @@ def ask_job(cluster: Cluster, *, applies: bool = False) -> JobState | None:
         except (ConnectionFailed, UnauthenticatedPeer, TypeError):
             return None
 
-    own = cluster.workers[cluster.rank]
-    others = [worker for worker in cluster.workers if worker != own]
     # Each time others: where many processes start, each asks once a second.
-    asked = random.sample(others, min(len(others), _MOST_ASKED))
-    with ThreadPoolExecutor(len(asked)) as pool:
+    asked = random.sample(workers, min(len(workers), _MOST_ASKED))
+    with ThreadPoolExecutor(len(asked) or 1) as pool:
         found = [state for state in pool.map(ask, asked) if state is not None]
     started = [state for state in found if state.is_running or state.generation]
     return max(started, key=lambda state: state.generation, default=None)

@@ -108,8 +108,8 @@ class Membership:
         self._may_run_already, self._asked_at = False, 0.0
         self.is_replaced = False
         self._is_running = False
-        # By the rank in `origin` of a process that applies, the time of its last word.
-        self._applications: dict[int, float] = {}
+        # By the address of a process that applies, the time of its last word.
+        self._applications: dict[str, float] = {}
         # By rank, since when no process has had the port of a worker that is missing.
         self._closed_since: dict[int, float] = {}
         self.server: Server | None = None
@@ -190,8 +190,8 @@ class Membership:
         host = self._host_anew(sorted({*lost, *ended}))
         self.store = Store(self.cluster.rank, host, self)
 
-    def applicants(self, lost: Sequence[int] = ()) -> list[int]:
-        """Return the ranks in `origin` of the processes that ask to be taken in.
+    def applicants(self, lost: Sequence[int] = ()) -> list[str]:
+        """Return the addresses of the processes that ask to be taken in.
 
         Args:
             lost: Sequence of ints, ranks of workers whose places are free. Defaults to
@@ -200,9 +200,9 @@ class Membership:
         taken = set(self.cluster.workers) - {self.cluster.workers[r] for r in lost}
         since = time.monotonic() - _APPLICATION_SECONDS
         return sorted(
-            rank
-            for rank, then in self._applications.copy().items()
-            if then > since and self.origin.workers[rank] not in taken
+            address
+            for address, then in self._applications.copy().items()
+            if then > since and address not in taken
         )
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
@@ -357,7 +357,8 @@ class Membership:
             ConnectionFailed: If it was not reached, or refuses this process for now.
             ValueError: If the process that listens there is not of this job.
         """
-        claim = CLAIM.pack(self.cluster.rank, self.generation)
+        own = self.cluster.workers[self.cluster.rank].encode()
+        claim = CLAIM.pack(self.cluster.rank, self.generation, own)
         try:
             return self._admission.dial(
                 self.cluster.workers[rank], claim, seconds, Connection
@@ -389,14 +390,16 @@ class Membership:
         """Take an authenticated connection; called on the acceptor's thread."""
         # What admits a worker of this machine is its user, which TCP does not tell.
         is_proved = not self._is_local or sock.family == socket.AF_UNIX
-        rank, generation = CLAIM.unpack(authenticated.claim)
+        rank, generation, text = CLAIM.unpack(authenticated.claim)
         if not is_proved:
             sock.close()
             return
         self._has_acceptor.wait()
         if generation in (ASKS, APPLIES):
-            if generation == APPLIES and rank < self.origin.num_workers:
-                self._applications[rank] = time.monotonic()
+            address = text.rstrip(b"\0").decode(errors="replace")
+            is_known = address in self.origin.workers or self.origin.may_grow
+            if generation == APPLIES and is_known:
+                self._applications[address] = time.monotonic()
             self._describe_job(MessageConnection(sock, authenticated))
             return
         if self.server is None or generation != self.generation:

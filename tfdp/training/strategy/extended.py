@@ -207,7 +207,7 @@ class ReplicaExtended:
             is_current = self._is_current.read_value()
             return [tf.debugging.Assert(is_current, [_OTHER_WORKERS])]
 
-    def applicants(self) -> list[int]:
+    def applicants(self) -> list[str]:
         """Return the processes that ask to be taken into the job: none by default."""
         return []
 

@@ -146,7 +146,7 @@ class MultiWorkerReplicaExtended(ReplicaExtended, _compat.MultiWorkerExtended):
         """Bool, whether training continues after the loss of workers."""
         return self.worker.min_workers is not None
 
-    def applicants(self) -> list[int]:
+    def applicants(self) -> list[str]:
         """Return the processes that ask to be taken into the job, see `Membership`."""
         membership = self.worker.membership
         return [] if membership is None else membership.applicants()

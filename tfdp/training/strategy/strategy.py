@@ -321,7 +321,7 @@ def auto_strategy(
     timeout_seconds = communication.timeout_seconds if communication else None
     cluster = find_cluster(timeout_seconds)
     _warn_of_processes_apart(cluster)
-    if cluster is not None and cluster.num_workers > 1 and not cluster.is_evaluator:
+    if cluster is not None and cluster.is_job:
         return MultiWorkerMirroredStrategy(communication=communication)
     if not tf.config.list_physical_devices("GPU"):
         default_cpus(cluster.devices_per_worker if cluster else None)

@@ -26,11 +26,11 @@ class WorkersJoin(ClusterChanges):
     """Error: processes join the job, of which this one may be one.
 
     Args:
-        applicants: Sequence of ints, their ranks among all workers that the job may
-            have. Defaults to none, in a process that joins.
+        applicants: Sequence of strings, their addresses, `"host:port"`. Defaults to
+            none, in a process that joins.
     """
 
-    def __init__(self, applicants: Sequence[int] = ()) -> None:
+    def __init__(self, applicants: Sequence[str] = ()) -> None:
         number = pluralize(len(applicants), "worker")
         super().__init__(f"{number} joined the job.")
         self.applicants = applicants
