@@ -18,7 +18,7 @@ class Nodes(Launcher):
 
     def __init__(self, folder: pathlib.Path, nodes: int = 2) -> None:
         super().__init__(folder)
-        self.nodes = nodes
+        self.count = str(nodes)
         self.place = f"127.0.0.1:{free_ports(1)[0]}"
         secret = folder / "secret"
         secret.write_text(SECRET, "utf-8")
@@ -28,7 +28,7 @@ class Nodes(Launcher):
 
     def node(self, *arguments: str, **options) -> subprocess.Popen:
         return self.start(
-            *("--nodes", str(self.nodes), "--rendezvous", self.place),
+            *("--nodes", self.count, "--rendezvous", self.place),
             *arguments,
             **options,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import pickle
 import time
 import traceback
@@ -185,3 +186,14 @@ def on_one_device(
     if process.exitcode != 0:
         pytest.fail(path.with_suffix(".log").read_text())
     return pickle.loads(path.with_suffix(".result").read_bytes())
+
+
+def rows_by_step(folder: Path) -> dict[tuple[int, int], list[int]]:
+    """The rows that made each step, in the last cluster that has made it."""
+    found: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for path in (folder / "rows").iterdir():
+        for line in path.read_text().splitlines():
+            generation, epoch, batch, rows = json.loads(line)
+            of_step = found.setdefault((epoch, batch), {})
+            of_step[generation] = of_step.get(generation, []) + rows
+    return {step: of_step[max(of_step)] for step, of_step in found.items()}

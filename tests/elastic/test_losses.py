@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import re
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,22 +124,11 @@ def test_each_sample_makes_one_step_of_an_epoch_through_a_loss_and_a_join(
     job.assert_same(outcome.results[3], expected(features=["rows"]))
     assert "1 worker joined the job" in outcome.output
     assert {outcome.results[r]["replicas"] for r in (1, 2, 3)} == {3}
-    rows = rows_by_step(outcome.folder)
+    rows = job.rows_by_step(outcome.folder)
     for epoch in range(EPOCHS):
         batches = [rows[epoch, batch] for batch in range(STEPS_PER_EPOCH)]
         assert all(len(batch) == BATCH_SIZE for batch in batches)
         assert sorted(itertools.chain(*batches)) == list(range(NUM_SAMPLES))
-
-
-def rows_by_step(folder: Path) -> dict[tuple[int, int], list[int]]:
-    """The rows that made each step, in the last cluster that has made it."""
-    found: dict[tuple[int, int], dict[int, list[int]]] = {}
-    for path in (folder / "rows").iterdir():
-        for line in path.read_text().splitlines():
-            generation, epoch, batch, rows = json.loads(line)
-            of_step = found.setdefault((epoch, batch), {})
-            of_step[generation] = of_step.get(generation, []) + rows
-    return {step: of_step[max(of_step)] for step, of_step in found.items()}
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], full([0, 1, 2]), full([1, 3])])

@@ -14,7 +14,8 @@ For several machines, `node_options` has the options; the launcher of a node joi
 `ssh_job` starts such launchers as `ssh_worker`s; `remote` is the program on the host,
 and `remote_line` the lines between the two. `islands` starts a job of islands,
 and has their options; `elastic` a job that continues without lost workers; both are
-`separate_workers`.
+`separate_workers`. `elastic_nodes` is the part of a node in an elastic job on several
+machines.
 `doctor` draws a `topology_tree`; its `--input` runs a script in a local job, by
 `doctor_input`, in which each worker is an `input_worker`; with folders it merges the
 flight records of workers, by `doctor_records`. `plan` prints a `forecast`; `goodput`

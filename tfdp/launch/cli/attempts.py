@@ -12,14 +12,15 @@ from typing import Any
 import click
 
 from tfdp.communication.cluster import Cluster, free_ports
-from tfdp.communication.cluster.address import join_address
 from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.launch.cli.job import Job, JobContext
 from tfdp.launch.cli.launch import RunSettings, make_clusters
 from tfdp.launch.cli.other_nodes import OtherNodes
 from tfdp.launch.cli.signals import TIMED_OUT
 from tfdp.launch.cli.worker import LogFile, shell_code, signal_name
+from tfdp.launch.rendezvous.coordinator import Places
 from tfdp.launch.rendezvous.failure import NODE_LOST, Failure
+from tfdp.launch.rendezvous.job_probe import cluster_of_places
 from tfdp.launch.rendezvous.restarts import Restarts
 
 # Interval of checks for signals and `--timeout` while no worker runs.
@@ -142,6 +143,7 @@ class NodeAttempts:
         self._logs: list[LogFile] = []
         self._history: list[LogFile] = []
         self._node_rank = self._first_rank = 0
+        self._attempt_id = ""
         # Number of signals that were handled. After this node has left the job: its
         # exit code, and the time until which node 0 may answer.
         self._num_handled = 0
@@ -177,7 +179,9 @@ class NodeAttempts:
             case "prepare":
                 self._prepare(message)
             case "start":
-                return self._job(message["nodes"])
+                self._attempt_id = str(message["id"])
+                clusters = self._clusters(message["nodes"])
+                return self._job(clusters, is_late=bool(message["is_late"]))
             case "stop":
                 self._stop(message)
             case "restart":
@@ -200,8 +204,8 @@ class NodeAttempts:
             message: Dict, message of node 0 of type `"prepare"`.
         """
         self._node_rank = int(message["node_rank"])
-        self._first_rank = int(message["first_rank"])
-        if not self._logs:
+        former, self._first_rank = self._first_rank, int(message["first_rank"])
+        if not self._logs or former != self._first_rank:
             self._logs, self._history = self._open_logs(
                 self._node_rank, self._first_rank, int(message["num_workers"])
             )
@@ -211,25 +215,32 @@ class NodeAttempts:
         except ValueError as error:
             raise click.ClickException(str(error)) from error
 
-    def _job(self, nodes: list[tuple[str, list[int]]]) -> Job:
-        """Return the job of this node, from the host and the ports of each node."""
-        workers = tuple(
-            join_address(host, port) for host, ports in nodes for port in ports
-        )
-        clusters = [
-            Cluster(
-                workers,
-                task_index=self._first_rank + i,
-                secret=self._others.worker_secret,
+    def _clusters(self, places: Places) -> list[Cluster]:
+        """Return the cluster of each worker of this node."""
+        return [
+            cluster_of_places(
+                places,
+                self._others.secret,
+                self._attempt_id,
+                self._first_rank + i,
                 **self._settings.cluster_options,
             )
             for i in range(self._settings.num_workers)
         ]
+
+    def _job(self, clusters: list[Cluster], *, is_late: bool) -> Job:
+        """Return the job of this node.
+
+        Args:
+            clusters: List of `Cluster`, one for each worker of this node.
+            is_late: Bool, whether the workers of other nodes train already.
+        """
+        del is_late  # only nodes of elastic jobs are late
         return Job(self._context, clusters, self._logs, others=self._others)
 
     def _after(self, job: Job, code: int) -> None:
         """Report the end of an attempt to node 0, which decides what follows."""
-        code = PREEMPTED if job.is_preempted else code
+        code = PREEMPTED if code and job.is_preempted else code
         self._others.report_end(code, has_saved=job.is_preempted)
         if self._others.has_left:
             self._num_handled = len(self._context.signals.received)

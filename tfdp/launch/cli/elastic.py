@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from tfdp.communication.coordination.preemption import PREEMPTED
-from tfdp.communication.store import ask_job
+from tfdp.communication.store import ask_workers
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.separate_workers import SeparateWorkersJob
@@ -63,6 +63,8 @@ class ElasticJob(SeparateWorkersJob):
         self._most_replacements = most_replacements
         # Indices of the workers that were replaced, one for each time.
         self._replaced: list[int] = []
+        # Indices of the workers that have come while others have trained.
+        self._late: set[int] = set()
         # Time of the next check for replacements that wait for an ended job.
         self._check_at: float | None = None
 
@@ -85,15 +87,19 @@ class ElasticJob(SeparateWorkersJob):
         """
         self._check_at = self._check_at or now + _LATE_SECONDS
         running = {i: w for i, w in enumerate(self._workers) if w.is_running}
-        if now < self._check_at or not running.keys() <= set(self._replaced):
+        if now < self._check_at or not running.keys() <= self._late:
             return
         self._check_at = now + _LATE_SECONDS
         # A worker that has joined says so for as long as its process runs.
-        ended = next(i for i in range(len(self._workers)) if i not in running)
-        if ask_job(self._clusters[ended]) is None:
+        if not self._job_runs():
             for worker in running.values():
                 self._handled_pids.add(worker.pid)
                 worker.send(signal.SIGTERM)
+
+    def _job_runs(self) -> bool:
+        """Return whether workers train together, on this node or on others."""
+        cluster = self._clusters[0]
+        return ask_workers(cluster, cluster.workers) is not None
 
     def _handle_failure(self, index: int, worker: Worker) -> None:
         """Schedule the replacement of a worker that has failed, if there is one."""
@@ -108,6 +114,7 @@ class ElasticJob(SeparateWorkersJob):
         if number < self._most_replacements:
             self._start_after(_PAUSE_SECONDS * (index in self._replaced), index)
             self._replaced.append(index)
+            self._late.add(index)
             which = f"replacement {number + 1} of {self._most_replacements}"
             self._report(worker, f"a new one takes its place ({which})")
         elif self._running():
@@ -129,19 +136,17 @@ class ElasticJob(SeparateWorkersJob):
         )
 
 
-def check_elastic(num_workers: int | None, others: list[str]) -> None:
-    """Raise if `--elastic` is combined with options that exclude it.
+def check_elastic(option: str, others: list[str]) -> None:
+    """Raise if an option of elastic jobs is combined with others that exclude it.
 
     Args:
-        num_workers: Int, the value of `-n`, or `None`.
+        option: String, such as `"--elastic"`.
         others: List of strings, used options that do not work with it.
 
     Raises:
         click.UsageError: If so.
     """
-    if num_workers is not None:
-        others = ["-n, since it starts MAX workers", *others]
     if others:
         raise click.UsageError(
-            f"--elastic cannot be combined with {others[0]}: remove it"
+            f"{option} cannot be combined with {others[0]}: remove it"
         )

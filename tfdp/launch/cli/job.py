@@ -362,7 +362,7 @@ class Job:
             self._recall(cause)
         because = "" if cause is failed else f" since worker {cause.rank} was lost"
         # On several nodes, node 0 names the worker, in a message to all.
-        if self._others is None:
+        if self._others is None or self._others.is_alone:
             self._screen.message(
                 f"tfdp: worker {failed.rank} {failed.describe_end()}{because}{rest}. "
                 f"Full output of worker {cause.rank}: {cause.log.path}",

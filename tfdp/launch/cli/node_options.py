@@ -38,12 +38,29 @@ class RendezvousAddress(NamedTuple):
         return join_address(*self)
 
 
+class NodeRange(NamedTuple):
+    """Number of machines.
+
+    Args:
+        most: Int, number of machines, at most if `least` is set.
+        least: Int, number of machines with which the job starts and continues, or
+            `None` if it needs all.
+    """
+
+    most: int
+    least: int | None = None
+
+    def __str__(self) -> str:
+        """Return the value of `--nodes`."""
+        return f"{self.most}" if self.least is None else f"{self.least}:{self.most}"
+
+
 @dataclasses.dataclass(frozen=True)
 class NodeOptions:
     """Values of the options of `tfdp run` for several machines, or `None` if not given.
 
     Args:
-        nodes: Int, number of machines that run the same command line.
+        nodes: `NodeRange`, number of machines that run the same command line.
         node_rank: Int, rank of this machine.
         rendezvous: `RendezvousAddress` of node 0.
         join_timeout: Float, seconds to wait for machines that have not joined.
@@ -52,7 +69,7 @@ class NodeOptions:
         remote_python: String, path of Python on the hosts.
     """
 
-    nodes: int | None
+    nodes: NodeRange | None
     node_rank: int | None
     rendezvous: RendezvousAddress | None
     join_timeout: float | None
@@ -80,6 +97,11 @@ class NodeOptions:
     def is_one_machine(self) -> bool:
         """Bool, whether this machine runs all workers."""
         return self.hosts is None and self.rendezvous is None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Bool, whether the job continues without lost machines, and takes others."""
+        return self.nodes is not None and self.nodes.least is not None
 
     def check(self, min_workers: int | None) -> None:
         """Check the combination of options.
@@ -117,13 +139,14 @@ class NodeOptions:
                 "{} needs --nodes, the number of machines",
                 *("node_rank", "rendezvous", "join_timeout"),
             )
-        elif self.rendezvous is None and nodes > 1:
+        elif self.rendezvous is None and (nodes.most > 1 or self.is_elastic):
             raise click.UsageError(
                 "Several machines need --rendezvous HOST:PORT, the address of the "
                 f"first one by which the others reach it. Received: --nodes {nodes}"
             )
-        elif rank is not None and rank >= nodes:
-            ranks = f"from 0 to {nodes - 1}" if nodes > 1 else "0"
+        elif rank is not None and rank >= (1 if self.is_elastic else nodes.most):
+            is_one = self.is_elastic or nodes.most == 1
+            ranks = "0" if is_one else f"from 0 to {nodes.most - 1}"
             raise click.UsageError(
                 f"--node-rank must be {ranks}. "
                 f"Received: --node-rank {rank}, --nodes {nodes}"
@@ -142,6 +165,20 @@ class NodeOptions:
                 raise click.UsageError(
                     f"{sentence.format(option)}. Received: {option} {value}"
                 )
+
+
+def _parse_nodes(text: str) -> NodeRange:
+    """Parse `N` or `MIN:MAX`; raise `ValueError` if it is malformed."""
+    least, colon, most = text.rpartition(":")
+    try:
+        nodes = NodeRange(int(most), int(least) if colon else None)
+    except ValueError:
+        nodes = NodeRange(0)
+    if not 1 <= (nodes.least or nodes.most) <= nodes.most or nodes.least == 0:
+        raise ValueError(
+            "it must be a number of machines, or MIN:MAX such as 1:4, of at least 1"
+        )
+    return nodes
 
 
 def parse_address(text: str) -> RendezvousAddress:
@@ -164,8 +201,11 @@ def parse_address(text: str) -> RendezvousAddress:
 
 # Decorator that adds an option for each field of `NodeOptions`.
 node_options = types.with_options(
-    types.count_option(
-        "--nodes N", "Number of machines; the same command is run on each of them."
+    types.option(
+        "--nodes N|MIN:MAX",
+        "Number of machines; the same command is run on each of them. With MIN:MAX the "
+        "job starts with MIN, continues while as many are left, and takes in others.",
+        types.Checked("range", _parse_nodes),
     ),
     types.option(
         "--node-rank K",

@@ -9,29 +9,37 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import tfdp
+from tfdp.communication.connection.handshake import (
+    ConnectionFailed,
+    UnauthenticatedPeer,
+)
 from tfdp.communication.connection.secret import (
     VARIABLE,
-    derive_secret,
     line_to_paste,
     new_secret,
     read_secret,
 )
 from tfdp.ground.text import pluralize
 from tfdp.launch.cli.launch import RunSettings
-from tfdp.launch.cli.node_options import NodeOptions
+from tfdp.launch.cli.node_options import NodeOptions, NodeRange
 from tfdp.launch.cli.screen import Screen
 from tfdp.launch.cli.worker import Worker
 from tfdp.launch.rendezvous.address import check_resolves, listen, own_address
-from tfdp.launch.rendezvous.coordinator import Coordinator
+from tfdp.launch.rendezvous.coordinator import Coordinator, Places
+from tfdp.launch.rendezvous.elastic_coordinator import ElasticCoordinator
 from tfdp.launch.rendezvous.failure import NODE_LOST, RendezvousError
+from tfdp.launch.rendezvous.job_probe import JobProbe
 from tfdp.launch.rendezvous.member import Member
 from tfdp.launch.rendezvous.restarts import Restarts
 from tfdp.launch.rendezvous.roster import Hello
 from tfdp.launch.rendezvous.server import Server
+
+# Interval of the attempts to reach node 0 again after its loss.
+_REJOIN_SECONDS = 1.0
 
 
 class OtherNodes(Member):
@@ -43,17 +51,18 @@ class OtherNodes(Member):
         **connection: Further arguments of `Member`.
 
     Attributes:
-        worker_secret: String, the secret of the job's workers.
+        secret: String, the job's secret.
         attempt: Int, number of the running attempt, or 0 before the first.
         has_left: Bool, whether this node has left the job because of a signal or a
             timeout.
+        is_alone: Bool, whether this node continues after the loss of node 0.
     """
 
     def __init__(self, screen: Screen, secret: str, **connection: Any) -> None:
         super().__init__(secret=secret, **connection)
-        self.worker_secret = derive_secret(secret, "workers")
+        self.secret = secret
         self.attempt = 0
-        self.has_left = False
+        self.has_left = self.is_alone = False
         self._screen = screen
         self._peeked: dict[str, Any] | None = None
 
@@ -126,6 +135,86 @@ class OtherNodes(Member):
         self.report("leaving", why=why, code=code, signal=int(signum))
 
 
+class ElasticNodes(OtherNodes):
+    """Connection of a node whose workers outlive the loss of other nodes, and node 0's.
+
+    If node 0 comes back, so does this node to it.
+
+    Args:
+        *arguments: Those of `OtherNodes`.
+        **connection: The same.
+
+    Attributes:
+        places: The IP address and the worker ports of each node, once they have changed
+            while workers run, or else `None`.
+        running: Dict of the fields of `Hello` about workers that run, empty if none do.
+        trains: Bool, whether these workers have begun to train.
+        is_over: Bool, whether the workers of another node have ended without an error.
+    """
+
+    def __init__(self, *arguments: Any, **connection: Any) -> None:
+        self.places: Places | None = None
+        self.running: dict[str, Any] = {}
+        self.is_over = self.trains = self._is_refused = False
+        super().__init__(*arguments, **connection)
+
+    def take(self) -> dict[str, Any] | None:
+        """Return and remove the next message but notices, and news of other nodes."""
+        while (message := super().take()) is not None:
+            match message.get("type"):
+                case "places":
+                    self.places = message["nodes"]
+                case "trains":
+                    self.trains = True
+                case "done":
+                    self.is_over = True
+                case "lost" if self.running and self.trains:
+                    self.is_alone = True
+                    self._screen.message(
+                        f"tfdp: {message['text']}; the workers of this node continue, "
+                        "and no other node can join until the same `tfdp run` is "
+                        "started there again",
+                        "warning",
+                    )
+                case "found":
+                    self.is_alone = False
+                case "refused" if self.running and self.trains:
+                    self._is_refused = self.is_alone = True
+                    self._screen.message(f"tfdp: {message['text']}", "warning")
+                case _:
+                    return message
+        return None
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message to node 0, unless it is lost."""
+        if not self.is_alone:
+            super().send(message)
+
+    def _run(self) -> None:
+        """Join node 0, also again after its loss while workers run."""
+        super()._run()
+        self._link = None
+        while not (self._is_closed.wait(_REJOIN_SECONDS) or self._is_refused):
+            if self.running and self.trains:
+                self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Join node 0, if it is there, and queue its messages until it is lost."""
+        self._hello = dataclasses.replace(self._hello, **self.running)
+        text = f"node 0 at {self._place}"
+        with (
+            contextlib.suppress(ConnectionFailed, UnauthenticatedPeer),
+            contextlib.closing(self._dial()) as link,
+        ):
+            self._put({"type": "found"})
+            try:
+                self._serve(link)
+            except ConnectionFailed as error:
+                self._put({"type": "lost", "text": f"{text} {error}"})
+            finally:
+                self._link = None
+
+
 @contextlib.contextmanager
 def join_nodes(
     where: NodeOptions, settings: RunSettings, secret: str | None, screen: Screen
@@ -151,7 +240,8 @@ def join_nodes(
     hello = Hello(
         version=tfdp.__version__,
         python=".".join(platform.python_version_tuple()[:2]),
-        nodes=nodes,
+        nodes=nodes.most,
+        min_nodes=nodes.least,
         num_workers=settings.num_workers,
         program=os.path.basename(settings.script),
         rebalance=settings.rebalance,
@@ -179,12 +269,17 @@ def join_nodes(
             address = own_address(listener)
             # `min_workers` is not set: the number of workers of a node is fixed.
             restarts = functools.partial(Restarts, max_restarts=settings.max_restarts)
-            coordinator = Coordinator(hello, where.join_seconds, restarts)
+            options = (hello, where.join_seconds, restarts)
+            if where.is_elastic:
+                probe = stack.enter_context(contextlib.closing(JobProbe(secret)))
+                coordinator: Coordinator = ElasticCoordinator(*options, probe)
+            else:
+                coordinator = Coordinator(*options)
             server = Server(listener, secret, coordinator)
             stack.enter_context(contextlib.closing(server))
-            if nodes > 1:
+            if nodes.most > 1:
                 _announce_node_0(screen, nodes, str(place), secret if is_new else None)
-        others = OtherNodes(
+        others = (ElasticNodes if where.is_elastic else OtherNodes)(
             screen,
             address=address,
             secret=secret,
@@ -196,23 +291,23 @@ def join_nodes(
 
 
 def _announce_node_0(
-    screen: Screen, nodes: int, place: str, secret: str | None
+    screen: Screen, nodes: NodeRange, place: str, secret: str | None
 ) -> None:
     """Print which nodes node 0 waits for, and how they get a generated secret.
 
     Args:
         screen: `Screen` for the messages.
-        nodes: Int, number of nodes of the job.
+        nodes: `NodeRange`, number of nodes of the job.
         place: String, address of the rendezvous.
         secret: String, the generated secret, or `None` if the user has given one.
     """
     if secret is not None:
-        others = "the other node" if nodes == 2 else "each of the other nodes"
+        others = "the other node" if nodes.most == 2 else "each of the other nodes"
         screen.message(
             f"tfdp: on {others} paste this line, which gives it the secret of this "
             f"job, and then the same `tfdp run`:\n{line_to_paste(secret)}"
         )
-    screen.message(
-        f"tfdp: this is node 0; it waits at {place} for "
-        f"{pluralize(nodes - 1, 'more node')}"
-    )
+    text = f"waits at {place} for {pluralize(nodes.most - 1, 'more node')}"
+    if nodes.least is not None:
+        text += f", and starts with {nodes.least} in all"
+    screen.message(f"tfdp: this is node 0; it {text}")

@@ -27,6 +27,7 @@ from tfdp.launch.cli.elastic import (
     check_elastic,
     elastic_option,
 )
+from tfdp.launch.cli.elastic_nodes import ElasticAttempts
 from tfdp.launch.cli.errors import usage_errors
 from tfdp.launch.cli.goodput import goodput_of
 from tfdp.launch.cli.hosts import Host
@@ -52,6 +53,8 @@ from tfdp.launch.cli.worker import LogFile, open_logs
 from tfdp.launch.rendezvous.failure import RendezvousError
 from tfdp.launch.rendezvous.restarts import Restarts
 
+_BY_DEFAULT = ParameterSource.DEFAULT
+
 
 class _NumWorkers(types.WholeNumber):
     """Type of a number of workers; `auto` is one for each GPU, or else CPU core."""
@@ -76,6 +79,8 @@ Examples:
   tfdp run --hosts a:4,b:4 train.py          on two machines, by ssh
   tfdp run -n 4 --nodes 2 --rendezvous a:29400 train.py
                                              the same, on each of the two
+  tfdp run -n 4 --nodes 1:4 --rendezvous a:29400 train.py
+                                             on one to four, which come and go
 
 Options stand before SCRIPT; all that follows it is the script's own. Under Slurm and
 under Kubernetes run the script itself.
@@ -165,12 +170,17 @@ def run(
         "--rebalance": arguments["rebalance"],
     }
     excluded = list(filter(others.get, others))
+    elastic = ["--elastic"] if elastic_bounds is not None else []
     if elastic_bounds is not None:
         several = [] if where.is_one_machine else ["--hosts, --nodes and --rendezvous"]
-        check_elastic(num_workers, several + excluded)
+        both = [] if num_workers is None else ["-n, since it starts MAX workers"]
+        check_elastic("--elastic", both + several + excluded)
         arguments["elastic"], num_workers = elastic_bounds
-        if context.get_parameter_source("max_restarts") is ParameterSource.DEFAULT:
-            arguments["max_restarts"] = DEFAULT_REPLACEMENTS
+    elif where.is_elastic:
+        elastic = ["--nodes MIN:MAX"]
+        check_elastic(elastic[0], excluded)
+    if elastic and context.get_parameter_source("max_restarts") is _BY_DEFAULT:
+        arguments["max_restarts"] = DEFAULT_REPLACEMENTS
     if num_workers is None and where.hosts is None:
         if late := _late_options(arguments["args"]):
             raise click.UsageError(
@@ -179,9 +189,10 @@ def run(
             )
         (parameter,) = (p for p in context.command.params if p.name == "num_workers")
         raise click.MissingParameter(ctx=context, param=parameter)
+    if where.nodes is not None and where.nodes.least is not None:
+        arguments["elastic"] = where.nodes.least * (num_workers or 1)
     arguments.setdefault("elastic", None)
     settings = RunSettings(num_workers=num_workers or AutoCount(1), **arguments)
-    elastic = ["--elastic"] if settings.elastic else []
     islands.check(settings.num_workers, where, elastic + excluded)
     if where.hosts is not None:
         sys.exit(_run_on_hosts(where.hosts, where, settings))
@@ -282,6 +293,8 @@ def _run_as_node(
     """
     count, screen = settings.num_workers, context.screen
     screen.node = where.node_rank
+    assert where.nodes is not None
+    num_nodes = where.nodes.most
 
     def logs_of_node(
         node_rank: int, first_rank: int, num_workers: int
@@ -295,8 +308,8 @@ def _run_as_node(
             f"workers {ranks[0]} to {ranks[-1]}" if count > 1 else f"worker {ranks[0]}"
         )
         screen.message(
-            f"tfdp: node {node_rank} of {where.nodes} starts {which} of {num_workers}; "
-            f"logs in {folder}"
+            f"tfdp: node {node_rank} of {num_nodes} starts {which} of "
+            f"{num_workers}; logs in {folder}"
         )
         warn_of_surroundings(screen, count, settings.devices_per_worker)
         return logs
@@ -305,7 +318,8 @@ def _run_as_node(
         usage_errors(RendezvousError, SecretError),
         join_nodes(where, settings, secret, screen) as others,
     ):
-        return NodeAttempts(context, settings, others, logs_of_node).run()
+        attempts = ElasticAttempts if where.is_elastic else NodeAttempts
+        return attempts(context, settings, others, logs_of_node).run()
 
 
 def _run_on_hosts(

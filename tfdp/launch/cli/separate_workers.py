@@ -31,7 +31,7 @@ class SeparateWorkersJob(Job):
             self._start(index)
         return not self._running() and not self._starts_at
 
-    def _after_failure(self, failed: Worker) -> None:
+    def _after_failure(self, failed: Worker) -> int | None:
         """Handle the failures of all workers that have failed."""
         del failed  # all workers are checked: several may have failed at the same time
         self.failed = None
@@ -43,6 +43,7 @@ class SeparateWorkersJob(Job):
                 self._handled_pids.add(worker.pid)
                 self._recall(worker)
                 self._handle_failure(index, worker)
+        return None
 
     def _handle_failure(self, index: int, worker: Worker) -> None:
         """Start a failed worker again, with `_start_after`, or continue without it.

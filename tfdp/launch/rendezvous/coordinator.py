@@ -14,9 +14,10 @@ A notice is a text for the screens of all nodes. `clock_seconds` is the current 
 from __future__ import annotations
 
 import enum
+import secrets
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from tfdp.communication.cluster.tf_config import shorten
 from tfdp.ground.text import pluralize
@@ -40,6 +41,8 @@ _NOTICE_SECONDS = 10.0
 # Time to stop the workers of a node, in addition to two grace periods: one to save, one
 # to exit.
 _STOP_SECONDS = 30.0
+# IP address and worker ports of each node, in the order of ranks.
+Places: TypeAlias = list[tuple[str, list[int]]]
 
 
 class Phase(enum.Enum):
@@ -75,13 +78,14 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.phase = Phase.GATHERING
-        self._num_nodes = node_0.nodes
         self._join_seconds = join_seconds
         self._make_restarts = make_restarts
         self._restarts: Restarts | None = None
         self._clock = clock
         self._roster = Roster(node_0)
         self._attempt = 0
+        # Id of the attempt, in the secret of its workers.
+        self._id = ""
         self._has_started = False
         self._started_at = self._noticed_at = self._stopped_at = clock()
         # Time at which the wait for nodes, or the pause before a restart, ends.
@@ -125,7 +129,11 @@ class Coordinator:
         is_back = self._has_started
         node = self._roster.add(link, hello)
         if is_back:
-            self._send_notice(f"{node} has reconnected, and joins at the next start")
+            self._send_notice(self._welcome(node))
+
+    def _welcome(self, node: Node) -> str:
+        """Return a notice about a node that joins a job that has started."""
+        return f"{node} has reconnected, and joins at the next start"
 
     def receive(self, link: Link, message: Mapping[str, Any]) -> None:
         """Handle a message of a node.
@@ -189,7 +197,7 @@ class Coordinator:
             here = len(self._roster.nodes)
             self._send_notice(
                 f"waiting for {self._roster.describe_missing()}; {here} of "
-                f"{pluralize(self._num_nodes, 'node')} "
+                f"{pluralize(self._roster.least, 'node')} "
                 f"{'has' if here == 1 else 'have'} joined"
             )
 
@@ -238,7 +246,7 @@ class Coordinator:
         self._end(
             self._code or NODE_LOST,
             f"waited {self._join_seconds:g} s for "
-            f"{pluralize(self._num_nodes, 'node')}, but {here} {came}: "
+            f"{pluralize(self._roster.least, 'node')}, but {here} {came}: "
             f"{self._roster.describe_connected()}. Start the same `tfdp run` on the "
             "others, and check that they reach the rendezvous",
         )
@@ -274,32 +282,56 @@ class Coordinator:
         self.phase = Phase.PREPARING
         self._until = self._clock() + self._join_seconds
         for node in self._roster.nodes:
-            node.ports = None
-            node.link.send(
-                {
-                    "type": "prepare",
-                    "attempt": self._attempt,
-                    "node_rank": node.rank,
-                    "first_rank": self._roster.first_rank(node),
-                    "num_workers": self._roster.num_workers,
-                }
-            )
+            self._ask_for_ports(node)
 
-    def _places(self) -> list[tuple[str, list[int]]]:
+    def _ask_for_ports(self, node: Node) -> None:
+        """Send a node its rank, and ask for the ports of its workers."""
+        node.ports, node.asked_in, node.has_started = None, self._attempt, False
+        node.link.send(
+            {
+                "type": "prepare",
+                "attempt": self._attempt,
+                "node_rank": node.rank,
+                "first_rank": self._roster.first_rank(node),
+                "num_workers": self._roster.num_workers,
+            }
+        )
+
+    def _places(self) -> Places:
         """List the IP address and the worker ports of each node."""
         hosts = self._roster.hosts()
         ports = [node.ports or [] for node in self._roster.nodes]
         return list(zip(hosts, ports, strict=True))
 
-    def _start(self, places: list[tuple[str, list[int]]]) -> None:
+    def _start(self, places: Places) -> None:
         """Let all nodes start their workers at the addresses from `_places`."""
         self._reports, self._decide_at = Reports(self._roster), None
         self._code, self._failure, self._saved_code = 0, None, None
         self.phase, self._started_at = Phase.RUNNING, self._clock()
-        self._has_started = True
+        self._has_started, self._id = True, secrets.token_hex(8)
         for node in self._roster.nodes:
-            node.is_done = node.has_stopped = False
-        self._send_all("start", attempt=self._attempt, nodes=places)
+            self._start_node(node, places)
+
+    def _start_node(self, node: Node, places: Places, *, is_late: bool = False) -> None:
+        """Let a node start its workers.
+
+        Args:
+            node: `Node`.
+            places: The IP address and the worker ports of each node.
+            is_late: Bool, whether the workers of other nodes train already. Defaults to
+                `False`.
+        """
+        node.is_done = node.has_stopped = node.is_leaving = False
+        node.has_started = True
+        node.link.send(
+            {
+                "type": "start",
+                "attempt": self._attempt,
+                "id": self._id,
+                "nodes": places,
+                "is_late": is_late,
+            }
+        )
 
     def _report(self, node: Node, failure: Failure) -> None:
         """Handle a failure that a node reports of one of its workers."""

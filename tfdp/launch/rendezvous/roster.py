@@ -28,8 +28,8 @@ _SAME_ON_ALL = {
     "machines.",
     "python": "Node 0 has Python {0}, {1} has Python {2}. Use the same version on all "
     "machines.",
-    "nodes": "Node 0 was started with --nodes {0}, {1} with --nodes {2}. Give both the "
-    "same.",
+    "nodes_option": "Node 0 was started with --nodes {0}, {1} with --nodes {2}. Give "
+    "both the same.",
     "program": "Node 0 runs {0}, {1} runs {2}. Give all machines the same script.",
 }
 
@@ -41,7 +41,8 @@ class Hello:
     Args:
         version: String, the node's version of tfdp.
         python: String, the node's version of Python, such as `"3.11"`.
-        nodes: Int, number of nodes that the node's command line asks for.
+        nodes: Int, number of nodes that the node's command line asks for, at most if
+            `min_nodes` is set.
         num_workers: Int, number of workers that the node will start.
         program: String, name of the script or module.
         rebalance: Bool, whether batch rows are rebalanced by the workers' speed.
@@ -50,6 +51,12 @@ class Hello:
             Defaults to `None`.
         grace_seconds: Float, seconds that the node's workers have to exit after they
             are asked to. Defaults to `5.0`.
+        min_nodes: Int, number of nodes with which the job starts and continues, or
+            `None`, the default, if it needs all.
+        attempt: Int, the attempt in which workers of this node train, which has lost
+            node 0; or 0, the default, if there are none.
+        attempt_id: String, its id. Defaults to `""`.
+        ports: List of ints, the ports of these workers. Defaults to none.
     """
 
     version: str
@@ -61,6 +68,16 @@ class Hello:
     host: str
     node_rank: int | None = None
     grace_seconds: float = 5.0
+    min_nodes: int | None = None
+    attempt: int = 0
+    attempt_id: str = ""
+    ports: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def nodes_option(self) -> str:
+        """String, the value of `--nodes`."""
+        least = "" if self.min_nodes is None else f"{self.min_nodes}:"
+        return f"{least}{self.nodes}"
 
     def to_message(self) -> dict[str, Any]:
         """Return the message that sends this description to node 0."""
@@ -112,6 +129,11 @@ class Hello:
             value, own = getattr(first, name), getattr(self, name)
             if own != value:
                 return sentence.format(value, host, shorten(str(own)))
+        if self.min_nodes is not None and self.num_workers != first.num_workers:
+            return (
+                f"Node 0 was started with -n {first.num_workers}, {host} with "
+                f"-n {self.num_workers}. With --nodes MIN:MAX give both the same."
+            )
         if self.rebalance != first.rebalance:
             who = "node 0" if first.rebalance else host
             return f"Only {who} has --rebalance. Give it to all machines, or to none."
@@ -141,6 +163,10 @@ class Node:
         is_done: Bool, whether its workers have ended without a failure. Defaults to
             `False`.
         has_stopped: Bool, whether none of its workers runs. Defaults to `True`.
+        asked_in: Int, the attempt in which it was last asked for ports. Defaults to 0.
+        has_started: Bool, whether it has started workers in this attempt. Defaults to
+            `False`.
+        is_leaving: Bool, whether it leaves a job that continues. Defaults to `False`.
     """
 
     link: Link
@@ -149,6 +175,9 @@ class Node:
     ports: list[int] | None = None
     is_done: bool = False
     has_stopped: bool = True
+    asked_in: int = 0
+    has_started: bool = False
+    is_leaving: bool = False
 
     def __str__(self) -> str:
         """Return the name for messages, such as "node 1 (host, 10.0.0.2)"."""
@@ -166,13 +195,16 @@ class Roster:
         nodes: List of `Node`, the connected nodes; sorted by rank once ranks are
             assigned.
         is_settled: Bool, whether all ranks are assigned. A node that joins later is
-            one that was lost and comes back.
+            one that was lost and comes back, or a new one.
+        least: Int, number of nodes that the job needs.
     """
 
     def __init__(self, node_0: Hello) -> None:
         self.nodes: list[Node] = []
         self.is_settled = False
         self._node_0, self._num_nodes = node_0, node_0.nodes
+        self._is_elastic = node_0.min_nodes is not None
+        self.least = node_0.min_nodes or node_0.nodes
         # Number of workers and name of each node, by rank; kept when a node is lost, so
         # that ranks of workers do not change and messages can name it.
         self._sizes: list[int] = []
@@ -210,7 +242,7 @@ class Roster:
                 f"{self.describe_connected()}. Give another port with "
                 f"--rendezvous for another job. Received: one more node, {host}"
             )
-        if self.is_settled:
+        if self.is_settled and not self._is_elastic:
             return self._why_wrong_size(hello)
         total = sum(n.hello.num_workers for n in self.nodes) + hello.num_workers
         if total > _MOST_WORKERS:
@@ -231,8 +263,11 @@ class Roster:
         Returns:
             `Node`.
         """
-        node = Node(link, hello, self._rank_of(hello))
+        node = Node(link, hello, rank := self._rank_of(hello))
         self.nodes.append(node)
+        if self.is_settled and rank is not None:
+            self._sizes[rank : rank + 1] = [hello.num_workers]
+            self._names[rank : rank + 1] = [str(node)]
         return node
 
     def settle(self) -> None:
@@ -244,6 +279,12 @@ class Roster:
         self._sizes = [node.hello.num_workers for node in self.nodes]
         self._names = [str(node) for node in self.nodes]
         self.is_settled = True
+
+    def restore(self) -> None:
+        """Expect nodes that have the ranks of a job which a former node 0 has led."""
+        self._sizes = [self._node_0.num_workers] * self._num_nodes
+        self._names = ["a lost node"] * self._num_nodes
+        self.unsettle()
 
     def unsettle(self) -> None:
         """Revoke the assigned ranks, before any worker has started with them."""
@@ -305,10 +346,10 @@ class Roster:
 
     def describe_missing(self) -> str:
         """Describe the missing nodes for a message, such as "2 more nodes"."""
-        if self.is_settled:
+        if self.is_settled and not self._is_elastic:
             names = [self._names[rank] for rank in self.free_ranks()]
             return f"{_join_names(names)} to come back"
-        return pluralize(self._num_nodes - len(self.nodes), "more node")
+        return pluralize(self.least - len(self.nodes), "more node")
 
     def describe_connected(self) -> str:
         """List the names of the connected nodes, for messages to the user."""

@@ -1,0 +1,103 @@
+"""`tfdp run --nodes MIN:MAX`: the part of a node in a job that outlives its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tfdp.communication.cluster import Cluster
+from tfdp.communication.cluster.address import split_address
+from tfdp.communication.coordination.preemption import PREEMPTED
+from tfdp.launch.cli.attempts import NodeAttempts
+from tfdp.launch.cli.elastic import ElasticJob
+from tfdp.launch.cli.job import Job
+from tfdp.launch.cli.other_nodes import ElasticNodes
+from tfdp.launch.cli.worker import LogFile, Worker
+from tfdp.launch.rendezvous.coordinator import Places
+
+
+class ElasticNodeJob(ElasticJob):
+    """Workers of one node of an elastic job.
+
+    Args:
+        most_replacements: Int, most replacements of this node's workers together.
+        history: Sequence of `LogFile` that record the failures.
+        others: `ElasticNodes`, the connection to node 0.
+        clusters_of: Function that returns the clusters of this node's workers, from the
+            places of all nodes.
+        is_late: Bool, whether the workers of other nodes train already.
+        **options: Further arguments of `Job`.
+    """
+
+    def __init__(
+        self,
+        most_replacements: int,
+        history: Sequence[LogFile],
+        others: ElasticNodes,
+        clusters_of: Callable[[Places], list[Cluster]],
+        *,
+        is_late: bool,
+        **options: Any,
+    ) -> None:
+        super().__init__(most_replacements, history, others=others, **options)
+        self._nodes, self._clusters_of = others, clusters_of
+        if is_late:
+            self._late.update(range(len(self._clusters)))
+
+    def _has_success(self) -> bool:
+        """Return whether a worker of any node has ended without an error."""
+        return self._nodes.is_over or super()._has_success()
+
+    def _after_failure(self, failed: Worker) -> int | None:
+        """Replace failed workers while the others train, or else end the attempt."""
+        if self._nodes.places is not None:
+            # A replacement asks the workers of now.
+            self._clusters = self._clusters_of(self._nodes.places)
+        if self._has_success() or self._job_runs():
+            return super()._after_failure(failed)
+        return self._end_by_failure(failed)
+
+
+class ElasticAttempts(NodeAttempts):
+    """Loop over this node's part of an elastic job, which may outlive node 0."""
+
+    _others: ElasticNodes
+    _code: int | None = None
+
+    def _job(self, clusters: list[Cluster], *, is_late: bool) -> Job:
+        """Return the job of this node, see `NodeAttempts`."""
+        own = [address for c in clusters if (address := c.address)]
+        self._others.running = {
+            "node_rank": self._node_rank,
+            "attempt": self._others.attempt,
+            "attempt_id": self._attempt_id,
+            "ports": [split_address(address)[1] for address in own],
+        }
+        self._others.places, self._others.trains = None, is_late
+        self._code = None
+        return ElasticNodeJob(
+            self._settings.max_restarts,
+            self._history,
+            self._others,
+            self._clusters,
+            is_late=is_late,
+            context=self._context,
+            clusters=clusters,
+            logs=self._logs,
+        )
+
+    def _after(self, job: Job, code: int) -> None:
+        """Report the end of an attempt to node 0, if it is there."""
+        self._others.running = {}
+        super()._after(job, code)
+        self._code = PREEMPTED if code and job.is_preempted else code
+
+    def _handle(self, message: dict[str, Any]) -> Job | int | None:
+        """Handle a message of node 0; its loss is none of a node that is done."""
+        if message.get("type") == "lost" and self._code == 0:
+            return 0
+        return super()._handle(message)
+
+    def _check_end(self) -> int | None:
+        """Return the exit code of this node's workers if node 0 is lost."""
+        return self._code if self._others.is_alone else super()._check_end()

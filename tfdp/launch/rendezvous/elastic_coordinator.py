@@ -1,0 +1,278 @@
+"""State machine of a job that continues without lost nodes, and takes in others.
+
+    gathering -> preparing -> running -> ended
+
+It starts when the least number of nodes has come, and a short time has passed without
+another one. Once its workers train, the loss of a node stops no other one, and a node
+that comes starts workers, which join the others by themselves. If no worker trains any
+more, or not yet, a failure stops the workers of all nodes, as in other jobs, and they
+start again.
+
+After the loss of node 0 the others continue by themselves. If it is started again, they
+come back to it, and it takes up the attempt that they are in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from tfdp.communication.cluster.address import join_address
+from tfdp.communication.cluster.tf_config import shorten
+from tfdp.launch.rendezvous.coordinator import Coordinator, Phase, Places
+from tfdp.launch.rendezvous.failure import NODE_LOST, Failure, RendezvousError
+from tfdp.launch.rendezvous.link import Link
+from tfdp.launch.rendezvous.restarts import Restarts
+from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node
+
+# Time without another node after which a job starts with fewer than the most.
+_GRACE_SECONDS = 5.0
+# Time without an answer of any worker after which the job does not train any more.
+_SILENT_SECONDS = 60.0
+
+
+class Probe(Protocol):
+    """What the coordinator knows of the workers.
+
+    Attributes:
+        seen_at: Float, time by `time.monotonic` at which the workers were last seen to
+            train together, or `None` if they have not begun.
+        members: Set of strings, `"host:port"` of the workers that did.
+    """
+
+    seen_at: float | None
+    members: set[str]
+
+    def watch(self, places: Places, attempt_id: str) -> None:
+        """Ask these workers from now on."""
+
+    def forget(self) -> None:
+        """Ask no worker until the next attempt."""
+
+
+class ElasticCoordinator(Coordinator):
+    """State machine of a job whose nodes may be lost, and come, while it runs.
+
+    Args:
+        node_0: `Hello` of node 0, with `min_nodes`.
+        join_seconds: Float, longest wait for `min_nodes` nodes.
+        make_restarts: See `Coordinator`.
+        probe: `Probe` of the workers.
+        clock: See `Coordinator`.
+    """
+
+    def __init__(
+        self,
+        node_0: Hello,
+        join_seconds: float,
+        make_restarts: Callable[[int], Restarts],
+        probe: Probe,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(node_0, join_seconds, make_restarts, clock)
+        self._probe = probe
+        self._joined_at = clock()
+        # Host and ports of each node by rank, also of lost ones.
+        self._by_rank: dict[int, tuple[str, list[int]]] = {}
+        # Exit code of the node that has ended last.
+        self._last_code = 0
+        # Id of the last attempt whose workers have begun to train.
+        self._known_id = ""
+
+    @property
+    def _trains(self) -> bool:
+        """Bool, whether the workers of this attempt have begun to train."""
+        return self.phase is Phase.RUNNING and self._probe.seen_at is not None
+
+    def join(self, link: Link, hello: Hello) -> None:
+        """Add a node to the job; one that is silent makes room for it."""
+        nodes = self._roster.nodes
+        silent = [n for n in nodes if n.link.silent_seconds > DOUBTFUL_SECONDS]
+        if self._roster.is_complete and silent:
+            self.register_disconnect(silent[0].link, "does not answer")
+        if hello.attempt and not self._has_started:
+            self._take_up(hello)
+        if hello.attempt and (hello.attempt_id, self.phase) != (
+            self._id,
+            Phase.RUNNING,
+        ):
+            raise RendezvousError("The job has started again without this node")
+        super().join(link, hello)
+        self._joined_at = self._clock()
+        if self.phase is Phase.PREPARING:
+            self._prepare()
+        elif hello.attempt:
+            node = self._roster.nodes[-1]
+            node.has_started, node.has_stopped = True, False
+            self._set_place(node, hello.ports)
+            self._update_places()
+
+    def _take_up(self, hello: Hello) -> None:
+        """Take up an attempt that a former node 0 has begun."""
+        self.phase, self._has_started = Phase.RUNNING, True
+        self._started_at = self._clock()
+        self._attempt, self._id = hello.attempt, hello.attempt_id
+        self._roster.restore()
+        for node in self._roster.nodes:
+            node.ports, node.asked_in = None, 0
+
+    def receive(self, link: Link, message: Mapping[str, Any]) -> None:
+        """Handle a message of a node."""
+        node = self._roster.node_of_link(link)
+        super().receive(link, message)
+        is_late = message.get("attempt") != self._attempt
+        if node is None or is_late or self.phase is not Phase.RUNNING:
+            return
+        if message.get("type") == "done":
+            self._send_all("done")
+        elif message.get("type") == "stopped":
+            code = message.get("code")
+            self._last_code = code if isinstance(code, int) else NODE_LOST
+            # Node 0 is needed for the others as long as its launcher runs.
+            if node.is_leaving or node.rank:
+                self._dismiss(node, self._last_code)
+
+    def _advance_gathering(self, clock_seconds: float) -> None:
+        """Begin once enough nodes have joined, and no other one has for a moment."""
+        if len(self._roster.nodes) < self._roster.least:
+            super()._advance_gathering(clock_seconds)
+        elif (
+            self._roster.is_complete
+            or clock_seconds >= self._joined_at + _GRACE_SECONDS
+        ):
+            self._prepare()
+
+    def _advance_running(self, clock_seconds: float) -> None:
+        """Take in nodes that have come; end the job when no node has workers."""
+        nodes = self._roster.nodes
+        if self._decide_at is not None and clock_seconds >= self._decide_at:
+            self._decide()
+        elif all(node.has_stopped for node in nodes):
+            is_done = any(node.is_done for node in nodes)
+            self._end(0 if is_done else self._last_code)
+        elif self._trains:
+            if self._known_id != self._id:
+                self._known_id = self._id
+                self._send_all("trains")
+            # The ranks of nodes that come back must be known before others get one.
+            is_known = self._roster.is_settled
+            if not is_known and clock_seconds < self._joined_at + _GRACE_SECONDS:
+                return
+            for node in nodes:
+                if not node.has_started:
+                    self._take_in(node)
+            self._check_silence(clock_seconds)
+
+    def _check_silence(self, clock_seconds: float) -> None:
+        """Stop all workers if none of them has answered for a long time."""
+        since = clock_seconds - (self._probe.seen_at or clock_seconds)
+        if since >= _SILENT_SECONDS and not any(n.is_done for n in self._roster.nodes):
+            reason = f"has lost the others: no worker has answered for {since:.0f} s"
+            failure = Failure(0, NODE_LOST, reason)
+            self._stop(NODE_LOST, failure, f"worker 0 {reason}; all stop")
+
+    def _take_in(self, node: Node) -> None:
+        """Let a node start workers, once it has told their ports."""
+        if node.rank is None:
+            node.rank = self._roster.free_ranks()[0]
+        if node.asked_in != self._attempt:
+            self._ask_for_ports(node)
+        elif node.ports is not None:
+            taken = {(host, p) for host, ports in self._by_rank.values() for p in ports}
+            if any((self._host_of(node), port) in taken for port in node.ports):
+                self._ask_for_ports(node)
+                return
+            self._set_place(node, node.ports)
+            places = self._update_places()
+            self._start_node(node, places, is_late=True)
+            self._send_all("places", nodes=places)
+
+    def _host_of(self, node: Node) -> str:
+        """Return the IP address at which the others reach a node."""
+        return self._roster.hosts()[self._roster.nodes.index(node)]
+
+    def _set_place(self, node: Node, ports: list[int]) -> None:
+        """Set the place of a node's workers."""
+        assert node.rank is not None
+        self._by_rank[node.rank] = self._host_of(node), ports
+
+    def _update_places(self) -> Places:
+        """Return the places of all nodes by rank, and ask the workers there.
+
+        In the place of a node that a former node 0 has lost, nothing listens.
+        """
+        host, ports = next(iter(self._by_rank.values()))
+        size = len(ports)
+        places = [
+            self._by_rank.get(rank, (host, [rank * size + i + 1 for i in range(size)]))
+            for rank in range(max(self._by_rank) + 1)
+        ]
+        self._probe.watch(places, self._id)
+        return places
+
+    def _start(self, places: Places) -> None:
+        """Let all nodes start their workers."""
+        super()._start(places)
+        self._by_rank = dict(enumerate(places))
+        self._probe.forget()
+        self._update_places()
+
+    def _gather(self) -> None:
+        """Begin to wait for nodes; those that are here get new ranks."""
+        super()._gather()
+        self._roster.unsettle()
+        for node in self._roster.nodes:
+            # That of a node which has come back belongs to the former attempt.
+            if node.rank:
+                node.rank = None
+        self._joined_at = self._clock()
+
+    def _report(self, node: Node, failure: Failure) -> None:
+        """Handle a failure after which no worker of a node finds one that trains.
+
+        The others may train without them, after a cut of the network.
+        """
+        if self._trains and self._roster.has_worker(node, failure.rank):
+            host, ports = self._by_rank[node.rank or 0]
+            port = ports[failure.rank - self._roster.first_rank(node)]
+            if join_address(host, port) not in self._probe.members:
+                return
+        super()._report(node, failure)
+
+    def _lose(self, node: Node, how: str) -> None:
+        """Continue without a lost node, unless the workers have not begun to train."""
+        if not node.has_started:
+            return
+        if not self._trains:
+            super()._lose(node, how)
+            return
+        self._last_code = NODE_LOST
+        number = len(self._roster.nodes)
+        self._send_notice(
+            f"{node} was lost: it {how}; training continues with {number} "
+            f"{'node' if number == 1 else 'nodes'}"
+        )
+
+    def _leave(self, node: Node, message: Mapping[str, Any]) -> None:
+        """Let a node that has received a signal leave a job that continues."""
+        if self.phase is not Phase.RUNNING or not isinstance(message.get("code"), int):
+            super()._leave(node, message)
+        elif node.has_stopped:
+            self._dismiss(node, message["code"])
+        else:
+            node.is_leaving = True
+            why = shorten(str(message.get("why")))
+            for other in self._roster.nodes:
+                if other is not node:
+                    text = f"{why} on {node}: its workers stop, the others continue"
+                    other.link.send({"type": "notice", "text": text})
+
+    def _dismiss(self, node: Node, code: int) -> None:
+        """End the job for one node."""
+        node.link.send({"type": "end", "code": code, "text": ""})
+        self._roster.nodes.remove(node)
+
+    def _welcome(self, node: Node) -> str:
+        """Return a notice about a node that joins while the job runs."""
+        return f"{node} has come, and its workers join the others"

@@ -1,0 +1,82 @@
+"""Probe of node 0: asks the workers of all nodes whether they train."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from tfdp.communication.cluster import Cluster
+from tfdp.communication.cluster.address import join_address
+from tfdp.communication.connection.secret import derive_secret
+from tfdp.communication.store import ask_workers
+from tfdp.launch.rendezvous.coordinator import Places
+
+# Interval of the questions.
+_ASK_SECONDS = 1.0
+
+
+def cluster_of_places(
+    places: Places, secret: str, attempt_id: str, rank: int = 0, **settings: object
+) -> Cluster:
+    """Return the cluster of the workers of all nodes, as one of them sees it.
+
+    Args:
+        places: The IP address and the worker ports of each node.
+        secret: String, the job's secret.
+        attempt_id: String, id of the attempt, which the workers' secret contains.
+        rank: Int, rank of the worker. Defaults to 0.
+        **settings: Further arguments of `Cluster`.
+    """
+    return Cluster(
+        tuple(join_address(host, port) for host, ports in places for port in ports),
+        task_index=rank,
+        secret=derive_secret(secret, f"workers {attempt_id}"),
+        **settings,  # type: ignore[arg-type]
+    )
+
+
+class JobProbe:
+    """Asks workers whether they train together, in a thread.
+
+    Args:
+        secret: String, the job's secret.
+
+    Attributes:
+        seen_at: Float, see `Probe`.
+        members: Set of strings, see `Probe`.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self.seen_at: float | None = None
+        self.members: set[str] = set()
+        self._secret = secret
+        self._cluster: Cluster | None = None
+        self._attempt_id = ""
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="tfdp-rendezvous-probe", daemon=True
+        )
+        self._thread.start()
+
+    def watch(self, places: Places, attempt_id: str) -> None:
+        """Ask the workers of an attempt at these places from now on."""
+        self._cluster = cluster_of_places(places, self._secret, attempt_id, elastic=1)
+
+    def forget(self) -> None:
+        """Ask no worker until the next attempt."""
+        self._cluster = self.seen_at = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Ask once a second; the target of the thread."""
+        while not self._is_closed.wait(_ASK_SECONDS):
+            cluster = self._cluster
+            state = cluster and ask_workers(cluster, cluster.workers)
+            # An answer of an earlier attempt does not count for the next one.
+            latest = self._cluster
+            if state and cluster and latest and latest.secret == cluster.secret:
+                self.members, self.seen_at = set(state.workers), time.monotonic()
