@@ -101,6 +101,8 @@ class LocalRay(types.ModuleType):
         self.killed: list[Any] = []
         self.options: dict[str, Any] = {}
         self.util = types.SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
+        error = type("RayActorError", (Exception,), {})
+        self.exceptions = types.SimpleNamespace(RayActorError=error)
 
     def remote(self, actor: type) -> Any:
         def make(**options: Any) -> Any:
@@ -109,11 +111,27 @@ class LocalRay(types.ModuleType):
 
         return types.SimpleNamespace(options=make)
 
-    def get(self, values: list[Any]) -> list[Any]:
-        return values
+    def get(self, value: Any) -> Any:
+        if isinstance(value, ActorDies):
+            raise self.exceptions.RayActorError
+        return value
+
+    def wait(self, values: list[Any]) -> tuple[list[Any], list[Any]]:
+        return values[:1], values[1:]
 
     def kill(self, actor: Any) -> None:
         self.killed.append(actor)
+
+
+class ActorDies:
+    """What a call returns whose actor dies in it."""
+
+
+class Result:
+    """What a call returns."""
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
 
 
 class LocalActor:
@@ -141,6 +159,34 @@ def test_the_actors_of_ray_are_a_cluster_and_are_freed(monkeypatch):
     assert clusters[0].hosts == ("10.0.0.7", "10.0.0.7")
     assert ray.options == {"num_gpus": 1}
     assert len(ray.killed) == 2
+    assert len({cluster.secret for cluster in clusters}) == 1
+    assert clusters[0].elastic is None
+
+
+def test_an_actor_of_ray_that_dies_is_replaced_in_the_same_job(monkeypatch):
+    ray = LocalRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "keras", types.ModuleType("keras"))
+    names = names_of("ray.md", "train_on_ray.py", {}, monkeypatch)
+    seen: list[Cluster] = []
+
+    def train(deaths: int) -> Any:
+        cluster = Cluster.from_environment(os.environ)
+        assert cluster is not None
+        seen.append(cluster)
+        return ActorDies() if len(seen) <= deaths else Result(cluster)
+
+    run = names["run_on_ray"]
+    results = run(train, 1, num_workers=2, replacements=1)
+    assert [result.cluster.rank for result in results] == [0, 1]
+    first, other, again = seen
+    assert all(cluster.elastic == 1 for cluster in seen)
+    assert first.secret == again.secret
+    assert first.workers[0] != again.workers[0]
+    assert other.workers[1] == again.workers[1]
+    seen.clear()
+    with pytest.raises(ray.exceptions.RayActorError):
+        run(train, 2, num_workers=2, replacements=1)
 
 
 SHOW = 'import os, sys; print(os.environ["TF_CONFIG"], os.getcwd(), sys.argv[1:])'

@@ -61,6 +61,43 @@ def train(config: dict[str, Any]) -> None:
     )
 
 
+LONG_EPOCHS = 40
+
+
+def train_in_actor(folder: str) -> tuple[list, int]:
+    """Train in an actor; the first one kills itself, and the other waits for a new one.
+
+    Returns:
+        The weights, and the number of replicas at the end.
+    """
+    import signal
+    import time
+
+    import keras
+
+    import tfdp
+
+    strategy = tfdp.auto_strategy()
+    marker = Path(folder) / "killed"
+    with strategy.scope():
+        model = build()
+
+    class Disturb(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if not marker.exists() and int(model.optimizer.iterations.numpy()) == 6:
+                if strategy.extended.worker_group.rank == 0:
+                    marker.touch()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            elif strategy.num_replicas_in_sync == 1:
+                time.sleep(0.5)
+
+    backup = tfdp.callbacks.BackupAndRestore(Path(folder) / "backup", memory_every=1)
+    x, y = data()
+    options = {"batch_size": BATCH_SIZE, "epochs": LONG_EPOCHS, "shuffle": False}
+    model.fit(x, y, verbose=0, callbacks=[Disturb(), backup], **options)
+    return model.get_weights(), strategy.num_replicas_in_sync
+
+
 def train_on_shard(config: dict[str, Any]) -> None:
     """Count what the workers are given of a Ray dataset."""
     import keras

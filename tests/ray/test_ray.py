@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import tfdp
+from tests.cluster.test_howto_prologues import names_of
 from tests.harness.commands import ROOT
 from tests.ray import loops
 
@@ -182,6 +183,26 @@ def test_wrong_arguments_of_the_callback_are_refused():
     ):
         with pytest.raises(ValueError, match=text):
             ReportCallback(**given)
+
+
+def test_an_actor_that_is_killed_is_replaced_by_one_that_joins(
+    one_machine, tmp_path, monkeypatch
+):
+    names = names_of("ray.md", "train_on_ray.py", {}, monkeypatch)
+    results = names["run_on_ray"](
+        *(loops.train_in_actor, str(tmp_path)),
+        num_workers=2,
+        replacements=1,
+        num_cpus=1,
+    )
+    model = loops.build()
+    options = {"batch_size": loops.BATCH_SIZE, "epochs": loops.LONG_EPOCHS}
+    model.fit(*loops.data(), shuffle=False, verbose=0, **options)
+    assert (tmp_path / "killed").exists()
+    for weights, replicas in results:
+        assert replicas == 2
+        for own, other in zip(weights, model.get_weights(), strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_lost_node_shrinks_the_job(tmp_path, expected):
