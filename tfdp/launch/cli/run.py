@@ -182,13 +182,7 @@ def run(
     if elastic and context.get_parameter_source("max_restarts") is _BY_DEFAULT:
         arguments["max_restarts"] = DEFAULT_REPLACEMENTS
     if num_workers is None and where.hosts is None:
-        if late := _late_options(arguments["args"]):
-            raise click.UsageError(
-                f"Options of tfdp come before the script. Received: {late} after it",
-                ctx=context,
-            )
-        (parameter,) = (p for p in context.command.params if p.name == "num_workers")
-        raise click.MissingParameter(ctx=context, param=parameter)
+        raise _missing_number(context, arguments["args"])
     if where.nodes is not None and where.nodes.least is not None:
         arguments["elastic"] = where.nodes.least * (num_workers or 1)
     arguments.setdefault("elastic", None)
@@ -227,9 +221,16 @@ def run(
     sys.exit(code)
 
 
-def _late_options(args: Sequence[str]) -> str:
-    """Return the option among a script's arguments that sets the workers, or `""`."""
-    return next((a for a in args if re.match(r"(-n\d*|--num-workers)(=|$)", a)), "")
+def _missing_number(context: click.Context, args: Sequence[str]) -> click.UsageError:
+    """Return the error of a command without a number of workers before the script."""
+    late = next((a for a in args if re.match(r"(-n\d*|--num-workers)(=|$)", a)), None)
+    if late is not None:
+        return click.UsageError(
+            f"Options of tfdp come before the script. Received: {late} after it",
+            ctx=context,
+        )
+    (parameter,) = (p for p in context.command.params if p.name == "num_workers")
+    return click.MissingParameter(ctx=context, param=parameter)
 
 
 def _restart_policy(
