@@ -37,7 +37,15 @@ PROSE = (
 SEARCHED = (
     *("ssh", "jupyter", "docker", "multi-node", "multi-gpu", "horovod", "ddp", "slurm"),
     *("kubernetes", "nccl", "zero", "windows", "tpu", "elastic", "preemption", "fsdp"),
-    *("colab", "mlflow", "out of memory", "checkpoint", "sagemaker"),
+    *(
+        "colab",
+        "mlflow",
+        "out of memory",
+        "oom",
+        "tensorboard",
+        "checkpoint",
+        "sagemaker",
+    ),
 )
 # The members of public classes that users call or read; the rest is for tfdp and Keras.
 STRATEGY_MEMBERS = (

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.elastic import job, loop
+from tests.elastic.job import rows_by_step
 from tests.elastic.loop import BATCH_SIZE, NUM_SAMPLES, STEPS
-from tests.elastic.test_losses import rows_by_step
 from tests.harness.tiers import full
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
