@@ -16,6 +16,9 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import config
 from tensorflow.python.ops import stateful_random_ops
 
+# Key of the generator in Keras's global state, for which Keras 3.12 has no constant.
+_SEED_GENERATOR = "global_seed_generator"
+
 
 def is_deterministic() -> bool:
     """Return whether `enable_op_determinism` was called, which forbids clocks."""
@@ -80,12 +83,12 @@ def keras_global_seed() -> int | None:
 def set_keras_global_seed(seed: int) -> None:
     """Seed Keras's own generator as `keras.utils.set_random_seed` does."""
     global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
-    global_state.set_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR, None)
+    global_state.set_global_attribute(_SEED_GENERATOR, None)
 
 
 def keras_seed_state() -> list[int] | None:
     """Return the state of the generator of layers without a seed, or `None`."""
-    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    generator = global_state.get_global_attribute(_SEED_GENERATOR)
     return None if generator is None else np.asarray(generator.state.numpy()).tolist()
 
 
