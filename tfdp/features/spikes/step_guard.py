@@ -15,10 +15,10 @@ from tfdp.ground import _compat
 from tfdp.ground.base.conditions import run_if
 from tfdp.ground.base.context import is_tfdp
 from tfdp.ground.options import feeds_back
-from tfdp.training.parameters.sharded_parameter import sharded_parameter
 from tfdp.training.step.accumulation import Totals, read
 from tfdp.training.step.state_layout import GradientStatistics
 from tfdp.training.step.step import Step, StepFeature
+from tfdp.training.step.undo import changed_beside_update, undo_after
 
 # Values that are needed before a finite one can be a spike, unless the window is less.
 LEAST_VALUES = 20
@@ -239,20 +239,9 @@ class StepGuard(StepFeature):
         They are those of metrics, of the statistics of BatchNormalization and of the
         states of random generators.
         """
-        variables = [*model.non_trainable_variables, *model.metrics_variables]
-        parts = [
-            _compat.local_part(variable)
-            for variable in {id(item): item for item in variables}.values()
-            if sharded_parameter(variable) is None
-        ]
-        before = [part.read_value() for part in parts]
-
-        def restore() -> None:
-            """Assign the values from before the step."""
-            for part, value in zip(parts, before, strict=True):
-                part.assign(value, read_value=False)
-
-        return lambda: run_if(read(self._is_left_out) > 0, restore)
+        is_left_out = self._is_left_out
+        variables = changed_beside_update(model)
+        return undo_after(variables, lambda: read(is_left_out) > 0)
 
 
 def _median(values: tf.Tensor, size: tf.Tensor) -> tf.Tensor:

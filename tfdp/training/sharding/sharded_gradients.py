@@ -175,7 +175,7 @@ class ShardedGradientStatistics(GradientStatistics):
         """Scalar float32 tensor, the sum of the squares of all elements."""
         norms = [tf.reduce_sum(squares) for squares in self._measured[::2]]
         total = tf.cast(tf.add_n(norms), tf.float32)
-        for rows in [rows for sums in self._sums for rows in sums.sparse.values()]:
+        for rows in [rows for sums in self.sums for rows in sums.sparse.values()]:
             # Clipping squares rows with the same index separately; the norm squares
             # their sum.
             one_by_one = tf.cast(_sum_of_squares(rows.values), tf.float32)
@@ -190,7 +190,7 @@ class ShardedGradientStatistics(GradientStatistics):
         """List of scalar tensors, the squared norm of each gradient."""
         return [
             tf.cast(squares[index], tf.float32)
-            for squares, sums in zip(self._measured[::2], self._sums, strict=True)
+            for squares, sums in zip(self._measured[::2], self.sums, strict=True)
             for index in sums.order
         ]
 
@@ -198,7 +198,7 @@ class ShardedGradientStatistics(GradientStatistics):
         """List of scalar bool tensors: whether each gradient has infinity or NaN."""
         return [
             flags[index] > 0
-            for flags, sums in zip(self._measured[1::2], self._sums, strict=True)
+            for flags, sums in zip(self._measured[1::2], self.sums, strict=True)
             for index in sums.order
         ]
 

@@ -8,10 +8,10 @@ Stage 1 works on the replica's own gradients. All later stages work on the sums 
 all replicas, so they give the same results and take the same branches on every replica.
 An overflow on any replica skips the step on all and changes the scale and its counters.
 Residuals of compression are kept for the next step only if this step is not skipped.
-Features act before 1, at 4 and after 9, see `StepFeature`. At 4 a feature may skip the
-step, too, which changes neither the scale nor its counters. With a feature of local
-steps, stage 2 reduces nothing, or only within a node, and each replica or node skips
-steps on its own.
+Features act before 1, at 4 and after 9, see `StepFeature`. Before 1 a feature may
+refuse the gradients, so that no stage runs. At 4 it may skip the step, too, which
+changes neither the scale nor its counters. With a feature of local steps, stage 2
+reduces nothing, or only within a node, and each replica or node skips steps on its own.
 
 In the functions below, `is_due` is whether this micro-batch completes an update, and
 `is_kept` is false if the update was skipped, for an overflow or by a feature. Each is a
@@ -21,6 +21,7 @@ are the reduced gradients, one item of `StateLayout.reduce` for each parameter g
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,7 +40,7 @@ from tfdp.training.step.state_layout import (
     StateLayout,
     reduce_groups,
 )
-from tfdp.training.step.step import Step
+from tfdp.training.step.step import Step, active
 
 
 def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
@@ -50,6 +51,16 @@ def take_step(step: Step, gradients: Sequence[Any] | None) -> None:
         gradients: Sequence of tensors and `tf.IndexedSlices`, one for each of the
             step's variables, or `None` to update with the accumulated gradients.
     """
+    step = dataclasses.replace(step, features=(*step.features, *active.active()))
+    is_admitted: tf.Tensor | bool = True
+    for feature in step.features:
+        condition = feature.admit(gradients)
+        is_admitted = condition if is_admitted is True else is_admitted & condition
+    run_if(is_admitted, lambda: _take_admitted_step(step, gradients))
+
+
+def _take_admitted_step(step: Step, gradients: Sequence[Any] | None) -> None:
+    """Take a step that no feature has refused; the arguments are the same."""
     for feature in step.features:
         feature.begin(has_batch=gradients is not None)
     micro_batch = None if gradients is None else list(gradients)

@@ -198,12 +198,12 @@ class GradientStatistics:
     """
 
     def __init__(self, sums: list, loss: tf.Tensor | None = None) -> None:
-        self._sums = sums
+        self.sums = sums
         self.loss = loss
 
     def is_finite(self) -> tf.Tensor:
         """Return a scalar bool tensor, whether no element is infinite or NaN."""
-        return tf.reduce_all([item.all_finite() for item in self._sums])
+        return tf.reduce_all([item.all_finite() for item in self.sums])
 
     def squared_norm(self) -> tf.Tensor:
         """Return a scalar tensor, the sum of the squares of all elements."""
@@ -219,7 +219,7 @@ class GradientStatistics:
 
     def _gradients(self) -> list:
         """Return the reduced gradients of all groups in one list."""
-        return [item for sums in self._sums for item in sums.gradients()]
+        return [item for sums in self.sums for item in sums.gradients()]
 
 
 def squared_norm(gradients: Sequence[Any]) -> tf.Tensor:

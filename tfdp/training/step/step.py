@@ -12,8 +12,10 @@ import tensorflow as tf
 
 from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import ParamGroup, param_groups_of
+from tfdp.ground.base.step_context import ActiveHooks
 from tfdp.ground.text import pluralize
 from tfdp.training.reduction.gradient_reducer import GradientReducer
+from tfdp.training.reduction.training_group import TrainingGroup
 from tfdp.training.replicas.synchronized_scope import build_in_step
 from tfdp.training.step.accumulation import (
     Accumulator,
@@ -86,6 +88,19 @@ class StepFeature:
             ValueError: If the feature cannot be combined with the optimizer.
         """
 
+    def admit(self, gradients: Sequence[Any] | None) -> tf.Tensor | bool:
+        """Return whether a replica's step is taken at all.
+
+        Args:
+            gradients: Sequence of this replica's gradients of the micro-batch, or
+                `None` in an update with the accumulated ones.
+
+        Returns:
+            Bool, or scalar bool tensor, equal on all replicas. If it is false, the
+            optimizer does nothing, and other hooks of the optimizer's step are not run.
+        """
+        return True
+
     def begin(self, *, has_batch: bool) -> None:
         """Run before the first stage of a step.
 
@@ -156,6 +171,24 @@ class RowDivider(StepFeature, abc.ABC):
         Returns:
             List of operations; states change after them.
         """
+
+
+class LoopFeature(StepFeature):
+    """Feature of the steps of a loop of Keras, whatever optimizers they have.
+
+    It belongs to the steps that are traced while it is among `active`.
+    """
+
+    def take_batch(self, args: tuple) -> tuple:
+        """Return the arguments of a step, in the graph before it is divided."""
+        return args
+
+    def regroup(self, group: TrainingGroup) -> TrainingGroup:
+        """Return the group with which the running replica computes its part."""
+        return group
+
+
+active: ActiveHooks[LoopFeature] = ActiveHooks()
 
 
 @dataclasses.dataclass(frozen=True)

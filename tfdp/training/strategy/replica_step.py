@@ -26,7 +26,7 @@ from tfdp.training.program.step import DividedStep, rows_of_replica
 from tfdp.training.reduction.training_group import merging_group, training_group
 from tfdp.training.replicas import drift_probe
 from tfdp.training.step.empty_step import note_changes_without_data
-from tfdp.training.step.step import RowDivider
+from tfdp.training.step.step import RowDivider, active
 from tfdp.training.strategy.compiled_step import CompiledStep
 
 _LIBRARIES = ("keras", "tensorflow", "tfdp")
@@ -45,8 +45,7 @@ def prepare_run(strategy: Any, fn: Callable, args: tuple) -> tuple[Callable, tup
     """
     loop = loops.current()
     divider = _divider_of_rows(strategy, loop, args)
-    if divider is not None:
-        args = divider.keep_batch(args)
+    args = _taken_by_features(loop, divider, args)
     args, total = batch_weights.unpack_counted(args)
     args, others = unwrap_other_rows(args)
     if loop is None:
@@ -168,6 +167,9 @@ def _divided_step(
         replica = _compat.local_replica_id(tf.distribute.get_replica_context())
         part = parts[replica]
         group = training_group(strategy)
+        if loop.trains:
+            for feature in active.active():
+                group = feature.regroup(group)
         rows = rows_of_replica(group, args, total, counts, are_alike=are_alike)
 
         def run(args: tuple, part: BatchWeight | None) -> Any:
@@ -211,6 +213,23 @@ def _divider_of_rows(
     if features is None or tf.executing_eagerly() or not has_data:
         return None
     return features.divider_of_rows
+
+
+def _taken_by_features(
+    loop: loops.Loop | None, divider: RowDivider | None, args: tuple
+) -> tuple:
+    """Return the arguments of a step after the hooks of features for its batch.
+
+    Args:
+        loop: `Loop` of Keras that is running, or `None`.
+        divider: `RowDivider` that divides the rows of the step, or `None`.
+        args: Tuple of the arguments of the function that runs on replicas.
+    """
+    if divider is not None:
+        args = divider.keep_batch(args)
+    for feature in active.active() if loop is not None and loop.trains else ():
+        args = feature.take_batch(args)
+    return args
 
 
 def _only_values(values: list[list]) -> list:
@@ -290,9 +309,10 @@ def _begin_features(model: Any) -> list[Callable[[], None]]:
     """Run the hooks of features before a step; return those to run after it."""
     features = getattr(getattr(model, "optimizer", None), "features", None)
     loop = loops.current()
-    if features is None or loop is None or not loop.trains:
+    if loop is None or not loop.trains:
         return []
-    after = [f.around_step(model) for f in features.installed.values()]
+    own = [] if features is None else features.installed.values()
+    after = [f.around_step(model) for f in (*own, *active.active())]
     return [finish for finish in after if finish is not None]
 
 

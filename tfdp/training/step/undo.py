@@ -1,0 +1,47 @@
+"""Undo what a step changes beside weights and slots, if its update is not made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.ground import _compat
+from tfdp.ground.base.conditions import run_if
+from tfdp.training.parameters.sharded_parameter import sharded_parameter
+
+
+def changed_beside_update(model: Any) -> list:
+    """Return the variables that a step changes outside of its update.
+
+    They are metrics, the statistics of BatchNormalization and the states of random
+    generators.
+
+    Args:
+        model: Keras model.
+    """
+    variables = [*model.non_trainable_variables, *model.metrics_variables]
+    distinct = {id(variable): variable for variable in variables}.values()
+    return [variable for variable in distinct if sharded_parameter(variable) is None]
+
+
+def undo_after(
+    variables: Sequence[Any], is_undone: Callable[[], tf.Tensor]
+) -> Callable[[], None]:
+    """Read variables on a replica; return a function that may assign them again.
+
+    Args:
+        variables: Sequence of Keras variables.
+        is_undone: Callable that returns a scalar bool tensor after the step, whether
+            the variables get back their values.
+    """
+    parts = [_compat.local_part(variable) for variable in variables]
+    before = [part.read_value() for part in parts]
+
+    def restore() -> None:
+        """Assign the values from before the step."""
+        for part, value in zip(parts, before, strict=True):
+            part.assign(value, read_value=False)
+
+    return lambda: run_if(is_undone(), restore)
