@@ -59,6 +59,7 @@ def test_features_are_there_however_tfdp_was_imported():
             "Islands",
             "LocalStepsFeature",
             "MicroBatchSearch",
+            "Replays",
         ),
         *("SpikeGuards", "_Goodput", "_Rebalancing", "_Tracking", "_Tuning"),
     ], answer.text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from tfdp.callbacks.bases import StrategyCallback
+from tfdp.features.replay.training import REPLAYS, check_replay
 from tfdp.ground import user_code
-from tfdp.ground.arguments import checked_integer
+from tfdp.ground.arguments import checked_integer, checked_number
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.text import pluralize
@@ -42,19 +44,30 @@ class ConsistencyCheck(StrategyCallback):
     that step's batch, by a short message: a worker that has drawn other random numbers
     would continue with other rows.
 
+    With `replay`, some steps are computed twice: first each replica computes the rows
+    of the next one, which changes nothing; then all compute their own. Before the
+    update the bits of gradients, of what replicas contribute to sums within the step,
+    and of the sums of gradients are compared. Where they differ, the step is made
+    again, and a line on all workers names the replica. If they differ again, `fit`
+    ends, or with `on_loss="continue"` continues without the replica's worker. The cost
+    is printed at the end.
+
     Args:
         every: Int, steps from one check to the next. With `steps_per_execution` only
             the last check of an execution is read. Defaults to 100.
+        replay: Float in (0, 1], fraction of the steps that two replicas compute, such
+            as 0.01 for every 100th; or `None` for none. Defaults to `None`.
 
     Raises:
-        ValueError: If `every` is not positive; in `fit`, if the model's strategy is not
-            tfdp's.
-        RuntimeError: In `fit`, on every worker, if replicas differ.
+        ValueError: If `every` is not positive, or `replay` is not in (0, 1]; in `fit`,
+            if the model's strategy is not tfdp's, or a step cannot be replayed.
+        RuntimeError: In `fit`, on every worker, if replicas differ; with `replay` if
+            they differ again when the step is made again.
         ValueError: In `fit`, on every worker, if the labels of batches differ.
 
     Example:
 
-    >>> ConsistencyCheck(every=50).every
+    >>> ConsistencyCheck(every=50, replay=0.01).every
     50
 
     Source: Dixit et al. 2021, https://arxiv.org/abs/2102.11245, on processors that
@@ -65,9 +78,16 @@ class ConsistencyCheck(StrategyCallback):
     # the first step compares `every`.
     compared: tuple[str, ...] = ()
 
-    def __init__(self, every: int = 100) -> None:
+    # `fit` finds the callbacks that may have steps replayed by this attribute.
+    can_replay = True
+
+    def __init__(self, every: int = 100, replay: float | None = None) -> None:
         super().__init__()
         self.every = checked_integer("every", every, 1)
+        if replay is not None:
+            bounds = "a number above 0 and at most 1, or `None`"
+            replay = float(checked_number("replay", replay, bounds, above=0, most=1))
+        self.replay = replay
         self._probe: DriftProbe | None = None
         self._labels: LabelRecord | None = None
         self._step = 0
@@ -84,6 +104,8 @@ class ConsistencyCheck(StrategyCallback):
         self._probe = self._labels = None
         self._step = 0
         strategy = strategy_of(self.model)
+        if self.replay is not None:
+            check_replay(strategy, self.model)
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return
         features = getattr(self.model.optimizer, "features", None)
@@ -134,6 +156,12 @@ class ConsistencyCheck(StrategyCallback):
         if self._probe is not None:
             self._probe = None
             self._check("after the last step")
+        replays = REPLAYS.of_model.get(self.model)
+        if (
+            replays is not None
+            and strategy_of(self.model).extended.worker_group.is_chief
+        ):
+            print(f"tfdp: {replays.cost()}.", file=sys.stderr, flush=True)
 
     def _shared_label_record(self, strategy: Any) -> LabelRecord | None:
         """Return the record of this worker's labels, if all workers have one."""
@@ -178,6 +206,7 @@ class ConsistencyCheck(StrategyCallback):
         """
         # The topic has `every`, so that workers with different settings get an error
         # that names it.
-        topic = f"ConsistencyCheck(every={self.every})"
+        replay = "" if self.replay is None else f", replay={self.replay:g}"
+        topic = f"ConsistencyCheck(every={self.every}{replay})"
         weights = compared_weights(self.model)
         check_weights(strategy_of(self.model), weights, topic, when)

@@ -9,6 +9,7 @@ import tfdp.features.goodput.training  # isort: skip
 import tfdp.features.local_steps  # isort: skip
 import tfdp.features.islands.training  # isort: skip
 import tfdp.features.spikes.training  # isort: skip
+import tfdp.features.replay.training  # isort: skip
 import tfdp.features.elastic  # isort: skip
 import tfdp.features.backup_workers.training  # isort: skip
 import tfdp.features.micro_batches  # isort: skip

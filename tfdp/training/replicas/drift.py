@@ -175,7 +175,7 @@ def _raise_drift(
         record = getattr(weight.value, "assigned", None)
         if record is not None:
             record.compared(are_alike=len(set(column)) == 1)
-    drift = describe_drift(totals, all_tables, paths, _replica_names(strategy))
+    drift = describe_drift(totals, all_tables, paths, replica_names(strategy))
     raise RuntimeError(
         f"Replicas have drifted apart, as seen {when}: {drift}. Every replica makes "
         "the same updates of the same weights, so that one computes wrongly, or "
@@ -223,7 +223,7 @@ def _local_checksums(strategy: Any, weights: Sequence[Any]) -> list[list[int]]:
     return tables
 
 
-def _replica_names(strategy: Any) -> list[str]:
+def replica_names(strategy: Any) -> list[str]:
     """Return the name of each replica for messages.
 
     Returns:

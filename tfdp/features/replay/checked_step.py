@@ -1,0 +1,270 @@
+"""Digests of what replicas compute in a step, compared before the update.
+
+First each replica stands in for the next one: it computes that replica's rows, and the
+step changes nothing. Then all compute their own rows. The update is made only if both
+computations have the same bits, and all replicas have received the same sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfdp.communication.collectives.gather import gather_first_axis
+from tfdp.features.replay.ranked_group import ranked_group
+from tfdp.ground import _compat
+from tfdp.training.data.batch_weights import CountedBatch
+from tfdp.training.reduction.fusion import ReducedGradients
+from tfdp.training.reduction.training_group import TrainingGroup, training_group
+from tfdp.training.replicas.checksum import checksums, combined
+from tfdp.training.step.accumulation import Totals
+from tfdp.training.step.state_layout import GradientStatistics, StateLayout
+from tfdp.training.step.step import LoopFeature, Step
+from tfdp.training.step.undo import changed_beside_update, undo_after
+
+
+class CheckedStep(LoopFeature):
+    """The comparison within a step.
+
+    Args:
+        strategy: A tfdp strategy of several replicas.
+
+    Attributes:
+        is_stand_in: Bool, whether replicas compute the rows of the next ones.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self._host = strategy.extended.host_group.devices[0]
+        num_local = strategy.extended.num_local
+        self.is_stand_in = False
+        # Digests of each local replica as a stand-in: `[num_digests]`.
+        self._as_stand_in = [self._variable([None]) for _ in range(num_local)]
+        # Digests of all replicas: those of their own rows, then those as stand-ins,
+        # `[num_replicas, 2 * num_digests]`; and those of the sums, `[num_replicas]`.
+        self._computed = [self._variable([None, None]) for _ in range(num_local)]
+        self._received = [self._variable([None]) for _ in range(num_local)]
+        # What replicas have given to collectives of the step that is traced, and the
+        # number of its updates.
+        self._given: list[list[tf.Tensor]] = [[] for _ in range(num_local)]
+        self._num_updates = [0] * num_local
+        self._graph: Any = None
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the digests of the last step.
+
+        Returns:
+            Tuple of the digests of what replicas have computed, of their own rows and
+            as stand-ins, `[2, num_replicas, num_digests]`, and of the sums that they
+            have received, `[num_replicas]`, or `[0]` if nothing was summed.
+        """
+        computed, received = (
+            _read(variables[0]).numpy()
+            for variables in (self._computed, self._received)
+        )
+        return np.stack(np.split(computed, 2, axis=1)), received
+
+    def take_batch(self, args: tuple) -> tuple:
+        """Return the rows of the replicas, or of the next ones in a stand-in."""
+        return tuple(
+            CountedBatch(self._taken(arg.batch), arg.num_rows)
+            if isinstance(arg, CountedBatch)
+            else self._taken(arg)
+            for arg in args
+        )
+
+    def _taken(self, batch: Any) -> Any:
+        """Return the rows that the local replicas compute of a batch."""
+        return tf.nest.map_structure(self._taken_part, batch)
+
+    def _taken_part(self, part: Any) -> Any:
+        """Return the rows that the local replicas compute of a part of a batch."""
+        is_divided = isinstance(part, _compat.PerReplica)
+        own = [_open(rows) for rows in (part.values if is_divided else [part])]
+        if self.is_stand_in:
+            own = [*own[1:], self._of_next_worker(own[0])]
+        return _compat.PerReplica(own) if is_divided else own[0]
+
+    def _of_next_worker(self, rows: Any) -> Any:
+        """Return the first replica's rows of the next worker, given those of this one.
+
+        Raises:
+            ValueError: If the rows are no numbers of one shape.
+        """
+        group = self._strategy.extended.host_group
+        if group.size == 1 or not _has_rows(rows):
+            return rows
+        if not tf.is_tensor(rows) or rows.dtype == tf.string:
+            raise ValueError(
+                "`ConsistencyCheck(replay=...)` sends rows to another worker, which "
+                f"must be dense tensors of numbers. Received: {rows!r}. Remove "
+                "`replay`."
+            )
+        rank = self._strategy.extended.worker_group.rank
+        following = (rank + 1) % group.size
+        counts, _ = gather_first_axis(tf.shape(rows)[:1], group, 0, rank)
+        joined, _ = gather_first_axis(rows, group, 0, rank)
+        begin = tf.reduce_sum(counts[:following])
+        return joined[begin : begin + counts[following]]
+
+    def regroup(self, group: TrainingGroup) -> TrainingGroup:
+        """Return a group in which replicas may have the ranks of the next ones."""
+        given, graph = self._given[group.replica], self._graph
+
+        def note(tensor: tf.Tensor) -> None:
+            """Add a digest of what the replica gives to a collective."""
+            if tf.compat.v1.get_default_graph() is graph:
+                given.append(_digest([tensor]))
+
+        return ranked_group(group, note, is_stand_in=self.is_stand_in)
+
+    def around_step(self, model: Any) -> Callable[[], None]:
+        """Forget the last step; undo all changes of a stand-in or of a failed step."""
+        replica = _local_replica()
+        self._graph = tf.compat.v1.get_default_graph()
+        self._given[replica].clear()
+        self._num_updates[replica] = 0
+        self._assign(self._computed[replica], tf.zeros([1, 0], tf.int64))
+        self._assign(self._received[replica], tf.zeros([0], tf.int64))
+        variables = [*changed_beside_update(model), *_sums_of(model.optimizer)]
+        return undo_after(variables, lambda: self._is_undone(replica))
+
+    def _is_undone(self, replica: int) -> tf.Tensor:
+        """Return whether what the step has changed beside the update is undone."""
+        if self.is_stand_in:
+            return tf.constant(True)
+        computed = _are_alike(_read(self._computed[replica]))
+        return ~(computed & _are_equal(_read(self._received[replica])))
+
+    def admit(self, gradients: Sequence[Any] | None) -> tf.Tensor | bool:
+        """Compare the digests of all replicas; record those of a stand-in."""
+        if gradients is None:
+            return True
+        replica = _local_replica()
+        self._num_updates[replica] += 1
+        if self._num_updates[replica] > 1:
+            raise ValueError(
+                "`ConsistencyCheck(replay=...)` needs a `train_step` with one update. "
+                "Received: a second call of `apply`. Remove `replay`."
+            )
+        own = tf.stack([*self._given[replica], _digest(gradients)])
+        if self.is_stand_in:
+            self._assign(self._as_stand_in[replica], own)
+            return False
+        others = tf.ensure_shape(_read(self._as_stand_in[replica]), own.shape)
+        group = training_group(self._strategy)
+        computed = group.gather(tf.concat([own, others], 0)[tf.newaxis])
+        self._assign(self._computed[replica], computed)
+        return _are_alike(computed)
+
+    def examine(
+        self,
+        step: Step,
+        totals: Totals,
+        divisor: tf.Tensor | None,
+        statistics: GradientStatistics,
+    ) -> tf.Tensor | None:
+        """Compare the sums of all replicas; sums of shards exist only once."""
+        if type(step.layout) is not StateLayout:
+            return None
+        digest = _digest([part for item in statistics.sums for part in _parts(item)])
+        received = training_group(self._strategy).gather(digest[tf.newaxis])
+        self._assign(self._received[_local_replica()], received)
+        return _are_equal(received)
+
+    def _variable(self, shape: list) -> Any:
+        """Create a variable for digests, at first none."""
+        empty = np.zeros([size or 0 for size in shape], np.int64)
+        return _compat.plain_variable(empty, tf.int64, self._host, shape)
+
+    def _assign(self, variable: Any, value: tf.Tensor) -> None:
+        """Assign digests."""
+        with tf.device(self._host):
+            variable.assign(value, read_value=False)
+
+
+def _read(variable: Any) -> tf.Tensor:
+    """Return the digests of a variable."""
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=tf.int64)
+
+
+def _are_alike(computed: tf.Tensor) -> tf.Tensor:
+    """Return whether each replica has computed what its stand-in has."""
+    own, others = tf.split(computed, 2, axis=1)
+    return tf.reduce_all(own == tf.roll(others, 1, 0))
+
+
+def _are_equal(received: tf.Tensor) -> tf.Tensor:
+    """Return whether all replicas have received the same."""
+    return tf.reduce_all(received == received[:1])
+
+
+def _local_replica() -> int:
+    """Return the index of the running replica among the local ones."""
+    return _compat.local_replica_id(tf.distribute.get_replica_context())
+
+
+def _sums_of(optimizer: Any) -> list:
+    """Return the variables of an optimizer that a step changes before its update."""
+    features = getattr(optimizer, "features", None)
+    if features is None:
+        accumulates = bool(optimizer.gradient_accumulation_steps)
+        return _compat.accumulators(optimizer) if accumulates else []
+    accumulation = features.accumulation
+    found = [] if accumulation is None else list(accumulation.variables)
+    found += [] if features.loss_sum is None else [features.loss_sum]
+    return found + [v for item in features.installed.values() for v in item.variables]
+
+
+def _has_rows(part: Any) -> bool:
+    """Return whether a part of a batch has rows."""
+    shape = getattr(part, "shape", None)
+    return shape is not None and shape.rank != 0
+
+
+def _open(rows: Any) -> Any:
+    """Return rows without their static number, which may differ between replicas.
+
+    Graphs of other shapes may compute the same rows by other kernels.
+    """
+    if not tf.is_tensor(rows) or isinstance(rows, tf.SparseTensor | tf.RaggedTensor):
+        return rows
+    if not rows.shape.rank:
+        return rows
+    return tf.raw_ops.PlaceholderWithDefault(
+        input=rows, shape=tf.TensorShape([None, *rows.shape[1:]])
+    )
+
+
+def _parts(item: Any) -> list:
+    """Return the tensors and `tf.IndexedSlices` of reduced gradients."""
+    if isinstance(item, ReducedGradients):
+        return [*item.flats, *item.sparse.values()]
+    return item.gradients()
+
+
+def _digest(values: Sequence[Any]) -> tf.Tensor:
+    """Return a digest of the bits of tensors and `tf.IndexedSlices`, an int64."""
+    parts = tf.nest.flatten(list(values), expand_composites=True)
+    known = [part for part in parts if part.shape.is_fully_defined()]
+    total = combined(checksums(known)) if known else tf.zeros([], tf.int64)
+    for part in parts:
+        if not part.shape.is_fully_defined():
+            total = 31 * total + _digest_of_rows(part)
+    return total
+
+
+def _digest_of_rows(rows: tf.Tensor) -> tf.Tensor:
+    """Return a digest of a tensor of any shape, an int64 that may wrap around.
+
+    Odd factors can be inverted modulo `2**64`, so that a change of one word shows.
+    """
+    if rows.dtype == tf.bool:
+        rows = tf.cast(rows, tf.uint8)
+    kind = {1: tf.uint8, 2: tf.uint16}.get(rows.dtype.size, tf.int32)
+    words = tf.reshape(tf.bitcast(tf.reshape(rows, [-1]), kind), [-1])
+    factors = 2 * tf.range(tf.size(words, tf.int64), dtype=tf.int64) + 1
+    return tf.reduce_sum(tf.cast(words, tf.int64) * factors * 0x9E3779B1)

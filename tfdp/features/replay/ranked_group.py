@@ -1,0 +1,82 @@
+"""A group whose replicas may compute each other's parts, with the same bits.
+
+Rows, random numbers and parts of sums belong to ranks. So a replica that has the rank
+of another one computes what the other one does. In-step sums are formed from gathered
+parts, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdp.training.reduction.fusion import pack, unpack
+from tfdp.training.reduction.training_group import TrainingGroup
+
+
+@dataclasses.dataclass(frozen=True)
+class RankedGroup(TrainingGroup):
+    """Group in which each replica has the rank of the next one, or its own.
+
+    Args:
+        inner: `TrainingGroup` of the same replicas.
+        note: Callable, called with each tensor that a replica gives to a collective.
+    """
+
+    inner: TrainingGroup | None = None
+    note: Callable[[tf.Tensor], None] | None = None
+
+    def gather(self, rows: tf.Tensor) -> tf.Tensor:
+        """All-gather rows of the group's replicas along the first axis, by rank."""
+        assert self.inner is not None
+        assert self.note is not None
+        self.note(rows)
+        joined = self.inner.gather(rows)
+        if self.ranks == self.inner.ranks:
+            return joined
+        # The last replica has the rank of the first one.
+        counts = self.inner.gather(tf.shape(rows)[:1])
+        return tf.ensure_shape(tf.roll(joined, counts[-1], 0), joined.shape)
+
+
+class _OrderedSums:
+    """Sums of a group in the order of ranks, in place of a reducer.
+
+    Args:
+        gather: Callable that gathers rows.
+    """
+
+    def __init__(self, gather: Callable[[tf.Tensor], tf.Tensor]) -> None:
+        self._gather = gather
+
+    def sum(self, parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Sum tensors over all replicas, by one gather for each dtype."""
+        totals: dict[int, tf.Tensor] = {}
+        for dtype in dict.fromkeys(part.dtype for part in parts):
+            places = [i for i, part in enumerate(parts) if part.dtype == dtype]
+            own = [parts[place] for place in places]
+            total = tf.reduce_sum(self._gather(pack(own)[tf.newaxis]), axis=0)
+            totals |= zip(places, unpack(total, own), strict=True)
+        return [totals[place] for place in range(len(parts))]
+
+
+def ranked_group(
+    group: TrainingGroup, note: Callable[[tf.Tensor], None], *, is_stand_in: bool
+) -> RankedGroup:
+    """Return a group in which replicas have their own ranks, or those of the next ones.
+
+    Args:
+        group: `TrainingGroup`.
+        note: Callable, called with each tensor that a replica gives to a collective.
+        is_stand_in: Bool, whether each replica has the rank of the next one.
+    """
+    ranks = (group.ranks[-1], *group.ranks[:-1]) if is_stand_in else group.ranks
+    fields: dict[str, Any] = {
+        field.name: getattr(group, field.name) for field in dataclasses.fields(group)
+    }
+    gathering = RankedGroup(**fields | {"ranks": ranks}, inner=group, note=note)
+    sums: Any = _OrderedSums(gathering.gather)
+    return dataclasses.replace(gathering, reducer=sums)

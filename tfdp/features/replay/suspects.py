@@ -1,0 +1,74 @@
+"""Which replicas have computed wrongly, by the digests of one or two rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Round(NamedTuple):
+    """Digests of a step that two replicas have computed.
+
+    Args:
+        computed: Array `[2, num_replicas, num_digests]` of ints: of a replica's own
+            part, and of that of the next replica.
+        received: Array `[num_replicas]` of ints, of the sums; or `[0]` without any.
+    """
+
+    computed: np.ndarray
+    received: np.ndarray
+
+    @property
+    def pairs(self) -> tuple[int, list[set[int]]]:
+        """Position of the first digest that differs, and pairs of ranks that differ."""
+        own, others = self.computed[0], np.roll(self.computed[1], 1, axis=0)
+        differs = own != others
+        if not differs.any():
+            return 0, []
+        # Later digests may be wrong since others have received a wrong part.
+        first = int(np.argmax(differs.any(axis=0)))
+        size = len(own)
+        ranks = np.flatnonzero(differs[:, first]).tolist()
+        return first, [{rank, (rank - 1) % size} for rank in ranks]
+
+    @property
+    def is_right(self) -> bool:
+        """Bool, whether all replicas agree."""
+        return not self.pairs[1] and len(set(self.received.tolist())) < 2
+
+
+def suspects(rounds: Sequence[Round]) -> list[int]:
+    """Return the ranks of the replicas that may have computed wrongly.
+
+    A replica that is in all pairs that differ is the one, and so is one whose own
+    digests differ between both rounds. Otherwise all that differ are named.
+
+    Args:
+        rounds: Sequence of `Round`, the second one of the step that was made again. At
+            least one has a difference.
+
+    Example:
+
+    >>> right = Round(np.array([[[1], [2]], [[2], [1]]]), np.array([7, 7]))
+    >>> wrong = Round(np.array([[[1], [3]], [[2], [1]]]), np.array([]))
+    >>> suspects([wrong, right]), suspects([wrong, wrong])
+    ([1], [0, 1])
+    """
+    wrong = [round_ for round_ in rounds if not round_.is_right]
+    first, pairs = wrong[-1].pairs
+    if pairs:
+        found = set.intersection(*pairs) or set.union(*pairs)
+        digests = [round_.computed[..., first].T for round_ in rounds]  # [ranks, 2]
+    else:
+        values, counts = np.unique(wrong[-1].received, return_counts=True)
+        usual = values[counts.argmax()] if 2 * counts.max() > counts.sum() else None
+        ranks = np.flatnonzero(wrong[-1].received != usual).tolist()
+        found = set(ranks)
+        digests = [round_.received for round_ in rounds]
+    are_comparable = len({digest.shape for digest in digests}) == 1
+    if len(found) > 1 and are_comparable:
+        changed = {r for r in found if np.any(digests[0][r] != digests[-1][r])}
+        found = changed or found
+    return sorted(found)
