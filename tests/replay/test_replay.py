@@ -21,6 +21,7 @@ def test_replay(clusters: ClusterPool, case: Case, setup_name: str):
     clusters.check(case, setup_name)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_others_continue_without_a_worker_that_is_always_wrong(tmp_path):
