@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         auto_strategy,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Module of each public name.
 _HOMES = {
