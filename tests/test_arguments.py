@@ -62,6 +62,7 @@ BESIDE = {
 # A right value where the default is none, or has another type.
 RIGHT: dict[str, typing.Any] = {
     "memory_every": 20,
+    "replay": 0.5,
     "epochs": 2.5,
     "initial_factor": 0.5,
     "loss_scale": 8.0,

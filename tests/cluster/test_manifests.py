@@ -261,7 +261,8 @@ def test_slurm_starts_a_job_again_five_times_only(tmp_path):
 def test_the_jobset_of_the_docs_starts_all_again_and_does_not_count_a_preemption():
     page = (ROOT / "docs" / "howto" / "kubernetes.md").read_text("utf-8")
     blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.M | re.S)
-    (spec,) = [part["spec"] for part in map(yaml.safe_load, blocks) if "spec" in part]
+    parts = map(yaml.safe_load, blocks)
+    (spec,) = [part["spec"] for part in parts if part.get("kind") == "JobSet"]
     (rule,) = spec["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     (workers,) = spec["replicatedJobs"]

@@ -163,7 +163,7 @@ def test_who_stands_still_is_lost_at_the_limit_and_not_before(clock: Clock):
     assert known.cause(1) == ""
     clock.now += 2
     assert known.cause(1).startswith("no sign of life for 61 s")
-    assert known.cause(1).endswith("hangs at step 3 of epoch 1 of fit")
+    assert known.cause(1).endswith("hangs, last seen at step 3 of epoch 1 of fit")
     known.record_probe(1, refused=False, accepted=False)
     assert "its host does not answer" in known.cause(1)
 

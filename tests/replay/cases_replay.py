@@ -185,7 +185,7 @@ def mended(env: Env, place: str, replica: int, calls: tuple) -> dict:
     return {"history": history, "weights": env.weights(model)}
 
 
-@case("Replay: a bit of a gradient flips once", quick_setup="two_workers")
+@case("Replay: a bit of a gradient flips once", quick_setup="two_by_two")
 def a_flip_in_a_gradient_is_mended(env: Env) -> dict:
     return {
         "first": mended(env, "gradient", 0, OF_OWN_ROWS),
