@@ -51,7 +51,8 @@ class JobProbe:
         self.members: set[str] = set()
         self._secret = secret
         self._cluster: Cluster | None = None
-        self._attempt_id = ""
+        # An answer of an earlier attempt must not count for the next one.
+        self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(
             target=self._run, name="tfdp-rendezvous-probe", daemon=True
@@ -64,7 +65,8 @@ class JobProbe:
 
     def forget(self) -> None:
         """Ask no worker until the next attempt."""
-        self._cluster = self.seen_at = None
+        with self._lock:
+            self._cluster = self.seen_at = None
 
     def close(self) -> None:
         """End the thread."""
@@ -76,7 +78,7 @@ class JobProbe:
         while not self._is_closed.wait(_ASK_SECONDS):
             cluster = self._cluster
             state = cluster and ask_workers(cluster, cluster.workers)
-            # An answer of an earlier attempt does not count for the next one.
-            latest = self._cluster
-            if state and cluster and latest and latest.secret == cluster.secret:
-                self.members, self.seen_at = set(state.workers), time.monotonic()
+            with self._lock:
+                latest = self._cluster
+                if state and cluster and latest and latest.secret == cluster.secret:
+                    self.members, self.seen_at = set(state.workers), time.monotonic()
