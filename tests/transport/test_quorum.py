@@ -168,6 +168,8 @@ def test_arrays_that_do_not_fit_end_the_wait_of_all(job, last):
 def test_what_cannot_be_read_ends_the_wait_of_all(job, rank):
     two = job(2, 2)
     send_frame(two.ends[rank]._link if rank else two.ends[0]._links[1], {"else": 1})
+    # Until it is read, a step can still close.
+    wait_until(lambda: two.ends[1 - rank]._error, "the error", _SECONDS)
     for result in (two.come(1 - rank, 1.0), two.come(rank, 1.0)):
         with pytest.raises((PeerLost, TypeError)):
             result()
