@@ -18,7 +18,7 @@ import numpy as np
 
 import tfdp
 
-NUM_PAIRS, STEPS, BATCH_SIZE = 6, 100, 64
+NUM_PAIRS, BATCH_SIZE = 26, 64
 # A number of steps that no run reaches.
 NEVER = 10**6
 
@@ -37,7 +37,9 @@ def main(units: int, every: int, folder: Path) -> None:
     options = tfdp.CommunicationOptions(on_loss="continue")
     strategy = tfdp.MultiWorkerMirroredStrategy(communication=options)
     keras.utils.set_random_seed(1)
-    x = np.random.default_rng(0).normal(size=(BATCH_SIZE * STEPS, units))
+    # Three saves, none of them at the end.
+    num_steps = max(100, 3 * every + every // 2)
+    x = np.random.default_rng(0).normal(size=(BATCH_SIZE * num_steps, units))
     with strategy.scope():
         layers = [keras.layers.Dense(units, "relu") for _ in range(2)]
         model = keras.Sequential(

@@ -70,6 +70,7 @@ def check_rows(folder: Path) -> None:
         full(2, 1, "step", [0], 8, {"form": "inner"}),
         full(3, 1, "commit", [2], 9, {"sharding": "optimizer"}),
         full(2, 2, "step", [1], 9, {"sharding": "gradients", "form": "iterator"}),
+        full(3, 1, "step", [0], 9, {"sharding": "parameters"}),
         full(3, 1, "trace", [1], 1, {}),
         full(3, 1, "before", [0], 1, {}),
         full(3, 1, "evaluate", [2], 6, {"evaluates": True}),

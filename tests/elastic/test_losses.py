@@ -95,6 +95,9 @@ def test_the_others_end_as_one_device_does_after_a_kill(
         full(2, 2, ["stage 1"]),
         full(3, 1, ["stage 1", "scaling"]),
         full(3, 1, ["rest"]),
+        full(3, 1, ["stage 3", "accumulation", "scaling"]),
+        full(2, 2, ["stage 3"]),
+        full(2, 1, ["stage 3"]),
     ],
 )
 def test_state_that_was_divided_among_the_replicas_is_whole_after_a_loss(
@@ -105,6 +108,22 @@ def test_state_that_was_divided_among_the_replicas_is_whole_after_a_loss(
     survivors = [r for r in range(num_workers) if r != 1]
     kept = [name for name in features if not name.startswith("stage")]
     check(outcome, survivors, expected(features=kept))
+
+
+@pytest.mark.full
+def test_sharded_parameters_are_whole_on_one_worker_and_divided_again_by_a_join(
+    tmp_path, expected
+):
+    kill = {"where": "batch", "rank": 0, "step": 3}
+    features = ["stage 3", "deferred", "frozen"]
+    outcome = job.run(
+        tmp_path, 2, kill=kill, features=features, replacements=1, step_seconds=0.3
+    )
+    check(outcome, [1], expected(features=["frozen"]))
+    assert outcome.codes == [-9, 0, 0], outcome.output[-4000:]
+    job.assert_same(outcome.results[2], expected(features=["frozen"]))
+    assert "Training continues with 1 worker" in outcome.output
+    assert {outcome.results[r]["replicas"] for r in (1, 2)} == {2}
 
 
 def test_each_sample_makes_one_step_of_an_epoch_through_a_loss_and_a_join(
@@ -347,10 +366,7 @@ def test_workers_are_lost_one_after_another_until_one_is_left(tmp_path, expected
     assert outcome.results[3]["replicas"] == 1
 
 
-@pytest.mark.parametrize(
-    ("feature", "name"), [("stage 3", "ShardedOptimizer"), full("local", "LocalSGD")]
-)
-def test_what_cannot_continue_is_refused_at_the_beginning(tmp_path, feature, name):
-    outcome = job.run(tmp_path, 2, features=[feature])
+def test_what_cannot_continue_is_refused_at_the_beginning(tmp_path):
+    outcome = job.run(tmp_path, 2, features=["local"])
     assert outcome.codes == [1, 1]
-    assert re.search(rf"is not for .* Received: {name}", outcome.output)
+    assert re.search(r"is not for .* Received: LocalSGD", outcome.output)

@@ -98,9 +98,10 @@ def train(
                 return tf.identity(x[:, 1:])
 
     keras.utils.set_random_seed(3)
-    with strategy.scope():
+    with strategy.scope(init="deferred") if "deferred" in on else strategy.scope():
         last = "tanh" if other_model else None
         model = _model(keras, Recorder(), last)
+        model.layers[1].trainable = "frozen" not in on
         model.compile(
             keras.optimizers.Adam(0.02),
             "mse",

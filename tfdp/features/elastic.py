@@ -41,7 +41,7 @@ from tfdp.training.keras_hooks.worker_callbacks import (
     other_callbacks,
 )
 from tfdp.training.optimizer.distributed import DistributedOptimizer
-from tfdp.training.parameters.sharded_parameter import sharded_parameter
+from tfdp.training.parameters.conversion import discard_values, parameters_in_order
 from tfdp.training.replicas import random_seed
 
 # Arguments of `fit` that must be the same for a worker that joins.
@@ -205,23 +205,11 @@ def _obstacle(fit: Fit) -> str:
                 f"`AutoShardPolicy.OFF` or `FILE`. Received: {name}={data!r}"
             )
     for callback in callbacks:
-        options = getattr(callback, "options", None)
-        if getattr(options, "shards_parameters", False) or hasattr(
-            options, "sync_every"
-        ):
+        if hasattr(getattr(callback, "options", None), "sync_every"):
             return (
-                'is not for `sharding="parameters"`, `LocalSGD` and `DiLoCo`, whose '
-                f"replicas have different weights. Received: {type(callback).__name__}"
+                "is not for `LocalSGD` and `DiLoCo`, whose replicas have different "
+                f"weights. Received: {type(callback).__name__}"
             )
-    return obstacle_of_sharding(fit.model)
-
-
-def obstacle_of_sharding(model: Any) -> str:
-    """Return why a model's sharding cannot continue after a loss, or `""`."""
-    sharding = getattr(model.optimizer, "sharding", "none")
-    parameters = map(sharded_parameter, model.variables)
-    if sharding == "parameters" or any(p is not None for p in parameters):
-        return 'is not for `sharding="parameters"`, of which each replica has a part.'
     return ""
 
 
@@ -284,18 +272,44 @@ def _renew_optimizers(model: Any) -> None:
     """
     strategy = model.distribute_strategy
     optimizers = {"optimizer": model.optimizer, **other_optimizers(model)}
+    former = []
     for name, optimizer in optimizers.items():
         if not isinstance(optimizer, DistributedOptimizer):
             continue
         optimizer.forget_traces()
-        if optimizer.sharding == "none":
-            continue
-        with strategy.scope():
-            setattr(model, name, optimizer.renewed())
-        for variable in model.weights:
+        if optimizer.sharding != "none":
+            with strategy.scope():
+                setattr(model, name, optimizer.renewed())
+            former.append((optimizer, getattr(model, name)))
+    if former:
+        _renew_weights(model, former)
+
+
+def _renew_weights(
+    model: Any, former: list[tuple[DistributedOptimizer, DistributedOptimizer]]
+) -> None:
+    """Divide sharded weights among the new replicas; make the others equal.
+
+    Args:
+        model: The Keras model.
+        former: List of pairs, an optimizer of the former replicas and the new one.
+    """
+    strategy, sharded = model.distribute_strategy, dict[int, Any]()
+    for optimizer, _ in former:
+        if optimizer.sharding_options.shards_parameters:
+            trained = _compat.trained_by(optimizer)
+            sharded |= {id(v): v for v in parameters_in_order(model, trained)}
+    for variable in model.weights:
+        if id(variable) not in sharded:
             value = _compat.value_of(variable)
             value.assigned = None
             strategy.extended.new_variables.add(value)
+    discard_values(list(sharded.values()), strategy)
+    # A worker that joins has whole weights until then: nothing may read them before.
+    for optimizer, renewed in former:
+        if optimizer.sharding_options.shards_parameters:
+            with strategy.scope():
+                renewed.build(_compat.trained_by(optimizer))
 
 
 FEATURE = Elastic()

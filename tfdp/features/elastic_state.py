@@ -407,7 +407,7 @@ def _check_model(model: Any) -> None:
     """Raise if a model's loop cannot continue after a loss.
 
     Raises:
-        ValueError: If it has no optimizer, or its state cannot be divided anew.
+        ValueError: If it has no optimizer.
     """
     check_strategy(model.distribute_strategy)
     if getattr(model, "optimizer", None) is None:
@@ -415,8 +415,6 @@ def _check_model(model: Any) -> None:
             "`ElasticState` saves the optimizer, too: call "
             "`model.compile(optimizer=...)` with that of the loop first."
         )
-    if problem := elastic.obstacle_of_sharding(model):
-        raise ValueError(f"`ElasticState` {problem}")
 
 
 def _checked_values(values: dict[str, Any]) -> dict[str, Any]:

@@ -121,6 +121,20 @@ def set_value_of(variable: Any, value: Any) -> None:
     variable._value = value
 
 
+def create_value_again(variable: Any, like: tf.Variable) -> None:
+    """Replace the variable on replicas of a Keras variable by a new one, with zeros.
+
+    Args:
+        variable: Keras variable. The strategy's scope is open.
+        like: `tf.Variable` with the name and the identity, see `variable_like`.
+    """
+    scope, _, _ = like.name.rpartition("/")
+    with tf.name_scope(f"{scope}/") if scope else contextlib.nullcontext():
+        variable._initialize(tf.zeros(variable.shape, variable.dtype))
+    for component in variable._value.values:
+        component._unique_id = like._unique_id
+
+
 def variable_like(variable: tf.Variable, value: Any, device: str) -> tf.Variable:
     """Create an unwatched `tf.Variable` on a device, with another's name and identity.
 

@@ -339,13 +339,17 @@ class DistributedOptimizer(ShardableOptimizer, keras.optimizers.Optimizer):
         inner = self.inner_optimizer
         optimizer = type(inner).from_config(inner.get_config())
         _compat.copy_exclusions(inner, optimizer)
-        return type(self)(
+        renewed = type(self)(
             optimizer,
             accumulation_steps=self.accumulation_steps,
             loss_scale=self.loss_scaling,
             name=self.name,
             **self.sharding_options.config,
         )
+        model = self._model and self._model()
+        if model is not None:
+            renewed.note_model(model)
+        return renewed
 
     def forget_traces(self) -> None:
         """Drop traced functions, whose replicas have changed."""

@@ -233,7 +233,12 @@ class ShardableOptimizer(OptimizerSettings):
     def _warn_of_one_replica(self) -> None:
         """Warn if parameters are to be sharded over one replica only."""
         strategy = self._distribution_strategy
-        is_alone = is_tfdp(strategy) and strategy.num_replicas_in_sync == 1
+        # Other replicas may still join a job that continues after losses.
+        is_alone = (
+            is_tfdp(strategy)
+            and strategy.num_replicas_in_sync == 1
+            and not strategy.extended.continues_after_loss
+        )
         if is_alone and self.sharding_options.shards_parameters:
             user_code.warn(
                 '`sharding="parameters"` has no effect: there is one replica, which '

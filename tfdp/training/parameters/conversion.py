@@ -127,6 +127,28 @@ def repartition(parameter: ShardedParameter, ranges: Ranges) -> None:
     _count_conversion()
 
 
+def discard_values(variables: Sequence[Any], strategy: Any) -> None:
+    """Let go of the values of parameters, since the replicas have changed.
+
+    The next optimizer divides the parameters among the new replicas. Until a state is
+    loaded, they are zeros.
+
+    Args:
+        variables: Sequence of Keras variables, whole or sharded by former replicas.
+        strategy: The tfdp strategy that created them.
+    """
+    _count_conversion()
+    for variable in variables:
+        copies, casts = variable.value.values, _compat.is_cast_when_read(variable)
+        shape = tf.TensorShape(variable.shape)
+        if strategy.num_replicas_in_sync > 1:
+            value = ShardedParameter(strategy, copies, shape, (), None, casts=casts)
+            _compat.set_value_of(variable, value)
+        elif sharded_parameter(variable) is not None:
+            with strategy.scope():
+                _compat.create_value_again(variable, copies[0])
+
+
 @contextlib.contextmanager
 def whole_variables(model: Any) -> Iterator[None]:
     """Replace sharded parameters of a model by whole variables in a context.
@@ -171,7 +193,10 @@ def _adopt(variable: Any, gathers: Gathers, devices: Sequence[str]) -> None:
     old_devices = [part.device for part in parameter.values]
     if parameter.reader is gathers and old_devices == list(devices):
         return
-    whole = parameter.reader.gather_on_hosts(parameter)
+    if parameter.reader is None:
+        whole = tf.zeros(parameter.whole_shape, parameter.dtype)
+    else:
+        whole = parameter.reader.gather_on_hosts(parameter)
     ranges = equal_ranges(parameter.num_elements, gathers.groups.num_owners)
     wholes = [whole] * len(devices)
     parts = _parts_of(wholes, parameter.values, ranges, gathers, devices)

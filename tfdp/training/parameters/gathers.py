@@ -238,7 +238,8 @@ def marked_backward_pass(trace: ProgramTrace) -> Iterator[None]:
 
 def gathers_of(extended: Any, groups: ShardGroups) -> Gathers:
     """Return a strategy's `Gathers` for some owners, created at the first call."""
-    found = vars(extended).setdefault("_parameter_gathers", {})
+    # The group of all replicas is another one after each change of the cluster.
+    found = vars(groups.group).setdefault("_parameter_gathers", {})
     key = groups.num_copies, groups.has_two_levels, groups.group.nodes
     if key not in found:
         found[key] = Gathers(extended, groups)
