@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -57,7 +58,7 @@ def assert_close(found: Shares, expected: dict[str, float]) -> None:
 
 
 def read(folder: Path) -> Shares:
-    return shares(ledger.read(ledger.find(str(folder))))
+    return shares(ledger.read(ledger.find(str(folder))[-1]))
 
 
 @pytest.mark.full
@@ -265,7 +266,7 @@ def test_a_kill_loses_at_most_about_a_second(tmp_path):
     def compare(batch: int) -> None:
         time.sleep(0.05)
         if (tmp_path / "backups.goodput.jsonl").exists():
-            *_, last = ledger.read(ledger.find(str(folder)))
+            *_, last = ledger.read(ledger.find(str(folder))[-1])
             lost.append(ledger.uptime() - json.loads(last)["up"])
 
     backup = tfdp.callbacks.BackupAndRestore(folder, save_freq=10**6)
@@ -342,6 +343,34 @@ def test_each_directory_of_backups_has_its_own_ledger(tmp_path, attempts):
     assert (tmp_path / "a.goodput.jsonl").stat().st_mode & 0o077 == 0
 
 
+def test_a_job_of_two_fits_with_their_own_backups_has_the_time_of_both(
+    tmp_path, monkeypatch, attempts
+):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    launch = ledger.Launch(str(logs), ledger.Moment.now())
+    config: dict[str, Any] = {}
+    launch.add_to(config)
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    training.FEATURE._num_fits = 0
+    monkeypatch.setattr(ledger.Moment, "of_process_start", lambda: launch.since)
+    for name in ("a", "b"):
+        small_fit(tfdp.callbacks.BackupAndRestore(tmp_path / name))
+        time.sleep(0.5)
+    attempts()
+    elapsed = ledger.Moment.now().since(launch.since)
+    parts = [read(tmp_path / name).total_seconds for name in ("a", "b")]
+    assert sum(parts) == pytest.approx(elapsed, rel=0.05)
+    # The later fit does not count the time of the earlier one as its start-up.
+    assert max(parts) < 0.9 * elapsed
+    assert ledger.find(str(logs))[1:] == [
+        str(tmp_path / f"{name}.goodput.jsonl") for name in ("a", "b")
+    ]
+    (line,) = goodput_of(launch).splitlines()
+    assert re.match(r"goodput \d+ %: \d+ % [a-z-]+", line)
+    assert "restart" not in line
+
+
 @pytest.mark.full
 def test_a_mounted_volume_has_its_ledger_inside(disk, attempts):  # noqa: F811
     assert ledger.path_beside(str(disk)) == str(disk / "goodput.jsonl")
@@ -405,7 +434,9 @@ def test_only_calls_that_trace_a_step_are_tracing(tmp_path, attempts):
         backup = tfdp.callbacks.BackupAndRestore(tmp_path / "backups", save_freq=100)
         model.fit(x, x[:, :1], batch_size=2, verbose=0, callbacks=[backup])
     attempts()
-    lines = list(map(json.loads, ledger.read(ledger.find(str(tmp_path / "backups")))))
+    lines = list(
+        map(json.loads, ledger.read(ledger.find(str(tmp_path / "backups"))[-1]))
+    )
     traced = {line["fit"] for line in lines if "trace" in line.get("seconds", {})}
     assert traced == {1, 2}
 
@@ -419,7 +450,9 @@ def test_a_fit_within_a_callback_is_no_step_of_the_outer_one(tmp_path, attempts)
     backup = tfdp.callbacks.BackupAndRestore(tmp_path / "backups", save_freq=10**6)
     small_fit(Fit(), backup)
     attempts()
-    lines = list(map(json.loads, ledger.read(ledger.find(str(tmp_path / "backups")))))
+    lines = list(
+        map(json.loads, ledger.read(ledger.find(str(tmp_path / "backups"))[-1]))
+    )
     assert max(line["last"] for line in lines if "last" in line) == 15
     found = read(tmp_path / "backups")
     assert found.seconds["again"] == 0

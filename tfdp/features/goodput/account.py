@@ -75,6 +75,16 @@ class Shares:
     measures_communication: bool = False
     launched: Moment | None = None
 
+    def __add__(self, other: Shares) -> Shares:
+        """Return the shares of a job with two ledgers, where `other` is the newer."""
+        return Shares(
+            {name: self.seconds[name] + other.seconds[name] for name in CLASSES},
+            self.num_restarts + other.num_restarts,
+            self.num_damaged + other.num_damaged,
+            self.measures_communication and other.measures_communication,
+            other.launched,
+        )
+
     @property
     def total_seconds(self) -> float:
         """Float, the time of the job."""
@@ -204,7 +214,8 @@ class Account:
         if self._is_done and not is_same_launch:
             self._clear()
         if self._last is None:
-            self._count(STARTUP, 0.0 if since is None else start.since(since))
+            if since is not None and not line.get("follows"):
+                self._count(STARTUP, start.since(since))
         elif since is None or is_same_launch or not since.since(self._last):
             self._count(RECOVERY, start.since(self._last))
         else:

@@ -165,8 +165,10 @@ def path_beside(directory: str) -> str:
     return f"{folder}.{NAME}"
 
 
-def find(directory: str) -> str:
-    """Return the path of the ledger of backups, or of the logs of a launcher.
+def find(directory: str) -> list[str]:
+    """Return the paths of the ledgers of backups, or of the logs of a launcher.
+
+    A script that gives each `fit` its own directory of backups has a ledger for each.
 
     Args:
         directory: String, a directory of backups, which need not exist any more; a
@@ -177,23 +179,23 @@ def find(directory: str) -> str:
     """
     candidates = [directory, os.path.join(directory, NAME), path_beside(directory)]
     for path in filter(os.path.isfile, candidates):
-        return _follow(path)
+        return [path, *_referred(path)]
     raise ValueError(
         "There is no ledger of goodput; give the directory of backups or the log "
         f"folder of a job that has trained. Received: {directory}"
     )
 
 
-def _follow(path: str) -> str:
-    """Return the ledger that a ledger in a folder of logs refers to, or itself."""
-    target = path
+def _referred(path: str) -> list[str]:
+    """Return the ledgers that a ledger in a folder of logs refers to, the last last."""
+    found: list[str] = []
     for text in read(path):
-        if '"moved"' not in text:
-            continue
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            line = json.loads(text)
-            target = str(line["path"]) if line["kind"] == "moved" else target
-    return target if os.path.isfile(target) else path
+            line = json.loads(text) if '"moved"' in text else {"kind": ""}
+            if line["kind"] == "moved" and os.path.isfile(str(line["path"])):
+                found = [each for each in found if each != line["path"]]
+                found.append(str(line["path"]))
+    return found
 
 
 def read(path: str) -> Iterator[str]:

@@ -48,6 +48,8 @@ class Recorder:
             `False`.
         continues: Bool, whether the job has continued without a restart, after the
             loss of the worker that recorded before. Defaults to `False`.
+        follows: Bool, whether this process has recorded before, in another ledger.
+            Defaults to `False`.
 
     Attributes:
         wait_seconds: Callable that returns the sum of waits for data in steps so far.
@@ -63,6 +65,7 @@ class Recorder:
         *,
         is_asynchronous: bool = False,
         continues: bool = False,
+        follows: bool = False,
     ) -> None:
         self.wait_seconds: Callable[[], float] = lambda: 0.0
         self.exposed_seconds: Callable[[], float | None] = lambda: None
@@ -86,6 +89,7 @@ class Recorder:
         launched = None if launch is None else vars(launch.since)
         line = {"kind": "attempt", "format": FORMAT, **vars(since)}
         line |= {"continues": True} if continues else {}
+        line |= {"follows": True} if follows else {}
         self._lines = [json.dumps({**line, "launched": launched})]
 
     # Events of `fit`.

@@ -190,6 +190,7 @@ class _Goodput(Feature):
             since,
             is_asynchronous=is_asynchronous,
             continues=continues,
+            follows=self._num_fits > 1,
         )
         activities.observers.activate(self._latest)
         forks.at_exit(self._close)

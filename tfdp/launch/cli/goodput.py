@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import operator
 import os
 from pathlib import Path
 from typing import Any
@@ -40,12 +42,11 @@ def goodput(directory: str, plot: Path | None, as_json: bool) -> None:
     of its logs.
     """
     with usage_errors(ValueError, OSError):
-        path = find(directory)
-        found = shares(read(path))
+        found = _shares_of(directory)
     if not found.total_seconds:
         raise click.UsageError(
             "The ledger of goodput has no line that can be read; give that of another "
-            f"job. Received: {path}"
+            f"job. Received: {directory}"
         )
     if plot is not None:
         _draw(found, directory, plot)
@@ -66,10 +67,25 @@ def goodput_of(launch: Launch) -> str:
     # A ledger that cannot be read must not change how a job ends.
     with contextlib.suppress(ValueError, OSError):
         if os.path.exists(launch.path):
-            found = shares(read(find(launch.path)))
+            found = _shares_of(launch.path)
             if found.launched == launch.since:
                 return f"{found}{_damage(found)}"
     return ""
+
+
+def _shares_of(directory: str) -> Shares:
+    """Return the shares of a job, of all its ledgers since the newest launch.
+
+    Args:
+        directory: String, see `find`.
+
+    Raises:
+        ValueError: If there is no ledger.
+        OSError: If one cannot be read.
+    """
+    *others, newest = (shares(read(path)) for path in find(directory))
+    before = [each for each in others if each.launched == newest.launched]
+    return functools.reduce(operator.add, [*before, newest])
 
 
 def _damage(found: Shares) -> str:
