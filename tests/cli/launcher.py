@@ -66,6 +66,14 @@ time.sleep(600)
 )
 
 
+# A launcher that asks often whether workers train.
+IMPATIENT = """
+from tfdp.launch.cli import elastic
+from tfdp.launch.cli.main import main
+elastic._CHECK_SECONDS, elastic.SILENT_SECONDS = 0.5, 2.0
+"""
+
+
 class Launcher:
     """Runs `tfdp run` in a folder, and leaves no process when the test ends."""
 
@@ -101,6 +109,19 @@ class Launcher:
                 "start_new_session": True,
                 **options,
             },
+        )
+
+    def python(self, code: str) -> subprocess.Popen:
+        """Run Python code, which calls the command itself."""
+        return subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=self.folder,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
 
     def run(self, *arguments: str, **options) -> subprocess.CompletedProcess:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pathlib
 import subprocess
-import sys
 import threading
 
 from tests.cli.launcher import DEADLINE_SECONDS, Launcher
@@ -31,19 +30,6 @@ class Nodes(Launcher):
             *("--nodes", self.count, "--rendezvous", self.place),
             *arguments,
             **options,
-        )
-
-    def python(self, code: str) -> subprocess.Popen:
-        """Run Python code, which calls the command itself."""
-        return subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=self.folder,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
         )
 
     def start_both(self, *arguments: str) -> list[subprocess.Popen]:

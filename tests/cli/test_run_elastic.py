@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.launcher import lines_of
+from tests.cli.launcher import DEADLINE_SECONDS, IMPATIENT, lines_of
 
 pytestmark = pytest.mark.processes
 
@@ -91,6 +91,26 @@ def test_a_replacement_is_stopped_unless_it_has_joined_the_job(
     result = launcher.run("--elastic", "1:2", "script.py")
     assert result.returncode == 0, result.stdout
     assert lines_of(result.stdout, 1)[-1] == last
+
+
+WAITS_FOR_ONE_THAT_FAILS = """
+    if RANK == 1:
+        sys.exit(5)
+    from tfdp.communication.cluster import Cluster
+    from tfdp.communication.store import Membership
+    Membership(Cluster.from_environment()).join(None, may_run_already=True)
+"""
+
+
+def test_a_worker_does_not_wait_for_one_that_is_not_replaced_any_more(launcher):
+    launcher.script(WAITS_FOR_ONE_THAT_FAILS)
+    line = ["run", "--elastic", "1:2", "--max-restarts", "1", "script.py"]
+    process = launcher.python(f"{IMPATIENT}main({line!r})")
+    output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+    assert process.returncode == 69
+    assert "it is not replaced" in output
+    assert output.count("no worker has trained for") == 1
+    assert launcher.processes() == []
 
 
 @pytest.mark.parametrize(

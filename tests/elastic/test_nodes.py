@@ -6,30 +6,34 @@ import collections.abc
 import itertools
 import pathlib
 import pickle
+import subprocess
 
 import pytest
 
+from tests.cli.launcher import IMPATIENT
 from tests.cli.nodes import Nodes, ended, read_until
 from tests.elastic import job
 from tests.elastic.training import BATCH_SIZE, NUM_SAMPLES, STEPS_PER_EPOCH
 from tests.harness.timing import wait_until
+from tfdp.launch.rendezvous.failure import NODE_LOST
 
 pytestmark = pytest.mark.processes
 
-DEADLINE_SECONDS, EPOCHS = 150.0, 8
+LINE = ("-n", "2", "script.py")
+DEADLINE_SECONDS = 150.0
 # While there is a file `hold`, steps last long enough for a node to come.
-TRAINS = f"""
+TRAINS = """
 import pickle
 from tests.elastic import training
 class Time:
     time = time.time
     def sleep(seconds):
-        time.sleep(5 * seconds if pathlib.Path("hold").exists() else seconds)
+        time.sleep(20 * seconds if pathlib.Path("hold").exists() else seconds)
 training.time = Time
 result = training.train(
-    RANK, ".", epochs={EPOCHS}, features=["rows"], step_seconds=0.4
+    RANK, ".", epochs=EPOCHS, features=["rows"], step_seconds=0.1
 )
-path = pathlib.Path(f"result-{{os.getpid()}}")
+path = pathlib.Path(f"result-{os.getpid()}")
 path.write_bytes(pickle.dumps(result))
 """
 # A worker without TensorFlow, which is in the job until its file is there.
@@ -37,15 +41,20 @@ BELONGS = """
 from tfdp.communication.cluster import Cluster
 from tfdp.communication.store import Membership, ask_job
 cluster = Cluster.from_environment()
+if RANK == 2:
+    print("starts", flush=True)
+    wait_for("go")
 if ask_job(cluster) is None:
     member = Membership(cluster)
-    member.join(30.0)
+    member.join(None, may_run_already=True)
+    print("belongs", flush=True)
     time.sleep(2.5)  # node 0 asks once a second
     print("trains", flush=True)
 else:
     print("is late", len(cluster.workers), ask_job(cluster, applies=True).workers)
 wait_for(f"end-{RANK}")
 """
+ONE_WORKER = ("-n", "1", "--no-fork", "script.py")
 
 
 @pytest.fixture
@@ -56,20 +65,55 @@ def nodes(tmp_path) -> collections.abc.Iterator[Nodes]:
     nodes.close()
 
 
+def two_nodes(nodes: Nodes, *line: str) -> tuple[subprocess.Popen, subprocess.Popen]:
+    """Starts node 0, and then another one."""
+    first = nodes.node(*line)
+    read_until(first, "this is node 0")
+    return first, nodes.node(*line)
+
+
 def test_a_node_is_lost_and_another_one_starts_workers_that_find_the_job(nodes):
     nodes.script(BELONGS)
-    first = nodes.node("-n", "1", "--no-fork", "script.py")
-    read_until(first, "this is node 0")
-    second = nodes.node("-n", "1", "--no-fork", "script.py")
+    first, second = two_nodes(nodes, *ONE_WORKER)
     read_until(second, "[worker 1] trains")
     read_until(first, "[worker 0] trains")
     second.kill()
     read_until(first, "training continues with 1 node")
-    third = nodes.node("-n", "1", "--no-fork", "script.py")
+    third = nodes.node(*ONE_WORKER)
     read_until(third, "[worker 1] is late 2")
     for rank in range(2):
         (nodes.folder / f"end-{rank}").touch()
     assert [ended(process)[0] for process in (first, third)] == [0, 0]
+    nodes.assert_nothing_is_left()
+
+
+def test_workers_continue_whose_node_0_is_lost_before_it_has_seen_them_train(nodes):
+    nodes.script(BELONGS)
+    first, second = two_nodes(nodes, *ONE_WORKER)
+    read_until(second, "[worker 1] belongs")
+    first.kill()
+    read_until(second, "the workers of this node continue")
+    (nodes.folder / "end-1").touch()
+    assert ended(second)[0] == 0
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.full
+def test_a_worker_that_starts_while_all_others_are_lost_does_not_wait_for_them(nodes):
+    nodes.count = "1:3"
+    nodes.script(BELONGS)
+    first, second = two_nodes(nodes, *ONE_WORKER)
+    read_until(second, "[worker 1] trains")
+    where = ("--nodes", nodes.count, "--rendezvous", nodes.place)
+    third = nodes.python(f"{IMPATIENT}main({['run', *where, *ONE_WORKER]!r})")
+    read_until(third, "[worker 2] starts")
+    first.kill()
+    read_until(third, "the workers of this node continue")
+    second.kill()
+    (nodes.folder / "go").touch()
+    code, output = ended(third)
+    assert code == NODE_LOST
+    assert output.count("no worker has trained for") == 1
     nodes.assert_nothing_is_left()
 
 
@@ -78,75 +122,65 @@ def results_of(folder: pathlib.Path) -> list[dict]:
     return [pickle.loads(path.read_bytes()) for path in folder.glob("result-*")]
 
 
-def check(folder: pathlib.Path, number: int) -> None:
+def check(folder: pathlib.Path, number: int, epochs: int) -> None:
     """Compares the workers with one device, and each epoch's rows with the data."""
-    arguments = {"epochs": EPOCHS, "features": ["rows"]}
+    arguments = {"epochs": epochs, "features": ["rows"]}
     expected = job.on_one_device(folder / "one", **arguments)
     results = results_of(folder)
     assert len(results) == number
     for result in results:
         job.assert_same(result, expected)
+        assert result["replicas"] == number
     rows = job.rows_by_step(folder)
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         batches = [rows[epoch, batch] for batch in range(STEPS_PER_EPOCH)]
         assert all(len(batch) == BATCH_SIZE for batch in batches)
         assert sorted(itertools.chain(*batches)) == list(range(NUM_SAMPLES))
 
 
-def await_epoch(folder: pathlib.Path) -> None:
-    """Wait until the workers have begun the second epoch."""
+def training_nodes(
+    nodes: Nodes, epochs: int
+) -> tuple[subprocess.Popen, subprocess.Popen]:
+    """Starts two nodes, and lets them begin the second epoch."""
+    nodes.script(TRAINS.replace("EPOCHS", str(epochs)))
+    both = two_nodes(nodes, *LINE)
     wait_until(
-        lambda: any("[0, 1, 0, " in p.read_text() for p in folder.glob("rows/*")),
+        lambda: any("[0, 1, 0, " in p.read_text() for p in nodes.folder.glob("rows/*")),
         "a second epoch",
         DEADLINE_SECONDS,
     )
+    (nodes.folder / "hold").touch()
+    return both
 
 
 @pytest.mark.full
-def test_a_job_that_loses_a_node_and_gains_one_ends_as_one_device_does(nodes):
-    nodes.script(TRAINS)
-    line = ("-n", "2", "script.py")
-    first = nodes.node(*line)
-    read_until(first, "this is node 0")
-    second = nodes.node(*line)
-    await_epoch(nodes.folder)
+def test_a_job_that_loses_each_node_and_gains_others_ends_as_one_device_does(nodes):
+    first, second = training_nodes(nodes, 6)
+    first.kill()
+    output = read_until(second, "Training continues with 2 workers instead of 4")
+    again = nodes.node(*LINE)
+    output += read_until(second, "joined the job")
+    assert output.count("the workers of this node continue, and no other") == 1
     second.kill()
-    read_until(first, "Training continues with 2 workers instead of 4")
-    (nodes.folder / "hold").touch()
-    third = nodes.node(*line)
-    read_until(first, "joined the job")
+    read_until(again, "Training continues with 2 workers instead of 4")
+    third = nodes.node(*LINE)
+    read_until(again, "joined the job")
     (nodes.folder / "hold").unlink()
     code, output = ended(third, DEADLINE_SECONDS)
-    assert (code, ended(first)[0]) == (0, 0), output
-    check(nodes.folder, 4)
-    replicas = [result["replicas"] for result in results_of(nodes.folder)]
-    assert replicas == [4] * 4
+    assert (code, ended(again)[0]) == (0, 0), output
+    check(nodes.folder, 4, 6)
     nodes.assert_nothing_is_left()
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("comes_back", [False, True])
-def test_the_others_continue_after_the_loss_of_the_node_of_the_rendezvous(
-    nodes, comes_back
-):
-    nodes.script(TRAINS)
-    line = ("-n", "2", "script.py")
-    first = nodes.node(*line)
-    read_until(first, "this is node 0")
-    second = nodes.node(*line)
-    await_epoch(nodes.folder)
-    (nodes.folder / "hold").touch()
+def test_the_others_continue_after_the_loss_of_the_node_of_the_rendezvous(nodes):
+    first, second = training_nodes(nodes, 3)
     first.kill()
     output = read_until(second, "Training continues with 2 workers instead of 4")
-    again = nodes.node(*line) if comes_back else None
-    if comes_back:
-        output += read_until(second, "joined the job")
     (nodes.folder / "hold").unlink()
     code, rest = ended(second, DEADLINE_SECONDS)
     assert code == 0, rest
     output += rest
     assert output.count("the workers of this node continue, and no other") == 1
-    if again is not None:
-        assert ended(again)[0] == 0
-    check(nodes.folder, 4 if comes_back else 2)
+    check(nodes.folder, 2, 3)
     nodes.assert_nothing_is_left()

@@ -261,6 +261,14 @@ def test_a_node_0_that_comes_back_takes_up_the_job_of_the_others():
     assert other.last("places")["nodes"] == start["nodes"]
 
 
+def test_nodes_that_have_come_back_do_not_wait_for_workers_that_are_lost_by_now():
+    course = Course()
+    course.join()
+    second = course.rejoin(1)
+    course.pass_time(61.0)
+    assert "no worker has answered for 61 s" in second.last("stop")["text"]
+
+
 def test_nodes_that_have_come_back_get_new_ranks_at_a_restart():
     course = Course()
     first = course.join()

@@ -15,12 +15,14 @@ from tfdp.ground.text import pluralize
 from tfdp.launch.cli import parameter_types as types
 from tfdp.launch.cli.separate_workers import SeparateWorkersJob
 from tfdp.launch.cli.worker import LogFile, Worker, shell_code
+from tfdp.launch.rendezvous.elastic_coordinator import SILENT_SECONDS
+from tfdp.launch.rendezvous.failure import NODE_LOST
 
 # Pause before a worker that has failed again is replaced.
 _PAUSE_SECONDS = 1.0
-# Time between checks whether replacements have come too late, once another worker has
-# ended without an error.
-_LATE_SECONDS = 15.0
+# Time between checks whether workers wait for others that do not come: those of a job
+# that has ended without an error, or that are lost.
+_CHECK_SECONDS = 15.0
 # Most replacements of all workers together, by default.
 DEFAULT_REPLACEMENTS = 10
 
@@ -65,38 +67,65 @@ class ElasticJob(SeparateWorkersJob):
         self._replaced: list[int] = []
         # Indices of the workers that have come while others have trained.
         self._late: set[int] = set()
-        # Time of the next check for replacements that wait for an ended job.
+        # Time of the next check for workers that wait, and that of the last answer of
+        # one that trains, or of the first check.
         self._check_at: float | None = None
+        self._answered_at = 0.0
 
     def _is_over(self) -> bool:
-        """Start replacements, and stop late ones; return whether all have ended."""
-        if self._has_success():
+        """Start replacements, and end endless waits; return whether all have ended."""
+        if has_success := self._has_success():
             self._starts_at.clear()
-            self._end_late_ones(time.monotonic())
+        if has_success or self._is_incomplete():
+            self._check_waits(time.monotonic(), has_success)
+        else:
+            self._check_at = None
         return super()._is_over()
 
     def _has_success(self) -> bool:
         """Return whether a worker has ended without an error."""
         return any(worker.exit_code == 0 for worker in self._workers)
 
-    def _end_late_ones(self, now: float) -> None:
-        """Stop replacements that wait for a job whose other workers have ended.
+    def _is_incomplete(self) -> bool:
+        """Return whether a worker of the job has ended and is not replaced."""
+        return len(self._running()) + len(self._starts_at) < len(self._workers)
+
+    def _check_waits(self, now: float, has_success: bool) -> None:
+        """Stop workers that wait for others which do not come.
 
         Args:
             now: Float, the present time.
+            has_success: Bool, whether others have ended without an error: then
+                replacements that have not joined them are late.
         """
-        self._check_at = self._check_at or now + _LATE_SECONDS
-        running = {i: w for i, w in enumerate(self._workers) if w.is_running}
-        if now < self._check_at or not running.keys() <= self._late:
+        if self._check_at is None:
+            self._check_at, self._answered_at = now + _CHECK_SECONDS, now
+        running = [i for i, worker in enumerate(self._workers) if worker.is_running]
+        is_due = now >= self._check_at and bool(running)
+        if not is_due or (has_success and not self._late.issuperset(running)):
             return
-        self._check_at = now + _LATE_SECONDS
+        self._check_at = now + _CHECK_SECONDS
         # A worker that has joined says so for as long as its process runs.
-        if not self._job_runs():
-            for worker in running.values():
-                self._handled_pids.add(worker.pid)
-                worker.send(signal.SIGTERM)
+        if self.job_runs():
+            self._answered_at = now
+        elif has_success:
+            self._stop(signal.SIGTERM)
+        elif now - self._answered_at >= SILENT_SECONDS:
+            self._end_wait(now - self._answered_at)
 
-    def _job_runs(self) -> bool:
+    def _end_wait(self, seconds: float) -> None:
+        """End the job, since no worker has trained for the number of seconds."""
+        self._starts_at.clear()
+        self._stop(signal.SIGTERM)
+        self._code = NODE_LOST
+        self._screen.message(
+            f"tfdp: no worker has trained for {seconds:.0f} s: the others are lost, "
+            "and those that waited for them here were stopped. Start the job again: "
+            "it resumes from its newest backup",
+            "error",
+        )
+
+    def job_runs(self) -> bool:
         """Return whether workers train together, on this node or on others."""
         cluster = self._clusters[0]
         return ask_workers(cluster, cluster.workers) is not None

@@ -48,12 +48,16 @@ class ElasticNodeJob(ElasticJob):
         """Return whether a worker of any node has ended without an error."""
         return self._nodes.is_over or super()._has_success()
 
+    def _is_incomplete(self) -> bool:
+        """Return whether node 0 is lost, which otherwise sees that no worker trains."""
+        return self._nodes.is_alone
+
     def _after_failure(self, failed: Worker) -> int | None:
         """Replace failed workers while the others train, or else end the attempt."""
         if self._nodes.places is not None:
             # A replacement asks the workers of now.
             self._clusters = self._clusters_of(self._nodes.places)
-        if self._has_success() or self._job_runs():
+        if self._has_success() or self.job_runs():
             return super()._after_failure(failed)
         return self._end_by_failure(failed)
 
@@ -75,7 +79,7 @@ class ElasticAttempts(NodeAttempts):
         }
         self._others.places, self._others.trains = None, is_late
         self._code = None
-        return ElasticNodeJob(
+        job = ElasticNodeJob(
             self._settings.max_restarts,
             self._history,
             self._others,
@@ -85,6 +89,8 @@ class ElasticAttempts(NodeAttempts):
             clusters=clusters,
             logs=self._logs,
         )
+        self._others.job_runs = job.job_runs
+        return job
 
     def _after(self, job: Job, code: int) -> None:
         """Report the end of an attempt to node 0, if it is there."""

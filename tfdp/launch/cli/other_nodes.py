@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import tfdp
@@ -149,6 +149,8 @@ class ElasticNodes(OtherNodes):
             while workers run, or else `None`.
         running: Dict of the fields of `Hello` about workers that run, empty if none do.
         trains: Bool, whether these workers have begun to train.
+        job_runs: Callable that returns whether these workers train, with or without
+            those of other nodes.
         is_over: Bool, whether the workers of another node have ended without an error.
     """
 
@@ -156,6 +158,7 @@ class ElasticNodes(OtherNodes):
         self.places: Places | None = None
         self.running: dict[str, Any] = {}
         self.is_over = self.trains = self._is_refused = False
+        self.job_runs: Callable[[], bool] = lambda: False
         super().__init__(*arguments, **connection)
 
     def take(self) -> dict[str, Any] | None:
@@ -168,7 +171,9 @@ class ElasticNodes(OtherNodes):
                     self.trains = True
                 case "done":
                     self.is_over = True
-                case "lost" if self.running and self.trains:
+                case "lost" if self.running and (self.trains or self.job_runs()):
+                    # Node 0 may be lost before it has seen that training has begun.
+                    self.trains = True
                     self.is_alone = True
                     self._screen.message(
                         f"tfdp: {message['text']}; the workers of this node continue, "

@@ -29,7 +29,7 @@ from tfdp.launch.rendezvous.roster import DOUBTFUL_SECONDS, Hello, Node
 # Time without another node after which a job starts with fewer than the most.
 _GRACE_SECONDS = 5.0
 # Time without an answer of any worker after which the job does not train any more.
-_SILENT_SECONDS = 60.0
+SILENT_SECONDS = 60.0
 
 
 class Probe(Protocol):
@@ -113,6 +113,9 @@ class ElasticCoordinator(Coordinator):
         self.phase, self._has_started = Phase.RUNNING, True
         self._started_at = self._clock()
         self._attempt, self._id = hello.attempt, hello.attempt_id
+        # Nodes come back only if their workers train. If these are lost meanwhile,
+        # those that wait for them must not wait indefinitely.
+        self._probe.seen_at = self._started_at
         self._roster.restore()
         for node in self._roster.nodes:
             node.ports, node.asked_in = None, 0
@@ -167,7 +170,7 @@ class ElasticCoordinator(Coordinator):
     def _check_silence(self, clock_seconds: float) -> None:
         """Stop all workers if none of them has answered for a long time."""
         since = clock_seconds - (self._probe.seen_at or clock_seconds)
-        if since >= _SILENT_SECONDS and not any(n.is_done for n in self._roster.nodes):
+        if since >= SILENT_SECONDS and not any(n.is_done for n in self._roster.nodes):
             reason = f"has lost the others: no worker has answered for {since:.0f} s"
             failure = Failure(0, NODE_LOST, reason)
             self._stop(NODE_LOST, failure, f"worker 0 {reason}; all stop")
