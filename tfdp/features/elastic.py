@@ -159,6 +159,9 @@ def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
 
     Returns:
         String, what has changed, in sentences, which the first worker prints.
+
+    Raises:
+        WorkerLost: If the others have declared this worker lost meanwhile.
     """
     strategy, begin = model.distribute_strategy, time.monotonic()
     before = strategy.extended.worker_group.num_workers
@@ -168,6 +171,8 @@ def change_cluster(model: Any, change: ClusterChanges, goes_on: str) -> str:
             random_seed.agree_on_seed(strategy)
             break
         except ClusterChanges as further:
+            if is_given_up(strategy, further):
+                raise
             change = further
     _renew_optimizers(model)
     what, _, _ = str(change).partition(" The other workers cannot")
