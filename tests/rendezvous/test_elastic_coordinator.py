@@ -261,6 +261,23 @@ def test_a_node_0_that_comes_back_takes_up_the_job_of_the_others():
     assert other.last("places")["nodes"] == start["nodes"]
 
 
+def test_all_nodes_come_back_after_a_suspension_of_node_0():
+    course = Course()
+    attempt_id = course.start()[0].last("start")["id"]
+    for link in course.links[:]:
+        course.coordinator.register_disconnect(link, "has not answered for 15 s")
+    course.pass_time()
+    first, second = (
+        course.rejoin(rank, attempt=1, attempt_id=attempt_id) for rank in range(2)
+    )
+    course.pass_time()
+    assert course.coordinator.phase is Phase.RUNNING
+    for link in (first, second):
+        course.say(link, "done", attempt=1, code=0)
+    course.pass_time()
+    assert [link.last("end")["code"] for link in (first, second)] == [0, 0]
+
+
 def test_nodes_that_have_come_back_do_not_wait_for_workers_that_are_lost_by_now():
     course = Course()
     course.join()

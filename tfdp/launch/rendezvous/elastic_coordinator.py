@@ -147,11 +147,14 @@ class ElasticCoordinator(Coordinator):
             self._prepare()
 
     def _advance_running(self, clock_seconds: float) -> None:
-        """Take in nodes that have come; end the job when no node has workers."""
+        """Take in nodes that have come; end the job when no node has workers.
+
+        After a suspension of node 0, no node is connected, and all come back.
+        """
         nodes = self._roster.nodes
         if self._decide_at is not None and clock_seconds >= self._decide_at:
             self._decide()
-        elif all(node.has_stopped for node in nodes):
+        elif nodes and all(node.has_stopped for node in nodes):
             is_done = any(node.is_done for node in nodes)
             self._end(0 if is_done else self._last_code)
         elif self._trains:
