@@ -41,9 +41,8 @@ BELONGS = """
 from tfdp.communication.cluster import Cluster
 from tfdp.communication.store import Membership, ask_job
 cluster = Cluster.from_environment()
-if RANK == 2:
-    print("starts", flush=True)
-    wait_for("go")
+print("starts", flush=True)
+wait_for(f"go-{RANK}")
 if ask_job(cluster) is None:
     member = Membership(cluster)
     member.join(None, may_run_already=True)
@@ -72,8 +71,15 @@ def two_nodes(nodes: Nodes, *line: str) -> tuple[subprocess.Popen, subprocess.Po
     return first, nodes.node(*line)
 
 
-def test_a_node_is_lost_and_another_one_starts_workers_that_find_the_job(nodes):
+def belong(nodes: Nodes, *ranks: int) -> None:
+    """Lets workers be in the job without TensorFlow, these ones at once."""
     nodes.script(BELONGS)
+    for rank in ranks:
+        (nodes.folder / f"go-{rank}").touch()
+
+
+def test_a_node_is_lost_and_another_one_starts_workers_that_find_the_job(nodes):
+    belong(nodes, 0, 1)
     first, second = two_nodes(nodes, *ONE_WORKER)
     read_until(second, "[worker 1] trains")
     read_until(first, "[worker 0] trains")
@@ -88,7 +94,7 @@ def test_a_node_is_lost_and_another_one_starts_workers_that_find_the_job(nodes):
 
 
 def test_workers_continue_whose_node_0_is_lost_before_it_has_seen_them_train(nodes):
-    nodes.script(BELONGS)
+    belong(nodes, 0, 1)
     first, second = two_nodes(nodes, *ONE_WORKER)
     read_until(second, "[worker 1] belongs")
     first.kill()
@@ -99,9 +105,30 @@ def test_workers_continue_whose_node_0_is_lost_before_it_has_seen_them_train(nod
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_node_without_workers_that_train_waits_for_a_new_node_0(nodes, comes_back):
+    belong(nodes)
+    seconds = "60" if comes_back else "2"
+    first, second = two_nodes(nodes, "--join-timeout", seconds, *ONE_WORKER)
+    read_until(second, "[worker 1] starts")
+    first.kill()
+    read_until(second, f"this node waits up to {seconds} s until the same")
+    if not comes_back:
+        code, output = ended(second)
+        assert (code, output.count("nothing answers")) == (NODE_LOST, 1), output
+        return
+    for name in ("go-0", "go-1", "end-0", "end-1"):
+        (nodes.folder / name).touch()
+    again = nodes.node(*ONE_WORKER)
+    read_until(again, "[worker 0] trains")
+    assert [ended(process)[0] for process in (again, second)] == [0, 0]
+    nodes.assert_nothing_is_left()
+
+
+@pytest.mark.full
 def test_a_worker_that_starts_while_all_others_are_lost_does_not_wait_for_them(nodes):
     nodes.count = "1:3"
-    nodes.script(BELONGS)
+    belong(nodes, 0, 1)
     first, second = two_nodes(nodes, *ONE_WORKER)
     read_until(second, "[worker 1] trains")
     where = ("--nodes", nodes.count, "--rendezvous", nodes.place)
@@ -110,7 +137,7 @@ def test_a_worker_that_starts_while_all_others_are_lost_does_not_wait_for_them(n
     first.kill()
     read_until(third, "the workers of this node continue")
     second.kill()
-    (nodes.folder / "go").touch()
+    (nodes.folder / "go-2").touch()
     code, output = ended(third)
     assert code == NODE_LOST
     assert output.count("no worker has trained for") == 1

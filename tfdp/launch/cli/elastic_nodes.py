@@ -99,9 +99,17 @@ class ElasticAttempts(NodeAttempts):
         self._code = PREEMPTED if code and job.is_preempted else code
 
     def _handle(self, message: dict[str, Any]) -> Job | int | None:
-        """Handle a message of node 0; its loss is none of a node that is done."""
-        if message.get("type") == "lost" and self._code == 0:
-            return 0
+        """Handle a message of node 0; its loss does not end the job of this node.
+
+        Nodes that are left without workers cannot start any by themselves: several of
+        them would each begin a job.
+        """
+        if message.get("type") == "lost" and self._exit_code is None:
+            if self._code == 0:
+                return 0
+            if not self._others.is_node_0:
+                self._others.wait_again(message["text"])
+                return None
         return super()._handle(message)
 
     def _check_end(self) -> int | None:

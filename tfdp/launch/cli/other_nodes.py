@@ -138,7 +138,7 @@ class OtherNodes(Member):
 class ElasticNodes(OtherNodes):
     """Connection of a node whose workers outlive the loss of other nodes, and node 0's.
 
-    If node 0 comes back, so does this node to it.
+    If node 0 comes back, so does this node to it, with its workers if they train.
 
     Args:
         *arguments: Those of `OtherNodes`.
@@ -159,6 +159,8 @@ class ElasticNodes(OtherNodes):
         self.running: dict[str, Any] = {}
         self.is_over = self.trains = self._is_refused = False
         self.job_runs: Callable[[], bool] = lambda: False
+        self._first_hello: Hello = connection["hello"]
+        self._waits = False
         super().__init__(*arguments, **connection)
 
     def take(self) -> dict[str, Any] | None:
@@ -190,18 +192,40 @@ class ElasticNodes(OtherNodes):
                     return message
         return None
 
+    @property
+    def is_node_0(self) -> bool:
+        """Bool, whether this is node 0."""
+        return self._first_hello.node_rank == 0
+
+    def wait_again(self, text: str) -> None:
+        """Wait for a new node 0 as for the first one, since no worker has trained.
+
+        Args:
+            text: String, how node 0 was lost.
+        """
+        self._screen.message(
+            f"tfdp: {text}; this node waits up to {self._join_seconds:g} s until the "
+            "same `tfdp run` is started there again",
+            "warning",
+        )
+        self.trains, self._waits = False, True
+
     def send(self, message: Mapping[str, Any]) -> None:
         """Send a message to node 0, unless it is lost."""
         if not self.is_alone:
             super().send(message)
 
     def _run(self) -> None:
-        """Join node 0, also again after its loss while workers run."""
+        """Join node 0, also again after its loss."""
         super()._run()
         self._link = None
         while not (self._is_closed.wait(_REJOIN_SECONDS) or self._is_refused):
             if self.running and self.trains:
                 self._rejoin()
+            elif self._waits:
+                self._waits, self._hello = False, self._first_hello
+                super()._run()
+                self._link = None
 
     def _rejoin(self) -> None:
         """Join node 0, if it is there, and queue its messages until it is lost."""
