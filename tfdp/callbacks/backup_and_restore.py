@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import keras
 
@@ -28,8 +28,9 @@ from tfdp.checkpoint.host_memory import HostMemory
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.on_all_workers import worker_group_of
+from tfdp.checkpoint.places import Place, find_newest
 from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
-from tfdp.checkpoint.reader import LoadPlan, check_model
+from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.run_schema import check_run
 from tfdp.checkpoint.training_state import (
     CALLBACKS_PREFIX,
@@ -55,8 +56,6 @@ from tfdp.ground.base.feature import equalize_replicas
 from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.position import DataPosition
 
-# Where backups are kept.
-_Place: TypeAlias = Backups | MemoryBackups
 # Version of the metadata in a backup; backups of a higher version are refused.
 _FORMAT = 1
 
@@ -160,9 +159,8 @@ class BackupAndRestore(StrategyCallback):
             memory_every = checked_integer("memory_every", memory_every, 1)
         self.memory_every = memory_every
         self._others: list[Any] = []
-        self._memory: MemoryBackups | None = None
         # The backups that this run has resumed from.
-        self._source: _Place
+        self._source: Place
         self._pending_load: tuple[Index, LoadPlan] | None = None
         self._change: BatchChange | None = None
         # Whether `fit` runs again, within one call, and then must find a state: weights
@@ -214,14 +212,16 @@ class BackupAndRestore(StrategyCallback):
         self._epoch, self._last_batch, self._total = 0, -1, 0
         self._pending_load = None
         self._build_model()
-        self._backups.prepare()
-        steps = self._backups.list_steps()
-        newest = self._find_in_memory(max(steps, default=0))
-        if newest is None:
-            self._source = self._backups
-            newest = self._backups.find_newest(self._plan_load, steps)
+        self._memory = self._new_memory()
+        newest = find_newest(
+            self._backups,
+            self._memory,
+            self._plan_load,
+            is_end_of_epoch=self.save_freq == "epoch",
+        )
         if newest is not None:
-            self._resume(*newest)
+            self._source, index, load_plan = newest
+            self._resume(index, load_plan)
             self._has_state = True
             return
         if must_resume:
@@ -271,7 +271,7 @@ class BackupAndRestore(StrategyCallback):
             self._save_to_continue(self._epoch, batch + 1, logs)
             raise WorkersJoin(self._watch.joining)
         every = self.save_freq
-        places: list[_Place] = []
+        places: list[Place] = []
         # With local steps, a save in memory waits until the replicas have exchanged: it
         # must not synchronize them.
         waits = asks or loops.exchange() is not None
@@ -288,7 +288,7 @@ class BackupAndRestore(StrategyCallback):
         if is_preempted:
             self._answer_notice(epoch + 1, 0, {})
             return
-        places: list[_Place] = []
+        places: list[Place] = []
         if self._memory is not None and self._memory.is_on:
             places.append(self._memory)
         if self.save_freq == "epoch":
@@ -319,7 +319,7 @@ class BackupAndRestore(StrategyCallback):
 
     @activities.during(activities.BACKUP)
     def _save(
-        self, epoch: int, batches: int, logs: Any, places: Sequence[_Place]
+        self, epoch: int, batches: int, logs: Any, places: Sequence[Place]
     ) -> None:
         """Add a backup.
 
@@ -349,30 +349,21 @@ class BackupAndRestore(StrategyCallback):
         for place in places:
             place.save(self._total, tensors, run)
 
-    def _find_in_memory(self, newest_step: int) -> tuple[Index, LoadPlan] | None:
-        """Find the newest state in memory, if this run saves in memory.
-
-        Args:
-            newest_step: Int, the step of the newest backup in the directory.
-        """
+    def _new_memory(self) -> MemoryBackups | None:
+        """Return the states in memory, or `None` if this run saves none there."""
         if self.memory_every is None:
             HostMemory(self._folder()).remove()
             return None
         strategy = strategy_of(self.model)
-        connect = None if strategy is None else strategy.extended.connect_workers
         memory = MemoryBackups(
             self._folder(),
             self.memory_every,
             self._worker_group,
-            connect,
+            None if strategy is None else strategy.extended.connect_workers,
             reads_when_off=self._continues_after_loss(),
         )
         self._position.exit_stack.callback(memory.close)
-        memory.prepare()
-        self._source = self._memory = memory
-        # At the end of an epoch, that of its last batch in memory is older.
-        at_least = newest_step, self.save_freq == "epoch"
-        return memory.find_newest(self._plan_load, at_least)
+        return memory
 
     def _continues_after_loss(self) -> bool:
         """Return whether `fit` continues from here after the loss of a worker."""
@@ -471,17 +462,10 @@ class BackupAndRestore(StrategyCallback):
             run["batches"] > 0
             and self._position.difference_to(run["data"], change) is None
         )
-        try:
-            arrays = empty_arrays(run["callbacks"])
-            load_plan = plan_backup(
-                self.model, arrays, index, run["facts"], with_metrics=in_epoch
-            )
-            check_model(index, load_plan)
-        except schema.Malformed:
-            raise
-        except ValueError as error:
-            raise IncompatibleBackup(str(error)) from error
-        return load_plan
+        arrays = empty_arrays(run["callbacks"])
+        return plan_backup(
+            self.model, arrays, index, run["facts"], with_metrics=in_epoch
+        )
 
     def _resume(self, index: Index, load_plan: LoadPlan) -> None:
         """Set epoch, step and data position from a backup, and load it or defer that.

@@ -23,6 +23,7 @@ from tfdp.checkpoint.object_store import open_storage
 from tfdp.checkpoint.on_all_workers import run_on_all_workers, storage_timeout
 from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.storage import Storage, StoreError
+from tfdp.checkpoint.training_state import IncompatibleBackup
 from tfdp.checkpoint.writer import remove_checkpoint
 from tfdp.communication.coordination.watch import WorkerLost
 from tfdp.ground import user_code
@@ -38,10 +39,6 @@ _NOTHING_LOADED = "Nothing was loaded."
 # Verdicts on a backup, which workers exchange: it is whole; a file is missing or was
 # altered; this run cannot resume from it; the store does not answer.
 _INTACT, _DAMAGED, _INCOMPATIBLE, _UNREADABLE = "intact", "damaged", "wrong", "unread"
-
-
-class IncompatibleBackup(ValueError):
-    """The backup is intact, but this run cannot resume from it."""
 
 
 class Backups:

@@ -8,8 +8,9 @@ in the middle of an epoch, counters that the logs show, and arrays of callbacks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -35,7 +36,7 @@ from tfdp.checkpoint.model_state import (
     model_state,
     replicated,
 )
-from tfdp.checkpoint.reader import LoadPlan
+from tfdp.checkpoint.reader import LoadPlan, check_model
 from tfdp.checkpoint.replica_state import (
     PerReplicaVariable,
     local_replicas,
@@ -142,6 +143,22 @@ def backup_tensors(
     return tensors
 
 
+class IncompatibleBackup(ValueError):
+    """The backup is intact, but this run cannot resume from it."""
+
+
+@contextlib.contextmanager
+def _as_incompatible() -> Iterator[None]:
+    """Raise `IncompatibleBackup` for a backup that is valid, but not of this model."""
+    try:
+        yield
+    except schema.Malformed:
+        raise
+    except ValueError as error:
+        raise IncompatibleBackup(str(error)) from error
+
+
+@_as_incompatible()
 def plan_backup(
     model: Any,
     arrays: dict[str, np.ndarray],
@@ -158,6 +175,10 @@ def plan_backup(
         index: `Index` of the backup.
         facts: Dict, the result of `run_facts` in the saved run.
         with_metrics: Bool, whether training continues in the middle of an epoch.
+
+    Raises:
+        IncompatibleBackup: If it is not of this model.
+        schema.Malformed: If its metadata is invalid.
     """
     saved = [entry.name for entry in index.tensors]
     tensors, left_out = _match_other_optimizers(_common_tensors(model, arrays), saved)
@@ -176,7 +197,9 @@ def plan_backup(
     else:
         left_out += [name for name in saved if name.startswith(f"{_METRICS}/")]
     label = "within the epoch" if with_metrics else "at its start"
-    return _load_plan(model, index, tensors, left_out, arrays=arrays, label=label)
+    plan = _load_plan(model, index, tensors, left_out, arrays=arrays, label=label)
+    check_model(index, plan)
+    return plan
 
 
 def _load_plan(

@@ -22,8 +22,9 @@ from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.memory_backups import MemoryBackups
 from tfdp.checkpoint.model_state import model_state
 from tfdp.checkpoint.on_all_workers import worker_group_of
+from tfdp.checkpoint.places import find_newest
 from tfdp.checkpoint.random_state import gather_random_states, restore_random_states
-from tfdp.checkpoint.reader import LoadPlan, check_model
+from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.run_schema import FACTS, RANDOM_STATES
 from tfdp.checkpoint.training_state import backup_tensors, plan_backup, run_facts
 from tfdp.communication.coordination.checks import require_equal
@@ -307,20 +308,16 @@ class ElasticState:
             None if extended is None else extended.connect_workers,
             reads_when_off=True,
         )
-        self._backups.prepare()
-        steps = self._backups.list_steps()
-        self._memory.prepare()
-        source: Any = self._memory
-        found = source.find_newest(self._plan, (max(steps, default=0), False))
-        if found is None:
-            source = self._backups
-            found = source.find_newest(self._plan, steps)
+        found = find_newest(
+            self._backups, self._memory, self._plan, is_end_of_epoch=False
+        )
         if found is None:
             return False
+        place, index, load_plan = found
         # Values of another number of replicas are merged into those of the metrics.
         self._model.reset_metrics()
-        source.load(*found)
-        run = found[0].run
+        place.load(index, load_plan)
+        run = index.run
         restore_random_states(run["random"], group)
         self._values.update(from_json(run["values"]))
         self._num_commits = run["steps"]
@@ -347,14 +344,7 @@ class ElasticState:
             raise IncompatibleBackup(
                 f"its values are {sorted(saved)}. Received: {sorted(self._values)}"
             )
-        try:
-            plan = plan_backup(self._model, {}, index, run["facts"], with_metrics=True)
-            check_model(index, plan)
-        except schema.Malformed:
-            raise
-        except ValueError as error:
-            raise IncompatibleBackup(str(error)) from error
-        return plan
+        return plan_backup(self._model, {}, index, run["facts"], with_metrics=True)
 
     @activities.during(activities.SAVE)
     def _save(self) -> None:
