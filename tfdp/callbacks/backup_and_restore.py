@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -53,6 +52,7 @@ from tfdp.ground.arguments import checked_bool, checked_integer, is_integer, pla
 from tfdp.ground.base import activities, loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
+from tfdp.ground.text import say
 from tfdp.training.data.batch_change import BatchChange
 from tfdp.training.data.position import DataPosition
 
@@ -430,7 +430,7 @@ class BackupAndRestore(StrategyCallback):
         if is_for_all:
             self._say(text)
         else:
-            print(f"tfdp: {text}", file=sys.stderr, flush=True)
+            say(text)
         raise SystemExit(PREEMPTED)
 
     # Resuming from backups.
@@ -526,7 +526,7 @@ class BackupAndRestore(StrategyCallback):
     def _say(self, text: str) -> None:
         """Print a line on the first worker."""
         if self._worker_group.is_chief:
-            print(f"tfdp: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def _warn_about_position(self, difficulty: str | None) -> None:
         """Warn that the position in the data cannot be restored, if it cannot.

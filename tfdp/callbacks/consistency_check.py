@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from tfdp.callbacks.bases import StrategyCallback
@@ -11,7 +10,7 @@ from tfdp.ground import user_code
 from tfdp.ground.arguments import checked_integer, checked_number
 from tfdp.ground.base import loops
 from tfdp.ground.base.context import strategy_of
-from tfdp.ground.text import pluralize
+from tfdp.ground.text import pluralize, say
 from tfdp.training.data.batch_labels import LabelRecord
 from tfdp.training.data.fingerprints import ArrayValues
 from tfdp.training.data.same_datasets import check_same_values
@@ -161,7 +160,7 @@ class ConsistencyCheck(StrategyCallback):
             replays is not None
             and strategy_of(self.model).extended.worker_group.is_chief
         ):
-            print(f"tfdp: {replays.cost()}.", file=sys.stderr, flush=True)
+            say(f"{replays.cost()}.")
 
     def _shared_label_record(self, strategy: Any) -> LabelRecord | None:
         """Return the record of this worker's labels, if all workers have one."""

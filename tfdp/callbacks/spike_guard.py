@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NoReturn
 
 import numpy as np
@@ -13,7 +12,7 @@ from tfdp.features.spikes.report import NAMES, LeftOut, failure, read_left_out, 
 from tfdp.features.spikes.step_guard import MOST_EXCLUDED, StepGuard
 from tfdp.features.spikes.training import ROLLBACK, SpikeRollback
 from tfdp.ground.arguments import checked_integer, checked_number
-from tfdp.ground.text import pluralize
+from tfdp.ground.text import pluralize, say
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 _WINDOW = 200
@@ -201,12 +200,7 @@ class SpikeGuard(OptimizerCallback):
             number = pluralize(len(self._rows), "update")
             has_stopped = self._has_stopped and self.action == "stop"
             done = ", and stopped training" if has_stopped else ""
-            print(
-                f"tfdp: `SpikeGuard` left out {number}{done}:\n"
-                f"{table(self._rows, self.on)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"`SpikeGuard` left out {number}{done}:\n{table(self._rows, self.on)}")
         self._guard.waiting.assign(0)
 
     @property
@@ -271,7 +265,7 @@ class SpikeGuard(OptimizerCallback):
             "back to the newest backup, to leave that update out"
         )
         if worker_group_of(self.model).is_chief:
-            print(f"tfdp: {text}.", file=sys.stderr, flush=True)
+            say(f"{text}.")
         raise SpikeRollback(f"`SpikeGuard`: {text}.")
 
     def _check(self) -> None:

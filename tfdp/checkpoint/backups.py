@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from tfdp.checkpoint.writer import remove_checkpoint
 from tfdp.communication.coordination.watch import WorkerLost
 from tfdp.ground import user_code
 from tfdp.ground.base.temporary import temporary_name
+from tfdp.ground.text import say
 from tfdp.training.sharding.state_tensors import StateTensor
 
 # Names of the directories of backups, and of damaged backups that were renamed.
@@ -167,7 +167,7 @@ class Backups:
         except WorkerLost:
             pass  # the next call of the other workers raises it
         except Exception as error:  # noqa: BLE001 the caller has another error
-            print(f"tfdp: {error}", file=sys.stderr, flush=True)
+            say(error)
 
     def list_steps(self) -> list[int]:
         """Return the steps of the backups that have an index, the newest first.

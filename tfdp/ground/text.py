@@ -1,6 +1,8 @@
-"""Numbers with nouns in the singular or plural, for messages."""
+"""Texts for the user: lines on stderr, and numbers with nouns."""
 
 from __future__ import annotations
+
+import sys
 
 
 def pluralize(number: int, noun: str, plural: str | None = None) -> str:
@@ -21,3 +23,12 @@ def pluralize(number: int, noun: str, plural: str | None = None) -> str:
     ('1 worker', '0 workers', '1,024 replicas')
     """
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
+def say(text: object) -> None:
+    """Print a line on stderr, at once.
+
+    Args:
+        text: Object, whose text begins with a small letter or a name.
+    """
+    print(f"tfdp: {text}", file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from tfdp.communication.coordination.preemption import PREEMPTED
 from tfdp.communication.store import JobRuns, Membership, ask_job
 from tfdp.ground import forks, user_code
 from tfdp.ground.options import CommunicationOptions
+from tfdp.ground.text import say
 
 # Longest wait for the other workers of a later cluster, by default.
 _REFORM_SECONDS = 60.0
@@ -202,11 +202,9 @@ def take_part(
                 workers = list(state.workers)
                 return _enter(worker, origin, workers, state.generation)
         if time.monotonic() - heard > _JOB_ENDED_SECONDS:
-            print(
-                "tfdp: the job that this worker was to join has ended: none of its "
-                f"workers answers. Exit code {PREEMPTED}.",
-                file=sys.stderr,
-                flush=True,
+            say(
+                "the job that this worker was to join has ended: none of its "
+                f"workers answers. Exit code {PREEMPTED}."
             )
             raise SystemExit(PREEMPTED)
         waited = time.monotonic() - begin

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from tfdp.communication.cluster import describe_workers
 from tfdp.communication.connection.handshake import ConnectionFailed
 from tfdp.communication.coordination.clock import clock
 from tfdp.communication.store import HostLost, Membership
-from tfdp.ground.text import pluralize
+from tfdp.ground.text import pluralize, say
 
 # Interval at which a worker that waits for the others asks which are missing, and
 # pause before the store is looked for again.
@@ -119,7 +118,7 @@ def _await_applicants(
     num_workers = membership.cluster.num_workers
     if membership.cluster.rank == survivors[0]:
         text = _lack(survivors, num_workers, min_workers)
-        print(f"tfdp: {text}: waiting for others to join.", file=sys.stderr, flush=True)
+        say(f"{text}: waiting for others to join.")
     begin = clock.now()
     for number in itertools.count():
         lost = sorted(set(range(num_workers)) - set(survivors))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from typing import Any
 
@@ -12,6 +11,7 @@ from tfdp.features.backup_workers.checks import check_workers
 from tfdp.features.backup_workers.exchange import FirstGradients
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Feature, Fit, register
+from tfdp.ground.text import say
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
 
 # Name of the number in the logs of an epoch.
@@ -74,7 +74,7 @@ class BackupWorkers(Feature):
         if not _is_on(fit.strategy) or not fit.strategy.extended.worker_group.is_chief:
             return
         if text := self._exchanges[fit.model].counts.describe():
-            print(f"tfdp: {text}", file=sys.stderr, flush=True)
+            say(text)
 
 
 def _check_steps(strategy: Any, steps: int) -> None:

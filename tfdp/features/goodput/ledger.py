@@ -16,6 +16,7 @@ from typing import Any
 from tfdp.communication.cluster import tf_config
 from tfdp.ground.base.files import open_regular
 from tfdp.ground.base.process_identity import boot_id, state_and_start
+from tfdp.ground.text import say
 
 # Name of a ledger in a folder. Beside a folder, it is the ending of its name.
 NAME = "goodput.jsonl"
@@ -277,11 +278,9 @@ class LedgerFile:
         if not self._has_failed:
             self._has_failed = True
             text = getattr(error, "strerror", None) or error
-            print(
-                f"tfdp: the ledger of goodput {self.path} cannot be written ({text}); "
-                "training continues, and its lines are kept until they can be",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"the ledger of goodput {self.path} cannot be written ({text}); "
+                "training continues, and its lines are kept until they can be"
             )
 
 

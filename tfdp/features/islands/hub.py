@@ -13,7 +13,6 @@ import contextlib
 import functools
 import json
 import socket
-import sys
 import threading
 import time
 from collections.abc import Collection
@@ -30,6 +29,7 @@ from tfdp.features.islands.hub_connection import (
     SILENT_SECONDS,
     HubConnection,
 )
+from tfdp.ground.text import say
 
 # How long the first islands wait for others that may still be starting.
 JOIN_SECONDS = 120.0
@@ -373,4 +373,4 @@ class Hub:
 
 def _warn_about_file_limit(lack: str) -> None:
     """Print that the hub has no file descriptors left; `lack` is the reason."""
-    print(f"tfdp: no island can connect: {lack}", file=sys.stderr, flush=True)
+    say(f"no island can connect: {lack}")

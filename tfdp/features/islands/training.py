@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
@@ -29,7 +28,7 @@ from tfdp.ground.base.feature import Feature, Fit, register
 from tfdp.ground.base.param_groups import batches_per_update
 from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.forks import Owner
-from tfdp.ground.text import pluralize
+from tfdp.ground.text import pluralize, say
 from tfdp.training.keras_hooks.added_callbacks import OptimizerProgressCheck
 from tfdp.training.keras_hooks.worker_callbacks import WRITERS, callback_list
 from tfdp.training.replicas.variables import StatisticVariable
@@ -351,13 +350,11 @@ class IslandTraining:
         if exchange is None:
             return
         if wait([exchange], _WARN_AFTER_SECONDS).not_done:
-            print(
-                f"tfdp: island {self._island.index} has waited for "
+            say(
+                f"island {self._island.index} has waited for "
                 f"{_WARN_AFTER_SECONDS:g} s for the others in an exchange of `DiLoCo`; "
                 "with `min_participants` it would continue without those that are "
-                "late.",
-                file=sys.stderr,
-                flush=True,
+                "late."
             )
         was_behind = exchange.result()
         if was_behind:  # the common weights replace those of the updates since

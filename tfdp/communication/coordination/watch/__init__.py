@@ -32,6 +32,7 @@ from tfdp.communication.coordination.watch.recorder import listen
 from tfdp.communication.coordination.watch.watchdog import Watchdog
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.communication.store import Membership
+from tfdp.ground.text import say
 
 __all__ = [
     "COLLECTIVE_FAILED",
@@ -103,7 +104,7 @@ def _explain_uncaught() -> None:
         if issubclass(kind, KeyboardInterrupt):
             # Ctrl-C interrupts all workers, and their tracebacks would hide the output.
             where = _line_of_script(trace)
-            print(f"tfdp: interrupted{where}", file=sys.stderr, flush=True)
+            say(f"interrupted{where}")
             return
         before(kind, error, trace)
         _watchdogs[0].explain_uncaught(error)

@@ -12,6 +12,7 @@ from tfdp.communication.coordination.data_wait import data_wait, used_processor_
 from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch.errors import EXIT_CODE, WorkerFailure
 from tfdp.ground import _compat
+from tfdp.ground.text import say
 
 _CHECK_SECONDS = 1.0
 # Fraction of one CPU core: polling uses less, preparing data uses more.
@@ -101,6 +102,6 @@ def end_process(text: str) -> None:
         text: String, the message.
     """
     sys.stdout.flush()
-    print(f"tfdp: {text}", file=sys.stderr, flush=True)
+    say(text)
     _compat.remove_generated_files()
     os._exit(EXIT_CODE)

@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from tfdp.communication.coordination.watch.failure_detector import FailureDetect
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat
 from tfdp.ground import _compat, forks, user_code
 from tfdp.ground.base.files import make_private_folder, replaced
+from tfdp.ground.text import say
 
 # Longest wait of an error for the file of the record, which a slow disk may delay.
 _WRITE_SECONDS = 2.0
@@ -187,11 +187,9 @@ class FlightRecorder:
         is_known, self._error = self._error is not None, error
         if is_known:
             return
-        print(
-            "tfdp: the flight record of this worker cannot be written to "
-            f"{self.folder}: {getattr(error, 'strerror', None) or error}",
-            file=sys.stderr,
-            flush=True,
+        say(
+            "the flight record of this worker cannot be written to "
+            f"{self.folder}: {getattr(error, 'strerror', None) or error}"
         )
 
 

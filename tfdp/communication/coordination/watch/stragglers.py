@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 from tfdp.communication.coordination.progress import WorkerProgress, progress
@@ -10,6 +9,7 @@ from tfdp.communication.coordination.watch.failure_detector import FailureDetect
 from tfdp.communication.coordination.watch.heartbeat import Heartbeat
 from tfdp.communication.coordination.worker_group import NO_CALL
 from tfdp.ground import user_code
+from tfdp.ground.text import say
 
 _WARN_AFTER_SECONDS = 10.0
 _SAME_CALLS = "every worker has to make the same calls on the same model"
@@ -131,7 +131,7 @@ class StragglerCheck:
         if user_code.is_new(f"place {own.count}", self):
             # The text is printed, because a warning that is turned into an error would
             # end this thread.
-            print(f"tfdp: {text}", file=sys.stderr, flush=True)
+            say(text)
 
 
 def _cause_of_delay(own: WorkerProgress, other: WorkerProgress) -> str:

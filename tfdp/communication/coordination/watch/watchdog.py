@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from tfdp.communication.coordination.watch.recorder import FlightRecorder
 from tfdp.communication.coordination.watch.stragglers import StragglerCheck
 from tfdp.communication.store import HostLost, Membership
 from tfdp.ground.forks import Owner
+from tfdp.ground.text import say
 
 DEFAULT_LIMIT_SECONDS = 60.0
 _CHECK_SECONDS, _URGENT_CHECK_SECONDS, _PROBE_SECONDS = 1.0, 0.1, 2.0
@@ -206,11 +206,11 @@ class Watchdog(threading.Thread):
         if may_be_lost and self._await_failure():
             bucket = bucket_of_error(f"{error} {self.reason_of_failure()}")
             lost = self._error(progress.current.name, bucket)
-            print(f"tfdp: {lost}", file=sys.stderr, flush=True)
+            say(lost)
             return
         reason = self.reason_of_failure()
         if is_collective and reason and reason not in str(error):
-            print(f"tfdp: {reason}", file=sys.stderr, flush=True)
+            say(reason)
             text = reason
         self._heartbeat.last_error = text
 
