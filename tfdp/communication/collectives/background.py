@@ -21,6 +21,7 @@ from tfdp.communication.collectives.bridge import Failure, Queues
 from tfdp.communication.coordination.watch import COLLECTIVE_FAILED
 from tfdp.ground import forks
 from tfdp.ground.base.finalizers import finalizers
+from tfdp.ground.base.threads import start_thread
 
 _CLOSE_SECONDS = 2.0
 # Two elements: the next call may be launched while results of one are collected.
@@ -59,14 +60,9 @@ class Background:
         ]
         self._num_served = _CallCount()
         self._owner = forks.Owner()
-        thread = threading.Thread(
-            target=_serve,
-            args=(self._replica_queues, function, self._num_served),
-            name=name,
-            daemon=True,
+        self._thread = start_thread(
+            name, _serve, self._replica_queues, function, self._num_served
         )
-        thread.start()
-        self._thread = thread
         # The thread keeps the queues alive until they are closed.
         finalizers.register(self, _close, self._replica_queues)
         _backgrounds.add(self)

@@ -17,6 +17,7 @@ from tfdp.communication.connection.handshake import ConnectionFailed
 from tfdp.communication.connection.messages import encode
 from tfdp.communication.store.contents import Contents
 from tfdp.communication.store.hosts import Connection, Hosts, Refused
+from tfdp.ground.base.threads import start_thread
 
 # Longest wait of an all-gather for what the host knows of it, in seconds.
 _ANSWER_SECONDS = 2.0
@@ -317,11 +318,8 @@ class Store:
             return
         if self._waiting or self._standby == self.rank:
             self._hurry.set()
-        thread = threading.Thread(
-            target=self._follow, name="tfdp store follows", daemon=True
-        )
         try:
-            thread.start()
+            start_thread("tfdp store follows", self._follow)
         except RuntimeError:  # the interpreter is shutting down
             self.fail()
 

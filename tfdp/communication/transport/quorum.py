@@ -23,6 +23,7 @@ from tfdp.communication.transport.arithmetic import is_half, sum_into
 from tfdp.communication.transport.communicator import Array, PeerLost
 from tfdp.communication.transport.connections import Connection, Ending
 from tfdp.communication.transport.frames import receive_frame, send_frame
+from tfdp.ground.base.threads import start_thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,7 @@ class QuorumFollower(QuorumMember):
     def __init__(self, link: Connection, on_change: Callable[[int], None]) -> None:
         super().__init__(on_change)
         self._link = link
-        _start(self._read, "tfdp quorum")
+        start_thread("tfdp quorum", self._read)
 
     def close(self, reason: str = "", ending: Ending | None = None) -> None:
         """See `QuorumMember`."""
@@ -182,8 +183,8 @@ class QuorumLeader(QuorumMember):
         self._unsent: dict[int, queue.SimpleQueue[QuorumSum | None]]
         self._unsent = {rank: queue.SimpleQueue() for rank in links}
         for rank in links:
-            _start(self._read, f"tfdp quorum from {rank}", rank)
-            _start(self._write, f"tfdp quorum to {rank}", rank)
+            start_thread(f"tfdp quorum from {rank}", self._read, rank)
+            start_thread(f"tfdp quorum to {rank}", self._write, rank)
 
     def close(self, reason: str = "", ending: Ending | None = None) -> None:
         """Close the connections, and end the threads that send."""
@@ -269,8 +270,3 @@ def _scale(array: Array, factor: float) -> None:
         array[...] = array.astype(np.float32) * np.float32(factor)
     elif np.issubdtype(array.dtype, np.floating):
         array *= array.dtype.type(factor)
-
-
-def _start(target: Callable[..., None], name: str, *args: int) -> None:
-    """Start a daemon thread."""
-    threading.Thread(target=target, args=args, name=name, daemon=True).start()

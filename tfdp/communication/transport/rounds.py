@@ -24,6 +24,7 @@ import numpy as np
 from tfdp.communication.transport.arithmetic import mean_by_samples
 from tfdp.communication.transport.communicator import Array, PeerLost, TransportError
 from tfdp.communication.transport.frames import Link, receive_frame, send_frame
+from tfdp.ground.base.threads import start_thread
 from tfdp.ground.text import pluralize
 
 # Version that a follower sends to pause its rounds until all workers synchronize.
@@ -267,12 +268,8 @@ class RoundLeader(Rounds):
         # Held during a round, so that a pause begins after it.
         self._lock = threading.Lock()
         for rank, link in links.items():
-            threading.Thread(
-                target=self._serve,
-                args=(self._members[rank], link),
-                name=f"tfdp rounds {rank}",
-                daemon=True,
-            ).start()
+            name, member = f"tfdp rounds {rank}", self._members[rank]
+            start_thread(name, self._serve, member, link)
 
     def exchange(
         self, samples: float, arrays: Sequence[Array], state: Sequence[Array]

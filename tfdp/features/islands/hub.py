@@ -29,6 +29,7 @@ from tfdp.features.islands.hub_connection import (
     SILENT_SECONDS,
     HubConnection,
 )
+from tfdp.ground.base.threads import start_thread
 from tfdp.ground.text import say
 
 # How long the first islands wait for others that may still be starting.
@@ -269,9 +270,7 @@ class Hub:
         connection = HubConnection(sock)
         with self._lock:
             self._connections[connection] = set()
-        threading.Thread(
-            target=self._serve, args=(connection,), name="tfdp hub", daemon=True
-        ).start()
+        start_thread("tfdp hub", self._serve, connection)
 
     def _serve(self, connection: HubConnection) -> None:
         """Serve one connection until it ends."""

@@ -30,6 +30,7 @@ from tfdp.features.islands.hub_connection import (
     SERVICE,
     HubConnection,
 )
+from tfdp.ground.base.threads import start_thread
 from tfdp.ground.forks import close_in_forks
 
 # How long an island tries to connect, with an interval of `_RETRY_SECONDS`.
@@ -68,9 +69,7 @@ class Member:
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         beats = self._is_closed, self._lock
-        threading.Thread(
-            target=self._connection.beat, args=beats, name="tfdp beat", daemon=True
-        ).start()
+        start_thread("tfdp beat", self._connection.beat, *beats)
 
     def join(
         self, settings: dict[str, Any], state: Sequence[Array], updates: int = 0

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdp.ground import forks
+from tfdp.ground.base.threads import start_thread
 
 # Seconds that the exit of the process waits for pending finalizers, at most: TensorFlow
 # may take a minute to delete an iterator.
@@ -64,10 +65,7 @@ class FinalizerThread:
         """
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=_run, args=(self._calls,), name=self._name, daemon=True
-                )
-                self._thread.start()
+                self._thread = start_thread(self._name, _run, self._calls)
                 atexit.register(self._finish, self._thread)
         return forks.finalize(owned_by, self._calls.put, (function, args, kwargs))
 

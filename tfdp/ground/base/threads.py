@@ -33,5 +33,23 @@ def run_on_thread(name: str, function: Callable[..., Any], *args: Any) -> Future
         except BaseException as error:  # noqa: BLE001  `Future.result` raises it
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    start_thread(name, run)
     return future
+
+
+def start_thread(
+    name: str, function: Callable[..., Any], *args: Any
+) -> threading.Thread:
+    """Start a daemon thread that calls a function, and return it.
+
+    Args:
+        name: String, name of the thread.
+        function: Callable, which handles its own errors.
+        *args: Arguments of the function.
+
+    Raises:
+        RuntimeError: If the interpreter is shutting down.
+    """
+    thread = threading.Thread(target=function, args=args, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -20,6 +20,7 @@ from tfdp.communication.connection.handshake import (
     dial_steps,
     reason_of,
 )
+from tfdp.ground.base.threads import start_thread
 from tfdp.ground.forks import close_in_forks
 from tfdp.launch.rendezvous.failure import RendezvousError
 from tfdp.launch.rendezvous.link import MOST_BYTES, SERVICE, Link
@@ -74,10 +75,7 @@ class Member:
         self._waker.setblocking(False)
         self._link: Link | None = None
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, name="tfdp-rendezvous-member", daemon=True
-        )
-        self._thread.start()
+        self._thread = start_thread("tfdp-rendezvous-member", self._run)
 
     def fileno(self) -> int:
         """Return the descriptor that is readable while the queue has a message."""
