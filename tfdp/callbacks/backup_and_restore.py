@@ -48,7 +48,13 @@ from tfdp.communication.coordination.progress import progress
 from tfdp.communication.coordination.watch import WorkerLost, WorkersJoin
 from tfdp.features.local_steps import FEATURE as LOCAL_STEPS
 from tfdp.ground import _compat, user_code
-from tfdp.ground.arguments import checked_bool, checked_integer, is_integer, plain
+from tfdp.ground.arguments import (
+    check_choice,
+    checked_bool,
+    checked_integer,
+    is_integer,
+    plain,
+)
 from tfdp.ground.base import activities, loops
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import equalize_replicas
@@ -572,7 +578,4 @@ def _check_arguments(directory: Any, save_freq: Any, batch: Any) -> None:
             '`save_freq` must be "epoch" or an integer of at least 1. '
             f"Received: save_freq={save_freq!r}"
         )
-    if batch not in ("global", "per_replica"):
-        raise ValueError(
-            f'`batch` must be "global" or "per_replica". Received: batch={batch!r}'
-        )
+    check_choice("batch", batch, ("global", "per_replica"))

@@ -8,6 +8,7 @@ from typing import Any
 from tfdp.callbacks.bases import OptimizerCallback
 from tfdp.features.islands.training import sync_islands_after_flush
 from tfdp.features.micro_batches import MicroBatches
+from tfdp.ground.arguments import check_choice
 from tfdp.ground.base.context import strategy_of
 from tfdp.ground.plans.schedules import check_steps, steps_at_epoch
 from tfdp.training.optimizer.distributed import DistributedOptimizer
@@ -51,10 +52,7 @@ class GradientAccumulation(OptimizerCallback):
             )
         if not isinstance(steps, str):
             check_steps(steps)
-        if flush not in (None, "epoch"):
-            raise ValueError(
-                f'`flush` must be `None` or "epoch". Received: flush={flush!r}'
-            )
+        check_choice("flush", flush, (None, "epoch"))
         self.steps: int | str | dict[int, int] = (
             {int(first): int(number) for first, number in steps.items()}
             if isinstance(steps, Mapping)

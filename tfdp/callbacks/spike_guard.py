@@ -11,14 +11,13 @@ from tfdp.checkpoint.on_all_workers import worker_group_of
 from tfdp.features.spikes.report import NAMES, LeftOut, failure, read_left_out, table
 from tfdp.features.spikes.step_guard import MOST_EXCLUDED, StepGuard
 from tfdp.features.spikes.training import ROLLBACK, SpikeRollback
-from tfdp.ground.arguments import checked_integer, checked_number
+from tfdp.ground.arguments import check_choice, checked_integer, checked_number
 from tfdp.ground.text import pluralize, say
 from tfdp.training.optimizer.distributed import DistributedOptimizer
 
 _WINDOW = 200
 # Batches between two reads of the number of skips in a row, which wait for the step.
 _BATCHES_BETWEEN_CHECKS = 10
-_ACTIONS = ("skip", "rollback", "stop")
 
 
 class SpikeGuard(OptimizerCallback):
@@ -86,15 +85,8 @@ class SpikeGuard(OptimizerCallback):
         bounds = "a number of at least 1"
         self.threshold = float(checked_number("threshold", threshold, bounds, least=1))
         self.window = checked_integer("window", window, 2)
-        for name, value, known in (
-            ("on", on, ("loss", "gradient_norm")),
-            ("action", action, _ACTIONS),
-        ):
-            if value not in known:
-                listed = " or ".join(f'"{item}"' for item in known)
-                raise ValueError(
-                    f"`{name}` must be {listed}. Received: {name}={value!r}"
-                )
+        check_choice("on", on, ("loss", "gradient_norm"))
+        check_choice("action", action, ("skip", "rollback", "stop"))
         self.on, self.action = on, action
         self.patience = checked_integer("patience", patience, 1)
         self._rows: list[LeftOut] = []

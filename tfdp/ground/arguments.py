@@ -1,4 +1,4 @@
-"""Checks of booleans and numbers in users' arguments.
+"""Checks of booleans, numbers and choices in users' arguments.
 
 The checks accept NumPy's scalars and return Python's own types. Bools, infinity and NaN
 do not count as numbers.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numbers
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -60,6 +61,26 @@ def checked_bool(name: str, value: object) -> bool:
     if not _is_boolean(value):
         raise ValueError(f"`{name}` must be True or False. Received: {name}={value!r}")
     return bool(value)
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> None:
+    """Check that an argument is one of a few strings, or `None`.
+
+    Args:
+        name: String, the name of the argument.
+        value: Object, the value of the argument.
+        allowed: Sequence of two or more strings, or `None` among them.
+
+    Raises:
+        ValueError: If the value is another one.
+    """
+    if value not in allowed:
+        *first, last = ("`None`" if one is None else f'"{one}"' for one in allowed)
+        count = "one of " if len(allowed) > 2 else ""
+        raise ValueError(
+            f"`{name}` must be {count}{', '.join(first)} or {last}. "
+            f"Received: {name}={value!r}"
+        )
 
 
 def checked_integer(name: str, value: object, least: int, what: str = "") -> int:

@@ -6,7 +6,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdp.ground.arguments import checked_bool, checked_integer, checked_number
+from tfdp.ground.arguments import (
+    check_choice,
+    checked_bool,
+    checked_integer,
+    checked_number,
+)
 from tfdp.ground.links import Links
 
 # The algorithms that treat all replicas as one level.
@@ -139,8 +144,8 @@ class CommunicationOptions:
         self._set_positive("first_bucket_mb", size)
         if self.timeout_seconds is not None:
             self._set_positive("timeout_seconds", "a number of seconds or None")
-        _check_levels("algorithm", self.algorithm, ALGORITHMS, _ALGORITHMS_BY_LEVEL)
-        _check_one_of("backend", self.backend, BACKENDS)
+        _check_algorithm(self.algorithm)
+        check_choice("backend", self.backend, BACKENDS)
         if self.interface is not None and (
             not isinstance(self.interface, str) or not self.interface
         ):
@@ -148,13 +153,13 @@ class CommunicationOptions:
                 "`interface` must be the name or an address of a network interface, "
                 f"or None. Received: interface={self.interface!r}"
             )
-        _check_one_of("on_loss", self.on_loss, ON_LOSS)
+        check_choice("on_loss", self.on_loss, ON_LOSS)
         least = checked_integer("min_workers", self.min_workers, 1)
         object.__setattr__(self, "min_workers", least)
         spare = checked_integer("backup_workers", self.backup_workers, 0)
         object.__setattr__(self, "backup_workers", spare)
-        _check_one_of("uneven", self.uneven, UNEVEN)
-        _check_one_of("gathers", self.gathers, GATHERS)
+        check_choice("uneven", self.uneven, UNEVEN)
+        check_choice("gathers", self.gathers, GATHERS)
         is_synchronized = checked_bool("sync_batch_norm", self.sync_batch_norm)
         object.__setattr__(self, "sync_batch_norm", is_synchronized)
         _check_compression(self.compression)
@@ -228,35 +233,14 @@ class CommunicationOptions:
         object.__setattr__(self, name, value)
 
 
-def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise if the value of an argument is not one of the allowed strings."""
-    if value not in allowed:
-        listed = ", ".join(f'"{item}"' for item in allowed)
-        raise ValueError(
-            f"`{name}` must be one of {listed}. Received: {name}={value!r}"
-        )
-
-
-def _check_levels(
-    name: str,
-    value: object,
-    allowed: tuple[str, ...],
-    of_level: Mapping[str, tuple[str, ...]],
-) -> None:
-    """Check one name for both levels, or a dict from level to name.
-
-    Args:
-        name: String, name of the argument.
-        value: Object, value of the argument.
-        allowed: Tuple of strings, allowed names for both levels.
-        of_level: Mapping from `"inner"` and `"outer"` to their allowed names.
-    """
+def _check_algorithm(value: object) -> None:
+    """Check one name for both levels, or a dict from level to name."""
     if not isinstance(value, Mapping):
-        _check_one_of(name, value, allowed)
+        check_choice("algorithm", value, ALGORITHMS)
         return
-    _check_keys(name, value)
+    _check_keys("algorithm", value)
     for level, choice in value.items():
-        _check_one_of(f'{name}["{level}"]', choice, of_level[level])
+        check_choice(f'algorithm["{level}"]', choice, _ALGORITHMS_BY_LEVEL[level])
 
 
 def _check_keys(name: str, value: Mapping[str, Any]) -> None:
@@ -283,7 +267,7 @@ def _check_compression(value: Any) -> None:
         _check_keys("compression", value)
         for level, choice in value.items():
             if not is_compressor(choice):
-                _check_one_of(f'compression["{level}"]', choice, COMPRESSIONS)
+                check_choice(f'compression["{level}"]', choice, COMPRESSIONS)
         _check_whole_buckets(value)
         return
     if not isinstance(value, str) or value not in COMPRESSIONS:

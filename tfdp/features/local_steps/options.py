@@ -8,7 +8,12 @@ from typing import Any
 
 import keras
 
-from tfdp.ground.arguments import checked_bool, checked_integer, checked_number
+from tfdp.ground.arguments import (
+    check_choice,
+    checked_bool,
+    checked_integer,
+    checked_number,
+)
 from tfdp.ground.base.param_groups import is_multi
 from tfdp.ground.options import CommunicationOptions
 from tfdp.ground.text import pluralize
@@ -81,10 +86,7 @@ class OuterOptions:
                 f"new one. Received: {self.optimizer.name}"
             )
         self._check_features()
-        if self.scope not in SCOPES:
-            raise ValueError(
-                f'`scope` must be "node" or "replica". Received: scope={self.scope!r}'
-            )
+        check_choice("scope", self.scope, SCOPES)
         _check(self, "fragments", checked_integer, 1, "parts of the weights")
         _check(self, "delay", checked_integer, 0, "inner updates")
         self._check_compression()

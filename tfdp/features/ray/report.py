@@ -13,11 +13,10 @@ import tensorflow as tf
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from tfdp import checkpoint as checkpoints
-from tfdp.ground.arguments import checked_integer
+from tfdp.ground.arguments import check_choice, checked_integer
 from tfdp.ground.base.temporary import TemporaryFolder
 
 FILE_NAME = "model.keras"
-_FORMATS = ("keras", "tfdp", None)
 
 
 class ReportCallback(keras.callbacks.Callback):
@@ -53,11 +52,7 @@ class ReportCallback(keras.callbacks.Callback):
         every: int = 1,
     ) -> None:
         super().__init__()
-        if checkpoint not in _FORMATS:
-            raise ValueError(
-                f"`checkpoint` must be one of {_FORMATS}. "
-                f"Received: checkpoint={checkpoint!r}"
-            )
+        check_choice("checkpoint", checkpoint, ("keras", "tfdp", None))
         self.metrics = metrics
         self.checkpoint = checkpoint
         self.every = checked_integer("every", every, 1)

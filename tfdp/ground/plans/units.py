@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.ground import user_code
-from tfdp.ground.arguments import checked_integer, plain
+from tfdp.ground.arguments import check_choice, checked_integer, plain
 from tfdp.ground.plans.buckets import Entry
 from tfdp.ground.plans.shards import Row, Segment, ShardBucket
 
@@ -19,7 +19,6 @@ from tfdp.ground.plans.shards import Row, Segment, ShardBucket
 Ranges = tuple[tuple[int, int], ...]
 
 _RESHARDS = (True, False, "node")
-_COMPRESSIONS = (None, "int8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,11 +73,7 @@ class UnitOptions:
         object.__setattr__(self, "reshard_after_forward", plain(reshard))
         prefetch = checked_integer("prefetch", self.prefetch, 0)
         object.__setattr__(self, "prefetch", prefetch)
-        if self.gather_compression not in _COMPRESSIONS:
-            raise ValueError(
-                f"`gather_compression` must be one of {_COMPRESSIONS}. "
-                f"Received: gather_compression={self.gather_compression!r}"
-            )
+        check_choice("gather_compression", self.gather_compression, (None, "int8"))
 
     @property
     def text(self) -> str:

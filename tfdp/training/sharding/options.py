@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tfdp.ground.arguments import check_choice
 from tfdp.ground.plans.units import DEFAULT_UNITS, UnitOptions
 
 # The values of `sharding`, by stage of ZeRO. Each stage shards what it names and what
 # the stages before it shard.
 SHARDINGS = ("none", "optimizer", "gradients", "parameters")
-_SCOPES = ("all", "node")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,20 +39,9 @@ class ShardingOptions:
     units: UnitOptions = DEFAULT_UNITS
 
     def __post_init__(self) -> None:
-        if self.sharding not in SHARDINGS:
-            raise ValueError(
-                f"`sharding` must be one of {SHARDINGS}. "
-                f"Received: sharding={self.sharding!r}"
-            )
-        if self.shard_scope not in _SCOPES:
-            raise ValueError(
-                f"`shard_scope` must be one of {_SCOPES}. "
-                f"Received: shard_scope={self.shard_scope!r}"
-            )
-        if self.offload not in (None, "cpu"):
-            raise ValueError(
-                f'`offload` must be `None` or "cpu". Received: offload={self.offload!r}'
-            )
+        check_choice("sharding", self.sharding, SHARDINGS)
+        check_choice("shard_scope", self.shard_scope, ("all", "node"))
+        check_choice("offload", self.offload, (None, "cpu"))
         if self.offload and not self.stage:
             raise ValueError(
                 "`offload` needs sharded state. Set `sharding`. Received: "

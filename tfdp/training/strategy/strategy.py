@@ -18,6 +18,7 @@ from tfdp.communication.cluster.devices import (
 from tfdp.communication.cluster.launchers import mpi_rank
 from tfdp.communication.coordination.join import resolver_of_environment, start_worker
 from tfdp.ground import _compat, user_code
+from tfdp.ground.arguments import check_choice
 from tfdp.ground.base import loops, program_trace
 from tfdp.ground.base.feature import registered
 from tfdp.ground.options import CommunicationOptions
@@ -71,10 +72,7 @@ class _Strategy:
         (4, 3)
         """
         self.extended.worker_group.owner.check("`strategy.scope`")
-        if init not in (None, "deferred"):
-            raise ValueError(
-                f'`init` must be `None` or "deferred". Received: init={init!r}'
-            )
+        check_choice("init", init, (None, "deferred"))
         return synchronized_scope.SynchronizedScope(
             self,
             super().scope(),  # type: ignore[misc]
