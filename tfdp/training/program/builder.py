@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,16 +70,7 @@ class Builder:
 
     def run(self) -> None:
         """Build all needed operations and effects, in the order of the program."""
-        effects = list(self.trace.effects.get(self.plan.graph, ()))
-        built: set = set()
-        for position, last in enumerate(self.plan.graph.get_operations()):
-            while effects and effects[0].position <= position:
-                self._run_effect(effects.pop(0))
-            for op in with_inputs(last, built):
-                if op in self.plan.live:
-                    self.build(op)
-        for effect in effects:
-            self._run_effect(effect)
+        self._build_with_effects(self.plan.live)
         self._assign_statistics(is_last=self.parent is None)
 
     def run_inside(
@@ -114,6 +105,19 @@ class Builder:
         )
         inner.run()
         return inner
+
+    def _build_with_effects(self, needed: Container[Any]) -> None:
+        """Build some operations, and all effects, in the order of the program."""
+        effects = list(self.trace.effects.get(self.plan.graph, ()))
+        built: set = set()
+        for position, last in enumerate(self.plan.graph.get_operations()):
+            while effects and effects[0].position <= position:
+                self._run_effect(effects.pop(0))
+            for op in with_inputs(last, built):
+                if op in needed:
+                    self.build(op)
+        for effect in effects:
+            self._run_effect(effect)
 
     # The methods below are called by the `build` functions of rules.
 

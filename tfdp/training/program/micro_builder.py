@@ -13,7 +13,7 @@ from tfdp.training.program.builder import Builder
 from tfdp.training.program.conversions import Rows
 from tfdp.training.program.facts import Fact, Form
 from tfdp.training.program.micro_batches import MicroPlan
-from tfdp.training.program.plan import is_conversion, with_inputs
+from tfdp.training.program.plan import is_conversion
 from tfdp.training.program.view import AS_HELD, WHOLE, Kind, Need
 from tfdp.training.reduction.fusion import wide_dtype
 
@@ -57,7 +57,8 @@ class StagedBuilder(Builder):
                 everywhere = self.replica.sum([tf.ones([])])
                 stack.enter_context(tf.control_dependencies(everywhere))
             stack.enter_context(tf.control_dependencies(self.begin_changes()))
-            self._build_last_stage()
+            # All that changes states: updates, assignments, and what follows.
+            self._build_with_effects(set(self._of_stage(self.micro.last_stage)))
 
     def _gate(self, stage: int) -> tf.Operation:
         """Return an operation after which a loop's results may be used.
@@ -76,20 +77,6 @@ class StagedBuilder(Builder):
     def _of_stage(self, stage: int) -> list:
         """Return the operations of a stage, in order."""
         return [op for op, own in self.micro.stages.items() if own == stage]
-
-    def _build_last_stage(self) -> None:
-        """Build all that changes states: updates, assignments, and what follows."""
-        effects = list(self.trace.effects.get(self.plan.graph, ()))
-        late = set(self._of_stage(self.micro.last_stage))
-        built: set[Any] = set()
-        for position, last in enumerate(self.plan.graph.get_operations()):
-            while effects and effects[0].position <= position:
-                self._run_effect(effects.pop(0))
-            for op in with_inputs(last, built):
-                if op in late:
-                    self.build(op)
-        for effect in effects:
-            self._run_effect(effect)
 
     def _build_operation(self, op: Any) -> None:
         """Build an operation; a read of an assigned state returns what is assigned."""

@@ -5,8 +5,9 @@ step -> traced once, as on one device -> plan -> built on each replica by the pl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -278,18 +279,19 @@ class DividedStep:
             trace.effects,
             lambda op: any(id(self._outermost(t)) in shared for t in op.inputs),
         )
-        try:
+        name = self._loop.name
+        with _naming_operations(f"A step of `{name}` cannot be divided among replicas"):
             plan = make_plan(graph, facts, needed, scope)
-        except CannotDivideError as error:
-            raise ValueError(
-                f"A step of `{self._loop.name}` cannot be divided among replicas: "
-                f"{describe_operation(error.op)} {error.reason}. {error.advice}"
-            ) from None
         tail = micro = None
         if not self._returns_rows:
             is_merged = is_of_all and self._loop.exchange is None
             tail = find_log_tail(plan, results, scope, is_of_all=is_merged)
-            micro = self._plan_micro_batches(plan, trace, tail)
+            if self._divider is not None:
+                ends = [tensor for tensor, _, _ in tail.cuts]
+                with _naming_operations(
+                    f"A step of `{name}` cannot be divided into micro-batches"
+                ):
+                    micro = plan_micro_batches(plan, trace.effects, ends)
         cuts = [] if tail is None else [cut[:2] for cut in tail.cuts]
         conversions = conversions_of(trace, plan, cuts)
         is_alone = self._strategy.extended.worker_group.num_workers == 1
@@ -297,27 +299,6 @@ class DividedStep:
         return _Traced(
             trace, parts, results, plan, scope, micro, tail, conversions, operations
         )
-
-    def _plan_micro_batches(
-        self, plan: Plan, trace: ProgramTrace, tail: LogTail
-    ) -> MicroPlan | None:
-        """Divide the plan of a step in time, if rows are computed in micro-batches.
-
-        Args:
-            plan: `Plan` of the step.
-            trace: `ProgramTrace` of the step.
-            tail: `LogTail` of the step.
-        """
-        if self._divider is None:
-            return None
-        ends = [tensor for tensor, _, _ in tail.cuts]
-        try:
-            return plan_micro_batches(plan, trace.effects, ends)
-        except CannotDivideError as error:
-            raise ValueError(
-                f"A step of `{self._loop.name}` cannot be divided into micro-batches: "
-                f"{describe_operation(error.op)} {error.reason}. {error.advice}"
-            ) from None
 
     # The methods below find the variables that the program captures.
 
@@ -409,3 +390,14 @@ def rows_of_replica(
         not static,
         may_lack_all,
     )
+
+
+@contextlib.contextmanager
+def _naming_operations(problem: str) -> Iterator[None]:
+    """Raise `ValueError` for an operation that prevents a division of the step."""
+    try:
+        yield
+    except CannotDivideError as error:
+        raise ValueError(
+            f"{problem}: {describe_operation(error.op)} {error.reason}. {error.advice}"
+        ) from None
