@@ -104,14 +104,9 @@ def _load_object(text: str) -> dict[str, Any]:
 
 def _read_jobs(config: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the addresses of each job: chief, worker and evaluator."""
-    cluster = config.get("cluster")
-    if cluster is None:
-        cluster = {}
-    if not isinstance(cluster, dict):
-        raise ValueError(
-            "'cluster' in TF_CONFIG must be an object that maps each job to a list "
-            f"of addresses. Received: {describe(cluster)}"
-        )
+    cluster = _read_object(
+        config, "cluster", "that maps each job to a list of addresses"
+    )
     for name, tasks in cluster.items():
         check_job_name(name)
         if not isinstance(tasks, list):
@@ -147,15 +142,18 @@ def _read_task(config: dict[str, Any]) -> tuple[str, int]:
 
 def _read_tfdp_key(config: dict[str, Any]) -> dict[str, Any]:
     """Return the `tfdp` key of a configuration, empty by default."""
-    settings = config.get("tfdp")
-    if settings is None:
-        settings = {}
-    if not isinstance(settings, dict):
+    return _read_object(config, "tfdp", "such as {'devices_per_worker': 2}")
+
+
+def _read_object(config: dict[str, Any], key: str, kind: str) -> dict[str, Any]:
+    """Return the object at a key of a configuration, empty by default."""
+    value = config.get(key)
+    if not isinstance(value, dict | None):
         raise ValueError(
-            "'tfdp' in TF_CONFIG must be an object such as "
-            f"{{'devices_per_worker': 2}}. Received: {describe(settings)}"
+            f"'{key}' in TF_CONFIG must be an object {kind}. Received: "
+            f"{describe(value)}"
         )
-    return settings
+    return value or {}
 
 
 def describe(value: object) -> str:
