@@ -21,7 +21,7 @@ from tfdp.ground.base.context import strategy_of
 from tfdp.ground.base.feature import Feature, Fit
 from tfdp.ground.text import pluralize
 from tfdp.training.keras_hooks.worker_callbacks import callback_list
-from tfdp.training.reduction.cache_file import cache_path, read_entries, write_entries
+from tfdp.training.reduction.cache_file import cache_path, read_entries, store_entry
 from tfdp.training.reduction.training_group import training_group
 
 _log = logging.getLogger("tfdp")
@@ -245,8 +245,7 @@ def _store(model: Any, division: MicroBatches, text: str) -> None:
     """Log on the first worker what was found, and store it for the next run."""
     if model.distribute_strategy.extended.worker_group.is_chief:
         _log.warning("tfdp: %s.", text)
-        path = cache_path(_FILE)
-        write_entries(path, {**read_entries(path), _key(model): division.number})
+        store_entry(cache_path(_FILE), _key(model), division.number)
 
 
 def _counted(number: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdp.ground.options import ALGORITHMS, DEFAULT_BUCKET_MB, CommunicationOptions
-from tfdp.training.reduction.cache_file import cache_path, read_entries, write_entries
+from tfdp.training.reduction.cache_file import cache_path, read_entries, store_entry
 
 _MB = 2**20
 # Largest length of the gain's text in a cached plan, in characters.
@@ -165,5 +165,4 @@ def store_plan(key: str, plan: KeptPlan, path: pathlib.Path | None = None) -> bo
     Returns:
         Bool, whether the file could be written.
     """
-    path = path or plans_path()
-    return write_entries(path, {**read_entries(path), key: plan.to_json()})
+    return store_entry(path or plans_path(), key, plan.to_json())

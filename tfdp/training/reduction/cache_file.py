@@ -86,6 +86,11 @@ def write_entries(path: pathlib.Path, entries: Mapping[str, Any]) -> bool:
     return True
 
 
+def store_entry(path: pathlib.Path, key: str, entry: Any) -> bool:
+    """Set one entry of a cache file, see `write_entries`; the others stay."""
+    return write_entries(path, {**read_entries(path), key: entry})
+
+
 def links_path() -> pathlib.Path:
     """Return the path of the user's file of measured links, `links.json`."""
     return cache_path("links.json")
@@ -113,7 +118,9 @@ def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
     >>> load_links("another", path) is None
     True
     """
-    return _read_links(path or links_path()).get(key)
+    with contextlib.suppress(TypeError, KeyError, ValueError):
+        return Links.from_dict(read_entries(path or links_path())[key])
+    return None
 
 
 def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> bool:
@@ -130,16 +137,4 @@ def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> boo
     Returns:
         Bool, whether the file was written.
     """
-    path = path or links_path()
-    entries = {**_read_links(path), key: links}
-    rows = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
-    return write_entries(path, rows)
-
-
-def _read_links(path: pathlib.Path) -> dict[str, Links]:
-    """Return the links of a file by their keys, without invalid entries."""
-    links = {}
-    for key, entry in read_entries(path).items():
-        with contextlib.suppress(TypeError, KeyError, ValueError):
-            links[key] = Links.from_dict(entry)
-    return links
+    return store_entry(path or links_path(), key, dataclasses.asdict(links))
