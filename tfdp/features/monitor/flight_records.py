@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
@@ -29,32 +28,14 @@ from tfdp.features.monitor.trace import Slice, WorkerTrace
 from tfdp.ground.text import pluralize
 
 _NO_PLACE = "no call of Keras or tfdp"
+# Columns of the table of `tfdp doctor`. The line is the innermost one of the user's
+# code in the main thread.
+COLUMNS = ("worker", "host", "place", "last collective", "its state", "line")
 # Most workers that are listed by rank.
 _MOST_RANKS = 8
 _LOOP_LANE = 0
 # The operation's own part of its name scope.
 _OPERATION = re.compile("(?:^|/)Collective_")
-
-
-@dataclasses.dataclass(frozen=True)
-class WorkerRow:
-    """A worker in the table of `tfdp doctor`.
-
-    Args:
-        rank: Int, rank of the worker.
-        host: String, name of its host, or `""` if unknown.
-        place: String, where it was.
-        collective: String, the last collective that it has entered, or `""`.
-        state: String, whether it has completed it.
-        line: String, the innermost line of the user's code in its main thread.
-    """
-
-    rank: int
-    host: str
-    place: str
-    collective: str
-    state: str
-    line: str
 
 
 def explain(records: Records) -> str:
@@ -92,9 +73,13 @@ def explain(records: Records) -> str:
     )
 
 
-def rows_of(records: Records) -> list[WorkerRow]:
-    """Return the table of all workers of the job, also of those without a record."""
-    return [_row(records, rank) for rank in range(any_of(records).num_workers)]
+def rows_of(records: Records) -> list[tuple[str, ...]]:
+    """Return the cells of a table of all workers of the job, by `COLUMNS`.
+
+    Workers without a record have a row, too.
+    """
+    ranks = range(any_of(records).num_workers)
+    return [(str(rank), *_cells_of(records.get(rank))) for rank in ranks]
 
 
 def trace_of(record: FlightRecord) -> WorkerTrace:
@@ -230,27 +215,20 @@ def _last_common(records: Records, rank: int) -> str:
     return f"{_describe(last)} in {_place(record, last)}"
 
 
-def _row(records: Records, rank: int) -> WorkerRow:
-    """Return the row of a worker."""
-    if rank not in records:
-        return WorkerRow(rank, "", "no record", "", "", "")
-    record = records[rank]
+def _cells_of(record: FlightRecord | None) -> tuple[str, ...]:
+    """Return the cells of a worker's row, but for its rank."""
+    if record is None:
+        return "", "no record", "", "", ""
     place = record.place or _NO_PLACE
     if record.source:
         place = f"{place}, waits for a batch of {record.source}"
     if not record.collectives:
-        return WorkerRow(rank, record.host, place, "", "", record.user_line)
+        return record.host, place, "", "", record.user_line
     last = record.collectives[-1]
     seconds = record.written_at - (last.begin if last.end is None else last.end)
-    state = "waits since" if last.end is None else "complete since"
-    return WorkerRow(
-        rank,
-        record.host,
-        place,
-        f"{_name(last)} {_number(last)}",
-        f"{state} {seconds:.1f} s",
-        record.user_line,
-    )
+    state = f"{'waits' if last.end is None else 'complete'} since {seconds:.1f} s"
+    entered = f"{_name(last)} {_number(last)}"
+    return record.host, place, entered, state, record.user_line
 
 
 def _describe(entry: RecordedCollective) -> str:

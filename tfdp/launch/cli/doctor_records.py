@@ -80,12 +80,9 @@ def _read(folders: Sequence[str]) -> tuple[list[FlightRecord], list[str]]:
 
 def _table(records: flight_meetings.Records) -> Table:
     """Return the table of all workers of a job."""
-    table = Table()
-    for name in ("worker", "host", "place", "last collective", "its state", "line"):
-        table.add_column(name)
+    table = Table(*flight_records.COLUMNS)
     for row in flight_records.rows_of(records):
-        cells = (row.host, row.place, row.collective, row.state, row.line)
-        table.add_row(str(row.rank), *cells)
+        table.add_row(*row)
     return table
 
 

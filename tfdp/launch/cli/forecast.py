@@ -157,8 +157,7 @@ def _table(forecast: Forecast) -> Table:
 
 def _memory_table(forecast: Forecast) -> Table:
     """Return the table of memory in MB, with a row for each kind of sharding."""
-    table = Table(title="memory on the replica that holds most, MB")
-    table.add_column("sharding")
+    table = Table("sharding", title="memory on the replica that holds most, MB")
     for name in _SIZES:
         table.add_column(name, justify="right")
     for title, memory in forecast.memory:

@@ -107,10 +107,9 @@ def _show(found: Shares, directory: str) -> None:
     from rich.table import Table
 
     restarts = pluralize(found.num_restarts, "restart")
-    table = Table(title=f"Time of the job in {directory}, {restarts}")
-    table.add_column("time")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
+    table = Table("time", title=f"Time of the job in {directory}, {restarts}")
+    for name in ("seconds", "share"):
+        table.add_column(name, justify="right")
     for name, label in CLASSES.items():
         if seconds := found.seconds[name]:
             table.add_row(label, f"{seconds:,.1f}", f"{found.share(name):.1%}")
