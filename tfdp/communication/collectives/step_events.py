@@ -146,15 +146,11 @@ def record_batch(samples: tf.Tensor | None) -> None:
     timing.write(values, assign)
 
 
-def record_squared_norm(
-    compute: Callable[[], tf.Tensor], replica: int | None = None
-) -> None:
-    """Record a replica's part of the gradient's squared norm, every few steps.
+def record_squared_norm(compute: Callable[[], tf.Tensor]) -> None:
+    """Record this replica's part of the gradient's squared norm, every few steps.
 
     Args:
         compute: Callable that returns a scalar tensor.
-        replica: Int, index of the calling replica among the local ones, or `None`
-            for the active one. Defaults to `None`.
     """
     if not timing.is_active():
         return
@@ -163,10 +159,8 @@ def record_squared_norm(
     ]
     if not wanted:
         return
-    if replica is None:
-        replica = _compat.active_local_replica_id()
     step = timing.mark_variable(BATCH, 0)[1]
-    values = timing.mark_variable(NORM, replica)
+    values = timing.mark_variable(NORM, _compat.active_local_replica_id())
 
     def record() -> None:
         """Add this part of the squared norm to that of the step."""

@@ -17,7 +17,7 @@ from tfdp.training.reduction.fusion import pack, unpack
 from tfdp.training.reduction.training_group import TrainingGroup
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RankedGroup(TrainingGroup):
     """Group in which each replica has the rank of the next one, or its own.
 
@@ -26,13 +26,11 @@ class RankedGroup(TrainingGroup):
         note: Callable, called with each tensor that a replica gives to a collective.
     """
 
-    inner: TrainingGroup | None = None
-    note: Callable[[tf.Tensor], None] | None = None
+    inner: TrainingGroup
+    note: Callable[[tf.Tensor], None]
 
     def gather(self, rows: tf.Tensor) -> tf.Tensor:
         """All-gather rows of the group's replicas along the first axis, by rank."""
-        assert self.inner is not None
-        assert self.note is not None
         self.note(rows)
         joined = self.inner.gather(rows)
         if self.ranks == self.inner.ranks:

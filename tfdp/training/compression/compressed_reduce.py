@@ -188,9 +188,7 @@ def reduce_scatter_in_levels(
     piece = _reduce_scatter_level(route.inner, "inner", scaled, inner, caller)
     if outer is not None and is_copied:
         is_alone = not route.is_compressed
-        piece = _all_reduce_level(
-            route.outer, "outer", piece, outer, caller, is_alone=is_alone
-        )
+        piece = _all_reduce_outer(route.outer, piece, outer, caller, is_alone=is_alone)
     elif outer is not None:
         piece = _reduce_scatter_level(route.outer, "outer", piece, outer, caller)
     return piece if unit is None else piece * unit
@@ -224,7 +222,7 @@ def _in_two_levels(
     size = flat.shape[0]
     padded = tf.pad(flat, [[0, -size % node.size]])
     piece = _reduce_scatter_level(route.inner, "inner", padded, node, caller)
-    piece = _all_reduce_level(route.outer, "outer", piece, across, caller)
+    piece = _all_reduce_outer(route.outer, piece, across, caller)
     if route.inner.compressor is not None and route.inner == route.outer:
         inside = ReplicaGroup(node, caller.replica, caller.channel)
         whole = route.inner.compressor.all_gather(piece, inside)
@@ -278,20 +276,18 @@ def _reduce_scatter_level(
     return _call_compressor(wire, "reduce_scatter", level, flat, (), members, caller)
 
 
-def _all_reduce_level(
+def _all_reduce_outer(
     wire: Wire,
-    level: str,
     flat: tf.Tensor,
     group: ProcessGroup,
     caller: Caller,
     *,
     is_alone: bool = False,
 ) -> tf.Tensor:
-    """All-reduce a bucket on one level, compressed or not.
+    """All-reduce a bucket on the outer level, compressed or not.
 
     Args:
         wire: `Wire` of the level.
-        level: String, `"inner"` or `"outer"`, the level that the state belongs to.
         flat: Tensor of shape `[bucket_size]`.
         group: `ProcessGroup` of the replicas on this level.
         caller: `Caller`.
@@ -301,7 +297,7 @@ def _all_reduce_level(
         member = caller.member(group, wire.dtype)
         return ring(flat, is_alone=is_alone, **member.arguments)
     members = ReplicaGroup(group, caller.replica, caller.channel)
-    return _call_compressor(wire, "reduce", level, flat, (), members, caller)
+    return _call_compressor(wire, "reduce", "outer", flat, (), members, caller)
 
 
 def _call_compressor(

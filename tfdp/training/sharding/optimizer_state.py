@@ -57,7 +57,6 @@ def accumulator_state(
     sums: Sequence[Any],
     group: ShardedParamGroup,
     is_first_copy: Callable[[int], bool],
-    prefix: str,
 ) -> list[StateTensor]:
     """Return the state tensors of gradients that are accumulated in shards.
 
@@ -65,7 +64,6 @@ def accumulator_state(
         sums: Sequence of Keras variables, one for each bucket of the group's plan.
         group: `ShardedParamGroup`.
         is_first_copy: Callable, as for `param_group_state`.
-        prefix: String that begins every name.
 
     Returns:
         List of `StateTensor`, one for each variable of the group.
@@ -82,7 +80,7 @@ def accumulator_state(
                 shards[segment.index].append((is_first_copy(replica), shard))
     return [
         _tensor(
-            slot_name(prefix, index, group.variables),
+            slot_name("accumulated", index, group.variables),
             variable.shape,
             dtypes.get(index, str(variable.dtype)),
             shards[index],

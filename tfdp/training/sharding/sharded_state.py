@@ -214,10 +214,7 @@ class ShardedState:
         for part in self.parts.values():
             last = first + len(part.plan.buckets)
             tensors = accumulator_state(
-                sums[first:last],
-                part,
-                self.groups.is_first_copy,
-                "accumulated",
+                sums[first:last], part, self.groups.is_first_copy
             )
             first = last
             by_variable.update(zip(map(id, part.variables), tensors, strict=True))
