@@ -165,17 +165,22 @@ def check(folder: pathlib.Path, number: int, epochs: int) -> None:
         assert sorted(itertools.chain(*batches)) == list(range(NUM_SAMPLES))
 
 
+def await_epoch(folder: pathlib.Path) -> None:
+    """Waits until the workers have begun the second epoch."""
+    wait_until(
+        lambda: any("[0, 1, 0, " in p.read_text() for p in folder.glob("rows/*")),
+        "a second epoch",
+        DEADLINE_SECONDS,
+    )
+
+
 def training_nodes(
     nodes: Nodes, epochs: int
 ) -> tuple[subprocess.Popen, subprocess.Popen]:
     """Starts two nodes, and lets them begin the second epoch."""
     nodes.script(TRAINS.replace("EPOCHS", str(epochs)))
     both = two_nodes(nodes, *LINE)
-    wait_until(
-        lambda: any("[0, 1, 0, " in p.read_text() for p in nodes.folder.glob("rows/*")),
-        "a second epoch",
-        DEADLINE_SECONDS,
-    )
+    await_epoch(nodes.folder)
     (nodes.folder / "hold").touch()
     return both
 
