@@ -2,20 +2,22 @@
 
 Seconds of processors are the measure to cut by: they depend little on what else the
 machine does. Those of cases are counted where they run, which is in workers that go
-ahead of the tests.
+ahead of the tests; those of other forks once they have ended.
 """
 
 from __future__ import annotations
 
 import collections
 import collections.abc
+import multiprocessing.forkserver
 import pathlib
 import resource
 import time
 
+import psutil
 import pytest
 
-from tests.harness.groups import params_of
+from tests.harness.groups import CLUSTERS, params_of
 from tests.harness.pool import ClusterPool
 
 POOL = pytest.StashKey[ClusterPool]()
@@ -33,16 +35,22 @@ class Costs:
     def __init__(self, path: pathlib.Path | None):
         self._path = path
         self._so_far = _own_seconds()
+        self._of_forks = 0.0
         self._rows: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
-        self, item: pytest.Item
+        self, item: pytest.Item, call: pytest.CallInfo
     ) -> collections.abc.Generator[None, pytest.TestReport, pytest.TestReport]:
         """Adds to the report of each phase what it has cost since the one before."""
         report = yield
         before, self._so_far = self._so_far, _own_seconds()
         spent = self._so_far - before + _seconds_of_case(item)
+        before, self._of_forks = self._of_forks, _seconds_of_forks()
+        # The last teardown ends the workers of cases.
+        ends_clusters = call.when == "teardown" and POOL in item.config.stash
+        if CLUSTERS not in item.fixturenames and not ends_clusters:
+            spent += self._of_forks - before
         report.user_properties.append((_NAME, spent))
         return report
 
@@ -67,6 +75,15 @@ class Costs:
 def _own_seconds() -> float:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
+
+
+def _seconds_of_forks() -> float:
+    """Of those that the fork server has reaped, workers of clusters among them."""
+    pid = multiprocessing.forkserver._forkserver._forkserver_pid
+    if pid is None:
+        return 0.0
+    times = psutil.Process(pid).cpu_times()
+    return times.children_user + times.children_system
 
 
 def _seconds_of_case(item: pytest.Item) -> float:
