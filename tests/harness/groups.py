@@ -11,6 +11,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CLUSTERS = "clusters"
+NAMED = "PROCESS_GROUP"
 
 
 def params_of(item: pytest.Item) -> dict:
@@ -89,13 +90,15 @@ def make_scheduler(config: pytest.Config, log: object) -> object:
 
 @functools.cache
 def _statements(path: str) -> list[ast.stmt]:
-    return ast.parse((ROOT / path).read_text("utf-8")).body
+    """Those of a file that says something about groups: to parse all takes a second."""
+    text = (ROOT / path).read_text("utf-8")
+    return ast.parse(text).body if CLUSTERS in text or NAMED in text else []
 
 
 @functools.cache
 def _named_group(path: str) -> str:
     for node in _statements(path):
-        if isinstance(node, ast.Assign) and "PROCESS_GROUP" in ast.unparse(node):
+        if isinstance(node, ast.Assign) and NAMED in ast.unparse(node):
             return ast.literal_eval(node.value)
     return ""
 
