@@ -88,8 +88,9 @@ ensure_venv() {
       return "$status"
     fi
   fi
-  # The programs of the environment first, and nothing of a caller's own.
+  # The programs of the environment first, and nothing of a caller's own. Without
+  # bytecode each of the tests' many processes would compile tfdp.
   export PATH="$VENV/bin:$PATH"
-  unset PYTHONPATH PYTHONHOME
+  unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
   export TF_CPP_MIN_LOG_LEVEL="${TF_CPP_MIN_LOG_LEVEL:-2}"
 }
