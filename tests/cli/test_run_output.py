@@ -319,15 +319,14 @@ def test_what_a_reader_leaves_in_the_pipe_is_counted_and_a_slow_one_gets_all(
     monkeypatch,
 ):
     monkeypatch.setattr(outlet, "_MAX_BYTES", 10_000)
-    monkeypatch.setattr(outlet, "_STALLED_SECONDS", 0.1)
     reader, writer = os.pipe()
     with open(reader, encoding="utf-8") as text, open(writer, "w") as stream:
         out = Outlet(stream)
         for _ in range(3000):  # more than a pipe holds
             out.write("x" * 49 + "\n")
         assert out.is_behind
-        time.sleep(0.2)
-        assert not out.is_behind
+        monkeypatch.setattr(outlet, "_STALLED_SECONDS", 0.1)
+        wait_until(lambda: not out.is_behind, "a stall", DEADLINE_SECONDS)
         out.write("dropped\n" * 7)
         assert not out.drain(0.0)
         lines = [text.readline() for _ in range(3001)]

@@ -12,7 +12,7 @@ from tfdp.communication.coordination.progress import ProgressRecorder, WorkerPro
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.communication.store import Membership
 
-SECONDS = 0.6
+SECONDS = 1.0
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from tests.harness.tiers import full
 
 # Set-ups of this file have clusters of their own: an error may spoil them.
 GROUP = "bad_input"
-WITHIN_SECONDS = 10.0
+# Far below the deadline of a case, and above what a busy machine needs.
+WITHIN_SECONDS = 30.0
 
 
 def _errors(clusters: ClusterPool, name: str, setup_name: str) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -170,9 +172,12 @@ def test_a_standby_that_is_suspended_is_replaced(
     monkeypatch.setattr(Store, "_acknowledge", acknowledge_but_by(1))
     waiting = later(members[2].store.put, "key", "text")
     assert not waiting.done()
-    time.sleep(0.1)
-    beat(members[2])  # at each heartbeat the host looks whether the standby is slow
-    waiting.result(5)
+
+    def is_written() -> bool:
+        beat(members[2])  # at each heartbeat the host looks whether the standby is slow
+        return waiting.done()
+
+    wait_until(is_written, "the next standby", 5)
     monkeypatch.undo()
     members[0].leave()
     assert members[1].store.get("key", 5) == "text"
@@ -208,14 +213,15 @@ def test_answers_that_wait_for_the_copy_are_sent_before_the_host_leaves(
 def test_a_copy_that_takes_long_is_waited_for_while_it_grows(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(replication_module, "_SLOW_SECONDS", 0.2)
+    now = itertools.count(1.0, step=0.6 * replication_module._SLOW_SECONDS)
+    clock = types.SimpleNamespace(monotonic=lambda: next(now))
+    monkeypatch.setattr(replication_module, "time", clock)
     contents = Contents()
     contents.apply({"values": {str(number): "text" for number in range(10)}})
     receivers = {rank: Receiver(rank) for rank in range(3)}
     replication = Replication(0, contents, receivers)
     replication.begin()
     for number in range(1, replication._sent + 1):
-        time.sleep(0.05)
         replication.check()
         replication.acknowledge(1, number)
     assert replication.standby is receivers[1]
