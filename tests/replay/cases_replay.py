@@ -97,7 +97,7 @@ def replayed(
     return {"history": history, "weights": env.weights(model)}
 
 
-@case("Replay: BatchNormalization, Dropout and uneven rows", quick_setup="two_workers")
+@case("Replay: BatchNormalization, Dropout and uneven rows")
 def replays_give_what_one_device_gives(env: Env) -> dict:
     return replayed(env, build, DATA)
 
@@ -187,10 +187,13 @@ def mended(env: Env, place: str, replica: int, calls: tuple) -> dict:
 
 @case("Replay: a bit of a gradient flips once", quick_setup="two_by_two")
 def a_flip_in_a_gradient_is_mended(env: Env) -> dict:
-    return {
-        "first": mended(env, "gradient", 0, OF_OWN_ROWS),
-        "last": mended(env, "gradient", -1, AS_STAND_IN),
-    }
+    return mended(env, "gradient", -1, AS_STAND_IN)
+
+
+@case("Replay: a bit of a gradient of the first replica's own rows flips once")
+@same_as("a_flip_in_a_gradient_is_mended")
+def a_flip_in_a_gradient_of_own_rows_is_mended(env: Env) -> dict:
+    return mended(env, "gradient", 0, OF_OWN_ROWS)
 
 
 @case("Replay: a bit of a kernel's output flips once")
@@ -210,12 +213,15 @@ def a_flip_in_a_statistic_is_mended(env: Env) -> dict:
     return mended(env, "statistics", -1, (3, 3))
 
 
-@case("Replay: a bit of a sum flips once", quick_setup="mirrored")
+@case("Replay: a bit of a sum flips once")
 def a_flip_in_a_sum_is_mended(env: Env) -> dict:
-    return {
-        "first": mended(env, "sum", 0, (1, 1)),
-        "last": mended(env, "sum", -1, (1, 1)),
-    }
+    return mended(env, "sum", -1, (1, 1))
+
+
+@case("Replay: a bit of the first replica's sum flips once")
+@same_as("a_flip_in_a_sum_is_mended")
+def a_flip_in_a_sum_of_the_first_replica_is_mended(env: Env) -> dict:
+    return mended(env, "sum", 0, (1, 1))
 
 
 @case("Replay: a bit of a sum of accumulated gradients flips once")
@@ -260,6 +266,7 @@ def flips_that_stay_end_the_job_without_an_update(env: Env) -> dict:
 
 
 @case("Replay: nothing of it where it is off, and in other steps", compare=False)
+@registry.same_as("a_check_costs_no_collective_and_changes_no_weight")
 def a_step_that_is_not_replayed_has_the_same_operations(env: Env) -> dict:
     counts, nodes = [], []
     for options in ({}, {"replay": 0.5}, {}):
