@@ -266,7 +266,6 @@ def train_and_compare(
     "A step without a late worker is that of one device on the other rows",
     compare=False,
     setups=WORKERS,
-    quick_setup="two_by_two",
 )
 def late_workers_are_left_out(env: Env) -> dict:
     late = Late(env, rank=1, batch=1, later=5)
@@ -639,7 +638,12 @@ def what_needs_all_workers_says_so(env: Env) -> dict:
     return {}
 
 
-@case("What backup workers cannot do says so", compare=False, setups=WORKERS)
+@case(
+    "What backup workers cannot do says so",
+    compare=False,
+    setups=WORKERS,
+    quick_setup="two_by_two",
+)
 def what_backup_workers_cannot_do_says_so(env: Env) -> dict:
     fails(env, "of the whole batch for `Sub` .*tf.reduce_mean", over_the_batch)
     fails(env, "of the whole batch for ", lambda: with_positions([0, 1, 1, 2, 3, 4]))

@@ -122,6 +122,7 @@ def test_a_run_starts_again_from_memory_on_other_replicas(
         np.testing.assert_allclose(found.weights[name], value, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.full
 def test_a_part_that_could_not_be_copied_is_never_used(undisturbed, tmp_path):
     hosts = Hosts(tmp_path, "ab")
     first = killed(hosts, TWO_WORKERS, EPOCH - 1, memory_every=1, lacks_copy=0)

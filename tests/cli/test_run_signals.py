@@ -36,7 +36,9 @@ from tfdp.launch.cli.start import Starter
 pytestmark = pytest.mark.processes
 
 
-@pytest.mark.parametrize(("signum", "code"), END_SIGNALS)
+@pytest.mark.parametrize(
+    ("signum", "code"), [END_SIGNALS[0], *(full(*end) for end in END_SIGNALS[1:])]
+)
 def test_a_signal_to_the_launcher_leaves_no_process(launcher, signum, code):
     launcher.script(STUBBORN)
     process = launcher.start("-n", "2", "--grace", "0.5", "script.py")

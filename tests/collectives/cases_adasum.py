@@ -171,6 +171,7 @@ def adasum_keeps_what_is_not_finite(env: Env) -> dict:
     setups=("eight_devices",),
     compare=False,
 )
+@same_as("adasum_is_what_its_definition_says")
 def adasum_sends_halves_and_three_numbers_for_each_tensor(env: Env) -> dict:
     group = new_group(env, node_size=4)
     size = 4 * 1024

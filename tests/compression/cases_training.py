@@ -114,6 +114,7 @@ _register_training(
 
 
 @case("a loss scale does not matter to residuals", compare=False)
+@registry.same_as("skipped_step_leaves_alone_the_residuals_of_int8")
 def residuals_are_those_of_gradients_without_a_scale(env: Env) -> dict:
     if env.is_reference:
         return {}

@@ -65,6 +65,7 @@ def odd_and_tiny_batches_run(env: Env) -> dict:
 
 
 @case("Wrong numbers: NaN with BatchNormalization in a batch smaller than N")
+@same_as("batch_normalization_survives_a_tiny_batch")
 def evaluate_on_unequal_shares(env: Env) -> dict:
     def build():
         model = keras.Sequential(

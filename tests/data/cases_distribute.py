@@ -107,6 +107,7 @@ def _orders(dataset: tf.data.Dataset) -> list[list[int]]:
     # One process needs no seed in place of a global one.
     setups=("two_workers", "two_by_two"),
 )
+@same_as("shuffled_data_gives_the_batches_of_one_device")
 def seeds_of_operations_give_the_numbers_of_one_device(env: Env) -> dict:
     ids = tf.data.Dataset.range(NUM)
 

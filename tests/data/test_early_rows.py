@@ -157,7 +157,7 @@ def flat(element: Any) -> list[np.ndarray]:
     return [leaf.numpy() for leaf in leaves]
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", [full("two of two"), "four, on two workers"])
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else full(name) for name in EARLY]
 )

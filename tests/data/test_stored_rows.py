@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from tests.data.test_early_rows import flat
+from tests.harness.tiers import full
 from tfdp.ground import _compat
 from tfdp.training.data.early_rows import divide_early
 from tfdp.training.data.own_rows import (
@@ -79,7 +80,7 @@ SHUFFLED = [
 ]
 
 
-@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("workers", [full("two of two"), "four, on two workers"])
 @pytest.mark.parametrize(("kind", "shuffle"), SHUFFLED)
 def test_a_worker_reads_its_own_rows_only(kind, shuffle, workers, tmp_path, read):
     make, options = KINDS[kind]

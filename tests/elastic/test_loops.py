@@ -96,7 +96,8 @@ def test_the_others_end_as_one_device_does_after_a_kill(
         check_rows(tmp_path)
 
 
-@pytest.mark.parametrize("num_workers", [3, full(2)])
+@pytest.mark.full
+@pytest.mark.parametrize("num_workers", [3, 2])
 def test_a_process_that_replaces_a_lost_worker_joins_the_loop(
     tmp_path, one_device, num_workers
 ):

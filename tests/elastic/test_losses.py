@@ -150,7 +150,8 @@ def test_each_sample_makes_one_step_of_an_epoch_through_a_loss_and_a_join(
         assert sorted(itertools.chain(*batches)) == list(range(NUM_SAMPLES))
 
 
-@pytest.mark.parametrize("ranks", [[0, 1], full([0, 1, 2]), full([1, 3])])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2], [1, 3]])
 def test_several_workers_that_are_lost_at_once_are_all_left_out(
     tmp_path, expected, ranks
 ):
@@ -159,6 +160,7 @@ def test_several_workers_that_are_lost_at_once_are_all_left_out(
     check(outcome, [r for r in range(4) if r not in ranks], expected())
 
 
+@pytest.mark.full
 def test_a_dataset_that_is_shuffled_anew_in_each_epoch_keeps_its_order(
     tmp_path, expected
 ):

@@ -350,6 +350,7 @@ def test_the_verdict_on_workers_that_were_asked_to_end_or_differ(
     assert (verdicts.OF_KIND[kind](plan, life, {}) == "") == is_right
 
 
+@pytest.mark.full
 def test_the_judge_wants_bits_names_times_and_codes(
     damaged: tuple[JobPlan, Outcome], undisturbed: dict
 ):

@@ -105,6 +105,7 @@ def _check_collectives_of_masked(env: Env) -> None:
     "Wrong numbers: local BatchNormalization, moving statistics not aggregated",
     compare=False,
 )
+@same_as("local_normalization_keeps_the_contract_of_keras")
 def local_batch_normalization_averages_moving_statistics(env: Env) -> dict:
     def build():
         return common.compiled(_with_normalization(False))

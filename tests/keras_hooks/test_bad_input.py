@@ -228,6 +228,7 @@ def test_workers_that_call_a_model_differently_are_told_how(clusters):
 OF_DATA = ["a dataset's order and length", "the number of batches"]
 
 
+@pytest.mark.full
 def test_workers_compare_what_they_call_by_one_message_and_none_in_a_step(clusters):
     case = load_cases(("keras_hooks.cases_bad_input",))["messages_of_loops"]
     for results in clusters.run(case, "two_workers", group=GROUP):

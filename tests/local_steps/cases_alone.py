@@ -283,6 +283,7 @@ def sums_of(model: keras.Model, env: Env) -> list[np.ndarray]:
 
 
 @case("The outer optimizer clips", compare=False)
+@registry.same_as("diloco_of_one_device_makes_outer_steps")
 def diloco_clips_outer_gradients(env: Env) -> dict:
     outer = optimizers.SGD(1.0, clipvalue=1e-3)
     callback = tfdp.callbacks.DiLoCo(SYNC_EVERY, outer, scope="replica")

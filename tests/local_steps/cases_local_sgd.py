@@ -260,6 +260,7 @@ def local_steps_launch_collectives_when_an_average_is_due(env: Env) -> dict:
 
 
 @case("What is flushed at the end of an epoch is averaged, too", compare=False)
+@registry.same_as("local_sgd_averages_what_models_have_learned_alone")
 def local_sgd_averages_what_is_flushed(env: Env) -> dict:
     # 12 batches: two are left over.
     accumulation = tfdp.callbacks.GradientAccumulation(5, flush="epoch")

@@ -146,6 +146,7 @@ def micro_batches_with_stage_2(env: Env) -> dict:
 
 
 @case("Masked tokens: the number of all tokens is counted before the gradients")
+@same_as("micro_batches_equal_the_whole_batch")
 def micro_batches_of_masked_tokens(env: Env) -> dict:
     def build() -> keras.Model:
         return keras.Sequential(
@@ -281,6 +282,7 @@ def micro_batches_that_are_refused(env: Env) -> None:
 
 
 @case("With weights, without, and a step by hand: each kind of batch is kept apart")
+@same_as("micro_batches_equal_the_whole_batch")
 def batches_of_other_kinds_are_kept_apart(env: Env) -> dict:
     x, y = common.classification_data(NUM_ROWS)
     weights = np.linspace(0.5, 2, NUM_ROWS).astype("float32")
@@ -321,6 +323,7 @@ def a_row_that_does_not_fit(env: Env) -> None:
     setups=("mirrored",),
     compare=False,
 )
+@same_as("micro_batches_equal_the_whole_batch")
 def no_micro_batches_without_auto(env: Env) -> None:
     counts = {}
     for steps in 1, 2, "auto":

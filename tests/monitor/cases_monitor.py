@@ -280,6 +280,7 @@ def monitor_names_statistics(env: Env) -> dict:
     setups=("two_workers",),
     compare=False,
 )
+@same_as("monitor_measures_what_one_device_computes")
 def monitor_counts_the_bytes_of_rows(env: Env) -> dict:
     words, width = 4000, 16
     with env.scope():
@@ -299,6 +300,7 @@ def monitor_counts_the_bytes_of_rows(env: Env) -> dict:
 
 
 @case("Monitor: weights are those of training without one")
+@same_as("monitor_measures_what_one_device_computes")
 def monitor_changes_no_weight(env: Env) -> dict:
     model = model_of(env)
     if env.strategy:

@@ -104,6 +104,7 @@ def loop_without_tracing(env: Env) -> dict:
 
 
 @case("A loop with an overflow on the last replica", compare=False)
+@registry.same_as("loop_scales_accumulates_and_clips")
 def loop_skips_a_window_with_an_overflow(env: Env) -> dict:
     results = _loop(env, overflows=True)
     for path, value in results["weights"].items():

@@ -231,6 +231,7 @@ def check_conversions(
     setups=("two_workers", "two_by_two"),
     compare=False,
 )
+@same_as("steps_of_common_models_convert_nothing")
 def several_steps_an_execution_exchange_what_one_step_does(env: Env) -> dict:
     if env.is_reference:
         return {}

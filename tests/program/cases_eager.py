@@ -120,6 +120,7 @@ def eager_steps_of_ones_own_are_those_of_one_device(env: Env) -> dict:
 
 
 @case("BatchNormalization of a replica's own rows in eager steps", compare=False)
+@same_as("local_normalization_keeps_the_contract_of_keras")
 def eager_normalization_is_of_own_rows(env: Env) -> dict:
     """As in a step that is traced, whose moments are those of each replica's rows."""
 

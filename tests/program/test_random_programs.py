@@ -76,7 +76,7 @@ def test_programs_that_were_found_equal_one_device(names, counts):
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(5000, 2), full(5002, 14), full(6000, 200)]
+    ("first", "count"), [full(5000, 2), full(5002, 14), full(6000, 200)]
 )
 def test_random_programs_equal_one_device(first, count):
     rows = run(rows_of, DEADLINE_SECONDS + 3 * count, first=first, count=count)

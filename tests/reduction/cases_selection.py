@@ -111,6 +111,7 @@ for _name, _algorithm in {
 
 
 @case("training by what measured links say")
+@same_as("training_by_hierarchical")
 def training_by_what_links_say(env: Env) -> dict:
     return train(
         env,

@@ -181,6 +181,7 @@ def an_error_that_one_worker_handles(env: Env) -> dict:
 
 
 @case("Scopes: a model of one worker alone, with no call of all inside", **TWO)
+@same_as("models_of_one_worker")
 def models_of_one_worker_without_a_call(env: Env) -> dict:
     model = common.build_in_scope(env, lambda: common.compiled(common.mlp()))
 
@@ -260,6 +261,7 @@ def _callbacks_of_one_worker(env: Env, *, run_eagerly: bool) -> dict:
 
 
 @case("Scopes: variables that a callback creates before the first step", **TWO)
+@same_as("variables_of_a_function")
 def callbacks_of_all_workers(env: Env) -> dict:
     x, y = common.regression_data(16)
     created: list[keras.Variable] = []

@@ -95,7 +95,10 @@ def trained(env: Env, model: keras.Model, history: dict) -> dict:
     }
 
 
-@case("A bad batch on one replica: weights, averages, metrics and statistics stand")
+@case(
+    "A bad batch on one replica: weights, averages, metrics and statistics stand",
+    quick_setup="two_by_two",
+)
 def a_bad_batch_is_left_out_as_if_it_were_not_there(env: Env) -> dict:
     rows = without(BAD) if env.is_reference else data(BAD)
     return trained(env, *guarded(env, rows, with_state, averaging, on="loss"))
@@ -179,6 +182,7 @@ def sharded_state_does_not_move_in_a_step_left_out(env: Env) -> dict:
     "A bad micro-batch: the update is left out with all its micro-batches",
     quick_setup="two_by_two",
 )
+@same_as("a_bad_batch_is_left_out_as_if_it_were_not_there")
 def the_update_of_a_bad_micro_batch_is_left_out(env: Env) -> dict:
     def momentum() -> optimizers.Optimizer:
         return optimizers.SGD(0.05, 0.9, weight_decay=0.01, clipnorm=1.0)
@@ -208,6 +212,7 @@ def the_update_of_a_bad_micro_batch_is_left_out(env: Env) -> dict:
 @case(
     "Residuals of micro-batches cannot be undone", setups=("mirrored",), compare=False
 )
+@same_as("a_bad_batch_is_left_out_as_if_it_were_not_there")
 def residuals_of_micro_batches_cannot_be_undone(env: Env) -> None:
     if env.is_reference:
         return
@@ -264,6 +269,7 @@ def a_replica_with_local_steps_leaves_its_own_step_out(env: Env) -> dict:
     setups=("two_workers",),
     compare=False,
 )
+@same_as("too_many_spikes_in_a_row_stop_every_worker")
 def all_updates_of_a_worker_with_local_steps_are_bad(env: Env) -> None:
     x, y = common.regression_data(3 * SIZE)
     y.reshape(3, SIZE)[:, SIZE // 2 :] = np.nan

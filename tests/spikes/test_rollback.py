@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory) -> dict[str, Result]:
 @pytest.mark.slow
 @pytest.mark.processes
 # The spikes come after 10 and, with up to 2 batches that are made again, 22 batches.
-@pytest.mark.parametrize("after", [11, full(4), full(14), 23])
+@pytest.mark.parametrize("after", [11, full(4), full(14), full(23)])
 def test_a_run_that_is_killed_around_a_rollback_ends_bit_for_bit_as_another(
     after, undisturbed, tmp_path
 ):

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import full
 from tests.store.clusters import cluster_of
 from tfdp.communication.cluster import Cluster
 from tfdp.communication.connection.secret import VARIABLE
@@ -119,7 +120,7 @@ def end(living: list[Member]) -> None:
         member.close()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, full(1), full(2)])
 def test_what_the_store_told_survives_its_host(seed: int):
     check_kills(seed)
 

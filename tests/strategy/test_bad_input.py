@@ -17,6 +17,7 @@ from tests.harness import forks
 from tests.harness.commands import ROOT, run_python
 from tests.harness.forks import Answer, Start
 from tests.harness.tf_config import cluster_configs
+from tests.harness.tiers import full
 
 pytestmark = pytest.mark.processes
 
@@ -132,7 +133,7 @@ BAD_CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("action", [auto_strategy, multi_worker])
+@pytest.mark.parametrize("action", [auto_strategy, full(multi_worker)])
 @pytest.mark.parametrize("what", BAD_CONFIGS)
 def test_wrong_tf_config_is_refused_by_every_task(what: str, action: Callable):
     texts, expected = BAD_CONFIGS[what]
