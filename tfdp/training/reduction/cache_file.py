@@ -118,9 +118,7 @@ def load_links(key: str, path: pathlib.Path | None = None) -> Links | None:
     >>> load_links("another", path) is None
     True
     """
-    with contextlib.suppress(TypeError, KeyError, ValueError):
-        return Links.from_dict(read_entries(path or links_path())[key])
-    return None
+    return _read_links(path or links_path()).get(key)
 
 
 def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> bool:
@@ -137,4 +135,16 @@ def store_links(key: str, links: Links, path: pathlib.Path | None = None) -> boo
     Returns:
         Bool, whether the file was written.
     """
-    return store_entry(path or links_path(), key, dataclasses.asdict(links))
+    path = path or links_path()
+    entries = {**_read_links(path), key: links}
+    rows = {name: dataclasses.asdict(entry) for name, entry in entries.items()}
+    return write_entries(path, rows)
+
+
+def _read_links(path: pathlib.Path) -> dict[str, Links]:
+    """Return the links of a file by their keys, without invalid entries."""
+    links = {}
+    for key, entry in read_entries(path).items():
+        with contextlib.suppress(TypeError, KeyError, ValueError):
+            links[key] = Links.from_dict(entry)
+    return links
