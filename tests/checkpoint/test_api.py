@@ -29,6 +29,7 @@ from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.index import Extent, Shard, TensorMetadata, check_complete
 from tfdp.checkpoint.index_file import INDEX_FILE, load_index, to_text
+from tfdp.checkpoint.reader import LoadPlan
 from tfdp.checkpoint.storage import Storage
 from tfdp.communication.coordination.worker_group import WorkerGroup
 from tfdp.launch.cli import main
@@ -261,6 +262,60 @@ def test_a_worker_reads_only_the_files_that_it_needs(tmp_path, small_parts):
             path.unlink()
     assert on_workers(api.restore_state, [planned(state)], [tmp_path]) == [None]
     assert elements.tolist() == list(range(90, 120))
+
+
+def bytes_read() -> int:
+    """What all threads of this process have read of files."""
+    lines = pathlib.Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="needs Linux's /proc")
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_restore_reads_each_byte_that_a_worker_needs_once(tmp_path, count):
+    """Every second tensor is whole on all workers, the others are in slices."""
+    tensors = {name: np.arange(5e5) + n for n, name in enumerate("abcde")}
+    save(tensors, tmp_path, 2)
+    before = bytes_read()
+    replies, workers = restore(tensors, tmp_path, count)
+    read = bytes_read() - before
+    assert replies == [None] * count
+    index = load_index(str(tmp_path))
+    needed = sum(
+        file.num_bytes
+        for worker in workers
+        for shard in reading.needed_shards(worker.state, index)
+        for file in shard.files
+    )
+    assert needed >= sum(tensor.nbytes for tensor in tensors.values())
+    assert needed <= read <= needed + 100_000  # with the index and counters of memory
+
+
+@pytest.mark.parametrize("room", [0, 2000])
+def test_where_memory_is_short_tensors_are_restored_some_at_a_time(
+    tmp_path, small_parts, monkeypatch, room
+):
+    monkeypatch.setattr(api, "memory_room", lambda group: room)
+    save(values(), tmp_path, 3)
+    for count in (1, 2, 4):
+        assert holds(values(), tmp_path, count)
+
+
+def test_a_file_that_changes_before_its_tensors_are_assigned_is_named(
+    tmp_path, small_parts, monkeypatch
+):
+    monkeypatch.setattr(api, "memory_room", lambda group: 0)
+    save(values(), tmp_path, 1)
+    assign = reading.assign_values
+
+    def damage_first(load_plan: LoadPlan) -> None:
+        _flip(sorted(folders(tmp_path)[0].glob("*.data*"))[-1])
+        assign(load_plan)
+
+    monkeypatch.setattr(reading, "assign_values", damage_first)
+    (reply,), _ = restore(values(), tmp_path, 1)
+    assert isinstance(reply, ValueError)
+    assert "was altered: its checksum does not match. Some variables may" in str(reply)
 
 
 def test_several_local_replicas_may_hold_the_same_elements(tmp_path, small_parts):

@@ -15,7 +15,13 @@ from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.accumulated_gradients import redistribute_accumulated_gradients
-from tfdp.checkpoint.background import PendingSave, Read, Write, background_saves
+from tfdp.checkpoint.background import (
+    PendingSave,
+    Read,
+    Write,
+    background_saves,
+    memory_room,
+)
 from tfdp.checkpoint.index import Index, TensorMetadata
 from tfdp.checkpoint.index_file import from_text, load_index, to_text, versions
 from tfdp.checkpoint.model_state import model_state
@@ -291,17 +297,18 @@ def restore_state(
     """
     path = os.fspath(directory)
 
-    def find() -> tuple[Index, LoadPlan, Storage]:
-        """Read the index, plan what to load, and verify the files."""
+    room = memory_room(worker_group)
+
+    def find() -> tuple[Index, LoadPlan]:
+        """Read the index, plan what to load, and read the files."""
         storage = open_storage(path)
         index = load_index(path)
-        load_plan, folder = make_plan(index), storage.below(index.token)
+        load_plan = make_plan(index)
         reading.check_model(index, load_plan)
-        shards = reading.needed_shards(load_plan.tensors, index)
-        files.verify_files(shards, folder, index.algorithm)
-        return index, load_plan, folder
+        reading.read_shards(load_plan, index, storage.below(index.token), room)
+        return index, load_plan
 
-    index, load_plan, folder = run_on_all_workers(
+    index, load_plan = run_on_all_workers(
         worker_group, path, "restored", _NOTHING_LOADED, "its files", find
     )
     if not worker_group.all_equal("checkpoint.restore: which", index.token):
@@ -310,7 +317,7 @@ def restore_state(
             "directory, and do not save into it while they restore. "
             f"Received: directory={path!r}"
         )
-    load = functools.partial(reading.read_shards, load_plan, index, folder)
+    load = functools.partial(reading.assign_values, load_plan)
     run_on_all_workers(
         worker_group, path, "restored", _PARTLY_LOADED, "its tensors", load
     )

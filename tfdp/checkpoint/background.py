@@ -26,7 +26,7 @@ from tfdp.ground.base.threads import run_on_thread
 from tfdp.training.sharding.state_tensors import StateTensor
 
 _log = logging.getLogger("tfdp")
-# Part of a host's free memory that the copies of all its workers may take.
+# Part of a host's free memory that copies of the state of all its workers may take.
 MEMORY_SHARE = 0.5
 # Alignment of a shard in the copy, in bytes: a cache line.
 _ALIGNMENT = 64
@@ -284,6 +284,19 @@ def lack_of_memory(
         if needed > share * free:
             return MemoryLack(rank, needed, free)
     return None
+
+
+def memory_room(worker_group: Any) -> int:
+    """Return the bytes of its host's free memory that this worker may take.
+
+    All workers call it together.
+
+    Args:
+        worker_group: `WorkerGroup` between the workers.
+    """
+    host = process_identity.machine()
+    hosts = worker_group.all_gather("checkpoint: hosts", host)
+    return int(MEMORY_SHARE * free_bytes() / hosts.count(host))
 
 
 # Saves of each group of workers.

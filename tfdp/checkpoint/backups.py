@@ -15,7 +15,7 @@ from typing import Any
 from tfdp.checkpoint import files
 from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint.api import save_state
-from tfdp.checkpoint.background import background_saves
+from tfdp.checkpoint.background import background_saves, memory_room
 from tfdp.checkpoint.index import Index
 from tfdp.checkpoint.index_file import INDEX_FILE, UnknownFormat, load_index
 from tfdp.checkpoint.object_store import open_storage
@@ -228,7 +228,7 @@ class Backups:
         return None
 
     def load(self, index: Index, load_plan: LoadPlan) -> None:
-        """Read a backup into the variables of this worker.
+        """Assign what `find_newest` has read to the variables of this worker.
 
         Args:
             index: `Index` of the backup.
@@ -239,8 +239,7 @@ class Backups:
             OSError: On every worker, if one of them cannot read a file.
         """
         backup = self._storage.below(f"step-{index.run['steps']}")
-        folder = backup.below(index.token)
-        read = functools.partial(reading.read_shards, load_plan, index, folder)
+        read = functools.partial(reading.assign_values, load_plan)
         aftermath = "Some variables may have been overwritten; restart the script."
         run_on_all_workers(
             self._worker_group, backup.path, "restored", aftermath, "its tensors", read
@@ -291,20 +290,19 @@ class Backups:
             ValueError: On every worker, if the backup is incompatible with the run.
             OSError: On every worker, if one of them cannot read it.
         """
-        backup = self._storage.below(name)
+        backup, room = self._storage.below(name), memory_room(self._worker_group)
 
         def find() -> tuple[Index, LoadPlan]:
-            """Read the index, plan what to load, and verify the files."""
+            """Read the index, plan what to load, and read the files."""
             index = load_index(backup.path)
             folder = backup.below(index.token)
             # The plan allocates arrays of the sizes in the index, so the sizes are
             # compared with those of the files first.
-            files.verify_files(index.shards, folder, None)
+            files.check_sizes(index.shards, folder)
             load_plan = make_plan(index)
             if name != f"step-{index.run['steps']}":
                 raise ValueError(f"its index is that of step {index.run['steps']}")
-            shards = reading.needed_shards(load_plan.tensors, index)
-            files.verify_files(shards, folder, index.algorithm)
+            reading.read_shards(load_plan, index, folder, room)
             return index, load_plan
 
         return find_together(self._worker_group, backup.path, find)

@@ -9,7 +9,6 @@ larger one: TensorFlow cannot read slices of float16 and of unsigned integers.
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -20,14 +19,14 @@ import tensorflow as tf
 
 from tfdp.checkpoint.index import CRC32, CRC32C, Extent, File, Shard, TensorMetadata
 from tfdp.checkpoint.index_file import UnknownFormat
-from tfdp.checkpoint.storage import Fetch, Storage, StoreError
-from tfdp.ground.base.files import NotRegularFile, open_regular
+from tfdp.checkpoint.storage import Storage, StoreError
+from tfdp.ground.base.files import NotRegularFile
 from tfdp.ground.text import pluralize
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
-# Largest sizes in bytes of a shard, and of a chunk of elements in it. Writing and
-# reading need memory for one shard, for TensorFlow's buffer of 8 MB and for a copy of a
-# chunk: together less than a bucket of gradients.
+# Largest sizes in bytes of a shard, and of a chunk of elements in it. Writing needs
+# memory for one shard, for TensorFlow's buffer of 8 MB and for a copy of a chunk:
+# together less than a bucket of gradients.
 SHARD_BYTES = 8 * 2**20
 CHUNK_BYTES = 2**20
 # Bytes that are read at a time to compute a checksum.
@@ -74,68 +73,78 @@ def check_shape(tensor: StateTensor, shard: LocalShard, values: np.ndarray) -> N
         )
 
 
-def verify_files(
-    shards: Iterable[Shard], folder: Storage, algorithm: str | None
-) -> None:
-    """Raise if a file of a shard is missing or differs from what was written.
+def check_sizes(shards: Iterable[Shard], folder: Storage) -> None:
+    """Raise if a file of a shard is missing or has another size than was written.
 
     Args:
         shards: Iterable of `Shard`.
         folder: `Storage`, the subdirectory of the checkpoint.
-        algorithm: String, that of the checksums, see `best_algorithm`; or `None` to
-            compare sizes only.
 
     Raises:
-        UnknownFormat: If the package that computes the checksums is not installed.
         ValueError: If a file is wrong; names the file, the fault and the worker that
             wrote it.
         StoreError: If the object store cannot be read.
     """
     sizes = folder.sizes()
-    with folder.reading() as fetch:
-        for shard in shards:
-            for file in shard.files:
-                found, fault = sizes.get(file.name), None
-                if found is None:
-                    fault = "is missing"
-                elif found != file.num_bytes:
-                    wrong = pluralize(found, "byte")
-                    fault = f"has {wrong} instead of {file.num_bytes:,}"
-                elif algorithm is not None:
-                    fault = _fault_of_contents(file, fetch, algorithm)
-                if fault:
-                    name = f"{folder.name}/{file.name}"
-                    raise ValueError(
-                        f"The file {name!r}, which worker {shard.worker} wrote, "
-                        f"{fault}."
-                    )
+    for shard in shards:
+        for file in shard.files:
+            found = sizes.get(file.name)
+            if found is None:
+                raise _damage(folder, shard, file, "is missing")
+            if found != file.num_bytes:
+                wrong = f"has {pluralize(found, 'byte')} instead of {file.num_bytes:,}"
+                raise _damage(folder, shard, file, wrong)
 
 
-def _fault_of_contents(file: File, fetch: Fetch, algorithm: str) -> str | None:
-    """Return what is wrong with a file of the right size, or `None`.
+def read_files(shard: Shard, folder: Storage, algorithm: str) -> list[bytes]:
+    """Read the files of a shard, and compare the checksums of what was read.
 
     Args:
-        file: `File`, as it was written.
-        fetch: Callable, see `Fetch`.
-        algorithm: String, that of the checksum.
+        shard: `Shard`.
+        folder: `Storage`, the subdirectory of the checkpoint.
+        algorithm: String, that of the checksums, see `best_algorithm`.
 
     Returns:
-        String, a verb phrase such as `"is missing"`.
+        List of bytes, the content of each file.
+
+    Raises:
+        UnknownFormat: If the package that computes the checksums is not installed.
+        ValueError: As for `check_sizes`.
+        StoreError: If the object store cannot be read.
     """
+    return [_read_file(shard, file, folder, algorithm) for file in shard.files]
+
+
+def _read_file(shard: Shard, file: File, folder: Storage, algorithm: str) -> bytes:
+    """Read one of the files of a shard; see `read_files`."""
     try:
-        path = os.path.join(fetch([file.name]), file.name)
-        with open_regular(path) as opened:
-            if checksum(opened, algorithm) != file.checksum:
-                return "was altered: its checksum does not match"
-    except FileNotFoundError:
-        return "is missing"
-    except NotRegularFile:
-        return "is not a regular file"
+        content = folder.read_bytes(file.name, file.num_bytes)
+    except FileNotFoundError as error:
+        raise _damage(folder, shard, file, "is missing") from error
+    except NotRegularFile as error:
+        raise _damage(folder, shard, file, "is not a regular file") from error
     except StoreError:
         raise  # the store failed; the file may be intact
     except OSError as error:
-        return f"cannot be read ({error.strerror})"
-    return None
+        fault = f"cannot be read ({error.strerror})"
+        raise _damage(folder, shard, file, fault) from error
+    if _extend(algorithm)(0, content) != file.checksum:
+        fault = "was altered: its checksum does not match"
+        raise _damage(folder, shard, file, fault)
+    return content
+
+
+def _damage(folder: Storage, shard: Shard, file: File, fault: str) -> ValueError:
+    """Return the error for a wrong file of a shard.
+
+    Args:
+        folder: `Storage`, the subdirectory of the checkpoint.
+        shard: `Shard`.
+        file: `File` of it.
+        fault: String, a verb phrase such as `"is missing"`.
+    """
+    name = f"{folder.name}/{file.name}"
+    return ValueError(f"The file {name!r}, which worker {shard.worker} wrote, {fault}.")
 
 
 def best_algorithm() -> str:
@@ -164,11 +173,15 @@ def checksum(file: Any, algorithm: str) -> int:
     Raises:
         UnknownFormat: If the package that computes it is not installed.
     """
-    extend = _crc32c() if algorithm == CRC32C else _crc32
-    value = 0
+    extend, value = _extend(algorithm), 0
     while chunk := file.read(_READ_BYTES):
         value = extend(value, chunk)
     return value
+
+
+def _extend(algorithm: str) -> Callable[[int, bytes], int]:
+    """Return the function that continues a checksum with a chunk of bytes."""
+    return _crc32c() if algorithm == CRC32C else _crc32
 
 
 def _crc32(value: int, chunk: bytes) -> int:

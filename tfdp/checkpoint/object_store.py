@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tfdp.checkpoint.storage import Fetch, Publish, Storage, StoreError
+from tfdp.checkpoint.storage import Publish, Storage, StoreError
 from tfdp.ground.base.temporary import TemporaryFolder, is_left_over
 from tfdp.ground.base.threads import run_on_thread
 from tfdp.ground.text import pluralize
@@ -35,9 +35,6 @@ _PACKAGES = {
 _FILE_SYSTEMS = frozenset(
     ("file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "webdav", "dbfs")
 )
-# Bytes of downloaded objects that are cached on the local disk, for variables that need
-# the same shard later.
-_KEPT_BYTES = 2**26
 # Timeout in seconds of a request with all retries of the client: a shard of 8 MB
 # arrives in time at 30 kB/s.
 _REQUEST_SECONDS = 300.0
@@ -139,10 +136,11 @@ class ObjectStore(Storage):
         num_bytes = self._info(name)["size"]
         if num_bytes > most_bytes:
             raise ValueError(f"it has more than {pluralize(most_bytes, 'byte')}")
-        content = self._request(
-            "read", lambda s, path: s.cat_file(f"{path}/{name}"), name
-        )
-        return content.decode()
+        return self.read_bytes(name, num_bytes).decode()
+
+    def read_bytes(self, name: str, most_bytes: int) -> bytes:
+        """Read the object with this name, whole, whatever its size."""
+        return self._request("read", lambda s, path: s.cat_file(f"{path}/{name}"), name)
 
     def write_text(self, name: str, text: str) -> None:
         """Put a text as the object with this name."""
@@ -167,28 +165,6 @@ class ObjectStore(Storage):
                     os.unlink(os.path.join(folder, name))
 
             yield folder, publish
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[Fetch]:
-        """Yield a function that downloads objects into a temporary folder.
-
-        Downloads of earlier calls are removed when they exceed a limit in size.
-        """
-        with TemporaryFolder("store") as folder:
-            kept: dict[str, int] = {}  # size by name, least recently used first
-
-            def fetch(names: Sequence[str]) -> str:
-                """Download objects by name, unless they are kept; return the folder."""
-                for name in names:
-                    file = os.path.join(folder, name)
-                    if name not in kept:
-                        self._download(name, file)
-                        kept[name] = os.path.getsize(file)
-                    kept[name] = kept.pop(name)
-                _drop_oldest(folder, kept, names)
-                return folder
-
-            yield fetch
 
     def rename(self, name: str, new_name: str) -> None:
         """Copy the objects of a folder to a new name, and remove the old objects."""
@@ -257,10 +233,6 @@ class ObjectStore(Storage):
             "written", lambda s, path: s.put_file(file, f"{path}/{name}"), name
         )
 
-    def _download(self, name: str, file: str) -> None:
-        """Get the object with this name into a local file, given by its path."""
-        self._request("read", lambda s, path: s.get_file(f"{path}/{name}", file), name)
-
     def _move(self, path: str, name: str, new_name: str) -> None:
         """Move one object to the renamed folder.
 
@@ -327,21 +299,6 @@ def _with_timeout(request: Callable[[], Any]) -> Any:
     if not answer.done():
         raise TimeoutError(f"no answer in {_REQUEST_SECONDS:g} s")
     return answer.result()
-
-
-def _drop_oldest(folder: str, kept: dict[str, int], needed: Sequence[str]) -> None:
-    """Remove the least recently used files, until the rest is within the limit.
-
-    Args:
-        folder: String, the folder of the files.
-        kept: Dict from names to sizes, the least recently used first.
-        needed: Sequence of strings, names of files that must stay.
-    """
-    for name in list(kept):
-        if sum(kept.values()) <= _KEPT_BYTES or name in needed:
-            return
-        os.unlink(os.path.join(folder, name))
-        del kept[name]
 
 
 def _check_protocol(protocol: str) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfdp.checkpoint import files
-from tfdp.checkpoint.index import Extent, Index, Shard, first_difference
+from tfdp.checkpoint.bundle import read_layout
+from tfdp.checkpoint.index import ITEM_BYTES, Extent, Index, Shard, first_difference
 from tfdp.checkpoint.storage import Storage
 from tfdp.communication.collectives.bridge import from_bytes, new_tensor
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
@@ -32,6 +33,8 @@ class LoadPlan:
             by default.
         arrays: Dict from names to the arrays that state of callbacks is read into.
         label: String, a decision that must be equal on all workers. Defaults to `""`.
+        batches: Iterable of deques of `ReadItem` with their values, which are used up.
+            Defaults to none; `read_shards` sets it.
     """
 
     tensors: list[StateTensor]
@@ -40,6 +43,7 @@ class LoadPlan:
     finish: Callable[[], None] = _nothing
     arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     label: str = ""
+    batches: Iterable[deque[ReadItem]] = ()
 
 
 def check_model(index: Index, load_plan: LoadPlan) -> None:
@@ -74,22 +78,53 @@ def needed_shards(state: Sequence[StateTensor], index: Index) -> list[Shard]:
     return list(found.values())
 
 
-def read_shards(load_plan: LoadPlan, index: Index, folder: Storage) -> None:
-    """Read shards into the variables of this process.
+def read_shards(load_plan: LoadPlan, index: Index, folder: Storage, room: int) -> None:
+    """Read and verify the shards that this process needs; change no variable.
+
+    Each file is read once, and its values wait for `assign_values`. If they take more
+    memory than there is, the files are verified now, and read and verified again then,
+    for as many variables at a time as there is room for.
+
+    Args:
+        load_plan: `LoadPlan`, which gets the values.
+        index: `Index` of the checkpoint.
+        folder: `Storage`, the subdirectory of the checkpoint.
+        room: Int, bytes that the values may take, see `memory_room`.
+
+    Raises:
+        ValueError: If a file is wrong, see `files.read_files`.
+        StoreError: If the object store cannot be read.
+    """
+    shards = needed_shards(load_plan.tensors, index)
+    files.check_sizes(shards, folder)
+    batches = read_batches(load_plan.tensors, index, max(room, files.SHARD_BYTES))
+    load_plan.batches = (_fill(items, index, folder) for items in batches)
+    if _num_bytes(load_plan.tensors) <= room:
+        load_plan.batches = list(load_plan.batches)
+    else:
+        for shard in shards:
+            files.read_files(shard, folder, index.algorithm)
+
+
+def assign_values(load_plan: LoadPlan) -> None:
+    """Assign what `read_shards` has read to the variables of this process.
 
     Args:
         load_plan: `LoadPlan`.
-        index: `Index` of the checkpoint.
-        folder: `Storage`, the subdirectory of the checkpoint.
     """
     load_plan.clear()
-    with folder.reading() as fetch:
-        for items in read_batches(load_plan.tensors, index):
-            for shard, extents in _items_by_shard(items, index):
-                path = fetch([file.name for file in shard.files])
-                _read_shard(shard, extents, index, path)
-            for item in items:
-                item.assign()
+    for items in load_plan.batches:
+        while items:
+            items.popleft().assign()  # frees what the variable had before
+
+
+def _num_bytes(state: Sequence[StateTensor]) -> int:
+    """Return the size in bytes of what this process reads."""
+    return sum(
+        (local.stop - local.start) * files.dtype_of(tensor).size
+        for tensor in state
+        for local in tensor.local_shards
+    )
 
 
 class ReadItem:
@@ -122,36 +157,45 @@ class ReadItem:
 
 
 def read_batches(
-    state: Sequence[StateTensor], index: Index
-) -> Iterator[list[ReadItem]]:
-    """Yield read items in batches, whose buffers fit into the size of a shard.
+    state: Sequence[StateTensor], index: Index, room: int = files.SHARD_BYTES
+) -> Iterator[deque[ReadItem]]:
+    """Yield read items in batches, whose buffers fit into some memory.
 
     Args:
         state: Sequence of `StateTensor`.
         index: `Index` of the checkpoint.
+        room: Int, the largest size of a batch of several items, in bytes. Defaults to
+            that of a shard.
     """
-    batch: list[ReadItem] = []
-    positions, room = _positions(index), files.SHARD_BYTES
+    batch: deque[ReadItem] = deque()
+    positions, free = _positions(index), room
     for tensor in state:
         dtype = files.dtype_of(tensor)
         for local in tensor.local_shards:
             num_bytes = (local.stop - local.start) * dtype.size
-            if batch and num_bytes > room:
+            if batch and num_bytes > free:
                 yield batch
-                batch, room = [], files.SHARD_BYTES
+                batch, free = deque(), room
             extent = Extent(positions[tensor.name], local.start, local.stop)
             batch.append(ReadItem(local, extent, dtype))
-            room -= num_bytes
+            free -= num_bytes
     yield batch
 
 
+def _fill(items: deque[ReadItem], index: Index, folder: Storage) -> deque[ReadItem]:
+    """Read and verify the shards that read items need; return the items, filled."""
+    for shard, extents in _items_by_shard(items, index):
+        _read_shard(shard, extents, index, folder)
+    return items
+
+
 def _items_by_shard(
-    items: list[ReadItem], index: Index
+    items: Iterable[ReadItem], index: Index
 ) -> Iterable[tuple[Shard, dict[Extent, list[ReadItem]]]]:
     """Group read items by the shards and extents that hold their elements.
 
     Args:
-        items: List of `ReadItem`.
+        items: Iterable of `ReadItem`.
         index: `Index` of the checkpoint.
 
     Returns:
@@ -167,7 +211,7 @@ def _items_by_shard(
 
 
 def _read_shard(
-    shard: Shard, extents: dict[Extent, list[ReadItem]], index: Index, folder: str
+    shard: Shard, extents: dict[Extent, list[ReadItem]], index: Index, folder: Storage
 ) -> None:
     """Read extents of a shard into the buffers of the read items that need them.
 
@@ -175,31 +219,25 @@ def _read_shard(
         shard: `Shard`.
         extents: Dict from an `Extent` of the shard to the items that need it.
         index: `Index` of the checkpoint.
-        folder: String, path of the local folder with the files of the shard.
+        folder: `Storage`, the subdirectory of the checkpoint.
     """
-    entries = [index.tensors[extent.tensor] for extent in extents]
-    prefix = os.path.join(folder, shard.prefix)
-    keys = [files.tensor_key(e.name, x) for e, x in zip(entries, extents, strict=True)]
-    # TensorFlow allocates the sizes in the file, so a forged file must be found first.
-    shapes = tf.train.load_checkpoint(prefix).get_variable_to_shape_map()
-    for key, extent in zip(keys, extents, strict=True):
-        if shapes.get(key) != [extent.stop - extent.start]:
+    layout, content = files.read_files(shard, folder, index.algorithm)
+    places, data = read_layout(layout), np.frombuffer(content, np.uint8)
+    for extent, items in extents.items():
+        saved = index.tensors[extent.tensor]
+        key, size = files.tensor_key(saved.name, extent), ITEM_BYTES[saved.dtype]
+        num_bytes, dtype = (extent.stop - extent.start) * size, tf.as_dtype(saved.dtype)
+        place = places.get(key)
+        wanted = dtype.as_datatype_enum, num_bytes
+        if place is None or (place.dtype, place.size) != wanted:
             raise ValueError(f"The shard {shard.prefix!r} does not hold {key!r}.")
-    with tf.device("CPU:0"):
-        loaded = tf.raw_ops.RestoreV2(
-            prefix=prefix,
-            tensor_names=keys,
-            shape_and_slices=[""] * len(entries),
-            dtypes=[tf.as_dtype(entry.dtype) for entry in entries],
-        )
-    for (extent, items), tensor in zip(extents.items(), loaded, strict=True):
-        values = np.asarray(tensor)
+        values = data[place.offset : place.offset + place.size]
         for item in items:
             start = max(extent.start, item.extent.start)
             stop = min(extent.stop, item.extent.stop)
-            offset = item.extent.start
-            item.values[start - offset : stop - offset] = values[
-                start - extent.start : stop - extent.start
+            target, first = item.values.view(np.uint8), item.extent.start
+            target[(start - first) * size : (stop - first) * size] = values[
+                (start - extent.start) * size : (stop - extent.start) * size
             ]
 
 

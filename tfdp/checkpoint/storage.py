@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tfdp.ground.base.files import (
     make_private_folder,
+    open_regular,
     read_text,
     replaced,
     sync_folder,
@@ -22,9 +23,6 @@ from tfdp.ground.base.temporary import remove_left_over
 
 # Function that moves named files from a local folder to the storage.
 Publish = Callable[[Sequence[str]], None]
-# Function that makes named files of the storage readable in a local folder, and returns
-# the path of the folder.
-Fetch = Callable[[Sequence[str]], str]
 
 
 class StoreError(OSError):
@@ -105,6 +103,15 @@ class Storage:
         """Read a file of limited size, see `tfdp.ground.base.files.read_text`."""
         return read_text(self._path(name), most_bytes)
 
+    def read_bytes(self, name: str, most_bytes: int) -> bytes:
+        """Read the first bytes of a file.
+
+        Raises:
+            NotRegularFile: If it is not a regular file; nothing is read.
+        """
+        with open_regular(self._path(name)) as file:
+            return file.read(most_bytes)
+
     def write_text(self, name: str, text: str) -> None:
         """Write a new file, and sync it to the disk."""
         write_text(self._path(name), text)
@@ -131,11 +138,6 @@ class Storage:
         """
         yield self.path, lambda names: None
         sync_folder(self.path)
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[Fetch]:
-        """Yield a function that makes files readable in a local folder."""
-        yield lambda names: self.path
 
     def rename(self, name: str, new_name: str) -> None:
         """Rename a subfolder."""
