@@ -29,8 +29,6 @@ from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 # together less than a bucket of gradients.
 SHARD_BYTES = 8 * 2**20
 CHUNK_BYTES = 2**20
-# Bytes that are read at a time to compute a checksum.
-_READ_BYTES = 2**20
 # Parts of the messages of TensorFlow that name an op and not the cause.
 _OP_NOISE = re.compile(r"\{\{.*?\}\}\s*|\s*\[Op:\w+\].*", re.DOTALL)
 
@@ -128,7 +126,7 @@ def _read_file(shard: Shard, file: File, folder: Storage, algorithm: str) -> byt
     except OSError as error:
         fault = f"cannot be read ({error.strerror})"
         raise _damage(folder, shard, file, fault) from error
-    if _extend(algorithm)(0, content) != file.checksum:
+    if checksum([content], algorithm) != file.checksum:
         fault = "was altered: its checksum does not match"
         raise _damage(folder, shard, file, fault)
     return content
@@ -163,33 +161,28 @@ def best_algorithm() -> str:
     return CRC32C if package.implementation == "c" else CRC32
 
 
-def checksum(file: Any, algorithm: str) -> int:
-    """Return the checksum of the rest of an open file.
+def checksum(chunks: Iterable[bytes | np.ndarray], algorithm: str) -> int:
+    """Return the checksum of bytes.
 
     Args:
-        file: Binary file.
+        chunks: Iterable of bytes or of arrays of bytes, one after another.
         algorithm: String, see `best_algorithm`.
 
     Raises:
         UnknownFormat: If the package that computes it is not installed.
     """
-    extend, value = _extend(algorithm), 0
-    while chunk := file.read(_READ_BYTES):
+    extend, value = _crc32c() if algorithm == CRC32C else _crc32, 0
+    for chunk in chunks:
         value = extend(value, chunk)
     return value
 
 
-def _extend(algorithm: str) -> Callable[[int, bytes], int]:
-    """Return the function that continues a checksum with a chunk of bytes."""
-    return _crc32c() if algorithm == CRC32C else _crc32
-
-
-def _crc32(value: int, chunk: bytes) -> int:
+def _crc32(value: int, chunk: Any) -> int:
     """Continue a CRC-32 with a chunk of bytes."""
     return zlib.crc32(chunk, value)
 
 
-def _crc32c() -> Callable[[int, bytes], int]:
+def _crc32c() -> Callable[[int, Any], int]:
     """Return the function that continues a CRC-32C with a chunk of bytes."""
     try:
         return importlib.import_module("google_crc32c").extend

@@ -23,7 +23,7 @@ from tfdp.checkpoint.index_file import (
     shards_from_json,
 )
 from tfdp.checkpoint.storage import Storage, StoreError
-from tfdp.ground import user_code
+from tfdp.ground import _compat, user_code
 from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 # Names of files in a data folder, including the temporary files of TensorFlow.
@@ -200,19 +200,24 @@ def write_shards(
             plan_shards(owned, files.SHARD_BYTES, files.CHUNK_BYTES)
         ):
             prefix = f"worker-{worker}-{number}"
-            tensors = [reader.values(extent) for extent in extents]
+            values = [reader.values(extent) for extent in extents]
             names = [files.tensor_key(state[e.tensor].name, e) for e in extents]
+            dtypes = [files.dtype_of(state[extent.tensor]) for extent in extents]
             with tf.device("CPU:0"):
                 tf.raw_ops.SaveV2(
                     prefix=os.path.join(path, prefix),
                     tensor_names=names,
                     shape_and_slices=[""] * len(names),
-                    tensors=tensors,
+                    tensors=list(map(_compat.tensor_on, values, dtypes)),
                 )
-            del tensors  # frees memory before the next shard is read
-            written = tuple(
-                _sync(path, prefix + ending, algorithm) for ending in FILE_ENDINGS
+            layout, data = (prefix + ending for ending in FILE_ENDINGS)
+            # TensorFlow writes the tensors one after another.
+            content = [array.view(np.uint8) for array in values]
+            written = (
+                _sync(path, layout, algorithm),
+                _sync(path, data, algorithm, content),
             )
+            del values, content  # frees memory before the next shard is read
             publish([file.name for file in written])
             shards.append(Shard(prefix, worker, written, extents))
     return shards
@@ -241,37 +246,41 @@ class _ShardReader:
         self._local_shard: LocalShard | None = None
         self._values: Any = None
 
-    def values(self, extent: Extent) -> tf.Tensor:
+    def values(self, extent: Extent) -> np.ndarray:
         """Return the elements of an extent that lies in one local shard.
 
         Returns:
-            Tensor of shape `[stop - start]`, on the CPU.
+            Array of shape `[stop - start]`, in the dtype of the tensor.
         """
         tensor = self._state[extent.tensor]
         local = next(p for p in tensor.owned_shards if p.start <= extent.start < p.stop)
         if local is not self._local_shard:
             self._values = None  # frees the old shard before the next one is read
-            self._values = np.asarray(local.read())
+            dtype = files.dtype_of(tensor).as_numpy_dtype
+            self._values = np.ascontiguousarray(local.read(), dtype)
             files.check_shape(tensor, local, self._values)
             self._local_shard = local
         offset = local.start
-        values = self._values[extent.start - offset : extent.stop - offset]
-        with tf.device("CPU:0"):
-            return tf.constant(values, files.dtype_of(tensor))
+        return self._values[extent.start - offset : extent.stop - offset]
 
 
-def _sync(folder: str, name: str, algorithm: str) -> File:
+def _sync(
+    folder: str, name: str, algorithm: str, content: Sequence[np.ndarray] | None = None
+) -> File:
     """Sync a file to the disk; return its name, size and checksum.
 
     Args:
         folder: String, path of its folder.
         name: String, its name.
         algorithm: String, that of checksums.
+        content: Sequence of arrays of bytes, which were written, one after another.
+            Defaults to `None`: they are read.
     """
     with open(os.path.join(folder, name), "rb") as file:
         os.fsync(file.fileno())
         size = os.fstat(file.fileno()).st_size
-        return File(name, size, files.checksum(file, algorithm))
+        chunks = [file.read()] if content is None else content
+        return File(name, size, files.checksum(chunks, algorithm))
 
 
 def _list_name(worker: int) -> str:

@@ -23,6 +23,8 @@ from tensorflow.python.distribute import (
     multi_worker_util,
     values,
 )
+from tensorflow.python.eager import context
+from tensorflow.python.framework import ops
 from tensorflow.python.ops import resource_variable_ops
 
 from tfdp.ground._compat.runtime import device_type
@@ -219,15 +221,24 @@ def view_of(tensor: Any) -> np.ndarray:
     return tensor._numpy()
 
 
+def tensor_on(array: np.ndarray, dtype: tf.DType) -> tf.Tensor:
+    """Return a tensor on the CPU with the memory of an array, which must not change.
+
+    An array that is not aligned is copied, as `tf.constant` copies any. Checked on
+    TensorFlow 2.21.
+    """
+    with tf.device("CPU:0"):
+        device = context.context().device_name
+        return ops.EagerTensor(array, device, dtype.as_datatype_enum)
+
+
 def elements_of(variable: Any, start: int, stop: int) -> Any:
     """Return a range of elements of a flattened variable or readable, as an array.
 
     Of a variable on the CPU it is a view. While the view exists, TensorFlow assigns to
     another buffer. Checked on TensorFlow 2.21.
     """
-    value = variable.value if isinstance(variable, keras.Variable) else variable
-    if isinstance(value, values.DistributedVariable):
-        value = value._primary
+    value = _first_value(variable)
     if not hasattr(value, "read_value"):
         return np.asarray(value.numpy()).ravel()[start:stop]
     with tf.device(value.device):
@@ -236,6 +247,18 @@ def elements_of(variable: Any, start: int, stop: int) -> Any:
         if device_type(value.device) == "CPU":
             return view_of(tensor).reshape(-1)[start:stop]
         return tf.reshape(tensor, [-1])[start:stop].numpy()
+
+
+def is_read_as_view(variable: Any) -> bool:
+    """Return whether `elements_of` returns a view of a variable, without a copy."""
+    value = _first_value(variable)
+    return hasattr(value, "read_value") and device_type(value.device) == "CPU"
+
+
+def _first_value(variable: Any) -> Any:
+    """Return the first local replica's `tf.Variable` of a variable or readable."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return value._primary if isinstance(value, values.DistributedVariable) else value
 
 
 def sum_of_local_parts(variable: Any, num_replicas: int) -> Any:
