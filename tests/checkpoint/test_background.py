@@ -267,16 +267,11 @@ def test_without_memory_for_a_copy_it_saves_in_the_foreground_and_says_so(
 def test_memory_is_shared_by_the_workers_of_a_host(monkeypatch):
     """Two of three workers are on one host, and each alone would have enough."""
 
-    class Group:
-        is_chief = False
-
-        def all_gather(self, topic: str, value: list) -> list[list]:
-            return [["here", 300, 1000], ["here", 300, 900], ["there", 300, 700]]
-
+    needs = [("here", 300, 1000), ("here", 300, 900), ("there", 300, 700)]
     saves = background.BackgroundSaves(WorkerGroup(0, 1))
-    assert not saves._has_memory([], Group())
+    assert not saves._has_memory(needs, False)
     monkeypatch.setattr(background, "MEMORY_SHARE", 0.7)
-    assert saves._has_memory([], Group())
+    assert saves._has_memory(needs, False)
 
 
 def test_a_copy_that_fails_is_an_error_of_all(gate, tmp_path, monkeypatch):

@@ -16,9 +16,9 @@ from tfdp.checkpoint import reader as reading
 from tfdp.checkpoint import writer as writing
 from tfdp.checkpoint.accumulated_gradients import redistribute_accumulated_gradients
 from tfdp.checkpoint.background import (
+    BackgroundSaves,
     PendingSave,
     Read,
-    Write,
     background_saves,
     memory_room,
 )
@@ -113,7 +113,7 @@ def save(
         worker_group,
         functools.partial(serialize_model, model),
         functools.partial(_equalize_state, model),
-        start=saves.start if background else None,
+        saves=saves if background else None,
     )
 
 
@@ -170,7 +170,7 @@ def save_state(
     serialize: Callable[[], str | None] = lambda: None,
     prepare: Callable[[], None] = lambda: None,
     run: Any = None,
-    start: Callable[[Write, Sequence[StateTensor], Any], Any] | None = None,
+    saves: BackgroundSaves | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> Any:
     """Write state tensors, and the model as a string, into a directory.
@@ -186,15 +186,18 @@ def save_state(
         prepare: Callable that makes the state equal on all replicas. It is called
             after the check that all workers save the same tensors.
         run: Metadata of the run, as JSON can hold it; worker 0's is written.
-        start: Callable that has the state written in the background, see
-            `BackgroundSaves.start`. Defaults to `None`: it is written at once.
+        saves: `BackgroundSaves` of these workers, which write the state in the
+            background. Defaults to `None`: it is written at once.
         after: Callable, called on worker 0 after the checkpoint is complete.
 
     Returns:
-        What `start` returns, or `None`.
+        `PendingSave` with `saves`, or `None`.
     """
     entries = files.metadata_of(state)
-    check_same_variables(worker_group, "checkpoint.save", entries, "saves")
+    needs = "" if saves is None else saves.needs(state)
+    needs_of_all = check_same_variables(
+        worker_group, "checkpoint.save", entries, "saves", needs
+    )
     prepare()
     model = serialize() if worker_group.is_chief else None
     metadata = _Metadata(os.fspath(directory), entries, model, run)
@@ -205,8 +208,8 @@ def save_state(
         if worker_group.is_chief:
             after()
 
-    if start is not None:
-        return start(write, state, worker_group)
+    if saves is not None:
+        return saves.start(write, state, worker_group, needs_of_all)
     return write(lambda: state, worker_group)
 
 

@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from tfdp.ground import _compat, forks, user_code
 from tfdp.ground.base import process_identity
 from tfdp.ground.base.memory import free_bytes
 from tfdp.ground.base.threads import run_on_thread
-from tfdp.training.sharding.state_tensors import StateTensor
+from tfdp.training.sharding.state_tensors import LocalShard, StateTensor
 
 _log = logging.getLogger("tfdp")
 # Part of a host's free memory that copies of the state of all its workers may take.
@@ -41,6 +41,8 @@ Read = Callable[[], Sequence[StateTensor]]
 # Function that writes the state that a `Read` returns, together with the other workers
 # of a `WorkerGroup`.
 Write = Callable[[Read, Any], None]
+# Memory that a worker needs: a key of its host, the bytes, and the host's free bytes.
+Need: TypeAlias = tuple[str, int, int]
 
 
 class PendingSave:
@@ -121,8 +123,22 @@ class BackgroundSaves:
         self._buffer = np.empty(0, "uint8")
         self._pending: PendingSave | None = None
 
+    def needs(self, state: Sequence[StateTensor]) -> Need:
+        """Return the memory that this worker needs for a copy of its part of a state.
+
+        Args:
+            state: Sequence of `StateTensor`.
+        """
+        missing = max(_num_bytes(state) - self._buffer.size, 0)
+        free = free_bytes() if missing else sys.maxsize  # it reads files of the system
+        return process_identity.machine(), missing, free
+
     def start(
-        self, write: Write, state: Sequence[StateTensor], worker_group: Any
+        self,
+        write: Write,
+        state: Sequence[StateTensor],
+        worker_group: Any,
+        needs: Sequence[Need],
     ) -> PendingSave:
         """Copy this worker's part of the state, and write the copy on a thread.
 
@@ -132,6 +148,7 @@ class BackgroundSaves:
             write: Callable, see `Write`.
             state: Sequence of `StateTensor`.
             worker_group: `WorkerGroup` of these saves.
+            needs: Sequence of what `needs` has returned on each worker.
 
         Returns:
             `PendingSave`.
@@ -140,7 +157,7 @@ class BackgroundSaves:
             OSError: If the save before has failed, and no call has raised this yet.
         """
         self._wait_for_previous(worker_group.is_chief)
-        if self._has_memory(state, worker_group):
+        if self._has_memory(needs, worker_group.is_chief):
             read = self._copy(state)
             future = run_on_thread(
                 "tfdp-save", _write_at_low_priority, write, read, self._group
@@ -203,20 +220,17 @@ class BackgroundSaves:
                 waited,
             )
 
-    def _has_memory(self, state: Sequence[StateTensor], worker_group: Any) -> bool:
+    def _has_memory(self, needs: Sequence[Need], reports: bool) -> bool:
         """Return whether all hosts have memory for the copies of their workers.
 
         Args:
-            state: Sequence of `StateTensor`.
-            worker_group: `WorkerGroup` of these saves.
+            needs: Sequence of `Need`, by worker.
+            reports: Bool, whether this worker reports the first lack.
         """
-        missing = max(_num_bytes(state) - self._buffer.size, 0)
-        own = [process_identity.machine(), missing, free_bytes()]
-        answers = worker_group.all_gather("checkpoint: memory for a copy", own)
-        lack = lack_of_memory(answers, MEMORY_SHARE)
+        lack = lack_of_memory(needs, MEMORY_SHARE)
         if lack is None:
             return True
-        if worker_group.is_chief and user_code.is_new("memory", self):
+        if reports and user_code.is_new("memory", self):
             _log.warning(
                 "tfdp: training waits for each save: copies of the state of all "
                 "workers of a host take %.0f MB, and %.0f MB are free.",
@@ -231,13 +245,12 @@ class BackgroundSaves:
         An error of the copy is raised where the other workers receive it.
         """
         error: Exception | None = None
-        copied: list[StateTensor] = []
         try:
             needed = _num_bytes(state)
             if self._buffer.size < needed:
                 self._buffer = np.empty(0, "uint8")  # before the new one is allocated
                 self._buffer = np.empty(needed, "uint8")
-            copied = copy_to_host(state, self._buffer)
+            copy_to_host(state, self._buffer)
         except Exception as caught:  # noqa: BLE001 any failure ends the save of all
             error = caught
 
@@ -245,7 +258,7 @@ class BackgroundSaves:
             """Return the copy, or raise the error."""
             if error is not None:
                 raise error
-            return copied
+            return copied_state(state, self._buffer)
 
         return read
 
@@ -264,14 +277,11 @@ class MemoryLack(NamedTuple):
     free: int
 
 
-def lack_of_memory(
-    answers: Sequence[tuple[str, int, int]], share: float
-) -> MemoryLack | None:
+def lack_of_memory(answers: Sequence[Need], share: float) -> MemoryLack | None:
     """Return the first host that lacks memory, or `None`.
 
     Args:
-        answers: Sequence by worker: a key of its host, the bytes that it needs, and the
-            free bytes of the host.
+        answers: Sequence of `Need`, by worker.
         share: Float, the part of the free bytes that the workers may take.
 
     Example:
@@ -320,15 +330,12 @@ def _forget_all() -> None:
     _unfinished.clear()
 
 
-def copy_to_host(state: Sequence[StateTensor], buffer: np.ndarray) -> list[StateTensor]:
+def copy_to_host(state: Sequence[StateTensor], buffer: np.ndarray) -> None:
     """Copy the shards that this process owns into one array.
 
     Args:
         state: Sequence of `StateTensor`.
         buffer: Array of bytes, with room for all.
-
-    Returns:
-        List of `StateTensor`, whose owned shards are parts of the array.
 
     Example:
 
@@ -336,25 +343,55 @@ def copy_to_host(state: Sequence[StateTensor], buffer: np.ndarray) -> list[State
     >>> weights = np.ones(3, "float32")
     >>> shard = LocalShard(0, 3, lambda: weights, weights.put)
     >>> state = [StateTensor("weights", (3,), "float32", (shard,), (shard,))]
-    >>> copied = copy_to_host(state, np.empty(64, "uint8"))
+    >>> buffer = np.empty(64, "uint8")
+    >>> copy_to_host(state, buffer)
     >>> weights[:] = 2
-    >>> copied[0].owned_shards[0].read()
+    >>> copied_state(state, buffer)[0].owned_shards[0].read()
     array([1., 1., 1.], dtype=float32)
     """
-    offset, copied = 0, []
+    for tensor, shard, part in _parts(state, buffer):
+        values = np.asarray(shard.read())
+        files.check_shape(tensor, shard, values)
+        np.copyto(part, values)
+
+
+def copied_state(state: Sequence[StateTensor], buffer: np.ndarray) -> list[StateTensor]:
+    """Return the state whose owned shards are the parts of a copy by `copy_to_host`.
+
+    Args:
+        state: Sequence of `StateTensor`.
+        buffer: Array of bytes, the copy.
+    """
+    shards: dict[str, list[LocalShard]] = {tensor.name: [] for tensor in state}
+    for tensor, shard, part in _parts(state, buffer):
+        read = functools.partial(np.asarray, part)
+        copied = dataclasses.replace(shard, read=read, read_range=None)
+        shards[tensor.name].append(copied)
+    return [
+        dataclasses.replace(
+            tensor, owned_shards=tuple(shards[tensor.name]), local_shards=()
+        )
+        for tensor in state
+    ]
+
+
+def _parts(
+    state: Sequence[StateTensor], buffer: np.ndarray
+) -> Iterator[tuple[StateTensor, LocalShard, np.ndarray]]:
+    """Yield the shards that this process owns, with the parts of an array for them.
+
+    Args:
+        state: Sequence of `StateTensor`.
+        buffer: Array of bytes.
+    """
+    offset = 0
     for tensor in state:
-        dtype, shards = files.dtype_of(tensor), []
+        dtype = files.dtype_of(tensor)
         for shard in tensor.owned_shards:
             size = (shard.stop - shard.start) * dtype.size
-            part = buffer[offset : offset + size].view(dtype.as_numpy_dtype)
-            files.check_shape(tensor, shard, values := np.asarray(shard.read()))
-            np.copyto(part, values)
-            read = functools.partial(np.asarray, part)
-            shards.append(dataclasses.replace(shard, read=read, read_range=None))
+            part = buffer[offset : offset + size]
+            yield tensor, shard, part.view(dtype.as_numpy_dtype)
             offset += aligned(size)
-        owned = tuple(shards)
-        copied.append(dataclasses.replace(tensor, owned_shards=owned, local_shards=()))
-    return copied
 
 
 def _num_bytes(state: Sequence[StateTensor]) -> int:

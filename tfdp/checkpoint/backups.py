@@ -148,7 +148,7 @@ class Backups:
             self._worker_group,
             self._serialize,
             run=run,
-            start=self._saves.start if self._background else None,
+            saves=self._saves if self._background else None,
             after=functools.partial(self._prune, backup.name),
         )
 

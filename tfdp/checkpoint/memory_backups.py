@@ -217,7 +217,6 @@ class MemoryBackups:
         """
         self._saved_step = step
         entries = files.metadata_of(state)
-        check_same_variables(self._group, "memory.save", entries, "saves")
         self._num_saves += 1
         extents = tuple(
             Extent(number, shard.start, shard.stop)
@@ -241,7 +240,9 @@ class MemoryBackups:
         self.finish()
         own = [header.num_bytes, len(text), self._fault]
         timeout = storage_timeout(group)  # a slow link delays `finish`
-        answers = group.all_gather("a state in memory", own, timeout)
+        answers = check_same_variables(
+            group, "a state in memory", entries, "saves", own, timeout
+        )
         sizes, lengths, faults = zip(*answers, strict=True)
         if self._turn_off_if(faults) or not self._has_room(list(sizes)):
             return

@@ -6,7 +6,6 @@ the number of replicas, nor on whether the optimizer is tfdp's or Keras's.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -115,12 +114,17 @@ def replicated(
         """Assign all elements of the tensor, flat, to the variable."""
         variable.assign(reshaped(values, shape))
 
-    everything = LocalShard(0, size, lambda: read(0, size), write, read)
-    share = dataclasses.replace(
-        everything,
-        start=start,
-        stop=stop,
-        read_range=lambda first, last: read(start + first, start + last),
+    def read_range(first: int, last: int) -> Any:
+        """Return elements of this worker's share, counted from its first."""
+        return read(start + first, start + last)
+
+    everything = LocalShard(0, size, lambda: read(0, size), write)
+    share = LocalShard(
+        start,
+        stop,
+        lambda: read(start, stop),
+        write,
+        None if _compat.is_read_as_view(variable) else read_range,
     )
     owned, dtype = tuple(share.split(READ_ELEMENTS)), dtype or str(variable.dtype)
     return StateTensor(name, shape, dtype, owned, (everything,))

@@ -144,8 +144,13 @@ def agreed_topology(
 
 
 def check_same_variables(
-    worker_group: WorkerGroup, topic: str, variables: Sequence[Any], verb: str
-) -> None:
+    worker_group: WorkerGroup,
+    topic: str,
+    variables: Sequence[Any],
+    verb: str,
+    beside: Any = "",
+    timeout_seconds: float | None = None,
+) -> list[Any]:
     """Raise on every worker if they do not have the same variables.
 
     Args:
@@ -153,14 +158,22 @@ def check_same_variables(
         topic: String, the point of the program, for error messages.
         variables: Sequence of variables, compared in order.
         verb: String, the worker's action on them, such as `"trains"`.
+        beside: Value that is gathered in the same call. Defaults to `""`.
+        timeout_seconds: Float or `None`, as for `WorkerGroup.all_gather`. Defaults to
+            `None`.
+
+    Returns:
+        List of each worker's `beside`, ordered by rank.
 
     Raises:
         ValueError: If so; the message names the first variable that differs.
     """
     items = [(signature_of(variable), _describe(variable)) for variable in variables]
-    difference = _compare_items(worker_group, topic, "variables", items)
+    difference, values = _compare_items(
+        worker_group, topic, "variables", items, beside, timeout_seconds
+    )
     if difference is None:
-        return
+        return values
     rank, index, first, other = difference
     text = (
         f"First difference, variable {index}: worker 0 {verb} {first}, worker {rank} "
@@ -214,7 +227,7 @@ def check_same_plan(worker_group: WorkerGroup, plan: BucketPlan) -> None:
         for index, entry in zip(bucket.indices, bucket.entries, strict=True)
     ]
     topic = "the buckets of the first step"
-    difference = _compare_items(worker_group, topic, "gradients", order)
+    difference, _ = _compare_items(worker_group, topic, "gradients", order)
     if difference is not None:
         rank, position, first, other = difference
         raise ValueError(
@@ -284,8 +297,13 @@ def check_same_program(
 
 
 def _compare_items(
-    worker_group: WorkerGroup, topic: str, what: str, items: Sequence[tuple[Any, str]]
-) -> tuple[int, int, str, str] | None:
+    worker_group: WorkerGroup,
+    topic: str,
+    what: str,
+    items: Sequence[tuple[Any, str]],
+    beside: Any = "",
+    timeout_seconds: float | None = None,
+) -> tuple[tuple[int, int, str, str] | None, list[Any]]:
     """Compare lists between workers by digest; find the first item that differs.
 
     Args:
@@ -293,17 +311,24 @@ def _compare_items(
         topic: String, the point of the program.
         what: String, noun for the items.
         items: Sequence of pairs of a value to compare and its description.
+        beside: Value that is gathered with the digests. Defaults to `""`.
+        timeout_seconds: Float or `None`, as for `WorkerGroup.all_gather`. Defaults to
+            `None`.
 
     Returns:
-        The result of `_first_difference`, `None` if all lists are equal.
+        Tuple of the result of `_first_difference`, `None` if all lists are equal, and
+        of the list of each worker's `beside`.
     """
     if worker_group.num_workers == 1:
-        return None
+        return None, [beside]
     compared = json.dumps([each for each, _ in items])
-    digest = hashlib.sha256(compared.encode()).hexdigest()
-    if worker_group.all_equal(topic, digest):
-        return None
-    return _first_difference(worker_group.all_gather(f"{topic}: {what}", items))
+    own = hashlib.sha256(compared.encode()).hexdigest(), beside
+    answers = worker_group.all_gather(topic, own, timeout_seconds)
+    digests, values = zip(*answers, strict=True)
+    if len(set(digests)) == 1:
+        return None, list(values)
+    lists = worker_group.all_gather(f"{topic}: {what}", items)
+    return _first_difference(lists), list(values)
 
 
 def _first_difference(

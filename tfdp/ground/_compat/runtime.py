@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -56,6 +57,7 @@ def canonical_device(device: str) -> str:
     return device_util.canonicalize(device)
 
 
+@functools.cache
 def device_type(device: str) -> str:
     """Return the type of a device: `"CPU"` or `"GPU"`."""
     return tf.DeviceSpec.from_string(device).device_type or "CPU"

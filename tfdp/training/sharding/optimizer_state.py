@@ -205,7 +205,8 @@ def _full_shard(
         variable.assign(reshaped(values, shape))
         on_write()
 
-    return LocalShard(start, start + size, lambda: read(0, size), write, read)
+    read_range = None if _compat.is_read_as_view(variable) else read
+    return LocalShard(start, start + size, lambda: read(0, size), write, read_range)
 
 
 class _FlatBuffer:
@@ -313,4 +314,8 @@ def _range_shard(
     if buffer is not None:
         buffer.begins.add(begin)
 
-    return LocalShard(segment.start, segment.stop, lambda: read(0, size), write, read)
+    # With a buffer, reads are views, or copy the whole variable.
+    read_range = read if buffer is None else None
+    return LocalShard(
+        segment.start, segment.stop, lambda: read(0, size), write, read_range
+    )

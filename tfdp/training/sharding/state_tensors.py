@@ -14,8 +14,8 @@ import tensorflow as tf
 from tfdp.ground import _compat
 from tfdp.ground.base.param_groups import path_of
 
-# Elements of a shard that are read at a time, at most: a few megabytes, which bounds
-# the memory of a save.
+# Elements of a shard that are read at a time, at most, where a read is a copy: a few
+# megabytes, which bounds the memory of a save.
 READ_ELEMENTS = 2**20
 
 
@@ -32,8 +32,8 @@ class LocalShard:
             elements.
         write: Callable that assigns such an array, or a flat tensor.
         read_range: Callable that takes two ints and returns the elements between
-            them, counted from `start`, without copying the others; or `None`.
-            Defaults to `None`.
+            them, counted from `start`, without copying the others; or `None` if
+            `read` copies nothing, or always all. Defaults to `None`.
     """
 
     start: int
@@ -49,10 +49,11 @@ class LocalShard:
             max_elements: Int, the largest number of elements of a shard.
 
         Returns:
-            List of `LocalShard`, this one alone if it cannot be read in parts.
+            List of `LocalShard`; this one alone if it is not read in parts; none if
+            it is empty.
         """
         if self.read_range is None:
-            return [self]
+            return [self] * (self.start < self.stop)
         return [
             LocalShard(
                 first,
