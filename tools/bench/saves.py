@@ -49,9 +49,15 @@ def _add_ours(report: Report, name: str, found: dict[str, list[float]]) -> None:
     """Report what a worker of tfdp has measured, in seconds."""
     keys = ("copy", "pause", "foreground", "step", "step_while_saving")
     copy, pause, foreground, step, saving = _medians(found, *keys)
+    first = found["pause_in_fit"][0]
     note = f"copy {1e3 * copy:.0f} ms, pause {1e3 * pause:.0f} ms"
+    note += f", the first {1e3 * first:.0f} ms"
     ratio = round(pause / copy, 2)
     report.add(Figure(f"pause in copies, {name}", ratio, at_most=MOST_PAUSE, note=note))
+    processor, duration = _medians(found, "processor", "duration")
+    note = f"{1e3 * processor:.0f} of {1e3 * duration:.0f} ms"
+    ratio = round(processor / duration, 2)
+    report.add(Figure(f"share of a processor in a save, {name}", ratio, note=note))
     note = f"{1e3 * foreground:.0f} ms"
     ratio = round(foreground / copy, 1)
     report.add(Figure(f"save in the foreground in copies, {name}", ratio, note=note))

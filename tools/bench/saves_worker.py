@@ -40,7 +40,7 @@ class Saver(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict | None = None) -> None:
         self.saves = epoch % 2 == 1
         if self.saves:
-            self.pending = tfdp.checkpoint.save(model, "saved", background=True)
+            self.pending = timed("pause_in_fit", save_in_background)
 
     def on_train_batch_begin(self, batch: int, logs: dict | None = None) -> None:
         self.begin = time.perf_counter()
@@ -65,6 +65,11 @@ def timed(name: str, action: Callable[[], Any]) -> Any:
     return result
 
 
+def save_in_background() -> tfdp.checkpoint.PendingSave:
+    """Begin a save."""
+    return tfdp.checkpoint.save(model, "saved", background=True)
+
+
 model.fit(
     np.repeat(x, STEPS, axis=0),
     np.repeat(x, STEPS, axis=0),
@@ -78,13 +83,15 @@ source, target = (np.full(half, value, "float32") for value in (1, 2))
 for _ in range(BLOCKS):
     timed("copy", lambda: np.copyto(target, source))
     timed("foreground", lambda: tfdp.checkpoint.save(model, "saved"))
-tfdp.checkpoint.save(model, "saved", background=True).wait()  # allocates the copy
-for _ in range(BLOCKS):
-    pending = timed(
-        "pause", lambda: tfdp.checkpoint.save(model, "saved", background=True)
-    )
-    pending.wait()
+save_in_background().wait()  # allocates the copy
+seconds["processor"], seconds["duration"] = [], []
 group = strategy.extended.worker_group
+for _ in range(BLOCKS):
+    group.all_gather("the end of the save before")
+    begin, processor = time.perf_counter(), time.process_time()
+    timed("pause", save_in_background).wait()
+    seconds["processor"].append(time.process_time() - processor)
+    seconds["duration"].append(time.perf_counter() - begin)
 disk = Backups("backups", 1, group)
 memory = MemoryBackups("backups", 1, group, strategy.extended.connect_workers)
 for backups in (disk, memory):
